@@ -1,0 +1,63 @@
+"""Every exception hotbed raises on purpose.
+
+::
+
+    HotbedError
+    ├── SpecError (ValueError)          a table, feature, schema or module argument that cannot be right
+    ├── RecipeError (ValueError)        a recipe or command-line argument
+    ├── BatchError (ValueError)         a batch that does not fit the features it is given to
+    ├── DataError (ValueError)          a source file whose content is not what its format says
+    ├── CheckpointError (RuntimeError)  a checkpoint that is absent, damaged or of another model
+    ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
+    ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
+    └── NonFiniteError (ArithmeticError) a loss that is NaN or infinite
+
+Each message states the value, the limit it broke and how to mend it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HotbedError(Exception):
+    """Base class of all errors raised by hotbed."""
+
+
+class SpecError(HotbedError, ValueError):
+    """A table, feature, schema or module argument that cannot be right."""
+
+
+class RecipeError(HotbedError, ValueError):
+    """A recipe or command-line argument that cannot be right."""
+
+
+class BatchError(HotbedError, ValueError):
+    """A batch that does not fit the features it is given to."""
+
+
+class DataError(HotbedError, ValueError):
+    """A source file whose content is not what its format says."""
+
+
+class CheckpointError(HotbedError, RuntimeError):
+    """A checkpoint that is absent, damaged or made for another model."""
+
+
+class BackendError(HotbedError, RuntimeError):
+    """A kernel backend that was asked for and cannot run here."""
+
+
+class OptimizerError(HotbedError, RuntimeError):
+    """An optimizer used in a way that would lose or repeat an update."""
+
+
+class NonFiniteError(HotbedError, ArithmeticError):
+    """A loss that is NaN or infinite."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""

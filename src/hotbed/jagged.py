@@ -1,0 +1,345 @@
+"""`Jagged`: the ids of several features for a batch of samples.
+
+A `Jagged` holds the ids of several features for ``B`` samples in one tensor, feature-major: all ids of the first
+feature in sample order, then all of the second. A feature is either *fixed* (k ids in every sample, no offsets are
+kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values is that of TorchRec's
+``KeyedJaggedTensor``, which converts both ways without a copy of the ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.errors import BatchError, did_you_mean
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Bags(NamedTuple):
+    """One feature of a `Jagged`: ``values [N]``, ``fixed`` ids per sample or ``offsets [B + 1]``, ``weights [N]``."""
+
+    values: Tensor
+    batch_size: int
+    fixed: int | None
+    offsets: Tensor | None
+    weights: Tensor | None
+
+    def lengths(self) -> Tensor:
+        """Number of ids of each sample ``[B]``, int64."""
+        if self.offsets is not None:
+            return self.offsets.diff()
+        return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
+
+
+class Jagged:
+    """Ids of ``F`` features × ``B`` samples, feature-major.
+
+    Parameters
+    ----------
+    names
+        Feature names, one per feature, in the order of ``values``.
+    values
+        All ids ``[N]``, int32 or int64.
+    batch_size
+        Number of samples ``B``.
+    fixed
+        Per feature: ids per sample, or None where the feature is ragged. Default: every feature has one id.
+    offsets
+        ``[ragged features, B + 1]`` int64, one row per ragged feature in order. Each row starts at 0, never falls, and
+        ends at the number of ids of that feature.
+    weights
+        Per-id weights ``[N]``, floating point.
+    starts
+        Position of each feature in ``values``, plus the end (``F + 1`` ints). Pass it only where it is known already;
+        otherwise it is computed and everything is validated.
+
+    Raises
+    ------
+    BatchError
+        If the parts do not fit together; the message names the feature and the sample.
+    """
+
+    __slots__ = ("_index", "batch_size", "fixed", "names", "offsets", "starts", "values", "verified", "weights")
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        values: Tensor,
+        *,
+        batch_size: int,
+        fixed: Sequence[int | None] | None = None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        starts: tuple[int, ...] | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.values = values
+        self.batch_size = batch_size
+        self.fixed: tuple[int | None, ...] = (1,) * len(self.names) if fixed is None else tuple(fixed)
+        self.offsets = offsets
+        self.weights = weights
+        self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
+        self._index = {name: i for i, name in enumerate(self.names)}
+        self.verified: frozenset[tuple[str, int]] = frozenset()
+        """(feature, rows) pairs for which every id is known to be in range."""
+
+    def _validated_starts(self) -> tuple[int, ...]:
+        values, names, batch_size = self.values, self.names, self.batch_size
+        if len(set(names)) != len(names):
+            raise BatchError(f"feature names must be unique, got {list(names)}")
+        if len(self.fixed) != len(names):
+            raise BatchError(f"{len(names)} features but {len(self.fixed)} entries in `fixed`")
+        if values.dim() != 1 or values.dtype not in INDEX_DTYPES:
+            raise BatchError(
+                f"ids must be a 1-D tensor of int32 or int64, got {describe(values)}; convert with ids.long()"
+            )
+        ragged = [name for name, k in zip(names, self.fixed, strict=True) if k is None]
+        totals: list[int] = []
+        if ragged:
+            if self.offsets is None or self.offsets.shape != (len(ragged), batch_size + 1):
+                raise BatchError(
+                    f"offsets must be [{len(ragged)}, {batch_size + 1}] (ragged features × batch size + 1), got "
+                    f"{'none' if self.offsets is None else describe(self.offsets)}"
+                )
+            if self.offsets.dtype != torch.int64:
+                raise BatchError(f"offsets must be int64, got {describe(self.offsets)}; convert with offsets.long()")
+            totals = _checked_totals(ragged, self.offsets)
+        elif self.offsets is not None:
+            raise BatchError("offsets were given but every feature is fixed; mark ragged features with None in `fixed`")
+        starts, ragged_totals = [0], iter(totals)
+        for k in self.fixed:
+            starts.append(starts[-1] + (next(ragged_totals) if k is None else batch_size * k))
+        if starts[-1] != len(values):
+            sizes = ", ".join(f"{n}: {b - a}" for n, a, b in zip(names, starts, starts[1:], strict=False))
+            raise BatchError(f"the features need {starts[-1]:,} ids ({sizes}) but values holds {len(values):,}")
+        if self.weights is not None and (
+            self.weights.shape != values.shape or not self.weights.dtype.is_floating_point
+        ):
+            raise BatchError(f"weights must be floating point [{len(values)}], got {describe(self.weights)}")
+        return tuple(starts)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def __repr__(self) -> str:
+        features = ", ".join(f"{n}: {'ragged' if k is None else k}" for n, k in zip(self.names, self.fixed, strict=True))
+        return f"Jagged(batch_size={self.batch_size}, ids={len(self.values)}, {{{features}}})"
+
+    def index(self, name: str) -> int:
+        """Position of a feature; a `BatchError` names what is missing and what is there."""
+        try:
+            return self._index[name]
+        except KeyError:
+            raise BatchError(
+                f"the batch has no feature '{name}'; it has {', '.join(self.names) or 'none'}"
+                f"{did_you_mean(name, self.names)}"
+            ) from None
+
+    def ragged_row(self, i: int) -> int:
+        """Row of ``offsets`` that belongs to feature ``i``."""
+        return sum(k is None for k in self.fixed[:i])
+
+    def __getitem__(self, name: str) -> Bags:
+        """The ids of one feature; tensors are views."""
+        i = self.index(name)
+        part = slice(self.starts[i], self.starts[i + 1])
+        offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_row(i)]
+        weights = None if self.weights is None else self.weights[part]
+        return Bags(self.values[part], self.batch_size, self.fixed[i], offsets, weights)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
+        """The same ids on another device."""
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Jagged:
+        """The same ids in page-locked memory."""
+        return self._map(lambda t: t.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Jagged:
+        moved = Jagged(
+            self.names,
+            change(self.values),
+            batch_size=self.batch_size,
+            fixed=self.fixed,
+            offsets=None if self.offsets is None else change(self.offsets),
+            weights=None if self.weights is None else change(self.weights),
+            starts=self.starts,
+        )
+        moved.verified = self.verified
+        return moved
+
+    def take(self, samples: Tensor) -> Jagged:
+        """The samples at these positions ``[b]`` (int64), in this order."""
+        parts = {name: _take_bags(self[name], samples) for name in self.names}
+        return _from_bags(parts)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Jagged]) -> Jagged:
+        """One `Jagged` with the samples of all parts, in order. Parts must have the same features."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        merged: dict[str, Bags] = {}
+        for name in first.names:
+            bags = [part[name] for part in parts]
+            values = torch.cat([b.values for b in bags])
+            same_k = len({b.fixed for b in bags}) == 1 and bags[0].fixed is not None
+            offsets = None if same_k else _offsets_of(torch.cat([b.lengths() for b in bags]))
+            weights = None if first.weights is None else torch.cat([b.weights for b in bags if b.weights is not None])
+            merged[name] = Bags(values, sum(b.batch_size for b in bags), bags[0].fixed if same_k else None, offsets, weights)
+        return _from_bags(merged)
+
+    # -- conversions -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_dict(
+        features: Mapping[str, Tensor | tuple[Tensor, Tensor] | Sequence[Sequence[int]]],
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> Jagged:
+        """Build from one entry per feature.
+
+        An entry is a tensor ``[B]`` (one id per sample) or ``[B, k]``; a torch nested tensor of jagged layout; a pair
+        ``(values [N], offsets [B + 1])``; or a list of lists of ids. ``weights`` gives per-id weights for some of the
+        features in the same shape (``[N]`` for ragged ones); features without get 1.
+        """
+        bags = {name: _bags_of(name, entry) for name, entry in features.items()}
+        if not bags:
+            raise BatchError("a Jagged needs at least one feature")
+        first, batch_size = next((name, b.batch_size) for name, b in bags.items())
+        for name, b in bags.items():
+            if b.batch_size != batch_size:
+                raise BatchError(f"feature '{name}' has {b.batch_size:,} samples but '{first}' has {batch_size:,}")
+        if weights:
+            for name in weights:
+                if name not in bags:
+                    raise BatchError(f"weights are given for feature '{name}', which has no ids{did_you_mean(name, bags)}")
+            for name, b in bags.items():
+                given = weights.get(name)
+                w = torch.ones(len(b.values)) if given is None else (given.values() if given.is_nested else given.reshape(-1))
+                if len(w) != len(b.values):
+                    raise BatchError(f"feature '{name}' has {len(b.values):,} ids but {len(w):,} weights")
+                bags[name] = b._replace(weights=w)
+        return _from_bags(bags)
+
+    def to_dict(self) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
+        """Per feature ``[B, k]`` where it is fixed, ``(values, offsets)`` where it is ragged; views."""
+        out: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+        for name in self.names:
+            b = self[name]
+            out[name] = b.values.view(self.batch_size, b.fixed or 0) if b.offsets is None else (b.values, b.offsets)
+        return out
+
+    def to_nested(self) -> dict[str, Tensor]:
+        """Per feature a torch nested tensor of jagged layout."""
+        out: dict[str, Tensor] = {}
+        for name in self.names:
+            b = self[name]
+            offsets = _offsets_of(b.lengths()) if b.offsets is None else b.offsets
+            out[name] = torch.nested.nested_tensor_from_jagged(b.values, offsets)
+        return out
+
+    @staticmethod
+    def from_keyed(keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> Jagged:
+        """Build from ``KeyedJaggedTensor`` parts: keys (F), values ``[N]``, lengths ``[F · B]``, weights ``[N]``."""
+        if not keys or lengths.dim() != 1 or len(lengths) % len(keys):
+            raise BatchError(f"lengths must be [{len(keys)} keys × batch size], got {describe(lengths)}")
+        if len(lengths) and int(lengths.min()) < 0:
+            at = int(lengths.argmin())
+            per_key = len(lengths) // len(keys)
+            raise BatchError(f"feature '{keys[at // per_key]}': length {int(lengths[at])} at sample {at % per_key}")
+        offsets = _offsets_of(lengths.view(len(keys), -1))
+        return Jagged(
+            keys, values, batch_size=offsets.shape[1] - 1, fixed=[None] * len(keys), offsets=offsets, weights=weights
+        )
+
+    def to_keyed(self) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+        """``KeyedJaggedTensor`` parts: keys, values ``[N]``, lengths ``[F · B]`` int64, weights ``[N]`` or None."""
+        lengths = [
+            torch.full((self.batch_size,), k, dtype=torch.int64, device=self.values.device)
+            if k is not None
+            else self[name].lengths()
+            for name, k in zip(self.names, self.fixed, strict=True)
+        ]
+        return list(self.names), self.values, torch.cat(lengths), self.weights
+
+
+def describe(t: Tensor) -> str:
+    """Dtype and shape, as error messages show them."""
+    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+
+
+def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:
+    """Number of ids of each ragged feature; raises unless every row of offsets starts at 0 and never falls."""
+    steps = offsets.diff(dim=1)
+    for name, row, step in zip(names, offsets, steps, strict=True):
+        if int(row[0]) != 0:
+            raise BatchError(f"feature '{name}': offsets start at {int(row[0])}, must start at 0")
+        if len(step) and int(step.min()) < 0:
+            at = int((step < 0).nonzero()[0])
+            raise BatchError(
+                f"feature '{name}': offsets fall from {int(row[at])} to {int(row[at + 1])} at sample {at}; "
+                f"offsets are running totals of the ids per sample"
+            )
+    return offsets[:, -1].tolist()
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    """Running totals along the last dim with a leading 0, int64."""
+    return torch.nn.functional.pad(lengths.cumsum(-1, dtype=torch.int64), (1, 0))
+
+
+def _bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequence[int]]) -> Bags:
+    if isinstance(entry, Tensor):
+        if entry.is_nested:
+            if entry.layout != torch.jagged:
+                raise BatchError(f"feature '{name}': nested tensors need layout=torch.jagged, got {entry.layout}")
+            return Bags(entry.values(), entry.shape[0], None, entry.offsets().long(), None)
+        if entry.dim() == 1:
+            return Bags(entry, len(entry), 1, None, None)
+        if entry.dim() == 2:
+            return Bags(entry.reshape(-1), entry.shape[0], entry.shape[1], None, None)
+        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe(entry)}")
+    if isinstance(entry, tuple):
+        values, offsets = entry
+        if offsets.dim() != 1 or len(offsets) < 1:
+            raise BatchError(f"feature '{name}': offsets must be [B + 1], got {describe(offsets)}")
+        return Bags(values, len(offsets) - 1, None, offsets.long(), None)
+    lengths = torch.tensor([len(bag) for bag in entry], dtype=torch.int64)
+    values = torch.tensor([i for bag in entry for i in bag], dtype=torch.int64)
+    return Bags(values, len(entry), None, _offsets_of(lengths), None)
+
+
+def _take_bags(bags: Bags, samples: Tensor) -> Bags:
+    if bags.fixed is not None:
+        position = torch.arange(len(bags.values), device=samples.device).view(bags.batch_size, bags.fixed)
+        position, offsets = position[samples].reshape(-1), None
+    else:
+        assert bags.offsets is not None
+        lengths = bags.lengths()[samples]
+        offsets = _offsets_of(lengths)
+        position = torch.arange(int(offsets[-1]), device=samples.device)
+        position += torch.repeat_interleave(bags.offsets[samples] - offsets[:-1], lengths)
+    weights = None if bags.weights is None else bags.weights[position]
+    return Bags(bags.values[position], len(samples), bags.fixed, offsets, weights)
+
+
+def _from_bags(bags: Mapping[str, Bags]) -> Jagged:
+    ragged = [b.offsets for b in bags.values() if b.offsets is not None]
+    weights = [b.weights for b in bags.values() if b.weights is not None]
+    return Jagged(
+        list(bags),
+        torch.cat([b.values for b in bags.values()]),
+        batch_size=next(iter(bags.values())).batch_size,
+        fixed=[b.fixed for b in bags.values()],
+        offsets=torch.stack(ragged) if ragged else None,
+        weights=torch.cat(weights) if weights else None,
+    )

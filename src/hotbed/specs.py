@@ -1,0 +1,131 @@
+"""What a model's embeddings are: tables, and the features that look rows up in them.
+
+Vocabulary of the package (used with these meanings everywhere):
+
+- *id*: a key from the data; *row*: a vector of a table; *slot*: a position in a store
+- *bag*: the ids of one feature in one sample, pooled into one vector
+- *arena*: all tables of one process with the same dim, in one allocation and served by one launch
+- shape letters: ``B`` samples, ``F`` features, ``N`` ids, ``U`` distinct rows, ``D`` columns, ``R`` rows, ``T`` tasks
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hotbed.errors import SpecError, did_you_mean
+
+Pooling = Literal["sum", "mean"]
+OnBadId = Literal["error", "drop", "hash"]
+
+MAX_DIM = 1024
+"""Largest number of columns of a table."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table: a rectangle of ``rows`` × ``dim`` float32 values.
+
+    Parameters
+    ----------
+    name
+        Unique within a collection; part of the key of the table's random initial values.
+    rows
+        Number of rows; valid ids are ``0 … rows − 1``.
+    dim
+        Number of columns, 1 to 1024.
+    init_bound
+        Initial values are uniform on ``[−init_bound, init_bound)``. Default ``1/√rows`` (NVIDIA DLRM).
+    init_version
+        Version of the initial-value function. Stored with the table, so that a table that grows keeps its values.
+    frozen
+        A frozen table is looked up but never updated; see also ``EmbeddingCollection.freeze``.
+
+    Raises
+    ------
+    SpecError
+        If a value is out of range.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    init_bound: float | None = None
+    init_version: int = 1
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SpecError("a table needs a non-empty name")
+        if self.rows < 1:
+            raise SpecError(f"table '{self.name}': rows is {self.rows:,}, must be at least 1")
+        if not 1 <= self.dim <= MAX_DIM:
+            raise SpecError(f"table '{self.name}': dim is {self.dim:,}, must be between 1 and {MAX_DIM:,}")
+        if self.init_bound is not None and not (math.isfinite(self.init_bound) and self.init_bound >= 0):
+            raise SpecError(f"table '{self.name}': init_bound is {self.init_bound}, must be finite and not negative")
+        if self.init_version != 1:
+            raise SpecError(f"table '{self.name}': init_version is {self.init_version}, this release knows only 1")
+
+    @property
+    def bound(self) -> float:
+        """Bound of the initial values, with the default filled in."""
+        return 1.0 / math.sqrt(self.rows) if self.init_bound is None else self.init_bound
+
+    def seed(self, collection_seed: int) -> int:
+        """32-bit seed of this table's initial values; depends on the name, not on the table's position."""
+        digest = hashlib.blake2b(f"{collection_seed}/{self.name}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One sparse input: bags of ids that are looked up in a table and pooled.
+
+    Parameters
+    ----------
+    name
+        Unique within a collection; batches are matched by this name.
+    table
+        Name of the table. Several features may share one.
+    pooling
+        ``"sum"`` or ``"mean"`` (the sum divided by the number of ids; an empty bag gives zeros either way).
+    on_bad_id
+        What to do with an id that is negative or ≥ rows: ``"error"``; ``"drop"`` it from its bag; ``"hash"`` it
+        into the table. What was dropped or hashed is counted in ``EmbeddingCollection.bad_ids``.
+    """
+
+    name: str
+    table: str
+    pooling: Pooling = "sum"
+    on_bad_id: OnBadId = "error"
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SpecError("a feature needs a non-empty name")
+        for field, choices in (("pooling", get_args(Pooling)), ("on_bad_id", get_args(OnBadId))):
+            value = getattr(self, field)
+            if value not in choices:
+                raise SpecError(f"feature '{self.name}': {field} is {value!r}, must be one of {', '.join(choices)}")
+
+
+def check_specs(tables: Sequence[Table], features: Sequence[Feature]) -> None:
+    """Raise `SpecError` unless names are unique, every feature has its table and every table a feature."""
+    if not features:
+        raise SpecError("an embedding collection needs at least one feature")
+    for kind, names in (("table", [t.name for t in tables]), ("feature", [f.name for f in features])):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise SpecError(f"{kind} '{twice[0]}' is defined {names.count(twice[0])} times; names must be unique")
+    known = [t.name for t in tables]
+    for feature in features:
+        if feature.table not in known:
+            raise SpecError(
+                f"feature '{feature.name}' uses table '{feature.table}', which is not among the tables "
+                f"({', '.join(known) or 'none'}){did_you_mean(feature.table, known)}"
+            )
+    for name in known:
+        if not any(f.table == name for f in features):
+            raise SpecError(f"table '{name}' has no feature; remove it or add a Feature(…, table='{name}')")
