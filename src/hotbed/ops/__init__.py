@@ -1,0 +1,10 @@
+"""Kernels: one signature, three backends.
+
+``reference.py`` is plain PyTorch, the definition and the oracle of every test; ``cpu_*.py`` are Numba, ``triton_*.py``
+are Triton. `select` picks one by device; nothing ever falls back to another silently.
+"""
+
+from hotbed.ops.backend import Backend, BackendName, launches, select
+from hotbed.ops.layout import BagLayout, Groups, Occurrences
+
+__all__ = ["Backend", "BackendName", "BagLayout", "Groups", "Occurrences", "launches", "select"]

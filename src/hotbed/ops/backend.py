@@ -1,0 +1,110 @@
+"""Which kernels run: chosen by device, or named explicitly; a backend that cannot run here is an error."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from typing import Literal, Protocol, cast, get_args
+
+import torch
+from torch import Tensor
+
+from hotbed.errors import BackendError, did_you_mean
+from hotbed.ops.layout import BagLayout, Groups, Occurrences
+from hotbed.optim import Rule
+
+BackendName = Literal["auto", "reference", "cpu", "triton"]
+
+launches: Counter[str] = Counter()
+"""How often each operation ran, by ``"backend.operation"``; tests use it to assert which backend did the work."""
+
+
+class Backend(Protocol):
+    """The operations every backend implements; `hotbed.ops.reference` defines what they compute."""
+
+    NAME: str
+
+    def initial_values_(self, out: Tensor, *, seed: int, rows: range, cols: range, bound: float) -> None:
+        """Fill ``out [rows, cols]`` with the table's initial values."""
+        ...
+
+    def lookup(self, weight: Tensor, bags: BagLayout) -> Tensor:
+        """Pool the rows of each bag: ``[B, F, D]``."""
+        ...
+
+    def occurrences(self, bags: BagLayout) -> Occurrences:
+        """List slot, bag and gradient factor of every id."""
+        ...
+
+    def group(self, slots: Tensor) -> Groups:
+        """Group equal slots ``[N]`` and cut the groups into runs."""
+        ...
+
+    def update(
+        self,
+        rule: Rule,
+        weight: Tensor,
+        state: Mapping[str, Tensor],
+        occurrences: Occurrences,
+        groups: Groups,
+        grad: Tensor,
+        *,
+        bases: Tensor,
+        hyper: Tensor,
+        inv_scale: Tensor,
+        gate: Tensor,
+    ) -> None:
+        """Sum the gradient of each distinct slot and apply the rule to its row, once."""
+        ...
+
+    def interaction(self, dense: Tensor, embeddings: Tensor, width: int) -> Tensor:
+        """Dot interaction: ``[B, width]``."""
+        ...
+
+    def interaction_backward(self, grad: Tensor, dense: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the dot interaction for dense and embeddings."""
+        ...
+
+
+def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
+    """Return the kernels for a device.
+
+    Parameters
+    ----------
+    device
+        Where the tensors are.
+    name
+        ``"auto"``: Numba for CPU tensors, Triton for CUDA tensors. Or one by name: ``"reference"`` runs anywhere,
+        ``"cpu"`` needs CPU tensors, ``"triton"`` needs CUDA tensors (or ``TRITON_INTERPRET=1``).
+
+    Raises
+    ------
+    BackendError
+        If the backend does not exist or cannot run on this device.
+    """
+    kind = torch.device(device).type
+    if name not in get_args(BackendName):
+        names = get_args(BackendName)
+        raise BackendError(f"backend {name!r} does not exist; choose {', '.join(names)}{did_you_mean(name, names)}")
+    if name == "auto":
+        if kind not in ("cpu", "cuda"):
+            raise BackendError(
+                f"no kernels for device '{kind}'; move the model to cpu or cuda, or pass backend='reference'"
+            )
+        name = "cpu" if kind == "cpu" else "triton"
+    if name == "cpu" and kind != "cpu":
+        raise BackendError(f"backend 'cpu' cannot work on '{kind}' tensors; use 'triton' or 'reference'")
+    if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise BackendError("backend 'triton' needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1")
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Backend:
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise BackendError("backend 'triton' needs the triton package; pip install triton (CUDA builds of torch bring it)")
+    return cast(Backend, cast(object, importlib.import_module(f"hotbed.ops.{name}")))

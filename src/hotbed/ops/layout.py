@@ -1,0 +1,95 @@
+"""What the kernels take and give: bags of an arena, occurrences of slots, groups of equal slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+RUN = 32
+"""Occurrences per run of the canonical sum: runs are summed left to right, then the runs of a row left to right."""
+
+BLOCK = 16
+"""Columns per block of a reduction over columns: block partials first, then the partials in column order."""
+
+START, FIXED, RAGGED_ROW, BASE, MEAN = range(5)
+"""Columns of `BagLayout.features`."""
+
+
+@dataclass(frozen=True)
+class BagLayout:
+    """Where the bags of one arena's features lie in the ids of a batch.
+
+    Attributes
+    ----------
+    ids
+        All ids of the batch, int32 or int64; features of other arenas may lie between.
+    features
+        ``[F, 5]`` int64, one row per feature: position of its first id; ids per sample, or −1 where it is ragged; its
+        row of ``offsets``; slot of its table's row 0; 1 for mean pooling.
+    offsets
+        ``[ragged features, B + 1]`` int64, relative to the feature's first id.
+    weights
+        Per-id weights float32, parallel to ``ids``, or None.
+    batch_size
+        Samples ``B``.
+    total
+        Ids ``N`` of these features.
+    has_mean
+        Whether any feature uses mean pooling.
+    """
+
+    ids: Tensor
+    features: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    batch_size: int
+    total: int
+    has_mean: bool
+
+
+@dataclass(frozen=True)
+class Occurrences:
+    """Every id of an arena's batch: which slot it reads and which bag it belongs to.
+
+    Attributes
+    ----------
+    slots
+        ``[N]`` int64, in feature, then sample, then bag order.
+    bags
+        ``[N]`` int64, ``sample · F + feature``: the row of the gradient ``[B · F, D]``.
+    scale
+        ``[N]`` float32 factor of the gradient (weight, mean divisor), or None where it is 1 everywhere.
+    """
+
+    slots: Tensor
+    bags: Tensor
+    scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Occurrences grouped by slot, and each group cut into runs of at most `RUN`.
+
+    The buffers have room for ``N`` groups and runs; only the first ``counts`` of them are valid, so that a GPU need
+    not tell the host how many there are.
+
+    Attributes
+    ----------
+    order
+        ``[N]`` int64: the occurrences sorted by slot, in their own order where slots are equal.
+    rows
+        ``[N]`` int64: the slot of each group, ascending.
+    run_starts
+        ``[N + 1]`` int64: position in ``order`` where each run starts; the entry after the last run is ``N``.
+    group_runs
+        ``[N + 1]`` int64: first run of each group; the entry after the last group is the number of runs.
+    counts
+        ``[2]`` int64: number of groups, number of runs.
+    """
+
+    order: Tensor
+    rows: Tensor
+    run_starts: Tensor
+    group_runs: Tensor
+    counts: Tensor

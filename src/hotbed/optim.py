@@ -1,0 +1,309 @@
+"""Sparse optimizers: they update the rows of embedding tables that a batch touched.
+
+``loss.backward()`` leaves, per arena, the ids and the gradient of the pooled vectors; ``step()`` sums the gradients of
+each distinct row over everything that arrived since the last step, then applies the rule to that row once. So
+accumulating gradients over micro-batches is exact, and a step that is skipped touches nothing.
+
+A table has no dense gradient and is no ``nn.Parameter``. What stands for it in ``param_groups`` is its *handle*, a 0-d
+tensor: ``requires_grad`` of the handle says whether the table is trained. The gradient of the first handle is the
+factor that the waiting gradients are still to be multiplied with (1, or what ``GradScaler.unscale_`` made of it; NaN
+where they are not finite), which is how the optimizers work with ``torch.amp.GradScaler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from hotbed.errors import OptimizerError, SpecError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Moment:
+    """State that a rule keeps: one float32 per row, or one per element."""
+
+    name: str
+    per: Literal["row", "element"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the kernels need to know of an optimizer: its name, hyperparameters in kernel order, and moments."""
+
+    name: str
+    hyper: tuple[str, ...]
+    moments: tuple[Moment, ...] = ()
+
+
+class Updater(Protocol):
+    """One optimizer's end of a collection: gradients wait here until the step."""
+
+    def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
+        """Apply everything that waits to the tables named in ``hyper``, and forget it."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything that waits."""
+        ...
+
+    def finite(self) -> Tensor:
+        """0-d bool: whether every waiting gradient is finite."""
+        ...
+
+    def moment(self, table: str, name: str) -> Tensor:
+        """A view of a moment of a table, ``[R]`` or ``[R, D]``."""
+        ...
+
+
+@runtime_checkable
+class SparseModule(Protocol):
+    """A module with embedding tables, as optimizers see it."""
+
+    handles: dict[str, Tensor]
+
+    def connect(
+        self, rule: Rule, tables: Sequence[str], fill: Mapping[str, float], on_grad: Callable[[Tensor], None]
+    ) -> Updater:
+        """Let an optimizer train these tables; their moments start at ``fill`` (by table)."""
+        ...
+
+
+class SparseOptimizer(torch.optim.Optimizer):
+    """Base of the sparse optimizers; use `SGD` or `RowWiseAdagrad`.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    defaults
+        Hyperparameters of the default group.
+    groups
+        Groups of tables with their own hyperparameters, ``[{"tables": ["users"], "lr": 0.01}]``. Tables are named as
+        in the collection, or ``path.to.collection.table`` where a name occurs in several collections. All tables that
+        no group names form one more group with the defaults.
+
+    Raises
+    ------
+    SpecError
+        If the model has no collection, a group names an unknown table or option, or a hyperparameter is out of range.
+    """
+
+    rule: ClassVar[Rule]
+    initial_moment: ClassVar[str | None] = None
+    """Name of the hyperparameter that the moments start at; None where they start at 0."""
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, model: nn.Module, defaults: dict[str, float], groups: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
+        if not collections:
+            raise SpecError(
+                f"{type(model).__name__} has no hotbed.EmbeddingCollection; sparse optimizers update embedding tables "
+                "only, use torch.optim for the rest"
+            )
+        places = {f"{path}.{t}".lstrip("."): (path, t) for path, c in collections.items() for t in c.handles}
+        self._check_finite = False
+        resolved = _resolve_groups(places, groups or (), known=set(defaults))
+        super().__init__(
+            [
+                {**options, "tables": names, "params": [collections[p].handles[t] for p, t in map(places.get, names)]}
+                for names, options in resolved
+            ],
+            defaults,
+        )
+        for group in self.param_groups:
+            self.check(group)
+        self._places = places
+        self._updaters: dict[str, Updater] = {}
+        for path, collection in collections.items():
+            fill = {
+                places[name][1]: group[self.initial_moment] if self.initial_moment else 0.0
+                for group in self.param_groups
+                for name in group["tables"]
+                if places[name][0] == path
+            }
+            self._updaters[path] = collection.connect(self.rule, list(fill), fill, self._on_grad)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise `SpecError` if a hyperparameter of a group is out of range."""
+        for name in self.rule.hyper:
+            if not float(group[name]) >= 0:
+                tables = ", ".join(group["tables"])
+                raise SpecError(f"{type(self).__name__}: {name} is {group[name]} for {tables}; it must not be negative")
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply the gradients that arrived since the last step, once per distinct row; frozen tables are left alone."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inv_scale, gate = self._amp_factors()
+        hyper: dict[str, dict[str, list[float]]] = {path: {} for path in self._updaters}
+        for group in self.param_groups:
+            values = [float(group[name]) for name in self.rule.hyper]
+            for name, handle in zip(group["tables"], group["params"], strict=True):
+                path, table = self._places[name]
+                if handle.requires_grad:
+                    hyper[path][table] = values
+        for path, updater in self._updaters.items():
+            updater.apply(hyper[path], inv_scale, gate)
+        self.param_groups[0]["params"][0].grad = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that wait for a step."""
+        super().zero_grad(set_to_none)
+        for updater in self._updaters.values():
+            updater.clear()
+
+    def _on_grad(self, grad: Tensor) -> None:
+        lead: Tensor = self.param_groups[0]["params"][0]
+        if lead.grad is None:
+            lead.grad = torch.ones_like(lead)
+        if self._check_finite:
+            lead.grad.masked_fill_(~torch.isfinite(grad).all(), torch.nan)
+
+    def _amp_factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """1 / loss scale and "nothing overflowed", as GradScaler left them; None where there is nothing to say."""
+        lead: Tensor = self.param_groups[0]["params"][0]
+        if not hasattr(self, "grad_scale"):
+            return None, None
+        scale: Tensor | None = self.grad_scale  # pyright: ignore[reportAttributeAccessIssue]
+        gate = torch.as_tensor(self.found_inf, device=lead.device) == 0  # pyright: ignore[reportAttributeAccessIssue]
+        if not self._check_finite:
+            # The first step under a scaler: backward did not look for overflow yet, so look here.
+            self._check_finite = True
+            for updater in self._updaters.values():
+                gate = gate & updater.finite()
+        unscaled = torch.ones_like(lead) if lead.grad is None else lead.grad.detach().clone()
+        return (unscaled if scale is None else unscaled / scale), gate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments by table (full copies are not made: tensors are views) and parameter groups, as torch does it."""
+        self._refresh_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy moments into the tables and take over the parameter groups.
+
+        Raises
+        ------
+        OptimizerError
+            If the groups name other tables or a moment has another shape; then nothing is changed.
+        """
+        here = [group["tables"] for group in self.param_groups]
+        there = [group.get("tables") for group in state_dict["param_groups"]]
+        if here != there:
+            raise OptimizerError(f"the saved optimizer has groups of tables {there}, this one {here}; make them equal")
+        self._refresh_state()
+        handles = [handle for group in self.param_groups for handle in group["params"]]
+        own = {i: {name: view.shape for name, view in self.state[h].items()} for i, h in enumerate(handles)}
+        saved = {i: {name: t.shape for name, t in s.items()} for i, s in state_dict["state"].items()}
+        if {i: s for i, s in own.items() if s} != saved:
+            raise OptimizerError(f"the saved moments are {saved}, this optimizer needs {own}")
+        views = {h: dict(self.state[h]) for h in handles}
+        super().load_state_dict(state_dict)
+        for handle, moments in views.items():
+            for name, view in moments.items():
+                view.copy_(self.state[handle][name])
+        self.state.clear()
+
+    def _refresh_state(self) -> None:
+        self.state.clear()
+        if not self.rule.moments:
+            return
+        for group in self.param_groups:
+            for name, handle in zip(group["tables"], group["params"], strict=True):
+                path, table = self._places[name]
+                self.state[handle] = {m.name: self._updaters[path].moment(table, m.name) for m in self.rule.moments}
+
+
+class SGD(SparseOptimizer):
+    """Plain gradient descent on the touched rows: ``w ← w − lr · g``.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    lr
+        Learning rate; there is no default.
+    groups
+        Groups of tables with their own ``lr``.
+    """
+
+    rule = Rule("sgd", hyper=("lr",))
+
+    def __init__(self, model: nn.Module, lr: float, *, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        super().__init__(model, {"lr": lr}, groups)
+
+
+class RowWiseAdagrad(SparseOptimizer):
+    """AdaGrad with one moment per row: ``v ← v + mean_d(g_d²)``, ``w ← w − lr · g / (√v + ε)``.
+
+    Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row;
+    mean_d sums 16-column blocks in column order.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    lr
+        Learning rate; there is no default.
+    eps
+        ε, outside the root.
+    initial_accumulator
+        Value that every v starts at.
+    groups
+        Groups of tables with their own ``lr``, ``eps``, ``initial_accumulator``.
+    """
+
+    rule = Rule("rowwise_adagrad", hyper=("lr", "eps"), moments=(Moment("sum_of_squares", "row"),))
+    initial_moment = "initial_accumulator"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        eps: float = 1e-8,
+        initial_accumulator: float = 0.0,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(model, {"lr": lr, "eps": eps, "initial_accumulator": initial_accumulator}, groups)
+
+
+def _resolve_groups(
+    places: Mapping[str, tuple[str, str]], groups: Sequence[Mapping[str, Any]], known: set[str]
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Full table names and options of each group; the tables that no group names come last."""
+    resolved: list[tuple[list[str], dict[str, Any]]] = []
+    rest = list(places)
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "tables"}
+        for key in options:
+            if key not in known:
+                raise SpecError(f"optimizer option '{key}' does not exist; use {sorted(known)}{did_you_mean(key, known)}")
+        names: list[str] = []
+        for name in group.get("tables", ()):
+            found = [full for full, (_, table) in places.items() if name in (full, table)]
+            if len(found) != 1:
+                what = "is ambiguous: " + ", ".join(found) if found else "does not exist"
+                raise SpecError(f"table '{name}' {what}; tables are {', '.join(places)}{did_you_mean(name, places)}")
+            if found[0] not in rest:
+                raise SpecError(f"table '{name}' is in two optimizer groups")
+            rest.remove(found[0])
+            names.append(found[0])
+        if not names:
+            raise SpecError(f"an optimizer group needs 'tables', got {dict(group)}")
+        resolved.append((names, options))
+    return [*resolved, (rest, {})] if rest else resolved
