@@ -9,7 +9,7 @@ kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -131,7 +131,9 @@ class Jagged:
         return name in self._index
 
     def __repr__(self) -> str:
-        features = ", ".join(f"{n}: {'ragged' if k is None else k}" for n, k in zip(self.names, self.fixed, strict=True))
+        features = ", ".join(
+            f"{n}: {'ragged' if k is None else k}" for n, k in zip(self.names, self.fixed, strict=True)
+        )
         return f"Jagged(batch_size={self.batch_size}, ids={len(self.values)}, {{{features}}})"
 
     def index(self, name: str) -> int:
@@ -182,6 +184,11 @@ class Jagged:
         parts = {name: _take_bags(self[name], samples) for name in self.names}
         return _from_bags(parts)
 
+    def with_feature(self, name: str, bags: Bags) -> Jagged:
+        """A copy in which the ids of one feature are replaced."""
+        self.index(name)
+        return _from_bags({other: bags if other == name else self[other] for other in self.names})
+
     @staticmethod
     def concatenate(parts: Sequence[Jagged]) -> Jagged:
         """One `Jagged` with the samples of all parts, in order. Parts must have the same features."""
@@ -195,7 +202,9 @@ class Jagged:
             same_k = len({b.fixed for b in bags}) == 1 and bags[0].fixed is not None
             offsets = None if same_k else _offsets_of(torch.cat([b.lengths() for b in bags]))
             weights = None if first.weights is None else torch.cat([b.weights for b in bags if b.weights is not None])
-            merged[name] = Bags(values, sum(b.batch_size for b in bags), bags[0].fixed if same_k else None, offsets, weights)
+            merged[name] = Bags(
+                values, sum(b.batch_size for b in bags), bags[0].fixed if same_k else None, offsets, weights
+            )
         return _from_bags(merged)
 
     # -- conversions -----------------------------------------------------------------------------------------------
@@ -221,10 +230,16 @@ class Jagged:
         if weights:
             for name in weights:
                 if name not in bags:
-                    raise BatchError(f"weights are given for feature '{name}', which has no ids{did_you_mean(name, bags)}")
+                    raise BatchError(
+                        f"weights are given for feature '{name}', which has no ids{did_you_mean(name, bags)}"
+                    )
             for name, b in bags.items():
                 given = weights.get(name)
-                w = torch.ones(len(b.values)) if given is None else (given.values() if given.is_nested else given.reshape(-1))
+                w = (
+                    torch.ones(len(b.values))
+                    if given is None
+                    else (given.values() if given.is_nested else given.reshape(-1))
+                )
                 if len(w) != len(b.values):
                     raise BatchError(f"feature '{name}' has {len(b.values):,} ids but {len(w):,} weights")
                 bags[name] = b._replace(weights=w)
@@ -302,14 +317,15 @@ def _bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequenc
         if entry.is_nested:
             if entry.layout != torch.jagged:
                 raise BatchError(f"feature '{name}': nested tensors need layout=torch.jagged, got {entry.layout}")
-            return Bags(entry.values(), entry.shape[0], None, entry.offsets().long(), None)
+            offsets = cast(Tensor, entry.offsets())
+            return Bags(entry.values(), entry.shape[0], None, offsets.long(), None)
         if entry.dim() == 1:
             return Bags(entry, len(entry), 1, None, None)
         if entry.dim() == 2:
             return Bags(entry.reshape(-1), entry.shape[0], entry.shape[1], None, None)
         raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe(entry)}")
     if isinstance(entry, tuple):
-        values, offsets = entry
+        values, offsets = cast(tuple[Tensor, Tensor], entry)
         if offsets.dim() != 1 or len(offsets) < 1:
             raise BatchError(f"feature '{name}': offsets must be [B + 1], got {describe(offsets)}")
         return Bags(values, len(offsets) - 1, None, offsets.long(), None)

@@ -292,7 +292,9 @@ def _resolve_groups(
         options = {key: value for key, value in group.items() if key != "tables"}
         for key in options:
             if key not in known:
-                raise SpecError(f"optimizer option '{key}' does not exist; use {sorted(known)}{did_you_mean(key, known)}")
+                raise SpecError(
+                    f"optimizer option '{key}' does not exist; use {sorted(known)}{did_you_mean(key, known)}"
+                )
         names: list[str] = []
         for name in group.get("tables", ()):
             found = [full for full, (_, table) in places.items() if name in (full, table)]

@@ -1,0 +1,22 @@
+"""From stored samples to batches: schemas, sources, preparation, and the loader."""
+
+from hotbed.data.draft import draft_schema
+from hotbed.data.loader import Loader
+from hotbed.data.parquet import ParquetSource
+from hotbed.data.prepare import PrepareReport, prepare
+from hotbed.data.schema import Schema, SparseColumn
+from hotbed.data.source import Source
+from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
+
+__all__ = [
+    "Loader",
+    "ParquetSource",
+    "PrepareReport",
+    "Schema",
+    "Source",
+    "SparseColumn",
+    "SplitBinarySource",
+    "SplitBinaryWriter",
+    "draft_schema",
+    "prepare",
+]

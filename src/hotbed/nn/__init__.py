@@ -1,0 +1,6 @@
+"""Layers and models around embedding collections."""
+
+from hotbed.nn.layers import MLP, DotInteraction
+from hotbed.nn.models import DLRM
+
+__all__ = ["DLRM", "MLP", "DotInteraction"]

@@ -106,5 +106,7 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
 @cache
 def _load(name: str) -> Backend:
     if name == "triton" and importlib.util.find_spec("triton") is None:
-        raise BackendError("backend 'triton' needs the triton package; pip install triton (CUDA builds of torch bring it)")
+        raise BackendError(
+            "backend 'triton' needs the triton package; pip install triton (CUDA builds of torch bring it)"
+        )
     return cast(Backend, cast(object, importlib.import_module(f"hotbed.ops.{name}")))

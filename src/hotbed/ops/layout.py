@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 RUN = 32
@@ -65,6 +67,20 @@ class Occurrences:
     slots: Tensor
     bags: Tensor
     scale: Tensor | None
+
+    @staticmethod
+    def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:
+        """Occurrences of several batches, one after the other; ``bags`` is the number of bags of each."""
+        if len(parts) == 1:
+            return parts[0]
+        first_bag = [sum(bags[:i]) for i in range(len(bags))]
+        scaled = any(p.scale is not None for p in parts)
+        scales = [torch.ones(len(p.slots), device=p.slots.device) if p.scale is None else p.scale for p in parts]
+        return Occurrences(
+            torch.cat([p.slots for p in parts]),
+            torch.cat([p.bags + first for p, first in zip(parts, first_bag, strict=True)]),
+            torch.cat(scales) if scaled else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,320 @@
+"""The recipe: everything that a training run is, as one tree of plain values.
+
+A `Recipe` is what a YAML file in ``recipes/`` holds and what every run and checkpoint keeps a copy of. Models,
+optimizers and data sources are named by import path, so a user's own classes need no registration::
+
+    model:
+      class_path: my_package.MyModel
+      init_args: {width: 512}
+
+Importing this module is cheap and loads no class that a recipe names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Self, cast, get_args, get_type_hints
+
+from hotbed.errors import HotbedError, RecipeError, did_you_mean
+from hotbed.specs import OnBadId
+
+Precision = Literal["fp32", "bf16"]
+Device = Literal["auto", "cpu", "cuda"]
+Monitor = Literal["auc", "logloss"]
+CheckpointPolicy = Literal["none", "last", "best"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A class by import path, and the arguments it is made with."""
+
+    class_path: str
+    """Import path of the class, for example ``torch.optim.Adam``."""
+    init_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments, besides those that hotbed gives."""
+
+    def __post_init__(self) -> None:
+        if "." not in self.class_path:
+            raise RecipeError(f"class_path is '{self.class_path}', must be an import path like torch.optim.Adam")
+
+    def load(self) -> type[Any]:
+        """Import the class.
+
+        Raises
+        ------
+        RecipeError
+            If there is no such module or class.
+        """
+        module_name, name = self.class_path.rsplit(".", 1)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module_name.startswith(error.name):
+                raise  # the module is there and what it imports is not
+            raise RecipeError(
+                f"class_path is '{self.class_path}', but there is no module '{error.name}'; install it, or add its "
+                f"directory to PYTHONPATH"
+            ) from None
+        found = getattr(module, name, None)
+        if not isinstance(found, type):
+            classes = [n for n, value in vars(module).items() if isinstance(value, type)]
+            raise RecipeError(f"module '{module_name}' has no class '{name}'{did_you_mean(name, classes)}")
+        return found
+
+    def build(self, *args: Any, **given: Any) -> Any:
+        """Make the object from what hotbed gives and ``init_args``.
+
+        Raises
+        ------
+        RecipeError
+            If an argument is unknown, missing, given by hotbed already, or refused by the class.
+        """
+        cls = self.load()
+        signature = inspect.signature(cls)
+        known = signature.parameters
+        taken = {*list(known)[: len(args)], *given}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        for name in self.init_args:
+            if name in taken:
+                raise RecipeError(f"{self.class_path}: '{name}' is given by hotbed; remove it from init_args")
+            if name not in known and not any_name:
+                free = [n for n in known if n not in taken]
+                raise RecipeError(
+                    f"{self.class_path} takes no '{name}'; init_args may be {', '.join(free) or 'nothing'}"
+                    f"{did_you_mean(name, free)}"
+                )
+        for name, parameter in known.items():
+            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if not variadic and parameter.default is parameter.empty and name not in (taken | self.init_args.keys()):
+                raise RecipeError(f"{self.class_path} needs '{name}'; set it in init_args")
+        try:
+            signature.bind(*args, **given, **self.init_args)
+        except TypeError as error:
+            raise RecipeError(f"{self.class_path} does not take the arguments that hotbed gives: {error}") from None
+        try:
+            return cls(*args, **given, **self.init_args)
+        except HotbedError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{self.class_path} refused init_args {self.init_args}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRecipe:
+    """Where samples come from, and how wide the vectors of their ids are."""
+
+    source: Component = field(default_factory=lambda: Component(class_path="hotbed.data.SplitBinarySource"))
+    """The `Source` class; it is made with ``path`` and its init_args."""
+    path: str
+    """File or directory of the source."""
+    dim: int | dict[str, int] = 16
+    """Columns of every embedding table, or of each table by name."""
+    on_bad_id: OnBadId = "error"
+    """What to do with ids that are negative or not below a table's rows."""
+    train_split: str = "train"
+    """Split to train on."""
+    valid_split: str | None = None
+    """Split to evaluate on during training; none by default."""
+    test_split: str | None = "test"
+    """Split to test on after training."""
+    shuffle: bool = True
+    """Train in another order every epoch."""
+    window: int = 8
+    """Chunks of the source that are shuffled together."""
+    workers: int = 2
+    """Threads that read and cut batches."""
+    prefetch: int = 4
+    """Batches made ahead of the trainer."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise RecipeError("data.path is empty; give a file or directory, for example --data.path prepared/")
+        for table, dim in self.dim.items() if isinstance(self.dim, dict) else [("", self.dim)]:
+            _at_least(f"data.dim{'.' * bool(table)}{table}", dim, 1)
+        for name in ("window", "workers", "prefetch"):
+            _at_least(f"data.{name}", getattr(self, name), 1)
+        _one_of("data.on_bad_id", self.on_bad_id, get_args(OnBadId))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRecipe:
+    """Learning-rate factor by step: a linear warm-up, then 1, then a quadratic fall to 0."""
+
+    warmup_steps: int = 0
+    """Steps over which the factor rises to 1."""
+    decay_start: int | None = None
+    """Step after which the factor falls; it never does by default."""
+    decay_end: int | None = None
+    """Step at which it reaches 0."""
+
+    def __post_init__(self) -> None:
+        _at_least("schedule.warmup_steps", self.warmup_steps, 0)
+        if (self.decay_start is None) != (self.decay_end is None):
+            raise RecipeError("schedule.decay_start and schedule.decay_end go together; set both, or neither")
+        if self.decay_start is not None and self.decay_end is not None:
+            _at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
+            _at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
+
+    def factor(self, step: int) -> float:
+        """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
+
+        s / warm-up; then 1; then ((end − s) / (end − start))².
+        """
+        if step < self.warmup_steps:
+            return step / self.warmup_steps
+        if self.decay_start is None or self.decay_end is None or step <= self.decay_start:
+            return 1.0
+        return (max(self.decay_end - step, 0) / (self.decay_end - self.decay_start)) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRecipe:
+    """How long, how precisely and where to train, and what to keep."""
+
+    batch_size: int
+    """Samples per step, over all processes."""
+    epochs: int = 1
+    """Passes over the train split."""
+    steps: int | None = None
+    """Stop after this many steps, even within an epoch."""
+    seed: int = 0
+    """Seed of initial values and of shuffling."""
+    device: Device = "auto"
+    """``auto`` is ``cuda`` where there is one, else ``cpu``."""
+    precision: Precision = "fp32"
+    """``bf16`` runs the forward pass under torch.autocast; weights and evaluation stay float32."""
+    compile: bool = False
+    """Compile the dense part of the model with torch.compile."""
+    log_every: int = 100
+    """Steps between lines of metrics.jsonl."""
+    eval_every: int | None = None
+    """Steps between evaluations on the valid split; by default one at the end of every epoch."""
+    eval_batch_size: int = 16_384
+    """Samples per batch in evaluations; it does not change results."""
+    monitor: Monitor = "logloss"
+    """Metric that tells the best evaluation."""
+    patience: int | None = None
+    """Stop after this many evaluations without a better one; never by default."""
+    checkpoint: CheckpointPolicy = "last"
+    """Which checkpoint to keep. ``best`` is restored at the end, before the test."""
+    checkpoint_every: int | None = None
+    """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
+    tensorboard: bool = False
+    """Write curves for TensorBoard into the run directory."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "epochs", "log_every", "eval_batch_size"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("steps", "eval_every", "patience", "checkpoint_every"):
+            if getattr(self, name) is not None:
+                _at_least(f"train.{name}", getattr(self, name), 1)
+        _at_least("train.seed", self.seed, 0)
+        _one_of("train.device", self.device, get_args(Device))
+        _one_of("train.precision", self.precision, get_args(Precision))
+        _one_of("train.monitor", self.monitor, get_args(Monitor))
+        _one_of("train.checkpoint", self.checkpoint, get_args(CheckpointPolicy))
+        if self.checkpoint_every is not None and self.checkpoint != "last":
+            raise RecipeError(
+                f"train.checkpoint_every is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training run."""
+
+    name: str
+    """Name of the run's directory."""
+    data: DataRecipe
+    model: Component
+    """An nn.Module made with ``tables=, features=, dense_features=, seed=``; it maps a batch to logits [B, T]."""
+    dense_optimizer: Component
+    """A torch.optim optimizer, made with the model's parameters."""
+    sparse_optimizer: Component
+    """A hotbed.optim optimizer, made with the model."""
+    schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
+    train: TrainRecipe
+
+    def __post_init__(self) -> None:
+        if not self.name or any(c in self.name for c in "/\\"):
+            raise RecipeError(f"name is '{self.name}', must be a plain directory name; it becomes runs/NAME")
+        end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
+        if end is not None and steps is not None and steps > end:
+            raise RecipeError(
+                f"train.steps is {steps:,}, but the learning rate is 0 after schedule.decay_end {end:,}; raise "
+                f"schedule.decay_end to at least {steps:,}"
+            )
+        for key, value in (
+            ("train.eval_every", self.train.eval_every),
+            ("train.patience", self.train.patience),
+            ("train.checkpoint", "best" if self.train.checkpoint == "best" else None),
+        ):
+            if needs and value is not None:
+                raise RecipeError(f"{key} is {value}, but there is nothing to evaluate on; set data.valid_split")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON; `from_dict` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make a recipe from plain values.
+
+        Raises
+        ------
+        RecipeError
+            If a key is unknown (with the closest known one) or missing, or a value is out of range.
+        """
+        check_keys(values)
+        return cast("Self", _from_mapping(cls, values, ""))
+
+
+def check_keys(values: object, *, complete: bool = True) -> None:
+    """Raise `RecipeError` if a recipe's plain values have an unknown key, or lack one unless ``complete`` is False."""
+    _check_keys(Recipe, values, "", complete)
+
+
+def _check_keys(cls: type[Any], values: object, where: str, complete: bool) -> None:
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where.rstrip('.') or 'the recipe'} is {values!r}, must be a mapping")
+    given, types = cast("Mapping[str, Any]", values), get_type_hints(cls)
+    for key, value in given.items():
+        if key not in types:
+            raise RecipeError(
+                f"the recipe has an unknown key '{where}{key}'; {where.rstrip('.') or 'a recipe'} may have "
+                f"{', '.join(types)}{did_you_mean(str(key), types)}"
+            )
+        if is_dataclass(types[key]):
+            _check_keys(types[key], value, f"{where}{key}.", complete)
+    for f in fields(cls):
+        if complete and f.name not in given and f.default is MISSING and f.default_factory is MISSING:
+            raise RecipeError(f"the recipe lacks '{where}{f.name}', which is required")
+
+
+def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    types = get_type_hints(cls)
+    made = {
+        key: _from_mapping(types[key], value, f"{where}{key}.") if is_dataclass(types[key]) else value
+        for key, value in values.items()
+    }
+    try:
+        return cls(**made)
+    except RecipeError as error:
+        # A component does not know which of the recipe's components it is.
+        raise RecipeError(f"{where}{error}") from None if cls is Component else error
+
+
+def _at_least(key: str, value: object, limit: int, what: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RecipeError(f"{key} is {value!r}, must be an integer")
+    if not value >= limit or not math.isfinite(value):
+        raise RecipeError(f"{key} is {value:,}, must be at least {limit:,}{f' ({what})' if what else ''}")
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise RecipeError(f"{key} is '{value}', must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")

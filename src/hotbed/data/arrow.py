@@ -1,0 +1,141 @@
+"""Arrow columns to NumPy arrays: ids to rows, bags, numericals; and the checks that a column can play its role."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
+from hotbed.data.schema import SparseColumn
+from hotbed.errors import DataError, SpecError
+
+Ids = Literal["hash", "raw"]
+Array = NDArray[Any]
+
+
+def is_list(t: pa.DataType) -> bool:
+    """Whether a column of this type has several values per sample."""
+    return pa.types.is_list(t) or pa.types.is_large_list(t) or pa.types.is_fixed_size_list(t)
+
+
+def is_text(t: pa.DataType) -> bool:
+    """Whether values of this type are strings or bytes, plain or dictionary-encoded."""
+    t = t.value_type if pa.types.is_dictionary(t) else t
+    return (
+        pa.types.is_string(t)
+        or pa.types.is_large_string(t)
+        or pa.types.is_string_view(t)
+        or pa.types.is_binary(t)
+        or pa.types.is_large_binary(t)
+    )
+
+
+def is_whole(t: pa.DataType) -> bool:
+    """Whether values of this type are integers or booleans, plain or dictionary-encoded."""
+    t = t.value_type if pa.types.is_dictionary(t) else t
+    return pa.types.is_integer(t) or pa.types.is_boolean(t)
+
+
+def is_number(t: pa.DataType) -> bool:
+    """Whether values of this type convert to float32."""
+    return is_whole(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
+
+
+def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:
+    """Raise `SpecError` unless a column of this type can be this sparse input."""
+    value = t.value_type if is_list(t) else t
+    if not (is_whole(value) or is_text(value)):
+        raise SpecError(f"sparse column '{column.name}' is {t}, must be integers, strings or lists of them")
+    if ids == "raw" and not is_whole(value):
+        raise SpecError(f"sparse column '{column.name}' is {t}, but ids='raw' needs integers; use ids='hash'")
+    if ids == "hash" and column.rows < 2:
+        raise SpecError(
+            f"sparse column '{column.name}': hashing needs rows of at least 2 (row 0 is for missing values)"
+        )
+    if not is_list(t) and column.ids != 1:
+        wanted = "a varying number of" if column.ids is None else column.ids
+        raise SpecError(
+            f"sparse column '{column.name}' is {t}, not a list, but the schema says {wanted} ids per sample"
+        )
+
+
+def numbers(column: pa.ChunkedArray) -> Array:
+    """Convert numbers ``[n]`` to float32; a null becomes NaN."""
+    return pc.cast(column, pa.float32()).combine_chunks().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+
+
+def hashes(values: pa.Array) -> Hashes:
+    """Hash integers or strings ``[n]`` to 64 bits; what a null gives is left open."""
+    if pa.types.is_dictionary(values.type):
+        if not len(values.dictionary):
+            return np.zeros(len(values), dtype=np.uint64)
+        return hashes(values.dictionary)[_plain_numpy(values.indices)]
+    if is_text(values.type):
+        if not pa.types.is_large_binary(values.type):
+            values = pc.cast(
+                pc.cast(values, pa.large_string()) if not _binary(values.type) else values, pa.large_binary()
+            )
+        _, ends, data = values.buffers()
+        offsets = np.frombuffer(ends, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
+        return hash_strings(offsets, np.frombuffer(data or b"", dtype=np.uint8))
+    return hash_integers(_plain_numpy(values))
+
+
+def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
+    """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed.
+
+    Raises
+    ------
+    DataError
+        If an id is null and ids are used as they are.
+    """
+    if ids == "raw":
+        if values.null_count:
+            raise DataError(
+                f"{where}, column '{column.name}': {values.null_count:,} ids are null; fill them with an id, or use "
+                f"ids='hash', where null is row 0"
+            )
+        if pa.types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        return _plain_numpy(values).astype(np.int64)
+    out = rows_of(hashes(values), column.rows)
+    if values.null_count:
+        out[values.is_null().to_numpy(zero_copy_only=False)] = 0
+    return out if column.rows > np.iinfo(np.int32).max else out.astype(np.int32)
+
+
+def bags(array: pa.Array, column: SparseColumn, ids: Ids, where: str) -> tuple[Array, Array | None]:
+    """Rows ``[N]`` and, for a ragged column, the number of ids per sample ``[n]``; a null list is an empty bag.
+
+    Raises
+    ------
+    DataError
+        If a sample has another number of ids than the schema says.
+    """
+    if not is_list(array.type):
+        return rows(array, column, ids, where), None
+    lengths = _plain_numpy(pc.list_value_length(array)).astype(np.int64)
+    values = rows(array.flatten(), column, ids, where)
+    if column.ids is None:
+        return values, lengths
+    wrong = np.flatnonzero(lengths != column.ids)
+    if len(wrong):
+        raise DataError(
+            f"{where}, column '{column.name}': {lengths[wrong[0]]:,} ids at row {wrong[0]:,}, the schema says "
+            f"{column.ids}; set ids to null (ragged) in the schema"
+        )
+    return values, None
+
+
+def _plain_numpy(values: pa.Array) -> Array:
+    """Integers or booleans with 0 for nulls, without the detour over floats that NumPy conversion of nulls takes."""
+    zero = pa.scalar(0).cast(values.type)
+    return (pc.fill_null(values, zero) if values.null_count else values).to_numpy(zero_copy_only=False)
+
+
+def _binary(t: pa.DataType) -> bool:
+    return pa.types.is_binary(t) or pa.types.is_large_binary(t)

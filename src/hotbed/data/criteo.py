@@ -1,0 +1,228 @@
+"""The raw Criteo log: what a line is, finding its files, and reading them block by block.
+
+A line is 40 tab-separated fields and has no header: label (0 or 1), I1 … I13 (integers), C1 … C26 (up to 8 hexadecimal
+digits); an empty field is a missing value. Files are read in blocks of whole lines, so memory does not grow with the
+log, and each block is checked field by field before anything is kept of it.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
+
+import numpy as np
+
+from hotbed.errors import DataError
+
+if TYPE_CHECKING:  # polars is only needed to prepare, so it is imported in the functions that use it
+    import polars as pl
+
+LABEL = "label"
+DENSE = tuple(f"I{i}" for i in range(1, 14))
+SPARSE = tuple(f"C{i}" for i in range(1, 27))
+COLUMNS = (LABEL, *DENSE, *SPARSE)
+
+OnBadLine = Literal["error", "skip"]
+
+BLOCK_BYTES = 16 << 20
+
+
+class Block(NamedTuple):
+    """Whole lines of one file; the first is number ``line``, counted from 1."""
+
+    file: Path
+    line: int
+    text: bytes
+
+
+@dataclass
+class LineChecker:
+    """Turns blocks into frames of typed columns; raises at a bad line, or skips and counts bad lines.
+
+    Attributes
+    ----------
+    on_bad_line
+        ``"error"`` or ``"skip"``.
+    skipped
+        Lines skipped, by what was wrong: ``"fields"``, ``"label"``, ``"numerical"`` or ``"categorical"``.
+    """
+
+    on_bad_line: OnBadLine
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def parse(self, block: Block) -> pl.DataFrame:
+        """Columns of a block: label UInt8, I* Float32 (ln(x + 3), null where missing), C* UInt32 (null where missing).
+
+        Raises
+        ------
+        DataError
+            At a bad line, if ``on_bad_line`` is ``"error"``.
+        """
+        import polars as pl
+
+        line_numbers, text = self._check_fields(block)
+        if not text:
+            return pl.DataFrame(schema=_empty_schema())
+        raw = pl.read_csv(
+            text,
+            separator="\t",
+            has_header=False,
+            schema=dict.fromkeys(COLUMNS, pl.String),
+            quote_char=None,
+            encoding="utf8-lossy",
+        )
+        integers = raw.select(pl.col(LABEL, *DENSE).cast(pl.Int64, strict=False))
+        parsed = raw.select(
+            pl.when(integers[LABEL].is_between(0, 1)).then(integers[LABEL]).cast(pl.UInt8).alias(LABEL),
+            *((pl.when(integers[c] > -3).then(integers[c]) + 3).log().cast(pl.Float32).alias(c) for c in DENSE),
+            *(pl.col(c).str.to_integer(base=16, dtype=pl.UInt32, strict=False) for c in SPARSE),
+        )
+        if parsed[LABEL].null_count() or any(parsed[c].null_count() != raw[c].null_count() for c in COLUMNS):
+            parsed = parsed.filter(self._good(block, line_numbers, raw, parsed))
+        return parsed
+
+    def _check_fields(self, block: Block) -> tuple[Sequence[int], bytes]:
+        """Drop or report lines that do not have 40 fields; return the numbers of the lines kept, and their text."""
+        buffer = np.frombuffer(block.text, dtype=np.uint8)
+        at = np.flatnonzero((buffer == ord("\t")) | (buffer == ord("\n")))
+        lines, rest = divmod(len(at), len(COLUMNS))
+        newline = (buffer[at] == ord("\n")) if rest == 0 else np.zeros(0, dtype=bool)
+        if rest == 0 and np.count_nonzero(newline) == lines and newline[len(COLUMNS) - 1 :: len(COLUMNS)].all():
+            return range(block.line, block.line + lines), block.text
+        numbers: list[int] = []
+        kept: list[bytes] = []
+        for number, line in enumerate(block.text.split(b"\n")[:-1], block.line):
+            fields = line.count(b"\t") + 1
+            if fields == len(COLUMNS):
+                numbers.append(number)
+                kept.append(line)
+                continue
+            self._bad("fields", f"{block.file}, line {number:,}: {fields} fields, expected {len(COLUMNS)}")
+        return numbers, b"".join(line + b"\n" for line in kept)
+
+    def _good(self, block: Block, numbers: Sequence[int], raw: pl.DataFrame, parsed: pl.DataFrame) -> pl.Series:
+        """Mask of the lines whose every value was understood; the others are reported or counted."""
+        import polars as pl
+
+        given = raw.with_columns(pl.lit("").alias(LABEL))  # a missing label is bad too
+        wrong = pl.DataFrame([given[c].is_not_null() & parsed[c].is_null() for c in COLUMNS])
+        good = ~pl.Series(wrong.select(pl.any_horizontal(pl.all())).to_series())
+        for i in (~good).arg_true().to_list():
+            column = next(c for c in COLUMNS if wrong[c][i])
+            kind = "label" if column == LABEL else "numerical" if column in DENSE else "categorical"
+            value = cast("str | None", raw[column][i])
+            self._bad(kind, f"{block.file}, line {numbers[i]:,}, column {column}: {_complaint(kind, value)}")
+        return good
+
+    def _bad(self, kind: str, message: str) -> None:
+        if self.on_bad_line == "error":
+            raise DataError(f"{message}; mend the line, or pass on_bad_line='skip' to leave out and count such lines")
+        self.skipped[kind] += 1
+
+
+def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path]:
+    """List the log's files in time order: as given, or ``day_*``, ``*.tsv[.gz]`` of a directory by number.
+
+    Raises
+    ------
+    DataError
+        If a file does not exist or is empty, or a directory has no such file.
+    """
+    paths = [Path(raw)] if isinstance(raw, str | Path) else [Path(p) for p in raw]
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = {p for pattern in ("day_*", "*.tsv", "*.tsv.gz") for p in path.glob(pattern) if p.is_file()}
+            if not found:
+                raise DataError(f"{path} has no day_*, *.tsv or *.tsv.gz file; give the log's files by name")
+            # day_2 comes before day_10
+            files += sorted(found, key=lambda p: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", p.name)])
+        else:
+            files.append(path)
+    if not files:
+        raise DataError("no raw log file was given")
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} does not exist; give a Criteo log, plain or gzip, or a directory of them")
+        if file.stat().st_size == 0:
+            raise DataError(f"{file} is empty, expected lines of {len(COLUMNS)} tab-separated fields")
+    return files
+
+
+def read_blocks(file: Path, seen: Callable[[int], None], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Read a plain or gzip file as blocks of whole lines; ``seen`` is told how many stored bytes were read so far.
+
+    Raises
+    ------
+    DataError
+        If the file holds no line, or its gzip stream is damaged or ends too early.
+    """
+    line, rest = 1, b""
+    with file.open("rb") as stored:
+        zipped = stored.read(2) == b"\x1f\x8b"
+        stored.seek(0)
+        pieces = _unzipped(stored, block_bytes) if zipped else iter(lambda: stored.read(block_bytes), b"")
+        while True:
+            try:
+                text = next(pieces, None)
+            except (EOFError, zlib.error) as error:
+                raise DataError(
+                    f"{file}: the gzip stream is damaged or truncated after line {line - 1:,} ({error}); "
+                    f"fetch the file again"
+                ) from None
+            seen(stored.tell())
+            if text is None:
+                break
+            whole, newline, tail = text.rpartition(b"\n")
+            if not newline:
+                rest += tail
+                continue
+            block = _unix_lines(rest + whole + newline)
+            rest = tail
+            yield Block(file, line, block)
+            line += block.count(b"\n")
+    if rest:
+        yield Block(file, line, _unix_lines(rest + b"\n"))
+    elif line == 1:
+        raise DataError(f"{file} holds no line, expected lines of {len(COLUMNS)} tab-separated fields")
+
+
+def _unzipped(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
+    """Text of a gzip file of one or several members; unlike `gzip`, all that precedes a damage comes out first."""
+    unzip, member, piece = zlib.decompressobj(wbits=31), False, b""
+    while piece or (piece := stored.read(block_bytes // 4)):
+        member = True
+        yield unzip.decompress(piece, block_bytes)
+        piece = unzip.unconsumed_tail
+        if unzip.eof:
+            piece = unzip.unused_data.lstrip(b"\0")
+            unzip, member = zlib.decompressobj(wbits=31), False
+    if member:
+        yield unzip.flush()
+        if not unzip.eof:
+            raise EOFError("the end of the stream is missing")
+
+
+def _unix_lines(text: bytes) -> bytes:
+    return text.replace(b"\r\n", b"\n") if b"\r" in text else text
+
+
+def _complaint(kind: str, value: str | None) -> str:
+    if kind == "label":
+        return f"label is {value or ''!r}, must be 0 or 1"
+    if kind == "categorical":
+        return f"{value!r} is not a hexadecimal number of at most 8 digits"
+    if value is not None and re.fullmatch(r"[+-]?\d+", value):
+        return f"{value} is out of range: ln(x + 3) needs x ≥ −2" if value.startswith("-") else f"{value} is too large"
+    return f"{value!r} is not an integer"
+
+
+def _empty_schema() -> dict[str, pl.DataType]:
+    import polars as pl
+
+    return {LABEL: pl.UInt8(), **dict.fromkeys(DENSE, pl.Float32()), **dict.fromkeys(SPARSE, pl.UInt32())}

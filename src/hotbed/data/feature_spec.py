@@ -1,0 +1,192 @@
+"""Reading ``feature_spec.yaml``, NVIDIA's description of a split-binary dataset.
+
+Its four sections: ``feature_spec`` (dtype and cardinality by column), ``channel_spec`` (columns by role: categorical,
+numerical, label), ``source_spec`` (per split the files and the columns in them), ``metadata`` (free; hotbed keeps the
+schema and the number of samples there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import yaml
+
+from hotbed.data.schema import Schema, SparseColumn
+from hotbed.errors import DataError, SpecError, did_you_mean
+
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "categorical": ("int8", "int16", "int32", "int64"),
+    "numerical": ("float16", "float32"),
+    "label": ("bool", "int8", "uint8", "float16", "float32"),
+}
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One ``.bin`` file: its path, dtype, and bytes per sample."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    sample_bytes: int
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """A dataset's schema, and per split the file that holds each column (numericals share one)."""
+
+    schema: Schema
+    files: Mapping[str, Mapping[str, StoredFile]]
+
+
+def id_dtype(name: str, rows: int) -> np.dtype[Any]:
+    """Dtype in which ids below ``rows`` are stored: NVIDIA's rule, the smallest of int8/16/32 whose maximum is above.
+
+    Raises
+    ------
+    SpecError
+        If the cardinality does not fit int32.
+    """
+    for dtype in ("int8", "int16", "int32"):
+        if rows < np.iinfo(dtype).max:
+            return np.dtype(dtype).newbyteorder("<")
+    raise SpecError(
+        f"column '{name}': cardinality {rows:,} does not fit int32 (at most {np.iinfo('int32').max - 1:,}); "
+        f"raise the frequency threshold, or use Parquet"
+    )
+
+
+def read_feature_spec(path: Path) -> FeatureSpec:
+    """Read and check a description; see `SplitBinarySource` for the errors."""
+    file = path if path.is_file() else path / "feature_spec.yaml"
+    if not file.is_file():
+        raise DataError(f"{file} does not exist; make one with `hotbed prepare`, or give its directory")
+    try:
+        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not YAML: {error}") from None
+    return _Reader(file, _mapping(content, f"{file}")).read()
+
+
+class _Reader:
+    """The checks of one description, each error naming the file."""
+
+    def __init__(self, file: Path, content: Mapping[str, Any]) -> None:
+        self.file = file
+        self.columns = _mapping(self._get(content, "feature_spec"), f"{file}: feature_spec")
+        channels = _mapping(self._get(content, "channel_spec"), f"{file}: channel_spec")
+        self.source = _mapping(self._get(content, "source_spec"), f"{file}: source_spec")
+        self.metadata: object = content.get("metadata")
+        self.channels = {role: self._names(channels.get(role) or [], f"channel_spec.{role}") for role in _DTYPES}
+        self.role = {name: role for role, names in self.channels.items() for name in names}
+
+    def read(self) -> FeatureSpec:
+        dtypes = {name: self._dtype(name) for name in self.role}
+        files: dict[str, dict[str, StoredFile]] = {}
+        for split, entries in self.source.items():
+            files[str(split)] = self._files(str(split), entries, dtypes)
+        if not files:
+            raise DataError(f"{self.file}: source_spec has no split; expected at least `train`")
+        return FeatureSpec(schema=self._schema(), files=files)
+
+    def _get(self, content: Mapping[str, Any], key: str) -> object:
+        if key not in content:
+            raise DataError(f"{self.file} has no `{key}`{did_you_mean(key, map(str, content))}")
+        return content[key]
+
+    def _names(self, value: object, where: str) -> list[str]:
+        if not isinstance(value, list):
+            raise DataError(f"{self.file}: {where} is {value!r}, must be a list of column names")
+        return [str(name) for name in cast("list[object]", value)]
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        if name not in self.columns:
+            raise DataError(
+                f"{self.file}: channel_spec names column '{name}', which feature_spec does not describe"
+                f"{did_you_mean(name, map(str, self.columns))}"
+            )
+        given = _mapping(self.columns[name], f"{self.file}: feature_spec.{name}").get("dtype")
+        allowed = _DTYPES[self.role[name]]
+        if given not in allowed:
+            raise DataError(
+                f"{self.file}: column '{name}' has dtype {given!r}, must be one of {', '.join(allowed)} for a "
+                f"{self.role[name]} column"
+            )
+        dtype = np.dtype(str(given)).newbyteorder("<")
+        if self.role[name] == "categorical":
+            cardinality = self._cardinality(name)
+            if cardinality - 1 > np.iinfo(dtype).max:
+                raise DataError(
+                    f"{self.file}: column '{name}' has cardinality {cardinality:,}, but its dtype {given} holds ids up "
+                    f"to {np.iinfo(dtype).max:,}; correct one of them, or prepare the dataset again"
+                )
+        return dtype
+
+    def _cardinality(self, name: str) -> int:
+        value: object = self.columns[name].get("cardinality")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"{self.file}: column '{name}' has cardinality {value!r}, must be an integer of at least 1")
+        return value
+
+    def _files(self, split: str, entries: object, dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, StoredFile]:
+        where = f"{self.file}: source_spec.{split}"
+        if not isinstance(entries, list):
+            raise DataError(f"{where} is {entries!r}, must be a list")
+        files: dict[str, StoredFile] = {}
+        for entry in cast("list[object]", entries):
+            part = _mapping(entry, where)
+            names = self._names(part.get("features"), f"source_spec.{split}.features")
+            paths = self._names(part.get("files"), f"source_spec.{split}.files")
+            if part.get("type") != "split_binary" or len(paths) != 1:
+                raise DataError(f"{where}: {paths} of type {part.get('type')!r} must be one file of type split_binary")
+            numerical = self.channels["numerical"]
+            if len(names) != 1 and names != numerical:
+                raise DataError(
+                    f"{where}: {paths[0]} holds columns {names}; a file holds one column or all numericals, ordered "
+                    f"as in channel_spec ({numerical})"
+                )
+            for name in names:
+                if name not in dtypes:
+                    raise DataError(f"{where}: column '{name}' is in no channel of channel_spec")
+                files[name] = StoredFile(self.file.parent / paths[0], dtypes[name], dtypes[name].itemsize * len(names))
+        missing = [name for name in dtypes if name not in files]
+        if missing:
+            raise DataError(f"{where} lists no file for column '{missing[0]}'")
+        # Numericals must be one matrix: [N, 1] files of several columns would be read as something else.
+        numerical = self.channels["numerical"]
+        if len({files[name].path for name in numerical}) > 1:
+            raise DataError(f"{where}: the numericals must be in one file [N, {len(numerical)}], not several")
+        return {_plain(name): file for name, file in files.items()}
+
+    def _schema(self) -> Schema:
+        kept = self.metadata.get("schema") if isinstance(self.metadata, Mapping) else None
+        try:
+            sparse = tuple(
+                SparseColumn(name=_plain(name), rows=self._cardinality(name)) for name in self.channels["categorical"]
+            )
+            dense, labels = (tuple(map(_plain, self.channels[role])) for role in ("numerical", "label"))
+            plain = Schema(sparse=sparse, dense=dense, labels=labels)
+            schema = plain if kept is None else Schema.from_dict(_mapping(kept, f"{self.file}: metadata.schema"))
+        except SpecError as error:
+            raise DataError(f"{self.file}: {error}") from None
+        if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
+            (schema.dense, schema.labels) != (dense, labels)
+        ):
+            raise DataError(
+                f"{self.file}: metadata.schema and feature_spec disagree about the columns; remove metadata.schema"
+            )
+        return schema
+
+
+def _plain(name: str) -> str:
+    """Column name without the ``.bin`` that NVIDIA's scripts put at the end of names of categorical columns."""
+    return name.removesuffix(".bin")
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is {type(value).__name__}, must be a mapping")
+    return cast("Mapping[str, Any]", value)

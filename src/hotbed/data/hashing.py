@@ -1,0 +1,55 @@
+"""Stable hashing of ids and strings to table rows: the same in every run, process and release.
+
+- An integer, as 64 bits x: ``h = mix(x)``.
+- A string, as UTF-8 bytes padded with zeros to 8-byte little-endian words w₀, w₁, …: ``h = mix(length)``, then
+  ``h = mix(h ^ w)`` for each word.
+- The row: ``1 + h mod (rows − 1)``. Row 0 is for missing values.
+
+``mix`` is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
+after adding its increment, so that 0 is not a fixed point.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+
+
+def mix(x: Hashes) -> Hashes:
+    """Bijection of 64-bit words ``[n]`` in which every bit of the input changes about half of the output's."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def hash_integers(values: NDArray[Any]) -> Hashes:
+    """Hash integers ``[n]`` of any width; equal numbers hash alike in all widths."""
+    wide = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
+    return mix(wide)
+
+
+def hash_strings(offsets: NDArray[Any], data: NDArray[np.uint8]) -> Hashes:
+    """Hash byte strings ``[n]``, where string i is ``data[offsets[i] : offsets[i + 1]]``."""
+    starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
+    h = mix(lengths.astype(np.uint64))
+    padded = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
+    words = np.lib.stride_tricks.sliding_window_view(padded, 8)
+    active = np.flatnonzero(lengths > 0)
+    at = 0
+    while len(active):  # one turn per 8 bytes of the longest string, over the strings that are that long
+        word = words[starts[active] + at].view("<u8").reshape(-1)
+        beyond = np.maximum(at + 8 - lengths[active], 0).astype(np.uint64) * np.uint64(8)
+        h[active] = mix(h[active] ^ (word & (np.uint64(0xFFFFFFFFFFFFFFFF) >> beyond)))
+        at += 8
+        active = active[lengths[active] > at]
+    return h
+
+
+def rows_of(hashes: Hashes, rows: int) -> NDArray[np.int64]:
+    """Rows ``1 … rows − 1`` of a table for hashes ``[n]``."""
+    return (np.uint64(1) + hashes % np.uint64(rows - 1)).astype(np.int64)

@@ -1,0 +1,223 @@
+"""`Loader`: batches of a source in a reproducible order, read ahead by threads.
+
+Theory of operation. The order of an epoch is fixed before anything is read: chunks in order, or for a shuffled epoch
+chunks in a random order, taken ``window`` at a time, the samples of a window in a random order. All randomness comes
+from (seed, epoch, window), so it depends neither on threads nor on where the epoch was entered. Batch j is the samples
+j·B … (j + 1)·B − 1 of that order, whatever windows they fall in.
+
+The work is a queue of futures on one thread pool: *read a chunk*, *merge the chunks of a window*, *cut a batch*. A task
+only waits for tasks that were queued before it, and the pool starts tasks in the order they were queued, so the oldest
+running task never waits for one that has not started: no deadlock at any number of threads. Tasks are queued a few
+batches ahead of the consumer, which bounds memory: at most two windows more than the one being consumed, and
+``prefetch`` batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from hotbed.batch import Batch
+from hotbed.data.slicing import join
+from hotbed.data.source import Source
+from hotbed.errors import SpecError, did_you_mean
+
+
+class Loader:
+    """Iterate over a split of a source in batches; one iteration is one epoch.
+
+    An iterator that is left early (``break``) leaves no thread behind, and its epoch counts as over: the next iteration
+    starts the next epoch. To go on where it stopped, pass `state_dict` to `load_state_dict`, of this or another loader.
+
+    Parameters
+    ----------
+    source
+        Where the samples are.
+    split
+        Which split of it.
+    batch_size
+        Samples per batch.
+    shuffle
+        Whether every epoch has an order of its own.
+    seed
+        Seed of the shuffling.
+    drop_last
+        Leave out a last batch that is shorter than ``batch_size``.
+    window
+        Chunks that are shuffled together. More mixes better and takes more memory: about three windows are held.
+    workers
+        Threads that read, shuffle and cut.
+    prefetch
+        Batches made ahead of the consumer.
+    pin_memory
+        Put batches into page-locked memory. Default: where there is a CUDA device.
+    transform
+        Applied to every batch, in the threads; it must be safe to call from several at once.
+
+    Raises
+    ------
+    SpecError
+        If an argument is out of range, the source has no such split, or the split has no sample.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        window: int = 8,
+        workers: int = 2,
+        prefetch: int = 4,
+        pin_memory: bool | None = None,
+        transform: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        numbers = {"batch_size": batch_size, "window": window, "workers": workers, "prefetch": prefetch}
+        for name, value in numbers.items():
+            if value < 1:
+                raise SpecError(f"{name} is {value:,}, must be at least 1")
+        if seed < 0:
+            raise SpecError(f"seed is {seed:,}, must not be negative")
+        self.source = source
+        self.split = split
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.window = window
+        self.workers = workers
+        self.prefetch = prefetch
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.transform = transform
+        self._chunks = source.chunks(split)
+        self.samples = sum(self._chunks)
+        if self.samples == 0:
+            raise SpecError(f"split '{split}' has no sample")
+        self._epoch = 0
+        self._consumed = 0
+        self._fresh = True  # whether the next iteration starts at the position, rather than at the next epoch
+
+    def __len__(self) -> int:
+        """Count the batches of a whole epoch."""
+        full, rest = divmod(self.samples, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._fresh:
+            self._epoch, self._consumed = self._epoch + 1, 0
+        self._fresh = False
+        epoch, start = _Epoch(self, self._epoch), self._consumed
+        end = self.samples - (self.samples % self.batch_size if self.drop_last else 0)
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="hotbed-loader") as pool:
+            ahead: deque[tuple[Future[Batch], int]] = deque()
+            try:
+                while start < end or ahead:
+                    while start < end and len(ahead) < self.prefetch:
+                        stop = min(start + self.batch_size, end)
+                        ahead.append((epoch.batch(pool, start, stop), stop))
+                        start = stop
+                    future, stop = ahead.popleft()
+                    batch = future.result()
+                    # Set before the yield: inside the loop's body the position counts the batch that was just given.
+                    over = stop >= end
+                    self._epoch, self._consumed, self._fresh = epoch.number + over, 0 if over else stop, over
+                    yield batch
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- position --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, int | bool | str]:
+        """Position in the data, as plain values: the epoch, and the samples of it that the consumer was given.
+
+        The other entries say what the order depends on; a loader must have the same to go on from here.
+        """
+        return {"epoch": self._epoch, "consumed": self._consumed, **self._order()}
+
+    def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
+        """Go on from a position: the next iteration gives exactly the batches that were left.
+
+        Raises
+        ------
+        SpecError
+            If a key is missing or unknown, or the position belongs to another order of samples.
+        """
+        order = self._order()
+        known = ["epoch", "consumed", *order]
+        for key in state:
+            if key not in known:
+                raise SpecError(f"the loader's position has no key '{key}'{did_you_mean(key, known)}")
+        for key in known:
+            if key not in state:
+                raise SpecError(f"the loader's position lacks '{key}'; pass what state_dict() returned")
+        for key, value in order.items():
+            if state[key] != value:
+                raise SpecError(
+                    f"the position was saved with {key} {state[key]!r}, but this loader has {value!r}, so its order of "
+                    f"samples is another; make the loader with {key}={state[key]!r}, or start a new epoch"
+                )
+        epoch, consumed = int(state["epoch"]), int(state["consumed"])
+        if epoch < 0 or not 0 <= consumed <= self.samples:
+            raise SpecError(f"position epoch {epoch:,}, consumed {consumed:,} is not within {self.samples:,} samples")
+        self._epoch, self._consumed, self._fresh = epoch, consumed, True
+
+    def _order(self) -> dict[str, int | bool | str]:
+        order: dict[str, int | bool | str] = {"split": self.split, "samples": self.samples, "shuffle": self.shuffle}
+        return order | ({"seed": self.seed, "window": self.window} if self.shuffle else {})
+
+
+class _Epoch:
+    """The order of one epoch, and the tasks that make its batches. Used by the consumer's thread only."""
+
+    def __init__(self, loader: Loader, number: int) -> None:
+        self.number = number
+        self._loader = loader
+        sizes = loader.source.chunks(loader.split)
+        chunks = list(range(len(sizes)))
+        per_window = 1
+        if loader.shuffle:
+            chunks = np.random.default_rng((loader.seed, number)).permutation(len(sizes)).tolist()
+            per_window = loader.window
+        self._windows = [chunks[i : i + per_window] for i in range(0, len(chunks), per_window)]
+        self._starts = [0, *accumulate(sum(sizes[c] for c in window) for window in self._windows)]
+        self._pending: dict[int, Future[Batch]] = {}
+
+    def batch(self, pool: ThreadPoolExecutor, start: int, stop: int) -> Future[Batch]:
+        """Queue the batch of samples ``start … stop − 1`` of the epoch, and the windows it needs."""
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left")) - 1
+        for done in [w for w in self._pending if w < first]:
+            del self._pending[done]
+        for w in range(first, min(last + 2, len(self._windows))):  # one window more than needed, to read ahead
+            if w not in self._pending:
+                self._pending[w] = self._queue_window(pool, w)
+        parts = [
+            (self._pending[w], max(start - self._starts[w], 0), min(stop, self._starts[w + 1]) - self._starts[w])
+            for w in range(first, last + 1)
+        ]
+        return pool.submit(self._cut, parts)
+
+    def _queue_window(self, pool: ThreadPoolExecutor, w: int) -> Future[Batch]:
+        chunks = [pool.submit(self._loader.source.read, self._loader.split, i) for i in self._windows[w]]
+        return pool.submit(self._merge, w, chunks) if self._loader.shuffle else chunks[0]
+
+    def _merge(self, w: int, chunks: list[Future[Batch]]) -> Batch:
+        parts = [(batch := chunk.result(), 0, len(batch)) for chunk in chunks]
+        rng = np.random.default_rng((self._loader.seed, self.number, w))
+        # The whole window at once: taking a batch at a time from an unshuffled window takes 5 times as long, because
+        # each column falls out of the cache between batches (2 cores of AMD EPYC (Zen 5), 26 columns × 524,288).
+        return join(parts, rng.permutation(sum(stop for _, _, stop in parts)))
+
+    def _cut(self, parts: list[tuple[Future[Batch], int, int]]) -> Batch:
+        batch = join([(window.result(), start, stop) for window, start, stop in parts])
+        if self._loader.transform is not None:
+            batch = self._loader.transform(batch)
+        return batch.pin_memory() if self._loader.pin_memory else batch

@@ -1,0 +1,168 @@
+"""`ParquetSource`: samples from any Parquet file or folder, without a preparation step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import fs
+from torch import Tensor
+
+from hotbed.batch import Batch
+from hotbed.data import arrow
+from hotbed.data.arrow import Ids
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.schema import Schema
+from hotbed.data.source import Source
+from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.jagged import Jagged
+
+
+class ParquetSource(Source):
+    """Samples of a Parquet file or folder; a chunk is a row group.
+
+    Sparse columns are integers, booleans, strings, or lists of these (multi-hot). By default a value is hashed to one
+    of the rows 1 … rows − 1 (see `hotbed.data.hashing` for the function, which never changes), and null is row 0. A null
+    list is an empty bag, a null numerical is 0, a null label, weight or group is an error.
+
+    Parameters
+    ----------
+    path
+        File, folder or URI. A folder with subfolders ``train``, ``valid``, ``test`` has these splits.
+    schema
+        Which columns are what, as a `Schema` or its dict form. See `draft_schema` for a first draft.
+    ids
+        ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows, and leaves the check that they are below
+        ``rows`` to the embedding.
+    valid_fraction, test_fraction
+        Where there are no subfolders: share of the samples in these splits, the last ones, cut between row groups.
+    filesystem
+        A `pyarrow.fs.FileSystem` that has the path; default: local, or what the URI says.
+
+    Raises
+    ------
+    DataError
+        If there is no such path, a file is not Parquet, or a column is missing.
+    SpecError
+        If a column has a type that does not fit its role, or the fractions leave a split without a row group.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        schema: Schema | Mapping[str, object],
+        *,
+        ids: Ids = "hash",
+        valid_fraction: float = 0.0,
+        test_fraction: float = 0.0,
+        filesystem: fs.FileSystem | None = None,
+    ) -> None:
+        self.schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
+        if ids not in get_args(Ids):
+            raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
+        self.ids: Ids = ids
+        files = find_parquet(path, filesystem)
+        for file in (f for of_split in files.values() for f in of_split):
+            self._check_file(file)
+        groups = {split: [g for f in of_split for g in f.row_groups()] for split, of_split in files.items()}
+        if "" in groups:
+            groups = _by_fractions(str(path), groups[""], valid_fraction, test_fraction)
+        elif valid_fraction or test_fraction:
+            raise SpecError(f"{path} has the splits {', '.join(groups)} as folders; leave valid and test_fraction at 0")
+        self._groups = groups
+        self.splits = tuple(groups)
+        s = self.schema
+        names = [c.name for c in s.sparse] + [*s.dense, *s.labels, *(name for name in (s.weight, s.group) if name)]
+        self._columns = list(dict.fromkeys(names))
+
+    def _chunks(self, split: str) -> Sequence[int]:
+        return [g.samples for g in self._groups[split]]
+
+    def _read(self, split: str, i: int) -> Batch:
+        group = self._groups[split][i]
+        table = group.read(self._columns)
+        s, where = self.schema, str(group)
+        features: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+        for column in s.sparse:
+            values, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, where)
+            if lengths is not None:
+                offsets = np.concatenate([[0], np.cumsum(lengths)])
+                features[column.name] = torch.from_numpy(values), torch.from_numpy(offsets)
+            else:
+                features[column.name] = torch.from_numpy(values.reshape(group.samples, column.ids or 1))
+        if len({(f if isinstance(f, Tensor) else f[0]).dtype for f in features.values()}) > 1:
+            features = {n: f.long() if isinstance(f, Tensor) else (f[0].long(), f[1]) for n, f in features.items()}
+        dense = [np.where(table[name].is_null().to_numpy(), 0, arrow.numbers(table[name])) for name in s.dense]
+        labels = [_complete(table, name, where) for name in s.labels]
+        return Batch(
+            sparse=Jagged.from_dict(features),
+            dense=torch.from_numpy(np.stack(dense, axis=1)) if dense else None,
+            labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
+            weights=torch.from_numpy(_complete(table, s.weight, where)) if s.weight else None,
+            extra={s.group: _groups_of(table, s.group, where)} if s.group else {},
+        )
+
+    def _check_file(self, file: ParquetFile) -> None:
+        s = self.schema
+        numeric = [*s.dense, *s.labels, *([s.weight] if s.weight else [])]
+        for name in [*(c.name for c in s.sparse), *numeric, *([s.group] if s.group else [])]:
+            if name not in file.schema.names:
+                known = file.schema.names
+                raise DataError(
+                    f"{file.path} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}"
+                )
+        for column in s.sparse:
+            arrow.check_sparse(column, file.schema.field(column.name).type, self.ids)
+        for name in numeric:
+            kind = file.schema.field(name).type
+            if not arrow.is_number(kind):
+                raise SpecError(f"column '{name}' is {kind}, must be numbers to be a numerical, label or weight")
+        if s.group and not (arrow.is_whole(kind := file.schema.field(s.group).type) or arrow.is_text(kind)):
+            raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
+
+
+def _complete(table: pa.Table, name: str, where: str) -> arrow.Array:
+    """Numbers of a column that may have no null."""
+    _no_null(table, name, where)
+    return arrow.numbers(table[name])
+
+
+def _groups_of(table: pa.Table, name: str, where: str) -> Tensor:
+    """Group keys ``[n]`` int64: integers as they are, strings hashed."""
+    _no_null(table, name, where)
+    values = table[name].combine_chunks()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if arrow.is_text(values.type):
+        return torch.from_numpy(arrow.hashes(values).view(np.int64))
+    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
+
+
+def _no_null(table: pa.Table, name: str, where: str) -> None:
+    column = table[name]
+    if column.null_count:
+        at = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise DataError(f"{where}, column '{name}': null at row {at:,}; labels, weights and groups must be complete")
+
+
+def _by_fractions(path: str, groups: list[RowGroup], valid: float, test: float) -> dict[str, list[RowGroup]]:
+    """Cut row groups in order into train, valid and test, at the boundaries nearest to the fractions."""
+    if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
+        raise SpecError(f"valid_fraction {valid} and test_fraction {test} must be at least 0 and below 1 together")
+    ends = np.cumsum([0, *(g.samples for g in groups)])
+    total = int(ends[-1])
+    cuts = [0, *(int(np.abs(ends - total * (1 - f)).argmin()) for f in (valid + test, test)), len(groups)]
+    splits: dict[str, list[RowGroup]] = {}
+    for split, fraction, start, stop in zip(("train", "valid", "test"), (1, valid, test), cuts, cuts[1:], strict=False):
+        if fraction:
+            splits[split] = groups[start:stop]
+            if start >= stop:
+                raise SpecError(
+                    f"{path} has {len(groups):,} row groups, too few to cut a {split} split with valid_fraction {valid} "
+                    f"and test_fraction {test}; write it with a smaller row_group_size, or use split folders"
+                )
+    return splits

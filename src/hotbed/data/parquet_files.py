@@ -1,0 +1,109 @@
+"""Finding Parquet files and their row groups, on any filesystem that pyarrow knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from hotbed.errors import DataError
+
+_SPLIT_OF_FOLDER = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """One file with its footer, which is read once."""
+
+    filesystem: fs.FileSystem
+    path: str
+
+    @cached_property
+    def metadata(self) -> pq.FileMetaData:
+        """Row groups and column types; raises `DataError` if the file is not Parquet."""
+        try:
+            with self.filesystem.open_input_file(self.path) as stream:
+                return pq.ParquetFile(stream).metadata
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{self.path} is not a Parquet file, or is cut short: {error}") from None
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns."""
+        return self.metadata.schema.to_arrow_schema()
+
+    def row_groups(self) -> list[RowGroup]:
+        """List the row groups that hold samples."""
+        counts = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
+        return [RowGroup(self, i, n) for i, n in enumerate(counts) if n]
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of a file."""
+
+    file: ParquetFile
+    index: int
+    samples: int
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns; safe from several threads, each call opens the file for itself."""
+        try:
+            with self.file.filesystem.open_input_file(self.file.path) as stream:
+                opened = pq.ParquetFile(stream, metadata=self.file.metadata)
+                return opened.read_row_group(self.index, columns=list(columns), use_threads=False)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+
+    def __str__(self) -> str:
+        return f"{self.file.path}, row group {self.index}"
+
+
+def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> dict[str, list[ParquetFile]]:
+    """List Parquet files by split; where a folder has no split subfolders, all files are under ``""``.
+
+    Parameters
+    ----------
+    path
+        A file, a folder (searched with its subfolders), or a URI such as ``s3://bucket/folder``. Subfolders ``train``,
+        ``valid`` (or ``validation``, ``val``) and ``test`` are splits.
+    filesystem
+        Where the path is; default: local, or what the URI says.
+
+    Raises
+    ------
+    DataError
+        If there is no such path, or no Parquet file in it.
+    """
+    root = str(path)
+    if filesystem is None and "://" in root:
+        filesystem, root = fs.FileSystem.from_uri(root)
+    elif filesystem is None:
+        filesystem, root = fs.LocalFileSystem(), str(Path(path).absolute())
+    info = filesystem.get_file_info(root)
+    if info.type == fs.FileType.NotFound:
+        raise DataError(f"{path} does not exist; give a Parquet file or a folder of them")
+    if info.is_file:
+        return {"": [ParquetFile(filesystem, root)]}
+    found: dict[str, list[ParquetFile]] = {}
+    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+    for entry in sorted(entries, key=lambda e: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", e.path)]):
+        parts = entry.path[len(root) :].strip("/").split("/")
+        hidden = any(p.startswith((".", "_")) for p in parts)
+        if entry.is_file and not hidden and entry.path.endswith((".parquet", ".parq", ".pq")):
+            split = _SPLIT_OF_FOLDER.get(parts[0], "") if len(parts) > 1 else ""
+            found.setdefault(split, []).append(ParquetFile(filesystem, entry.path))
+    if not found:
+        raise DataError(f"{path} has no file that ends in .parquet, .parq or .pq")
+    if "" in found and len(found) > 1:
+        raise DataError(
+            f"{path} has split folders ({', '.join(s for s in found if s)}) and also {found[''][0].path} outside of "
+            f"them; move it into one, or give the folder of one split"
+        )
+    return {split: found[split] for split in ("", "train", "valid", "test") if split in found}

@@ -1,0 +1,204 @@
+"""`Schema`: which columns of a data source are labels, weights, dense and sparse inputs, and which tables they look up.
+
+A schema knows nothing about files. A source carries one, and a model is built from it::
+
+    hb.EmbeddingCollection(tables=schema.tables(dim=16), features=schema.features())
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast, get_args
+
+from hotbed.errors import SpecError, did_you_mean
+from hotbed.specs import Feature, OnBadId, Pooling, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseColumn:
+    """One sparse input column.
+
+    Parameters
+    ----------
+    name
+        Name of the column and of the feature made from it.
+    rows
+        Rows of its table: ids are ``0 … rows − 1``.
+    table
+        Name of its table; columns that name the same table share it. Default: a table of its own, named as the column.
+    ids
+        Ids per sample (1 is one-hot), or None where their number varies (ragged).
+    pooling
+        How the rows of one sample become one vector: ``"sum"`` or ``"mean"``.
+
+    Raises
+    ------
+    SpecError
+        If a value is out of range.
+    """
+
+    name: str
+    rows: int
+    table: str | None = None
+    ids: int | None = 1
+    pooling: Pooling = "sum"
+
+    def __post_init__(self) -> None:
+        if not self.name or self.table == "":
+            raise SpecError("a sparse column and its table need non-empty names")
+        if not _is_int(self.rows) or self.rows < 1:
+            raise SpecError(f"sparse column '{self.name}': rows is {self.rows!r}, must be an integer of at least 1")
+        if self.ids is not None and (not _is_int(self.ids) or self.ids < 1):
+            raise SpecError(f"sparse column '{self.name}': ids is {self.ids!r}, must be at least 1, or None for ragged")
+        if self.pooling not in get_args(Pooling):
+            choices = ", ".join(get_args(Pooling))
+            raise SpecError(f"sparse column '{self.name}': pooling is {self.pooling!r}, must be one of {choices}")
+
+    @property
+    def table_name(self) -> str:
+        """Name of the table, with the default filled in."""
+        return self.name if self.table is None else self.table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema:
+    """The columns of a data source by their role.
+
+    Parameters
+    ----------
+    sparse
+        Sparse columns, at least one, in the order of the batch's features.
+    dense
+        Numerical columns, in the order of the batch's ``dense [B, I]``.
+    labels
+        Label columns, in the order of the batch's ``labels [B, T]``; empty where only predictions are wanted.
+    weight
+        Column of sample weights, or None.
+    group
+        Column whose values group samples (a user id, for grouped AUC), or None. It is in the batch's ``extra``.
+
+    Raises
+    ------
+    SpecError
+        If there is no sparse column, a name has two roles, or columns disagree about the rows of a shared table.
+    """
+
+    sparse: tuple[SparseColumn, ...]
+    dense: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ("label",)
+    weight: str | None = None
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("sparse", "dense", "labels"):
+            value = getattr(self, field)
+            if isinstance(value, str):
+                raise SpecError(f"{field} is {value!r}, must be a list of columns; write [{value!r}]")
+            object.__setattr__(self, field, tuple(value))
+        if not self.sparse:
+            raise SpecError("a schema needs at least one sparse column")
+        # The group column is left out: grouping by a column that is also a feature (the user) is the usual case.
+        names = [c.name for c in self.sparse] + [*self.dense, *self.labels, *((self.weight,) if self.weight else ())]
+        for name, count in Counter(names).items():
+            if not name:
+                raise SpecError("a column has an empty name")
+            if count > 1:
+                raise SpecError(f"column '{name}' is used {count} times in the schema; each column has one role")
+        first: dict[str, SparseColumn] = {}
+        for column in self.sparse:
+            other = first.setdefault(column.table_name, column)
+            if other.rows != column.rows:
+                raise SpecError(
+                    f"columns '{other.name}' and '{column.name}' share table '{column.table_name}' but say it has "
+                    f"{other.rows:,} and {column.rows:,} rows; give both the same"
+                )
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows by table name, in order of first use."""
+        return {c.table_name: c.rows for c in self.sparse}
+
+    def tables(self, dim: int | Mapping[str, int]) -> list[Table]:
+        """Make the embedding tables of the sparse columns.
+
+        Parameters
+        ----------
+        dim
+            Columns of every table, or of each table by name.
+
+        Raises
+        ------
+        SpecError
+            If ``dim`` names an unknown table, leaves one out, or a value is out of range.
+        """
+        rows = self.rows
+        if isinstance(dim, Mapping):
+            for name in dim:
+                if name not in rows:
+                    raise SpecError(f"dim names table '{name}', which does not exist{did_you_mean(name, rows)}")
+            for name in rows:
+                if name not in dim:
+                    raise SpecError(f"dim leaves out table '{name}'; give one number for all, or one for every table")
+        return [Table(name, r, dim[name] if isinstance(dim, Mapping) else dim) for name, r in rows.items()]
+
+    def features(self, on_bad_id: OnBadId = "error") -> list[Feature]:
+        """One feature per sparse column, all with the same policy for ids out of range."""
+        return [Feature(c.name, c.table_name, pooling=c.pooling, on_bad_id=on_bad_id) for c in self.sparse]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values that JSON and YAML can hold; `from_dict` is the inverse."""
+        return {
+            "labels": list(self.labels),
+            "weight": self.weight,
+            "group": self.group,
+            "dense": list(self.dense),
+            "sparse": [{f.name: getattr(c, f.name) for f in fields(c)} for c in self.sparse],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, object]) -> Schema:
+        """Rebuild a schema from `to_dict`'s values; keys that are left out take their defaults.
+
+        Raises
+        ------
+        SpecError
+            If a key is unknown or missing, or a value cannot be right.
+        """
+        _check_keys("the schema", values, Schema, required=("sparse",))
+        columns: list[SparseColumn] = []
+        for i, entry in enumerate(_list("sparse", values["sparse"])):
+            if isinstance(entry, SparseColumn):
+                columns.append(entry)
+                continue
+            if not isinstance(entry, Mapping):
+                raise SpecError(f"sparse[{i}] is {entry!r}, must be a mapping with at least `name` and `rows`")
+            entry = cast("Mapping[str, object]", entry)
+            _check_keys(f"sparse[{i}]", entry, SparseColumn, required=("name", "rows"))
+            columns.append(SparseColumn(**cast("dict[str, Any]", dict(entry))))  # checked by SparseColumn itself
+        rest = {key: value for key, value in values.items() if key != "sparse"}
+        for key in ("dense", "labels"):
+            if key in rest:
+                rest[key] = tuple(map(str, _list(key, rest[key])))
+        return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _list(key: str, value: object) -> list[object]:
+    if not isinstance(value, list | tuple):
+        raise SpecError(f"{key} is {value!r}, must be a list")
+    return list(cast("list[object]", value))
+
+
+def _check_keys(what: str, given: Mapping[str, object], spec: type, required: tuple[str, ...]) -> None:
+    known = [f.name for f in fields(spec)]
+    for key in given:
+        if key not in known:
+            raise SpecError(f"{what} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(key, known)}")
+    for key in required:
+        if key not in given:
+            raise SpecError(f"{what} has no '{key}', which is required")

@@ -1,0 +1,67 @@
+"""`Source`: what a `Loader` needs from stored samples.
+
+A source is cut into chunks that can be read alone, in any order and from several threads. Order, shuffling, batching
+and resuming belong to the loader, so they work alike for every source.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from hotbed.batch import Batch
+from hotbed.data.schema import Schema
+from hotbed.errors import SpecError, did_you_mean
+
+
+class Source(ABC):
+    """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
+
+    A subclass sets ``schema`` and ``splits`` and defines ``_chunks`` and ``_read``.
+    """
+
+    schema: Schema
+    splits: tuple[str, ...]
+
+    def chunks(self, split: str) -> list[int]:
+        """Count the samples of each chunk of a split, without reading them.
+
+        Raises
+        ------
+        SpecError
+            If the source has no such split.
+        """
+        self._check(split)
+        return list(self._chunks(split))
+
+    def samples(self, split: str) -> int:
+        """Count the samples of a split."""
+        return sum(self.chunks(split))
+
+    def read(self, split: str, i: int) -> Batch:
+        """Chunk ``i`` of a split as one batch in CPU memory. May be called from several threads at once.
+
+        Raises
+        ------
+        SpecError
+            If the source has no such split or chunk.
+        DataError
+            If what is stored is not what its description says.
+        """
+        self._check(split)
+        count = len(self._chunks(split))
+        if not 0 <= i < count:
+            raise SpecError(f"split '{split}' has {count:,} chunks, there is no chunk {i:,}")
+        return self._read(split, i)
+
+    @abstractmethod
+    def _chunks(self, split: str) -> Sequence[int]: ...
+
+    @abstractmethod
+    def _read(self, split: str, i: int) -> Batch: ...
+
+    def _check(self, split: str) -> None:
+        if split not in self.splits:
+            raise SpecError(
+                f"there is no split '{split}'; there are {', '.join(self.splits)}{did_you_mean(split, self.splits)}"
+            )

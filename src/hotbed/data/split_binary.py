@@ -1,0 +1,244 @@
+"""NVIDIA's split-binary format: one headerless little-endian file per column, described by ``feature_spec.yaml``.
+
+::
+
+    feature_spec.yaml
+    {train, test}/label.bin       bool                          [N]
+    {train, test}/numerical.bin   float16                       [N, I]
+    {train, test}/cat_*.bin       int8, int16 or int32          [N] each, the smallest that holds the cardinality
+
+Datasets made by the scripts of NVIDIA/DeepLearningExamples (PyTorch and TensorFlow2 DLRM) load as they are. Those this
+module writes load there too, as long as they have no ``valid`` split, which NVIDIA's scripts do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+
+from hotbed.batch import Batch
+from hotbed.data.feature_spec import FeatureSpec, StoredFile, id_dtype, read_feature_spec
+from hotbed.data.schema import Schema
+from hotbed.data.source import Source
+from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
+
+
+class SplitBinarySource(Source):
+    """Samples in NVIDIA's split-binary format.
+
+    Ids come out as int32 (int64 if any column is stored so), numericals and labels as float32. Ids that are not below
+    the cardinality are left to the embedding's own check.
+
+    Parameters
+    ----------
+    path
+        Directory with ``feature_spec.yaml``, or that file.
+    chunk_samples
+        Samples per chunk, the unit of reading and shuffling.
+
+    Raises
+    ------
+    DataError
+        If the description is not what the format says, a cardinality does not fit its dtype, or a ``.bin`` file is
+        absent or has not the bytes that the others imply.
+    """
+
+    def __init__(self, path: str | Path, *, chunk_samples: int = 65_536) -> None:
+        if chunk_samples < 1:
+            raise SpecError(f"chunk_samples is {chunk_samples:,}, must be at least 1")
+        self._spec: FeatureSpec = read_feature_spec(Path(path))
+        self.schema = self._spec.schema
+        self.splits = tuple(self._spec.files)
+        self.chunk_samples = chunk_samples
+        self._samples = {split: _count_samples(files) for split, files in self._spec.files.items()}
+
+    def _chunks(self, split: str) -> Sequence[int]:
+        full, rest = divmod(self._samples[split], self.chunk_samples)
+        return [self.chunk_samples] * full + [rest] * (rest > 0)
+
+    def _read(self, split: str, i: int) -> Batch:
+        start = i * self.chunk_samples
+        n = min(self.chunk_samples, self._samples[split] - start)
+        files = self._spec.files[split]
+        wide = any(files[c.name].dtype.itemsize == 8 for c in self.schema.sparse)
+        ids = np.empty((len(self.schema.sparse), n), dtype=np.int64 if wide else np.int32)
+        for row, column in zip(ids, self.schema.sparse, strict=True):
+            _read_rows(files[column.name], start, row)
+        labels = np.empty((n, len(self.schema.labels)), dtype=np.float32)
+        for t, name in enumerate(self.schema.labels):
+            column = np.empty(n, dtype=np.float32)
+            _read_rows(files[name], start, column)
+            labels[:, t] = column
+        dense = None
+        if self.schema.dense:
+            dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
+            _read_rows(files[self.schema.dense[0]], start, dense)
+        return Batch(
+            sparse=Jagged([c.name for c in self.schema.sparse], torch.from_numpy(ids.reshape(-1)), batch_size=n),
+            dense=None if dense is None else torch.from_numpy(dense),
+            labels=torch.from_numpy(labels) if self.schema.labels else None,
+        )
+
+
+class SplitBinaryWriter:
+    """Write samples in split-binary format, part by part; a context manager.
+
+    ``feature_spec.yaml`` is written last, so a directory without it is not a dataset.
+
+    Parameters
+    ----------
+    path
+        An existing directory, which becomes the dataset.
+    schema
+        What is written: one-hot sparse columns, one or more labels, no weight and no group column. The files of sparse
+        columns are ``cat_0.bin``, ``cat_1.bin``, … in this order.
+    splits
+        Names of the splits; NVIDIA's scripts know ``train`` and ``test``.
+
+    Raises
+    ------
+    SpecError
+        If the format cannot hold the schema.
+    """
+
+    def __init__(self, path: str | Path, schema: Schema, splits: Sequence[str]) -> None:
+        if schema.weight or schema.group:
+            raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
+        if not schema.labels:
+            raise SpecError("the split-binary format needs at least one label column")
+        for column in schema.sparse:
+            if column.ids != 1:
+                raise SpecError(
+                    f"sparse column '{column.name}' has {column.ids or 'a varying number of'} ids per sample, but the "
+                    f"split-binary format holds one; use Parquet for multi-hot columns"
+                )
+        self.path = Path(path)
+        self.schema = schema
+        self.samples = dict.fromkeys(splits, 0)
+        self._dtypes = [id_dtype(c.name, c.rows) for c in schema.sparse]
+        labels = ["label"] if len(schema.labels) == 1 else [f"label_{t}" for t in range(len(schema.labels))]
+        self._label_names = [f"{name}.bin" for name in labels]
+        self._cat_names = [f"cat_{i}.bin" for i in range(len(schema.sparse))]
+        self._stack = ExitStack()
+        self._open: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> SplitBinaryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if kind is None:
+            text = yaml.safe_dump(self._description(), sort_keys=False)
+            (self.path / "feature_spec.yaml").write_text(text, encoding="utf-8")
+
+    def append_labels(self, split: str, labels: NDArray[Any]) -> None:
+        """Append labels ``[n]`` or ``[n, T]``; any value but 0 is true."""
+        columns = labels.reshape(len(labels), len(self.schema.labels))
+        self.samples[split] += len(labels)
+        for t, name in enumerate(self._label_names):
+            self._append(split, name, (columns[:, t] != 0).view(np.uint8))
+
+    def append_dense(self, split: str, dense: NDArray[Any]) -> None:
+        """Append numericals ``[n, I]``; stored as float16."""
+        self._append(split, "numerical.bin", dense.astype("<f2"))
+
+    def append_ids(self, split: str, column: int, ids: NDArray[Any]) -> None:
+        """Append ids ``[n]`` of one sparse column, by its position in the schema."""
+        self._append(split, self._cat_names[column], ids.astype(self._dtypes[column]))
+
+    def append(self, split: str, batch: Batch) -> None:
+        """Append all columns of a batch, matched by name."""
+        if batch.labels is None or (batch.dense is None) == bool(self.schema.dense):
+            raise SpecError("the batch needs the labels and numericals of the schema, to be written")
+        self.append_labels(split, batch.labels.numpy())
+        if batch.dense is not None:
+            self.append_dense(split, batch.dense.numpy())
+        for i, column in enumerate(self.schema.sparse):
+            self.append_ids(split, i, batch.sparse[column.name].values.numpy())
+
+    def _append(self, split: str, name: str, values: NDArray[Any]) -> None:
+        key = f"{split}/{name}"
+        if key not in self._open:
+            (self.path / split).mkdir(exist_ok=True)
+            self._open[key] = self._stack.enter_context((self.path / key).open("wb"))
+        self._open[key].write(np.ascontiguousarray(values).data)
+
+    def _description(self) -> dict[str, object]:
+        sparse = self.schema.sparse
+        columns: dict[str, dict[str, object]] = {
+            c.name: {"dtype": dtype.name, "cardinality": c.rows} for c, dtype in zip(sparse, self._dtypes, strict=True)
+        }
+        columns |= {name: {"dtype": "float16"} for name in self.schema.dense}
+        columns |= {name: {"dtype": "bool"} for name in self.schema.labels}
+        contents: list[tuple[list[str], str]] = (
+            [(list(self.schema.dense), "numerical.bin")] if self.schema.dense else []
+        )
+        contents += [([n], file) for n, file in zip(self.schema.labels, self._label_names, strict=True)]
+        contents += [([c.name], file) for c, file in zip(sparse, self._cat_names, strict=True)]
+        return {
+            "channel_spec": {
+                "categorical": [c.name for c in sparse],
+                "numerical": list(self.schema.dense),
+                "label": list(self.schema.labels),
+            },
+            "feature_spec": columns,
+            "source_spec": {
+                split: [
+                    {"type": "split_binary", "features": list(features), "files": [f"{split}/{file}"]}
+                    for features, file in contents
+                ]
+                for split in self.samples
+            },
+            "metadata": {"samples": dict(self.samples), "schema": self.schema.to_dict()},
+        }
+
+
+def _count_samples(files: Mapping[str, StoredFile]) -> int:
+    """Count the samples of a split; raises unless every file holds whole samples and all hold as many."""
+    sizes: dict[str, int] = {}
+    for name, file in files.items():
+        if not file.path.is_file():
+            raise DataError(f"{file.path} does not exist, but feature_spec.yaml lists it for '{name}'")
+        sizes[name] = file.path.stat().st_size
+    fullest = max(files, key=lambda name: sizes[name] / files[name].sample_bytes)
+    samples = -(-sizes[fullest] // files[fullest].sample_bytes)
+    for name, file in files.items():
+        expected = samples * file.sample_bytes
+        if sizes[name] != expected:
+            raise DataError(
+                f"{file.path}: expected {expected:,} bytes, found {sizes[name]:,} ({samples:,} samples × "
+                f"{file.sample_bytes} bytes of {file.dtype.name}, as {files[fullest].path.name} has); the file is "
+                f"truncated or its dtype in feature_spec.yaml is wrong: copy or prepare it again"
+            )
+    return samples
+
+
+def _read_rows(file: StoredFile, start: int, out: NDArray[Any]) -> None:
+    """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start`` on, converted to its dtype."""
+    raw = out if file.dtype == out.dtype else np.empty(out.shape, dtype=file.dtype)
+    # Files are opened per chunk: no descriptors to share between threads or to keep over a fork or a pickle.
+    with file.path.open("rb", buffering=0) as stream:
+        stream.seek(start * file.sample_bytes)
+        view = raw.reshape(-1).view(np.uint8).data
+        found = 0
+        while found < len(view):
+            count = stream.readinto(view[found:])
+            if not count:
+                raise DataError(
+                    f"{file.path}: expected {len(view):,} bytes from byte {start * file.sample_bytes:,} on, found "
+                    f"{found:,}; the file was cut short after it was opened"
+                )
+            found += count
+    if raw is not out:
+        np.copyto(out, raw, casting="unsafe")

@@ -1,0 +1,84 @@
+"""Layers of click models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hotbed import ops
+from hotbed.errors import SpecError
+from hotbed.ops import BackendName
+
+
+class MLP(nn.Sequential):
+    """Fully connected layers with ReLU between them.
+
+    Weights start as N(0, √(2 / (in + out))), biases as N(0, √(1 / out)) (standard deviations; NVIDIA DLRM).
+
+    Parameters
+    ----------
+    inputs
+        Columns of the input ``[B, inputs]``.
+    widths
+        Columns of each layer's output.
+    last_relu
+        Whether the last layer has a ReLU too.
+    """
+
+    def __init__(self, inputs: int, widths: Sequence[int], *, last_relu: bool = True) -> None:
+        if not widths or min(inputs, *widths) < 1:
+            raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
+            linear = nn.Linear(fan_in, fan_out)
+            nn.init.normal_(linear.weight, 0.0, math.sqrt(2.0 / (fan_in + fan_out)))
+            nn.init.normal_(linear.bias, 0.0, math.sqrt(1.0 / fan_out))
+            layers += [linear, nn.ReLU()]
+        super().__init__(*(layers if last_relu else layers[:-1]))
+
+
+class DotInteraction(nn.Module):
+    """Dot interaction of DLRM: all pairwise dot products of a sample's vectors, after the dense vector.
+
+    Parameters
+    ----------
+    features
+        Number of embedding vectors ``F``.
+    dim
+        Columns ``D`` of every vector.
+    multiple_of
+        The result is padded with zero columns to a multiple of this (8 keeps tensor cores fed: 479 → 480).
+    backend
+        Kernels, as in `EmbeddingCollection`.
+    """
+
+    def __init__(self, features: int, dim: int, *, multiple_of: int = 8, backend: BackendName = "auto") -> None:
+        super().__init__()
+        used = dim + (features + 1) * features // 2
+        self.width = -(-used // multiple_of) * multiple_of
+        self.backend_name: BackendName = backend
+
+    def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+        """``[B, D]`` and ``[B, F, D]`` to ``[B, width]``: dense, the strict lower triangle row by row, zeros."""
+        return _DotInteraction.apply(dense, embeddings, self.width, ops.select(dense.device, self.backend_name))
+
+
+class _DotInteraction(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, dense: Tensor, embeddings: Tensor, width: int, kernels: ops.Backend) -> Tensor:
+        ctx.save_for_backward(dense, embeddings)
+        ctx.kernels = kernels
+        return kernels.interaction(dense, embeddings, width)
+
+    @staticmethod
+    @once_differentiable
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dense, embeddings = ctx.saved_tensors
+        return *ctx.kernels.interaction_backward(grad_outputs[0], dense, embeddings), None, None

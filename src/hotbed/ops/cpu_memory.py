@@ -1,0 +1,75 @@
+"""Host memory: huge pages for arenas, recycled blocks for the large results of kernels.
+
+*Huge pages.* Random rows of a large arena miss the TLB on 4 KiB pages; with transparent huge pages they rarely do.
+
+*Recycling.* glibc returns blocks over 32 MiB to the system when they are freed, so a fresh result of that size costs a
+page fault per 4 KiB: for ``[4096, 26, 128]`` float32 more than the lookup that fills it (docs/log.md). Blocks for
+results are kept and handed out again once no tensor refers to them.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+HUGE_PAGE_BYTES = 2 << 20
+"""Size of a transparent huge page on x86-64, and on AArch64 with 4 KiB base pages."""
+
+MAX_FREE_BLOCKS = 8
+"""Blocks kept for later; the one that has waited longest is given up first."""
+
+_free: list[mmap.mmap] = []
+_lock = threading.Lock()
+
+
+def zeros(shape: Sequence[int]) -> Tensor:
+    """Zero-filled float32 CPU tensor, in huge pages where it is large and the system is Linux."""
+    nbytes = math.prod(shape) * 4
+    if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
+        return torch.zeros(*shape)
+    return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(*shape)
+
+
+def empty(shape: Sequence[int]) -> Tensor:
+    """Uninitialised float32 CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
+    nbytes = math.prod(shape) * 4
+    if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
+        return torch.empty(*shape)
+    with _lock:
+        fitting = [block for block in _free if nbytes <= len(block) - HUGE_PAGE_BYTES <= 2 * nbytes]
+        block = min(fitting, key=len) if fitting else None
+        if block is not None:
+            _free.remove(block)
+    block = block or _map(nbytes)
+    array = _aligned(block, nbytes)
+    # torch holds the array for as long as any tensor shares its storage.
+    weakref.finalize(array, _give_back, block).atexit = False
+    return torch.from_numpy(array).view(*shape)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    # Anonymous maps are zero-filled at first touch; one page more than needed leaves room to align the start.
+    block = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def _aligned(block: mmap.mmap, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    whole = np.frombuffer(block, np.uint8)
+    skip = -whole.ctypes.data % HUGE_PAGE_BYTES
+    return whole[skip : skip + nbytes].view(np.float32)
+
+
+def _give_back(block: mmap.mmap) -> None:
+    with _lock:
+        _free.append(block)
+        if len(_free) > MAX_FREE_BLOCKS:
+            _free.pop(0)

@@ -1,0 +1,20 @@
+"""The Triton backend: all operations of `hotbed.ops.reference` for CUDA tensors (or, slowly, in Triton's interpreter)."""
+
+from hotbed.ops.triton_initial import initial_values_
+from hotbed.ops.triton_interaction import interaction, interaction_backward
+from hotbed.ops.triton_lookup import lookup
+from hotbed.ops.triton_segment import group, occurrences
+from hotbed.ops.triton_update import update
+
+NAME = "triton"
+
+__all__ = [
+    "NAME",
+    "group",
+    "initial_values_",
+    "interaction",
+    "interaction_backward",
+    "lookup",
+    "occurrences",
+    "update",
+]

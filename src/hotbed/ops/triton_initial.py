@@ -1,0 +1,75 @@
+# pyright: basic
+"""Initial values in Triton; bits equal to `hotbed.ops.reference.initial_values_`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotbed.ops.backend import launches
+from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
+
+
+@triton.jit
+def _mix32(x):
+    """MurmurHash3's 32-bit finalizer; ``x`` is uint32, so products wrap and shifts are logical."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])
+def _initial_kernel(
+    out,  # [rows, cols] float32
+    row_stride,
+    col_stride,
+    seed,
+    row_start,
+    row_step,
+    rows,
+    col_start,
+    col_step,
+    scale,  # bound / 2²³
+    COLS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """``out[r, c] = float(k − 2²³) · scale``, k the upper 24 bits of hash(seed, r, c)."""
+    at_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    at_col = tl.arange(0, BLOCK_COLS)
+    row = row_start.to(tl.int64) + at_row * row_step
+    col = (col_start.to(tl.int64) + at_col.to(tl.int64) * col_step).to(tl.uint32)
+    key = _mix32((row & 0xFFFFFFFF).to(tl.uint32) ^ seed.to(tl.uint32))
+    key = _mix32(key ^ (row >> 32).to(tl.uint32) ^ 0x9E3779B9)
+    k = _mix32(key[:, None] + (col * 0x9E3779B9)[None, :]) >> 8
+    value = (k.to(tl.int32) - (1 << 23)).to(tl.float32) * scale
+    mask = (at_row < rows)[:, None] & (at_col < COLS)[None, :]
+    tl.store(out + at_row[:, None] * row_stride + at_col[None, :] * col_stride, value, mask=mask)
+
+
+def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: float) -> None:
+    """Fill ``out`` with the initial values of a rectangle of a table, see `hotbed.ops.reference.initial_values_`."""
+    launches["triton.initial_values"] += 1
+    if out.numel() == 0:
+        return
+    block_cols = power_of_two(len(cols))
+    block_rows = rows_per_program(block_cols, TILE)
+    with torch.cuda.device_of(out):
+        _initial_kernel[(ceil_div(len(rows), block_rows),)](
+            out,
+            out.stride(0),
+            out.stride(1),
+            seed,
+            rows.start,
+            rows.step,
+            len(rows),
+            cols.start,
+            cols.step,
+            bound / (1 << 23),
+            COLS=len(cols),
+            BLOCK_COLS=block_cols,
+            BLOCK_ROWS=block_rows,
+            **STRICT,
+        )

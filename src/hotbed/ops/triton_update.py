@@ -1,0 +1,337 @@
+# pyright: basic
+"""Segment sum with the optimizer's rule fused into it, in Triton.
+
+A slot's gradient is the canonical sum: its occurrences left to right in runs of 32, then the runs left to right.
+Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
+that occur once), so the parallel unit is the run:
+
+1. `_runs_kernel`: a program sums the runs of a tile, an equal number of columns and rows for every table. A run that is
+   its slot's only one gets the rule at once; most are. The others leave their partial sum in a scratch buffer.
+2. `_long_kernel`: a program per slot of several runs adds the partial sums in run order and applies the rule.
+
+Nobody on the host knows how many runs there are, so where the long slots and their partial sums are is found from
+positions in the sorted occurrences. Cut these into windows of 32. A full run of a long slot shares the window it starts
+in with no other full run, and neither do two last runs of long slots (they are more than 32 apart) nor two first ones.
+So a long slot is announced in the window of its first occurrence, and partial sum ``2 · window + (1 if last else 0)`` is
+its own: 2 N / 32 scratch rows, 55 MB for 1.7M occurrences of 128 columns, instead of N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotbed.ops.backend import launches
+from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences
+from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
+from hotbed.ops.triton_rules import RULES
+from hotbed.optim import Rule
+
+_NONE, _PER_ROW, _PER_ELEMENT = 0, 1, 2
+
+
+@triton.jit
+def _load_moment(moment, slot, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
+    """A moment of a tile of rows: ``[R]``, ``[R, BLOCK_D]``, or a zero where the rule has none."""
+    if KIND == 1:
+        return tl.load(moment + slot, mask=mask, other=0.0)
+    elif KIND == 2:
+        col = tl.arange(0, BLOCK_D)[None, :]
+        return tl.load(moment + slot[:, None] * D + col, mask=mask[:, None] & (col < D), other=0.0)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _store_moment(moment, value, slot, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
+    if KIND == 1:
+        tl.store(moment + slot, value, mask=mask)
+    elif KIND == 2:
+        col = tl.arange(0, BLOCK_D)[None, :]
+        tl.store(moment + slot[:, None] * D + col, value, mask=mask[:, None] & (col < D))
+
+
+@triton.jit
+def _apply(
+    slot,  # [R]
+    g,  # [R, BLOCK_D] summed gradient
+    mask,  # [R]
+    weight,
+    moment0,
+    moment1,
+    bases,
+    hyper,
+    inv_scale,
+    tables,
+    RULE: tl.constexpr,
+    HYPER: tl.constexpr,
+    KIND0: tl.constexpr,
+    KIND1: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Apply the rule to the masked rows whose table is active."""
+    table = tl.full(slot.shape, -1, tl.int32)
+    for t in range(0, tables, BLOCK_T):
+        at = t + tl.arange(0, BLOCK_T)
+        base = tl.load(bases + at, mask=at < tables, other=0x7FFFFFFFFFFFFFFF)
+        table += tl.sum((base[None, :] <= slot[:, None]).to(tl.int32), axis=1)
+    line = hyper + tl.maximum(table, 0) * HYPER
+    mask = mask & (tl.load(line) != 0)
+    col = tl.arange(0, BLOCK_D)[None, :]
+    cells = mask[:, None] & (col < D)
+    w = tl.load(weight + slot[:, None] * D + col, mask=cells, other=0.0)
+    m0 = _load_moment(moment0, slot, mask, D, BLOCK_D, KIND0)
+    m1 = _load_moment(moment1, slot, mask, D, BLOCK_D, KIND1)
+    w, m0, m1 = RULE(w, m0, m1, g * tl.load(inv_scale), line, D, BLOCK_D)
+    tl.store(weight + slot[:, None] * D + col, w, mask=cells)
+    _store_moment(moment0, m0, slot, mask, D, BLOCK_D, KIND0)
+    _store_moment(moment1, m1, slot, mask, D, BLOCK_D, KIND1)
+
+
+@triton.jit
+def _gradient(grad, scale, at, bag, live, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
+    """Gradient rows ``[R, BLOCK_D]`` of these occurrences, times their factors; zeros where not ``live``."""
+    col = tl.arange(0, BLOCK_D)[None, :]
+    g = tl.load(grad + bag[:, None] * D + col, mask=live[:, None] & (col < D), other=0.0).to(tl.float32)
+    if SCALED:
+        g = g * tl.load(scale + at, mask=live, other=0.0)[:, None]
+    return g
+
+
+@triton.jit(do_not_specialize=["total", "tables"])
+def _runs_kernel(
+    weight,  # [S, D]
+    moment0,  # [S], [S, D] or unused
+    moment1,
+    slots,  # [N]
+    bags,  # [N]
+    scale,  # [N]; read where SCALED
+    order,  # [N]
+    run_starts,  # [N + 1]
+    counts,  # [2]
+    grad,  # [B · F, D]
+    partials,  # [2 · windows, D]
+    bases,  # [T]
+    hyper,  # [T, HYPER]
+    inv_scale,
+    gate,
+    total,  # N
+    tables,  # T
+    RULE: tl.constexpr,
+    HYPER: tl.constexpr,
+    KIND0: tl.constexpr,
+    KIND1: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    RUN: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """``p_r = Σ grad[bag(i)] · scale(i)`` over the occurrences i of run r; slots of one run: the rule at once."""
+    runs = tl.load(counts + 1)
+    if tl.load(gate) == 0:
+        runs = runs * 0
+    if tl.program_id(0) * R < runs:
+        run = tl.program_id(0) * R + tl.arange(0, R)
+        live = run < runs
+        start = tl.load(run_starts + run, mask=live, other=0)
+        end = tl.load(run_starts + run + 1, mask=live, other=0)
+        at = tl.load(order + start, mask=live, other=0)
+        slot = tl.load(slots + at, mask=live, other=0)
+        behind = live & (start > 0)
+        ahead = live & (end < total)
+        slot_behind = tl.load(slots + tl.load(order + start - 1, mask=behind, other=0), mask=behind, other=-1)
+        slot_ahead = tl.load(slots + tl.load(order + end, mask=ahead, other=0), mask=ahead, other=-1)
+
+        acc = _gradient(grad, scale, at, tl.load(bags + at, mask=live, other=0), live, D, BLOCK_D, SCALED)
+        # Three reads depend on each other, so four occurrences are read together; they are still added one by one.
+        for i in range(1, tl.max(end - start, axis=0), 4):
+            i0 = start + i
+            live0, live1, live2, live3 = i0 < end, i0 + 1 < end, i0 + 2 < end, i0 + 3 < end
+            at0 = tl.load(order + i0, mask=live0, other=0)
+            at1 = tl.load(order + i0 + 1, mask=live1, other=0)
+            at2 = tl.load(order + i0 + 2, mask=live2, other=0)
+            at3 = tl.load(order + i0 + 3, mask=live3, other=0)
+            bag0 = tl.load(bags + at0, mask=live0, other=0)
+            bag1 = tl.load(bags + at1, mask=live1, other=0)
+            bag2 = tl.load(bags + at2, mask=live2, other=0)
+            bag3 = tl.load(bags + at3, mask=live3, other=0)
+            g0 = _gradient(grad, scale, at0, bag0, live0, D, BLOCK_D, SCALED)
+            g1 = _gradient(grad, scale, at1, bag1, live1, D, BLOCK_D, SCALED)
+            g2 = _gradient(grad, scale, at2, bag2, live2, D, BLOCK_D, SCALED)
+            g3 = _gradient(grad, scale, at3, bag3, live3, D, BLOCK_D, SCALED)
+            acc = tl.where(live0[:, None], acc + g0, acc)
+            acc = tl.where(live1[:, None], acc + g1, acc)
+            acc = tl.where(live2[:, None], acc + g2, acc)
+            acc = tl.where(live3[:, None], acc + g3, acc)
+
+        is_first = slot_behind != slot
+        is_last = slot_ahead != slot
+        only = live & is_first & is_last
+        col = tl.arange(0, BLOCK_D)[None, :]
+        to = 2 * (start // RUN) + is_last.to(tl.int64)
+        tl.store(partials + to[:, None] * D + col, acc, mask=(live & ~only)[:, None] & (col < D))
+        _apply(
+            slot, acc, only, weight, moment0, moment1, bases, hyper, inv_scale, tables,
+            RULE, HYPER, KIND0, KIND1, BLOCK_T, D, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["total"])
+def _announce_kernel(long, run_starts, group_runs, counts, total, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """``long[window of its first occurrence] = g`` for every group g of several runs."""
+    g = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = g < tl.load(counts)
+    first = tl.load(group_runs + g, mask=live, other=0)
+    live = live & (tl.load(group_runs + g + 1, mask=live, other=0) - first > 1)
+    tl.store(long + tl.load(run_starts + first, mask=live, other=0) // RUN, g, mask=live)
+
+
+@triton.jit
+def _partial(partials, window, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Partial sum ``[1, BLOCK_D]`` of run k of a long slot; zeros where it has no such run."""
+    col = tl.arange(0, BLOCK_D)[None, :]
+    at = 2 * (window + k) + (k == runs - 1).to(tl.int64)
+    return tl.load(partials + at * D + col, mask=(k < runs) & (col < D), other=0.0)
+
+
+@triton.jit(do_not_specialize=["tables"])
+def _long_kernel(
+    weight,  # [S, D]
+    moment0,  # [S], [S, D] or unused
+    moment1,
+    long,  # [windows]: a group, or −1
+    rows,  # [N]
+    group_runs,  # [N + 1]
+    partials,  # [2 · windows, D]
+    bases,  # [T]
+    hyper,  # [T, HYPER]
+    inv_scale,
+    gate,
+    tables,  # T
+    RULE: tl.constexpr,
+    HYPER: tl.constexpr,
+    KIND0: tl.constexpr,
+    KIND1: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """``g = Σ_r p_r`` over the runs r of a slot, left to right; then the rule."""
+    window = tl.program_id(0).to(tl.int64)
+    group = tl.load(long + window)
+    if (group >= 0) & (tl.load(gate) != 0):
+        runs = tl.load(group_runs + group + 1) - tl.load(group_runs + group)
+        acc = _partial(partials, window, 0, runs, D, BLOCK_D)
+        # Eight partial sums are in flight together; they are still added one by one.
+        for k in range(1, runs, 8):
+            p0 = _partial(partials, window, k, runs, D, BLOCK_D)
+            p1 = _partial(partials, window, k + 1, runs, D, BLOCK_D)
+            p2 = _partial(partials, window, k + 2, runs, D, BLOCK_D)
+            p3 = _partial(partials, window, k + 3, runs, D, BLOCK_D)
+            p4 = _partial(partials, window, k + 4, runs, D, BLOCK_D)
+            p5 = _partial(partials, window, k + 5, runs, D, BLOCK_D)
+            p6 = _partial(partials, window, k + 6, runs, D, BLOCK_D)
+            p7 = _partial(partials, window, k + 7, runs, D, BLOCK_D)
+            acc = acc + p0
+            acc = tl.where(k + 1 < runs, acc + p1, acc)
+            acc = tl.where(k + 2 < runs, acc + p2, acc)
+            acc = tl.where(k + 3 < runs, acc + p3, acc)
+            acc = tl.where(k + 4 < runs, acc + p4, acc)
+            acc = tl.where(k + 5 < runs, acc + p5, acc)
+            acc = tl.where(k + 6 < runs, acc + p6, acc)
+            acc = tl.where(k + 7 < runs, acc + p7, acc)
+        slot = tl.zeros([1], tl.int64) + tl.load(rows + group)
+        _apply(
+            slot, acc, slot >= 0, weight, moment0, moment1, bases, hyper, inv_scale, tables,
+            RULE, HYPER, KIND0, KIND1, BLOCK_T, D, BLOCK_D,
+        )  # fmt: skip
+
+
+def update(
+    rule: Rule,
+    weight: Tensor,
+    state: Mapping[str, Tensor],
+    occurrences: Occurrences,
+    groups: Groups,
+    grad: Tensor,
+    *,
+    bases: Tensor,
+    hyper: Tensor,
+    inv_scale: Tensor,
+    gate: Tensor,
+) -> None:
+    """Sum the gradient of each distinct slot and apply the rule to its row, see `hotbed.ops.reference.update`."""
+    launches["triton.update"] += 1
+    total, dim = len(groups.order), weight.shape[1]
+    if total == 0:
+        return
+    block_d = max(power_of_two(dim), BLOCK)
+    tile_rows = rows_per_program(block_d, TILE // 2)
+    windows = ceil_div(total, RUN)
+    kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in rule.moments]
+    moments = [state[moment.name] for moment in rule.moments]
+    kinds += [_NONE] * (2 - len(kinds))
+    moments += [weight] * (2 - len(moments))
+    shared = {
+        "RULE": RULES[rule.name],
+        "HYPER": hyper.shape[1],
+        "KIND0": kinds[0],
+        "KIND1": kinds[1],
+        "BLOCK_T": min(power_of_two(len(bases)), 32),
+        "D": dim,
+        "BLOCK_D": block_d,
+        **STRICT,
+    }
+    with torch.cuda.device_of(weight):
+        partials = torch.empty(2 * windows, dim, dtype=torch.float32, device=weight.device)
+        _runs_kernel[(ceil_div(total, tile_rows),)](
+            weight,
+            *moments,
+            occurrences.slots,
+            occurrences.bags,
+            occurrences.slots if occurrences.scale is None else occurrences.scale,
+            groups.order,
+            groups.run_starts,
+            groups.counts,
+            grad.contiguous(),
+            partials,
+            bases,
+            hyper,
+            inv_scale,
+            gate,
+            total,
+            len(bases),
+            R=tile_rows,
+            RUN=RUN,
+            SCALED=occurrences.scale is not None,
+            **shared,
+        )
+        if total <= RUN:
+            return
+        long = torch.full((windows,), -1, dtype=torch.int64, device=weight.device)
+        _announce_kernel[(ceil_div(total, 1024),)](
+            long, groups.run_starts, groups.group_runs, groups.counts, total, RUN=RUN, BLOCK=1024, **STRICT
+        )
+        _long_kernel[(windows,)](
+            weight,
+            *moments,
+            long,
+            groups.rows,
+            groups.group_runs,
+            partials,
+            bases,
+            hyper,
+            inv_scale,
+            gate,
+            len(bases),
+            num_warps=max(min(block_d // 128, 4), 1),
+            **shared,
+        )

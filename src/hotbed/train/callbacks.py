@@ -1,0 +1,276 @@
+"""`Callback`, and the callbacks that come with hotbed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hotbed.config import Monitor, Recipe
+from hotbed.errors import RecipeError
+from hotbed.train.checkpoint import load_checkpoint, save_checkpoint
+from hotbed.train.files import without_nan
+from hotbed.train.metrics import Metrics
+
+if TYPE_CHECKING:
+    from hotbed.train.trainer import Trainer
+
+
+class Callback:
+    """Does something at certain moments of training; override what you need."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Before the first step; ``trainer.steps_total`` is known here, if it can be."""
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        """After every step; ``trainer.step`` counts it already."""
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Every ``log_every`` steps: step, epoch, mean loss since the last record, learning rates, samples/s."""
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """After every evaluation during training."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step; not called when training fails."""
+
+
+class JsonLines(Callback):
+    """Appends every record and evaluation to a file, one JSON object per line.
+
+    Parameters
+    ----------
+    path
+        The file, ``metrics.jsonl``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Append ``{"event": "train", …}``."""
+        self._write({"event": "train", **record})
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Append ``{"event": "eval", …}``."""
+        self._write({"event": "eval", "step": trainer.step, **metrics.to_dict()})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        # Opened for each line, so that a killed run loses none.
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(without_nan(record)) + "\n")
+
+
+class TensorBoard(Callback):
+    """Writes curves for TensorBoard.
+
+    Parameters
+    ----------
+    directory
+        Where the event files go.
+
+    Raises
+    ------
+    RecipeError
+        If TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise RecipeError(
+                f"train.tensorboard is set, but TensorBoard cannot be imported ({error}); "
+                f"pip install 'hotbed[tensorboard]', or set train.tensorboard to false"
+            ) from None
+        self._writer = SummaryWriter(str(directory))
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Write loss, learning rates and rate."""
+        for name in record.keys() - {"step", "epoch"}:
+            self._writer.add_scalar(f"train/{name}", record[name], trainer.step)
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Write the metrics."""
+        for name in ("auc", "logloss", "normalized_entropy", "calibration", "gauc"):
+            if (value := getattr(metrics, name)) is not None:
+                self._writer.add_scalar(f"valid/{name}", value, trainer.step)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class BestSoFar:
+    """Remembers the best value of a metric.
+
+    Parameters
+    ----------
+    monitor
+        ``"auc"`` (higher is better) or ``"logloss"`` (lower).
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._best = -math.inf
+
+    def improved(self, metrics: Metrics) -> bool:
+        """Whether these metrics are better than all before them; NaN never is."""
+        value = metrics.auc if self._monitor == "auc" else -metrics.logloss
+        if not value > self._best:
+            return False
+        self._best = value
+        return True
+
+
+class KeepLast(Callback):
+    """Keeps the newest checkpoint, to resume from and to evaluate.
+
+    Parameters
+    ----------
+    directory
+        Where checkpoints go, each named by its step.
+    recipe
+        Stored in each.
+    every
+        Steps between checkpoints; None saves one, at the end.
+    """
+
+    def __init__(self, directory: Path, recipe: Recipe, every: int | None = None) -> None:
+        self._directory, self._recipe, self._every = directory, recipe, every
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        """Save if it is time."""
+        if self._every is not None and trainer.step % self._every == 0:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Save the final state."""
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        with trainer.clock.paused():
+            replace_checkpoint(self._directory, "last", trainer, self._recipe)
+
+
+class KeepBest(Callback):
+    """Keeps the checkpoint of the best evaluation, and goes back to it when training ends.
+
+    Parameters
+    ----------
+    directory, recipe
+        As in `KeepLast`.
+    """
+
+    def __init__(self, directory: Path, recipe: Recipe) -> None:
+        self._directory, self._recipe = directory, recipe
+        self._best = BestSoFar(recipe.train.monitor)
+        self._path: Path | None = None
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Save if this evaluation is the best."""
+        if self._best.improved(metrics):
+            self._path = replace_checkpoint(self._directory, "best", trainer, self._recipe)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Load the best model; it stays as it is if there was no evaluation."""
+        if self._path is not None:
+            load_checkpoint(self._path, {"model": trainer.model})
+
+
+def replace_checkpoint(directory: Path, kind: str, trainer: Trainer, recipe: Recipe) -> Path:
+    """Save ``kind-STEP``, then remove older ones of the kind, so that there is one at any moment."""
+    path = directory / f"{kind}-{trainer.step:08d}"
+    if not path.exists():
+        save_checkpoint(path, trainer.parts(), step=trainer.step, recipe=recipe.to_dict())
+    for other in directory.glob(f"{kind}-*"):
+        if other != path:
+            shutil.rmtree(other)
+    return path
+
+
+class EarlyStop(Callback):
+    """Stops when evaluations have not become better for a while.
+
+    Parameters
+    ----------
+    patience
+        Evaluations without a better one before training stops.
+    monitor
+        Which metric.
+    """
+
+    def __init__(self, patience: int, monitor: Monitor) -> None:
+        self._patience, self._best, self._waited = patience, BestSoFar(monitor), 0
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Count, and stop if it was enough."""
+        self._waited = 0 if self._best.improved(metrics) else self._waited + 1
+        trainer.stop = trainer.stop or self._waited >= self._patience
+
+
+class ShowProgress(Callback):
+    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal.
+
+    Parameters
+    ----------
+    console
+        Where to print.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._started = 0.0
+        self._first_step = 0
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Show an empty bar."""
+        self._started, self._first_step = time.perf_counter(), trainer.step
+        if self._console.is_terminal:
+            columns = ("training", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("train", total=trainer.steps_total, completed=trainer.step, note="")
+            self._bar.start()
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s"
+            self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Print a line."""
+        if self._bar is None:
+            of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
+            self._console.print(
+                f"step {trainer.step:,}{of}  loss {record['loss']:.4f}  "
+                f"{record['samples_per_s']:,.0f} samples/s{self._time_left(trainer)}"
+            )
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Print a line."""
+        self._console.print(f"step {trainer.step:,}  valid AUC {metrics.auc:.5f}  logloss {metrics.logloss:.5f}")
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Take the bar away."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, also where training failed."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _time_left(self, trainer: Trainer) -> str:
+        done = trainer.step - self._first_step
+        if not trainer.steps_total or not done:
+            return ""
+        seconds = (time.perf_counter() - self._started) / done * (trainer.steps_total - trainer.step)
+        minutes, seconds = divmod(round(seconds), 60)
+        return f"  {minutes}:{seconds:02d} left"

@@ -1,0 +1,221 @@
+"""Checkpoints: a directory of safetensors files and a manifest that makes them valid.
+
+::
+
+    model.safetensors, dense.safetensors, …   the tensors of one part each
+    manifest.json                             written last: format, step, recipe, and per part its plain values; per
+                                              file its size and SHA-256
+
+All is written under a hidden name and renamed when the manifest is there, so a directory without a valid manifest is no
+checkpoint and a run that is killed leaves none. A part is anything with ``state_dict`` and ``load_state_dict``: a model,
+an optimizer, a schedule, a loader. Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hotbed.errors import CheckpointError, HotbedError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class Stateful(Protocol):
+    """What a checkpoint can hold."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Tensors and plain values, nested in mappings and sequences."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over what `state_dict` gave."""
+        ...
+
+
+class RandomState:
+    """State of torch's default random generators, as a part of a checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Generator states, uint8."""
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the generators; those of CUDA devices only where there are as many."""
+        torch.set_rng_state(state_dict["cpu"])
+        if len(state_dict["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(list(state_dict["cuda"]))
+
+
+def save_checkpoint(
+    path: str | Path, parts: Mapping[str, Stateful], *, step: int = 0, recipe: Mapping[str, Any] | None = None
+) -> None:
+    """Save the state of some parts.
+
+    Parameters
+    ----------
+    path
+        The directory to make.
+    parts
+        What to save by name, for example ``{"model": model, "sparse": optimizer}``.
+    step
+        Optimizer steps taken so far.
+    recipe
+        Plain values of the recipe, so that the model can be built again.
+
+    Raises
+    ------
+    CheckpointError
+        If ``path`` exists, or a part's state holds what is neither a tensor nor plain.
+    """
+    path = Path(path)
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; checkpoints are never overwritten, choose another directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    unfinished.mkdir()
+    try:
+        states: dict[str, Any] = {}
+        files: dict[str, Any] = {}
+        for name, part in parts.items():
+            tensors: dict[str, Tensor] = {}
+            states[name] = _plain(part.state_dict(), tensors, "")
+            if tensors:
+                file = unfinished / f"{name}.safetensors"
+                save_file({key: t.detach().contiguous() for key, t in tensors.items()}, file)
+                files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        manifest = {"format": FORMAT, "step": step, "recipe": recipe, "files": files, "parts": states}
+        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load_checkpoint(path: str | Path, parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Load the state of some parts; parts of the checkpoint that are not asked for are not read.
+
+    Parameters
+    ----------
+    path
+        A checkpoint's directory.
+    parts
+        What to load into, by the name it was saved under.
+
+    Returns
+    -------
+    dict
+        The manifest: ``step``, ``recipe``, ….
+
+    Raises
+    ------
+    CheckpointError
+        If the checkpoint is absent, incomplete or damaged, lacks a part, or does not fit it.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    for name, part in parts.items():
+        if name not in manifest["parts"]:
+            raise CheckpointError(f"{path} has no part '{name}'; it has {', '.join(manifest['parts'])}")
+        tensors: dict[str, Tensor] = {}
+        file = path / f"{name}.safetensors"
+        if file.name in manifest["files"]:
+            _verify(file, manifest["files"][file.name])
+            tensors = load_file(file)
+        try:
+            part.load_state_dict(_restored(manifest["parts"][name], tensors))
+        except (HotbedError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}: part '{name}' does not fit this {type(part).__name__}: {error}; load it with the recipe that "
+                f"it was made with"
+            ) from error
+    return manifest
+
+
+def read_manifest(path: str | Path) -> dict[str, Any]:
+    """Manifest of a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none, or it is damaged or of a newer format.
+    """
+    file = Path(path) / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path} holds no {MANIFEST}, so it is not a checkpoint, or one that was never finished")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); use another checkpoint") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {version}, this release reads {FORMAT}; update hotbed")
+    return manifest
+
+
+def _verify(file: Path, expected: Mapping[str, Any]) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing, but the manifest lists it; copy the checkpoint again")
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        raise CheckpointError(
+            f"{file} has {size:,} bytes, the manifest says {expected['bytes']:,}; copy the checkpoint again"
+        )
+    digest = _sha256(file)
+    if digest != expected["sha256"]:
+        raise CheckpointError(
+            f"{file} has SHA-256 {digest[:12]}…, the manifest says {expected['sha256'][:12]}…: its content has changed; "
+            f"copy the checkpoint again"
+        )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# JSON has no tensors, tuples or integer keys, which torch's states use: they are written as {"$kind": …}.
+
+
+def _plain(value: object, tensors: dict[str, Tensor], where: str) -> object:
+    """Value as JSON; its tensors are put into ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors[where] = value
+        return {"$tensor": where}
+    if isinstance(value, Mapping):
+        items = [(k, _plain(v, tensors, f"{where}.{k}".lstrip("."))) for k, v in cast("Mapping[Any, Any]", value).items()]
+        if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
+            return dict(items)
+        if all(isinstance(k, str | int) for k, _ in items):
+            return {"$items": [[k, v] for k, v in items]}
+    elif isinstance(value, list | tuple):
+        entries = [_plain(v, tensors, f"{where}.{i}".lstrip(".")) for i, v in enumerate(cast("list[Any]", value))]
+        return {"$tuple": entries} if isinstance(value, tuple) else entries
+    elif value is None or isinstance(value, str | int | float):
+        return value
+    raise CheckpointError(f"a state holds {type(value).__name__} at '{where}', which a checkpoint cannot hold")
+
+
+def _restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of `_plain`."""
+    if isinstance(value, list):
+        return [_restored(v, tensors) for v in cast("list[object]", value)]
+    if not isinstance(value, dict):
+        return value
+    entries = cast("dict[str, Any]", value)
+    if "$tensor" in entries:
+        return tensors[entries["$tensor"]]
+    if "$items" in entries:
+        return {k: _restored(v, tensors) for k, v in entries["$items"]}
+    if "$tuple" in entries:
+        return tuple(_restored(v, tensors) for v in entries["$tuple"])
+    return {k: _restored(v, tensors) for k, v in entries.items()}

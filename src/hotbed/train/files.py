@@ -1,0 +1,41 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file under a hidden name beside it, then rename it; on any failure ``path`` is as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    try:
+        with unfinished.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON as `write_text` does; NaN and infinities, which JSON lacks, become null."""
+    write_text(path, json.dumps(without_nan(value), indent=2, allow_nan=False) + "\n")
+
+
+def without_nan(value: object) -> object:
+    """The same plain value with None in place of floats that are not finite, and paths as text."""
+    if isinstance(value, Mapping):
+        return {str(k): without_nan(v) for k, v in cast("Mapping[Any, object]", value).items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(v) for v in cast("list[object]", value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,320 @@
+"""`Trainer`: the training loop.
+
+What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, two optimizers
+and any iterable of `Batch`; everything that is not training (logs, progress, checkpoints, stopping early) is a
+`Callback`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from hotbed.batch import Batch
+from hotbed.config import ScheduleRecipe, TrainRecipe
+from hotbed.errors import BatchError, RecipeError
+from hotbed.train.callbacks import Callback
+from hotbed.train.checkpoint import RandomState, Stateful
+from hotbed.train.metrics import Metrics, checked_logits, evaluate
+from hotbed.train.nonfinite import refuse_non_finite
+
+SETTLING_STEPS = 5
+"""First steps that ``samples_per_s`` leaves out: kernels are compiled and buffers allocated in them."""
+
+
+class Trainer:
+    """Trains a model.
+
+    Parameters
+    ----------
+    model
+        Maps a `Batch` to logits ``[B, T]``; on the device of the recipe already.
+    dense
+        Optimizer of the model's parameters.
+    sparse
+        Optimizer of its embedding tables.
+    recipe
+        Batch size, number of steps, precision and so on.
+    schedule
+        Factor of both learning rates by step.
+    callbacks
+        Called in this order.
+    group
+        Column of ``Batch.extra`` to group by in evaluations.
+    labels
+        Names of the tasks.
+
+    Attributes
+    ----------
+    step
+        Steps taken.
+    epoch
+        Epochs finished.
+    position
+        Batches taken of the present epoch.
+    samples
+        Samples trained on by this trainer.
+    stop
+        A callback sets it to end training after the present step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dense: Optimizer,
+        sparse: Optimizer,
+        *,
+        recipe: TrainRecipe,
+        schedule: ScheduleRecipe | None = None,
+        callbacks: Sequence[Callback] = (),
+        group: str | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
+        self.callbacks, self.group, self.labels = list(callbacks), group, labels
+        self.device = resolve_device(recipe.device)
+        factor = (schedule or ScheduleRecipe()).factor
+        # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
+        self.schedules = [LambdaLR(optimizer, lambda taken: factor(taken + 1)) for optimizer in (dense, sparse)]
+        self.step = self.epoch = self.position = self.samples = 0
+        self.steps_total: int | None = recipe.steps
+        self.stop = False
+        self._batches: Iterable[Batch] = ()
+        self._data_position: Mapping[str, Any] | None = None
+        self._clock = Clock()
+        self._recent: list[float] = []
+        if recipe.compile:
+            model.compile()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None = None) -> None:
+        """Train until the recipe's epochs or steps are over, or a callback sets ``stop``.
+
+        Parameters
+        ----------
+        batches
+            Training batches with labels: a `Loader`, or anything that can be iterated once per epoch.
+        valid
+            Batches to evaluate on during training.
+
+        Raises
+        ------
+        NonFiniteError
+            If a loss is NaN or infinite; no parameter and no row has been touched by that batch.
+        BatchError
+            If a batch does not fit the model, or an epoch has no batch.
+        """
+        self._start(batches)
+        while not self.finished:
+            for batch, last in self._epoch_of(batches):
+                loss = self.loss(batch)
+                # float() waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
+                # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
+                value = float(loss)
+                refuse_non_finite(value, batch, self)
+                self.dense.zero_grad()
+                loss.backward()
+                self.dense.step()
+                self.sparse.step()
+                for schedule in self.schedules:
+                    schedule.step()
+                self._advance(batch, value, last)
+                if valid is not None and self._evaluation_is_due(last):
+                    self.validate(valid)
+                if self.finished:
+                    break
+        self._call("on_train_end")
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
+        if batch.labels is None:
+            raise BatchError("a training batch has no labels; name the label columns in the source's schema")
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            logits = checked_logits(self.model(batch), batch)
+        weight = None if batch.weights is None else batch.weights[:, None]
+        total = F.binary_cross_entropy_with_logits(logits.float(), batch.labels, weight, reduction="sum")
+        return total / max(batch.labels.numel(), 1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether training is over."""
+        out_of_steps = self.recipe.steps is not None and self.step >= self.recipe.steps
+        return self.stop or out_of_steps or self.epoch >= self.recipe.epochs
+
+    def validate(self, batches: Iterable[Batch]) -> Metrics:
+        """Evaluate now, and tell the callbacks."""
+        with self._clock.paused():
+            metrics = self.evaluate(batches)
+            self._call("on_eval", metrics)
+        return metrics
+
+    def evaluate(self, batches: Iterable[Batch]) -> Metrics:
+        """Metrics of the model as it is; see `evaluate`."""
+        return evaluate(self.model, batches, device=self.device, group=self.group, labels=self.labels)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Training samples per second, without evaluations, checkpoints and the first `SETTLING_STEPS` steps."""
+        return self._clock.samples_per_s
+
+    # -- what the loop calls ---------------------------------------------------------------------------------------
+
+    def _start(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+        self.model.train()
+        try:
+            ahead = len(cast("Any", batches)) * (self.recipe.epochs - self.epoch) + self.step - self.position
+            self.steps_total = min(ahead, self.recipe.steps or ahead)
+        except TypeError:
+            self.steps_total = self.recipe.steps
+        self._call("on_train_start")
+        self._clock.start()
+
+    def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+        """The batches of an epoch on the device, and whether each is the last.
+
+        One batch is fetched ahead, so that its copy to the device overlaps with the step before it. A checkpoint must
+        not count it: the loader's position is noted before it is fetched.
+        """
+        coming: _Fetched | None = None
+        for batch in batches:
+            fetched = _Fetched(batch.to(self.device, non_blocking=True), self._loader_state())
+            if coming is not None:
+                self._data_position = coming.position
+                yield coming.batch, False
+            coming = fetched
+        if coming is None:
+            again = "; a generator can be iterated once only, pass a list or a Loader" if self.epoch else ""
+            raise BatchError(f"epoch {self.epoch} has no batch{again}")
+        self._data_position = coming.position
+        yield coming.batch, True
+
+    def _loader_state(self) -> Mapping[str, Any] | None:
+        return cast("Any", self._batches).state_dict() if hasattr(self._batches, "state_dict") else None
+
+    def _advance(self, batch: Batch, loss: float, last: bool) -> None:
+        self.step += 1
+        self.samples += len(batch)
+        self.position += 1
+        if last:
+            self.epoch, self.position = self.epoch + 1, 0
+        self._clock.tick(len(batch))
+        self._recent.append(loss)
+        self._call("on_step", loss)
+        if self.step % self.recipe.log_every == 0 or self.finished:
+            record = {
+                "step": self.step,
+                "epoch": self.epoch,
+                "loss": sum(self._recent) / len(self._recent),
+                "lr_dense": self.dense.param_groups[0]["lr"],
+                "lr_sparse": self.sparse.param_groups[0]["lr"],
+                "samples_per_s": self.samples_per_s,
+            }
+            self._recent.clear()
+            self._call("on_log", record)
+
+    def _evaluation_is_due(self, last: bool) -> bool:
+        return last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0
+
+    def _call(self, event: str, *args: object) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *args)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Stateful]:
+        """Everything that a run needs to go on, by the name it has in a checkpoint."""
+        return {
+            "model": self.model,
+            "dense": self.dense,
+            "sparse": self.sparse,
+            "dense_schedule": self.schedules[0],
+            "sparse_schedule": self.schedules[1],
+            "random": RandomState(),
+            "position": self,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and the position of the loader if it has one."""
+        return {"step": self.step, "epoch": self.epoch, "position": self.position, "data": self._data_position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the counters; `resume_data` sets the loader."""
+        self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
+        self._data_position = state["data"]
+
+    def resume_data(self, loader: Stateful) -> None:
+        """Set a loader to the position that was loaded."""
+        if self._data_position is None:
+            raise RecipeError("the checkpoint holds no position in the data; it cannot be resumed, only evaluated")
+        loader.load_state_dict(self._data_position)
+
+
+class _Fetched(NamedTuple):
+    batch: Batch
+    position: Mapping[str, Any] | None
+
+
+class Clock:
+    """Counts samples and the seconds they took."""
+
+    def __init__(self) -> None:
+        self._mark = time.perf_counter()
+        self._seconds = 0.0
+        self._samples = self._steps = 0
+        self._all: tuple[float, int] = (0.0, 0)
+
+    def start(self) -> None:
+        """Begin to count now."""
+        self._mark = time.perf_counter()
+
+    def tick(self, samples: int) -> None:
+        """A step is over."""
+        now = time.perf_counter()
+        self._steps += 1
+        self._all = (self._all[0] + now - self._mark, self._all[1] + samples)
+        if self._steps > SETTLING_STEPS:
+            self._seconds += now - self._mark
+            self._samples += samples
+        self._mark = now
+
+    def paused(self) -> _Pause:
+        """Context in which time does not count."""
+        return _Pause(self)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Rate so far; where only settling steps were taken, theirs."""
+        seconds, samples = (self._seconds, self._samples) if self._samples else self._all
+        return samples / seconds if seconds else 0.0
+
+
+class _Pause:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.start()
+
+
+def resolve_device(device: str) -> torch.device:
+    """Device of a recipe; ``auto`` is CUDA where there is one.
+
+    Raises
+    ------
+    RecipeError
+        If CUDA is asked for and absent.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("train.device is cuda, but torch finds no CUDA device here; use auto or cpu")
+    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
