@@ -38,7 +38,7 @@ class Component:
     """Keyword arguments, besides those that hotbed gives."""
 
     def __post_init__(self) -> None:
-        if "." not in self.class_path:
+        if "." not in str(self.class_path):
             raise RecipeError(f"class_path is '{self.class_path}', must be an import path like torch.optim.Adam")
 
     def load(self) -> type[Any]:
@@ -304,8 +304,10 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     try:
         return cls(**made)
     except RecipeError as error:
+        if cls is not Component:
+            raise
         # A component does not know which of the recipe's components it is.
-        raise RecipeError(f"{where}{error}") from None if cls is Component else error
+        raise RecipeError(f"{where}{error}") from None
 
 
 def _at_least(key: str, value: object, limit: int, what: str = "") -> None:

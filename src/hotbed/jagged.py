@@ -317,7 +317,7 @@ def _bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequenc
         if entry.is_nested:
             if entry.layout != torch.jagged:
                 raise BatchError(f"feature '{name}': nested tensors need layout=torch.jagged, got {entry.layout}")
-            offsets = cast(Tensor, entry.offsets())
+            offsets = cast(Tensor, entry.offsets())  # pyright: ignore[reportAttributeAccessIssue]
             return Bags(entry.values(), entry.shape[0], None, offsets.long(), None)
         if entry.dim() == 1:
             return Bags(entry, len(entry), 1, None, None)

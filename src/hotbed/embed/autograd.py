@@ -27,7 +27,9 @@ class PooledLookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[None, None, None, None]:
         """Leave the gradient where the optimizer's step finds it."""
         grad = grad_outputs[0].flatten(0, 1).contiguous()
         for updater in ctx.updaters:

@@ -87,7 +87,7 @@ class EmbeddingCollection(nn.Module):
     # -- lookup ----------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def forward(self, ids: Jagged) -> Embeddings:
+    def forward(self, ids: Jagged) -> Embeddings:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Look up and pool.
 
         Parameters

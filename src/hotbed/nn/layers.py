@@ -65,12 +65,15 @@ class DotInteraction(nn.Module):
 
     def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
         """``[B, D]`` and ``[B, F, D]`` to ``[B, width]``: dense, the strict lower triangle row by row, zeros."""
-        return _DotInteraction.apply(dense, embeddings, self.width, ops.select(dense.device, self.backend_name))
+        # Under autocast: float32 on the CPU, where kernels know nothing narrower; the dense dtype on the accelerator.
+        dtype = torch.float32 if dense.device.type == "cpu" else dense.dtype
+        kernels = ops.select(dense.device, self.backend_name)
+        with torch.autocast(dense.device.type, enabled=False):
+            return _DotInteraction.apply(dense.to(dtype), embeddings.to(dtype), self.width, kernels)
 
 
 class _DotInteraction(torch.autograd.Function):
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
     def forward(ctx: Any, dense: Tensor, embeddings: Tensor, width: int, kernels: ops.Backend) -> Tensor:
         ctx.save_for_backward(dense, embeddings)
         ctx.kernels = kernels
@@ -78,7 +81,8 @@ class _DotInteraction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
         dense, embeddings = ctx.saved_tensors
         return *ctx.kernels.interaction_backward(grad_outputs[0], dense, embeddings), None, None

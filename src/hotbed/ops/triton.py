@@ -1,4 +1,4 @@
-"""The Triton backend: all operations of `hotbed.ops.reference` for CUDA tensors (or, slowly, in Triton's interpreter)."""
+"""The Triton backend: `hotbed.ops.reference`'s operations on CUDA tensors, or slowly in Triton's interpreter."""
 
 from hotbed.ops.triton_initial import initial_values_
 from hotbed.ops.triton_interaction import interaction, interaction_backward

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Initial values in Triton; bits equal to `hotbed.ops.reference.initial_values_`."""
 
 from __future__ import annotations

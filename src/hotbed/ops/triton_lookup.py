@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Pooled lookup in Triton: one launch per arena, whatever its features look like.
 
 A program pools a block of consecutive samples of ONE feature. So everything that differs between features (fixed or
@@ -20,7 +20,9 @@ from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_
 
 
 @triton.jit
-def _weighted_rows(weight, ids, weights, at, live, base, D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr):
+def _weighted_rows(
+    weight, ids, weights, at, live, base, D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr
+):
     """Rows ``[samples, BLOCK_D]`` of the ids at these positions, times their weights; zeros where not ``live``."""
     col = tl.arange(0, BLOCK_D)
     id = tl.load(ids + at, mask=live, other=-1).to(tl.int64)

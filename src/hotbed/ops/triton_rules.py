@@ -1,14 +1,14 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """The optimizers' formulas in Triton: what happens to a row once its gradient is summed.
 
 A rule is a pure function of a tile of ``R`` rows::
 
     w, m0, m1 = rule(w, m0, m1, g, hyper, D, BLOCK_D)
 
-``w`` and ``g`` are ``[R, BLOCK_D]``, zero beyond column ``D``; ``m0``, ``m1`` are the rule's moments, ``[R]`` per row or
-``[R, BLOCK_D]`` per element (what a rule does not have is passed through); ``hyper`` ``[R]`` points at each row's line of
-hyperparameters, entry 0 being the table's "active" flag. Loading, storing and masking is the caller's. To add an
-optimizer, write its function and list it in `RULES`.
+``w`` and ``g`` are ``[R, BLOCK_D]``, zero beyond column ``D``; ``m0``, ``m1`` are the rule's moments, ``[R]`` per row
+or ``[R, BLOCK_D]`` per element (what a rule does not have is passed through); ``hyper`` ``[R]`` points at each row's
+line of hyperparameters, entry 0 being the table's "active" flag. Loading, storing and masking is the caller's. To add
+an optimizer, write its function and list it in `RULES`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def block_sum(x, BLOCK_D: tl.constexpr):
     x = tl.sum(x, axis=2)
     at = tl.arange(0, BLOCKS)[None, :]
     total = tl.sum(tl.where(at == 0, x, 0.0), axis=1)
-    for b in tl.static_range(1, BLOCKS):
+    for b in tl.static_range(1, BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
         total = total + tl.sum(tl.where(at == b, x, 0.0), axis=1)
     return total
 

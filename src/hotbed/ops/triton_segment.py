@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Occurrences and groups in Triton; the host never learns a size that only the device knows.
 
 `group` sorts, marks where groups and runs start, and numbers both by a cumulative sum; buffers have room for the worst
@@ -38,7 +38,7 @@ def _occurrences_kernel(
     WEIGHTED: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
-    """``slots[i] = ids[i] + base``, ``owners[i] = b · F + f``, ``scale[i] = weights[i] / count`` for id i of bag (b, f).
+    """``slots[i] = ids[i] + base``, ``owners[i] = b · F + f``, ``scale[i] = weights[i] / count``: id i of bag (b, f).
 
     The programs of one feature take its ids in turn, so a feature with long bags keeps as many programs busy as one
     with single ids; which bag an id belongs to is a division where the feature is fixed, a binary search where it is
@@ -58,12 +58,15 @@ def _occurrences_kernel(
     fixed = tl.load(feature + 1)
     row = offsets + tl.load(feature + 2) * (batch_size + 1)
     base = tl.load(feature + 3)
-    ragged = fixed < 0
-    total = tl.where(ragged, tl.load(row + batch_size, mask=ragged, other=0), fixed * batch_size)
-    halvings = tl.where(ragged, steps, 0)
+    total = fixed * batch_size
+    halvings = 0
+    if fixed < 0:
+        total = tl.load(row + batch_size)
+        halvings = steps
     for block in range(tl.program_id(0).to(tl.int64) * BLOCK, total, tl.num_programs(0).to(tl.int64) * BLOCK):
         i = block + tl.arange(0, BLOCK)
         live = i < total
+        ragged = i * 0 + fixed < 0
         # Ragged bag b holds ids offsets[b] ≤ i < offsets[b + 1]: b is the last that starts at or before i.
         low = tl.zeros([BLOCK], tl.int64)
         high = low + batch_size
@@ -84,7 +87,7 @@ def _occurrences_kernel(
             if WEIGHTED:
                 factor = tl.load(weights + start + i, mask=live, other=0.0)
             if HAS_MEAN:
-                factor = tl.div_rn(factor, tl.where(tl.load(feature + 4) != 0, length, 1).to(tl.float32))
+                factor = tl.div_rn(factor, tl.where(tl.load(feature + 4) != 0, tl.maximum(length, 1), 1).to(tl.float32))
             tl.store(scale + to, factor, mask=live)
 
 

@@ -1,19 +1,19 @@
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Segment sum with the optimizer's rule fused into it, in Triton.
 
 A slot's gradient is the canonical sum: its occurrences left to right in runs of 32, then the runs left to right.
 Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
 that occur once), so the parallel unit is the run:
 
-1. `_runs_kernel`: a program sums the runs of a tile, an equal number of columns and rows for every table. A run that is
-   its slot's only one gets the rule at once; most are. The others leave their partial sum in a scratch buffer.
+1. `_runs_kernel`: a program sums a tile of neighbouring runs, side by side. A run that is its slot's only one gets the
+   rule at once; most are. The others leave their partial sum in a scratch buffer.
 2. `_long_kernel`: a program per slot of several runs adds the partial sums in run order and applies the rule.
 
-Nobody on the host knows how many runs there are, so where the long slots and their partial sums are is found from
-positions in the sorted occurrences. Cut these into windows of 32. A full run of a long slot shares the window it starts
-in with no other full run, and neither do two last runs of long slots (they are more than 32 apart) nor two first ones.
-So a long slot is announced in the window of its first occurrence, and partial sum ``2 · window + (1 if last else 0)`` is
-its own: 2 N / 32 scratch rows, 55 MB for 1.7M occurrences of 128 columns, instead of N.
+The host does not know how many runs there are, so where a long slot (one of several runs) keeps its partial sums
+follows from positions in the sorted occurrences, cut into windows of 32. No two first runs of long slots start in one
+window, nor two last ones (they are more than 32 apart), nor two that are not last (each is full, so at least 32 apart).
+So a long slot is announced in the window of its first occurrence, and the scratch row ``2 · window + (1 if last else
+0)`` of a run is its own: N / 16 rows, 55 MB for 1.7M occurrences of 128 columns, instead of N.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def _apply(
 
 
 @triton.jit
-def _gradient(grad, scale, at, bag, live, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
-    """Gradient rows ``[R, BLOCK_D]`` of these occurrences, times their factors; zeros where not ``live``."""
+def _gradient(grad, scale, at, bag, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
+    """Gradient rows ``[R, BLOCK_D]`` of occurrences ``at``, times their factors; zeros where ``at``, ``bag`` are −1."""
     col = tl.arange(0, BLOCK_D)[None, :]
-    g = tl.load(grad + bag[:, None] * D + col, mask=live[:, None] & (col < D), other=0.0).to(tl.float32)
+    g = tl.load(grad + bag[:, None] * D + col, mask=(bag >= 0)[:, None] & (col < D), other=0.0).to(tl.float32)
     if SCALED:
-        g = g * tl.load(scale + at, mask=live, other=0.0)[:, None]
+        g = g * tl.load(scale + at, mask=at >= 0, other=0.0)[:, None]
     return g
 
 
@@ -143,41 +143,40 @@ def _runs_kernel(
         live = run < runs
         start = tl.load(run_starts + run, mask=live, other=0)
         end = tl.load(run_starts + run + 1, mask=live, other=0)
-        at = tl.load(order + start, mask=live, other=0)
-        slot = tl.load(slots + at, mask=live, other=0)
-        behind = live & (start > 0)
-        ahead = live & (end < total)
-        slot_behind = tl.load(slots + tl.load(order + start - 1, mask=behind, other=0), mask=behind, other=-1)
-        slot_ahead = tl.load(slots + tl.load(order + end, mask=ahead, other=0), mask=ahead, other=-1)
+        at = tl.load(order + start, mask=live, other=-1)
+        slot = tl.load(slots + at, mask=at >= 0, other=-1)
+        at_behind = tl.load(order + start - 1, mask=live & (start > 0), other=-1)
+        at_ahead = tl.load(order + end, mask=live & (end < total), other=-1)
+        slot_behind = tl.load(slots + at_behind, mask=at_behind >= 0, other=-1)
+        slot_ahead = tl.load(slots + at_ahead, mask=at_ahead >= 0, other=-1)
 
-        acc = _gradient(grad, scale, at, tl.load(bags + at, mask=live, other=0), live, D, BLOCK_D, SCALED)
+        acc = _gradient(grad, scale, at, tl.load(bags + at, mask=at >= 0, other=-1), D, BLOCK_D, SCALED)
         # Three reads depend on each other, so four occurrences are read together; they are still added one by one.
         for i in range(1, tl.max(end - start, axis=0), 4):
             i0 = start + i
-            live0, live1, live2, live3 = i0 < end, i0 + 1 < end, i0 + 2 < end, i0 + 3 < end
-            at0 = tl.load(order + i0, mask=live0, other=0)
-            at1 = tl.load(order + i0 + 1, mask=live1, other=0)
-            at2 = tl.load(order + i0 + 2, mask=live2, other=0)
-            at3 = tl.load(order + i0 + 3, mask=live3, other=0)
-            bag0 = tl.load(bags + at0, mask=live0, other=0)
-            bag1 = tl.load(bags + at1, mask=live1, other=0)
-            bag2 = tl.load(bags + at2, mask=live2, other=0)
-            bag3 = tl.load(bags + at3, mask=live3, other=0)
-            g0 = _gradient(grad, scale, at0, bag0, live0, D, BLOCK_D, SCALED)
-            g1 = _gradient(grad, scale, at1, bag1, live1, D, BLOCK_D, SCALED)
-            g2 = _gradient(grad, scale, at2, bag2, live2, D, BLOCK_D, SCALED)
-            g3 = _gradient(grad, scale, at3, bag3, live3, D, BLOCK_D, SCALED)
-            acc = tl.where(live0[:, None], acc + g0, acc)
-            acc = tl.where(live1[:, None], acc + g1, acc)
-            acc = tl.where(live2[:, None], acc + g2, acc)
-            acc = tl.where(live3[:, None], acc + g3, acc)
+            at0 = tl.load(order + i0, mask=i0 < end, other=-1)
+            at1 = tl.load(order + i0 + 1, mask=i0 + 1 < end, other=-1)
+            at2 = tl.load(order + i0 + 2, mask=i0 + 2 < end, other=-1)
+            at3 = tl.load(order + i0 + 3, mask=i0 + 3 < end, other=-1)
+            bag0 = tl.load(bags + at0, mask=at0 >= 0, other=-1)
+            bag1 = tl.load(bags + at1, mask=at1 >= 0, other=-1)
+            bag2 = tl.load(bags + at2, mask=at2 >= 0, other=-1)
+            bag3 = tl.load(bags + at3, mask=at3 >= 0, other=-1)
+            g0 = _gradient(grad, scale, at0, bag0, D, BLOCK_D, SCALED)
+            g1 = _gradient(grad, scale, at1, bag1, D, BLOCK_D, SCALED)
+            g2 = _gradient(grad, scale, at2, bag2, D, BLOCK_D, SCALED)
+            g3 = _gradient(grad, scale, at3, bag3, D, BLOCK_D, SCALED)
+            acc = tl.where((bag0 >= 0)[:, None], acc + g0, acc)
+            acc = tl.where((bag1 >= 0)[:, None], acc + g1, acc)
+            acc = tl.where((bag2 >= 0)[:, None], acc + g2, acc)
+            acc = tl.where((bag3 >= 0)[:, None], acc + g3, acc)
 
         is_first = slot_behind != slot
         is_last = slot_ahead != slot
-        only = live & is_first & is_last
+        only = (slot >= 0) & is_first & is_last
         col = tl.arange(0, BLOCK_D)[None, :]
         to = 2 * (start // RUN) + is_last.to(tl.int64)
-        tl.store(partials + to[:, None] * D + col, acc, mask=(live & ~only)[:, None] & (col < D))
+        tl.store(partials + to[:, None] * D + col, acc, mask=((slot >= 0) & ~only)[:, None] & (col < D))
         _apply(
             slot, acc, only, weight, moment0, moment1, bases, hyper, inv_scale, tables,
             RULE, HYPER, KIND0, KIND1, BLOCK_T, D, BLOCK_D,

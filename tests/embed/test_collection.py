@@ -1,0 +1,299 @@
+import copy
+
+import pytest
+import torch
+
+from hotbed import ops
+from hotbed.embed import EmbeddingCollection
+from hotbed.errors import BackendError, BatchError, OptimizerError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.ops import reference
+from hotbed.optim import SGD, RowWiseAdagrad
+from hotbed.specs import Feature, Table
+
+TABLES = [Table("users", rows=50, dim=8), Table("items", rows=30, dim=8), Table("words", rows=20, dim=3)]
+FEATURES = [
+    Feature("user", table="users"),
+    Feature("text", table="words", pooling="mean"),
+    Feature("item", table="items"),
+    Feature("history", table="items"),
+]
+
+
+def make(**options) -> EmbeddingCollection:
+    return EmbeddingCollection(TABLES, FEATURES, **options)
+
+
+def ids(size: int = 4, seed: int = 0) -> Jagged:
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (size,), generator=draw).tolist()
+    return Jagged.from_dict(
+        {
+            "user": torch.randint(0, 50, (size,), generator=draw),
+            "text": [torch.randint(0, 20, (n,), generator=draw).tolist() for n in lengths],
+            "item": torch.randint(0, 30, (size,), generator=draw),
+            "history": torch.randint(0, 30, (size, 3), generator=draw),
+        }
+    )
+
+
+def expected(collection: EmbeddingCollection, batch: Jagged) -> dict[str, torch.Tensor]:
+    out = {}
+    for feature in FEATURES:
+        bags = batch[feature.name]
+        offsets = torch.nn.functional.pad(bags.lengths().cumsum(0), (1, 0))[:-1]
+        out[feature.name] = torch.nn.functional.embedding_bag(
+            bags.values, collection.weight(feature.table), offsets, mode=feature.pooling
+        )
+    return out
+
+
+def test_every_feature_gets_its_pooled_vectors():
+    collection, batch = make(), ids(9)
+    e = collection(batch)
+    assert list(e) == ["user", "text", "item", "history"]
+    for name, vectors in expected(collection, batch).items():
+        torch.testing.assert_close(e[name], vectors)
+
+
+def test_tables_start_at_the_initial_values_of_their_name_and_seed():
+    collection = make(seed=7)
+    cells = torch.empty(30, 8)
+    reference.initial_values_(
+        cells, seed=TABLES[1].seed(7), rows=range(30), cols=range(8), bound=TABLES[1].bound
+    )
+    assert torch.equal(collection.weight("items"), cells)
+    assert not torch.equal(make(seed=8).weight("items"), cells)
+
+
+def test_the_order_of_features_in_the_batch_does_not_matter():
+    collection, batch = make(), ids()
+    bags = batch.to_dict()
+    shuffled = Jagged.from_dict({name: bags[name] for name in ("history", "item", "text", "user")} | {"more": bags["item"]})
+    for name, vectors in collection(batch).items():
+        assert torch.equal(collection(shuffled)[name], vectors)
+
+
+def test_int32_ids_give_the_same_vectors():
+    collection, batch = make(), ids()
+    narrow = Jagged(
+        batch.names, batch.values.int(), batch_size=len(batch), fixed=batch.fixed, offsets=batch.offsets
+    )
+    for name, vectors in collection(batch).items():
+        assert torch.equal(collection(narrow)[name], vectors)
+
+
+def test_short_and_empty_batches():
+    collection = make()
+    optimizer = SGD(collection, lr=0.1)
+    for size in (4, 1, 0):
+        e = collection(ids(size))
+        assert e["user"].shape == (size, 8) and e["text"].shape == (size, 3)
+        e.concatenate().sum().backward()
+        optimizer.step()
+
+
+def test_features_of_one_table_meet_in_one_update():
+    collection = EmbeddingCollection([Table("t", rows=5, dim=4)], [Feature("a", table="t"), Feature("b", table="t")])
+    optimizer = RowWiseAdagrad(collection, lr=0.5, eps=0.0)
+    before = collection.weight("t").clone()
+    e = collection(Jagged.from_dict({"a": torch.tensor([2]), "b": torch.tensor([2])}))
+    (e["a"].sum() + 2 * e["b"].sum()).backward()
+    optimizer.step()
+    # g = 3 in every column, so v = 9 and the step is lr · 3 / √9.
+    torch.testing.assert_close(collection.weight("t")[2], before[2] - 0.5)
+    assert torch.equal(collection.weight("t")[[0, 1, 3, 4]], before[[0, 1, 3, 4]])
+
+
+def test_eval_and_no_grad_never_update():
+    collection = make()
+    optimizer = SGD(collection, lr=1.0)
+    before = {t.name: collection.weight(t.name).clone() for t in TABLES}
+    with torch.no_grad():
+        assert not collection(ids())["user"].requires_grad
+    with torch.inference_mode():
+        collection(ids())
+    collection.eval()(ids())
+    optimizer.step()
+    for name, rows in before.items():
+        assert torch.equal(collection.weight(name), rows)
+
+
+def test_frozen_tables_are_left_alone_until_unfrozen():
+    tables = [Table("users", rows=50, dim=8), Table("items", rows=30, dim=8, frozen=True), TABLES[2]]
+    collection = EmbeddingCollection(tables, FEATURES).freeze("words")
+    optimizer = RowWiseAdagrad(collection, lr=1.0)
+    before = {t.name: collection.weight(t.name).clone() for t in TABLES}
+
+    def train():
+        e = collection(ids())
+        assert e["text"].requires_grad == collection.handles["words"].requires_grad
+        e.concatenate().square().sum().backward()
+        optimizer.step()
+
+    train()
+    changed = {name for name, rows in before.items() if not torch.equal(collection.weight(name), rows)}
+    assert changed == {"users"}
+    assert not optimizer.state_dict()["state"][1]["sum_of_squares"].any()
+    collection.unfreeze()
+    train()
+    changed = {name for name, rows in before.items() if not torch.equal(collection.weight(name), rows)}
+    assert changed == {"users", "items", "words"}
+
+
+def test_state_dict_holds_the_tables_and_loads_back():
+    a, b = make(seed=1), make(seed=2)
+    assert list(a.state_dict()) == ["users.weight", "items.weight", "words.weight"]
+    assert list(a.parameters()) == []
+    b.load_state_dict(a.state_dict())
+    assert torch.equal(a.weight("words"), b.weight("words"))
+
+
+def test_state_dict_that_does_not_fit_is_refused():
+    collection, state = make(), make().state_dict()
+    with pytest.raises(RuntimeError, match=r"table 'users': \[2, 8\] in the state_dict, \[50, 8\] here"):
+        collection.load_state_dict({**state, "users.weight": torch.zeros(2, 8)})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "items.weight"'):
+        collection.load_state_dict({k: v for k, v in state.items() if k != "items.weight"})
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "other.weight"'):
+        collection.load_state_dict({**state, "other.weight": torch.zeros(1)})
+
+
+def test_a_deep_copy_is_independent_and_has_no_optimizer():
+    collection = make()
+    optimizer = SGD(collection, lr=1.0)
+    copied = copy.deepcopy(collection)
+    before = copied.weight("users").clone()
+    for module in (collection, copied):
+        module(ids()).concatenate().sum().backward()
+    optimizer.step()
+    assert torch.equal(copied.weight("users"), before)
+    assert not torch.equal(collection.weight("users"), before)
+
+
+def test_the_backend_is_the_one_asked_for():
+    batch = ids()
+    for backend, ran in (("auto", "cpu"), ("cpu", "cpu"), ("reference", "reference")):
+        ops.launches.clear()
+        collection = make(backend=backend)
+        optimizer = SGD(collection, lr=1.0)
+        collection(batch).concatenate().sum().backward()
+        optimizer.step()
+        assert {key.split(".")[0] for key in ops.launches} == {ran}
+        assert ops.launches[f"{ran}.lookup"] == 2  # one launch per arena: dims 8 and 3
+        assert ops.launches[f"{ran}.update"] == 2
+    with pytest.raises(BackendError, match="backend 'cuda' does not exist; choose auto, reference, cpu, triton"):
+        make(backend="cuda")
+
+
+def test_one_arena_serves_many_tables_in_one_launch():
+    names = [f"t{i}" for i in range(26)]
+    collection = EmbeddingCollection(
+        [Table(n, rows=5, dim=4) for n in names], [Feature(n, table=n) for n in names]
+    )
+    ops.launches.clear()
+    e = collection(Jagged.from_dict({n: torch.tensor([1, 2]) for n in names}))
+    assert ops.launches["cpu.lookup"] == 1
+    assert e.stack().shape == (2, 26, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"user": torch.tensor([1, 50])}, r"feature user: id 50 at sample 1 is ≥ rows 50; raise `rows`, or set on_bad_id="),
+        ({"user": torch.tensor([-3, 1])}, "feature user: id -3 at sample 0 is negative; valid ids start at 0"),
+        ({"text": [[1], [2, 20]]}, "feature text: id 20 at sample 1 is ≥ rows 20"),
+    ],
+)
+def test_ids_out_of_range_are_refused_by_feature_and_sample(change, message):
+    batch = Jagged.from_dict(ids(2).to_dict() | change)
+    with pytest.raises(BatchError, match=message):
+        make()(batch)
+
+
+def test_ids_out_of_range_are_found_in_one_hot_batches_too():
+    collection = EmbeddingCollection([Table("t", rows=5, dim=4)], [Feature("a", table="t"), Feature("b", table="t")])
+    with pytest.raises(BatchError, match="feature b: id 5 at sample 2"):
+        collection(Jagged.from_dict({"a": torch.tensor([0, 1, 4]), "b": torch.tensor([0, 4, 5])}))
+
+
+def test_bad_ids_are_dropped_or_hashed_and_counted():
+    collection = EmbeddingCollection(
+        [Table("t", rows=5, dim=4)],
+        [Feature("d", table="t", on_bad_id="drop", pooling="mean"), Feature("h", table="t", on_bad_id="hash")],
+    )
+    wild = torch.tensor([[1, 9], [-1, -2], [3, 4]])
+    batch = Jagged.from_dict({"d": wild, "h": wild}, {"d": torch.tensor([[1.0, 5], [5, 5], [2, 3]])})
+    e = collection(batch)
+    t = collection.weight("t")
+    assert torch.equal(e["d"][0], t[1])
+    assert not e["d"][1].any()
+    torch.testing.assert_close(e["d"][2], (2 * t[3] + 3 * t[4]) / 2)
+    assert e["h"].isfinite().all() and torch.equal(e["h"][2], t[3] + t[4])
+    assert torch.equal(e["h"], collection(batch)["h"])
+    assert collection.bad_ids == {"d": 6, "h": 6}
+
+
+def test_a_checked_batch_is_not_checked_again():
+    collection, batch = make(), ids()
+    checked = collection.check(batch)
+    assert checked.verified == {("user", 50), ("text", 20), ("item", 30), ("history", 30)}
+    assert collection.check(checked) is checked
+    assert checked.to("cpu").verified == checked.verified
+
+
+def test_missing_features_are_named():
+    bags = ids().to_dict()
+    bags["histroy"] = bags.pop("history")
+    with pytest.raises(BatchError, match="no feature 'history'; it has user, text, item, histroy; did you mean 'histroy'"):
+        make()(Jagged.from_dict(bags))
+
+
+def test_ids_on_another_device_are_refused():
+    with pytest.raises(BatchError, match=r"the ids are on meta but the tables on cpu; use batch\.to\('cpu'\)"):
+        make()(ids().to("meta"))
+
+
+def test_gradients_of_weights_are_refused_not_dropped():
+    batch = Jagged.from_dict({"a": torch.tensor([1])}, {"a": torch.ones(1, requires_grad=True)})
+    collection = EmbeddingCollection([Table("t", rows=5, dim=4)], [Feature("a", table="t")])
+    with pytest.raises(BatchError, match="per-id weights that require a gradient are not supported; detach them"):
+        collection(batch)
+
+
+def test_unknown_tables_are_named():
+    with pytest.raises(SpecError, match="no table 'item'; tables are users, items, words; did you mean 'items'"):
+        make().weight("item")
+    with pytest.raises(SpecError, match="no table 'item'"):
+        make().freeze("item")
+
+
+def test_a_later_optimizer_takes_tables_over():
+    collection = make()
+    first = SGD(collection, lr=0.1)
+    second = SGD(collection, lr=0.2)
+    before = collection.weight("users").clone()
+    collection(ids()).concatenate().sum().backward()
+    with pytest.raises(OptimizerError, match="table 'users' is trained by an optimizer that was made later"):
+        first.step()
+    assert torch.equal(collection.weight("users"), before)
+    second.step()
+    assert not torch.equal(collection.weight("users"), before)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by dynamo itself
+def test_it_trains_inside_torch_compile():
+    collection = make()
+    head = torch.nn.Linear(27, 1)
+    optimizer = SGD(collection, lr=0.1)
+
+    def forward(batch):
+        return head(collection(batch).concatenate())
+
+    compiled = torch.compile(forward, backend="eager")
+    batch = ids()
+    torch.testing.assert_close(compiled(batch), forward(batch))
+    before = collection.weight("users").clone()
+    compiled(batch).sum().backward()
+    optimizer.step()
+    assert not torch.equal(collection.weight("users"), before)

@@ -1,0 +1,39 @@
+import pytest
+import torch
+
+from hotbed.batch import Batch
+from hotbed.errors import BatchError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.nn import DLRM
+from hotbed.specs import Feature, Table
+
+TABLES = [Table(f"t{i}", rows=10, dim=128) for i in range(26)]
+FEATURES = [Feature(f"C{i}", table=f"t{i}") for i in range(26)]
+
+
+def test_it_has_the_published_shapes():
+    model = DLRM(TABLES, FEATURES)
+    shapes = {name: list(p.shape) for name, p in model.named_parameters() if name.endswith("weight")}
+    assert list(shapes.values()) == [
+        *([512, 13], [256, 512], [128, 256]),
+        *([1024, 480], [1024, 1024], [512, 1024], [256, 512], [1, 256]),
+    ]
+    batch = Batch(sparse=Jagged.from_dict({f.name: torch.tensor([1, 2]) for f in FEATURES}), dense=torch.rand(2, 13))
+    assert model(batch).shape == (2, 1)
+
+
+def test_the_last_width_of_top_is_the_number_of_labels():
+    model = DLRM(TABLES[:1], FEATURES[:1], 2, bottom=(8, 128), top=(8, 3))
+    assert model(Batch(sparse=Jagged.from_dict({"C0": torch.tensor([1])}), dense=torch.rand(1, 2))).shape == (1, 3)
+
+
+def test_dims_must_fit():
+    with pytest.raises(SpecError, match="table 't0' has dim 128 but the bottom MLP ends with 16; make them one"):
+        DLRM(TABLES[:1], FEATURES[:1], bottom=(64, 16))
+
+
+@pytest.mark.parametrize(("dense", "got"), [(None, "none"), (torch.rand(1, 3), "3")])
+def test_dense_inputs_must_fit(dense, got):
+    model = DLRM(TABLES[:1], FEATURES[:1], 2, bottom=(128,), top=(1,))
+    with pytest.raises(BatchError, match=f"built for 2 dense inputs, the batch has {got}"):
+        model(Batch(sparse=Jagged.from_dict({"C0": torch.tensor([1])}), dense=dense))

@@ -1,0 +1,136 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotbed.errors import BatchError
+from hotbed.jagged import Jagged
+
+
+def jagged(**features):
+    return Jagged.from_dict(features)
+
+
+def lists(ids: Jagged) -> dict[str, list[list[int]]]:
+    """The ids as plain lists, through per-feature views."""
+    out = {}
+    for name in ids.names:
+        bags = ids[name]
+        out[name] = [b.tolist() for b in bags.values.split(bags.lengths().tolist())]
+    return out
+
+
+bags = st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=6)
+
+
+@st.composite
+def batches(draw):
+    size = draw(st.integers(1, 6))
+    bag = st.lists(st.integers(0, 99), max_size=4)
+    return {
+        "one": torch.tensor(draw(st.lists(st.integers(0, 99), min_size=size, max_size=size))),
+        "two": torch.tensor(draw(st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=size, max_size=size))),
+        "many": draw(st.lists(bag, min_size=size, max_size=size)),
+    }
+
+
+def test_one_id_per_sample_needs_no_offsets():
+    ids = jagged(a=torch.tensor([3, 4]), b=torch.tensor([[1, 2], [5, 6]]))
+    assert ids.fixed == (1, 2)
+    assert ids.offsets is None
+    assert lists(ids) == {"a": [[3], [4]], "b": [[1, 2], [5, 6]]}
+
+
+def test_fixed_and_ragged_features_mix():
+    ids = jagged(a=torch.tensor([3, 4]), h=[[1, 2, 3], []], none=torch.empty(2, 0, dtype=torch.int64))
+    assert ids.fixed == (1, None, 0)
+    assert ids.starts == (0, 2, 5, 5)
+    assert lists(ids) == {"a": [[3], [4]], "h": [[1, 2, 3], []], "none": [[], []]}
+    assert "a" in ids and "b" not in ids
+
+
+@given(batches())
+def test_conversions_round_trip(features):
+    ids = Jagged.from_dict(features)
+    expected = lists(ids)
+    assert lists(Jagged.from_dict(ids.to_dict())) == expected
+    keys, values, lengths, weights = ids.to_keyed()
+    assert weights is None
+    assert lists(Jagged.from_keyed(keys, values, lengths)) == expected
+    assert lists(Jagged.from_dict(ids.to_nested())) == expected
+
+
+@given(batches(), st.data())
+def test_take_and_concatenate_follow_lists(features, data):
+    ids = Jagged.from_dict(features, {"many": torch.rand(sum(map(len, features["many"])))})
+    pick = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=5))
+    taken = ids.take(torch.tensor(pick, dtype=torch.int64))
+    expected = lists(ids)
+    assert lists(taken) == {name: [rows[i] for i in pick] for name, rows in expected.items()}
+    joined = Jagged.concatenate([ids, taken])
+    assert lists(joined) == {name: rows + lists(taken)[name] for name, rows in expected.items()}
+    assert len(joined.weights) == len(joined.values)
+
+
+def test_weights_follow_their_ids():
+    ids = Jagged.from_dict({"a": torch.tensor([3, 4]), "h": [[1, 2], [7]]}, {"h": torch.tensor([0.1, 0.2, 0.7])})
+    assert ids["a"].weights.tolist() == [1.0, 1.0]
+    assert ids.take(torch.tensor([1]))["h"].weights.tolist() == pytest.approx([0.7])
+
+
+def test_keyed_layout_is_that_of_keyed_jagged_tensor():
+    ids = Jagged.from_keyed(["a", "b"], torch.tensor([1, 2, 3, 4]), torch.tensor([2, 0, 1, 1]))
+    assert lists(ids) == {"a": [[1, 2], []], "b": [[3], [4]]}
+
+
+def test_int32_stays_int32():
+    assert jagged(a=torch.tensor([1], dtype=torch.int32)).values.dtype == torch.int32
+
+
+ONE = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Jagged(["a", "a"], torch.arange(4), batch_size=2), "names must be unique"),
+        (lambda: Jagged(["a"], ONE.float(), batch_size=2), "int32 or int64, got float32 .2.; convert with ids.long"),
+        (lambda: Jagged(["a"], ONE, batch_size=3), "features need 3 ids .a: 3. but values holds 2"),
+        (lambda: Jagged(["a"], ONE, batch_size=2, fixed=[1, 1]), "1 features but 2 entries in `fixed`"),
+        (lambda: Jagged(["a"], ONE, batch_size=2, fixed=[None]), r"offsets must be \[1, 3\] .*, got none"),
+        (lambda: Jagged(["a"], ONE, batch_size=2, offsets=torch.zeros(1, 3).long()), "every feature is fixed"),
+        (
+            lambda: Jagged(["h"], ONE, batch_size=2, fixed=[None], offsets=torch.tensor([[0, 3, 2]])),
+            "feature 'h': offsets fall from 3 to 2 at sample 1",
+        ),
+        (
+            lambda: Jagged(["h"], ONE, batch_size=2, fixed=[None], offsets=torch.tensor([[1, 2, 2]])),
+            "feature 'h': offsets start at 1, must start at 0",
+        ),
+        (
+            lambda: Jagged(["h"], ONE, batch_size=2, fixed=[None], offsets=torch.tensor([[0, 1, 2]]).int()),
+            "offsets must be int64",
+        ),
+        (lambda: Jagged(["a"], ONE, batch_size=2, weights=torch.ones(3)), r"weights must be floating point \[2\]"),
+        (lambda: Jagged(["a"], ONE, batch_size=2, weights=ONE), "weights must be floating point"),
+        (lambda: jagged(), "needs at least one feature"),
+        (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2"),
+        (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"ids must be \[B\] or \[B, k\], got int64 \[1, 2, 3\]"),
+        (lambda: jagged(a=(ONE, torch.zeros(1, 1).long())), r"offsets must be \[B \+ 1\]"),
+        (lambda: Jagged.from_dict({"a": ONE}, {"b": ONE}), "weights are given for feature 'b', which has no ids"),
+        (lambda: Jagged.from_dict({"a": ONE}, {"a": torch.ones(3)}), "has 2 ids but 3 weights"),
+        (lambda: Jagged.from_keyed(["a", "b"], ONE, torch.tensor([1, 1, 1])), r"lengths must be \[2 keys"),
+        (lambda: Jagged.from_keyed(["a"], ONE, torch.tensor([3, -1])), "feature 'a': length -1 at sample 1"),
+        (lambda: jagged(item=ONE)["items"], "no feature 'items'; it has item; did you mean 'item'?"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_by_name(make, message):
+    with pytest.raises(BatchError, match=message):
+        make()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strided_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 3])])
+    with pytest.raises(BatchError, match=r"nested tensors need layout=torch\.jagged"):
+        jagged(a=nested)
