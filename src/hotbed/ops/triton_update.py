@@ -198,7 +198,7 @@ def _partial(partials, window, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Partial sum ``[1, BLOCK_D]`` of run k of a long slot; zeros where it has no such run."""
     col = tl.arange(0, BLOCK_D)[None, :]
     at = 2 * (window + k) + (k == runs - 1).to(tl.int64)
-    return tl.load(partials + at * D + col, mask=(k < runs) & (col < D), other=0.0)
+    return tl.load(partials + at * D + col, mask=(k + col * 0 < runs) & (col < D), other=0.0)
 
 
 @triton.jit(do_not_specialize=["tables"])

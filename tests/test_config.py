@@ -1,0 +1,192 @@
+import ast
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import hotbed.config
+from hotbed.config import Component, DataRecipe, Recipe, ScheduleRecipe, TrainRecipe
+from hotbed.errors import RecipeError, SpecError
+from hotbed.specs import Table
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def values(**train: Any) -> dict[str, Any]:
+    return {
+        "name": "x",
+        "data": {"path": "somewhere"},
+        "model": {"class_path": "hotbed.nn.DLRM"},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.SGD", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": 8, **train},
+    }
+
+
+def test_a_recipe_goes_to_plain_values_and_back() -> None:
+    recipe = Recipe.from_dict(values(steps=3))
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)
+def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
+    recipe = Recipe.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+    for component in (recipe.model, recipe.dense_optimizer, recipe.sparse_optimizer, recipe.data.source):
+        component.load()
+    assert recipe.name == file.stem
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.batch_size", -5, "train.batch_size is -5, must be at least 1"),
+        ("train.batch_size", 1.5, "train.batch_size is 1.5, must be an integer"),
+        ("train.epochs", 0, "train.epochs is 0, must be at least 1"),
+        ("train.steps", 0, "train.steps is 0, must be at least 1"),
+        ("train.seed", -1, "train.seed is -1, must be at least 0"),
+        ("train.patience", 0, "train.patience is 0, must be at least 1"),
+        ("train.precision", "fp17", "train.precision is 'fp17', must be one of fp32, bf16"),
+        ("train.device", "gpu", "train.device is 'gpu', must be one of auto, cpu, cuda"),
+        ("train.monitor", "AUC", "train.monitor is 'AUC', must be one of auc, logloss"),
+        ("train.checkpoint", "all", "train.checkpoint is 'all', must be one of none, last, best"),
+        ("train.stpes", 5, "unknown key 'train.stpes'; train may have batch_size"),
+        ("train.stpes", 5, "did you mean 'steps'?"),
+        ("tarin", {}, "unknown key 'tarin'; a recipe may have name"),
+        ("tarin", {}, "did you mean 'train'?"),
+        ("train", 3, "train is 3, must be a mapping"),
+        ("data.path", "", "data.path is empty"),
+        ("data.dim", 0, "data.dim is 0, must be at least 1"),
+        ("data.dim", {"users": -4}, "data.dim.users is -4, must be at least 1"),
+        ("data.on_bad_id", "hsah", "data.on_bad_id is 'hsah', must be one of error, drop, hash; did you mean 'hash'?"),
+        ("data.workers", 0, "data.workers is 0, must be at least 1"),
+        ("data.source", {"class_path": "Parquet"}, "data.source.class_path is 'Parquet', must be an import path"),
+        ("model.init_arg", {}, "unknown key 'model.init_arg'; model may have class_path, init_args"),
+        ("name", "a/b", "name is 'a/b', must be a plain directory name"),
+        ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps is -1, must be at least 0"),
+        ("schedule", {"decay_start": 5}, "schedule.decay_start and schedule.decay_end go together"),
+        (
+            "schedule",
+            {"warmup_steps": 9, "decay_start": 5, "decay_end": 20},
+            "schedule.decay_start is 5, must be at least 9 (schedule.warmup_steps)",
+        ),
+        ("schedule", {"decay_start": 5, "decay_end": 5}, "schedule.decay_end is 5, must be at least 6"),
+    ],
+)
+def test_a_bad_value_names_its_key_and_limit(key: str, value: Any, message: str) -> None:
+    given = values()
+    *parents, last = key.split(".")
+    at = given
+    for parent in parents:
+        at = at[parent]
+    at[last] = value
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict(given)
+    assert message in str(caught.value)
+
+
+def test_a_missing_key_is_named() -> None:
+    given = values()
+    del given["train"]["batch_size"]
+    with pytest.raises(RecipeError, match=r"lacks 'train\.batch_size', which is required"):
+        Recipe.from_dict(given)
+
+
+def test_settings_that_contradict_each_other() -> None:
+    with pytest.raises(
+        RecipeError, match=r"train\.steps is 30, but the learning rate is 0 after schedule\.decay_end 20"
+    ):
+        Recipe.from_dict(values(steps=30) | {"schedule": {"decay_start": 10, "decay_end": 20}})
+    for train in ({"eval_every": 5}, {"patience": 2}, {"checkpoint": "best"}):
+        with pytest.raises(RecipeError, match=r"nothing to evaluate on; set data\.valid_split"):
+            Recipe.from_dict(values(**train))
+    with pytest.raises(RecipeError, match=r"train\.checkpoint_every is set, but train\.checkpoint is 'none'"):
+        TrainRecipe(batch_size=1, checkpoint="none", checkpoint_every=3)
+    recipe = Recipe.from_dict(values())
+    replace(recipe, data=replace(recipe.data, valid_split="valid"), train=replace(recipe.train, checkpoint="best"))
+
+
+def test_the_schedule_is_nvidias() -> None:
+    # 8,000 steps of warm-up, constant to 48,000, then quadratic to 0 at 72,000.
+    factor = ScheduleRecipe(warmup_steps=8000, decay_start=48_000, decay_end=72_000).factor
+    steps = [1, 4000, 7999, 8000, 48_000, 60_000, 71_999, 72_000, 80_000]
+    expected = [1 / 8000, 0.5, 7999 / 8000, 1, 1, 0.25, (1 / 24_000) ** 2, 0, 0]
+    assert [factor(s) for s in steps] == pytest.approx(expected)
+    assert {ScheduleRecipe().factor(s) for s in (1, 2, 1000)} == {1.0}
+
+
+# -- components ----------------------------------------------------------------------------------------------------
+
+
+def component(class_path: str, **init_args: Any) -> Component:
+    return Component(class_path=class_path, init_args=init_args)
+
+
+def test_a_component_is_made_from_what_is_given_and_its_init_args() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = component("torch.optim.SGD", lr=0.25, momentum=0.5).build([weight])
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.defaults["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (component("no_such_package.Model"), "there is no module 'no_such_package'; install it"),
+        (component("hotbed.no_such.Model"), "there is no module 'hotbed.no_such'"),
+        (component("torch.optim.Adm", lr=1), "module 'torch.optim' has no class 'Adm'; did you mean 'Adam'?"),
+        (component("torch.optim.lr_scheduler"), "module 'torch.optim' has no class 'lr_scheduler'"),
+        (component("torch.optim.Adam", lrr=1.0), "torch.optim.Adam takes no 'lrr'; init_args may be lr, betas"),
+        (component("torch.optim.Adam", lrr=1.0), "did you mean 'lr'?"),
+        (component("torch.optim.Adam", params=[]), "'params' is given by hotbed; remove it from init_args"),
+        (component("torch.optim.Adam", lr=-1.0), "torch.optim.Adam refused init_args {'lr': -1.0}: Invalid learning"),
+        (component("hotbed.optim.SGD"), "hotbed.optim.SGD needs 'lr'; set it in init_args"),
+    ],
+)
+def test_a_component_that_cannot_be_made_says_why(made: Component, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        made.build([torch.nn.Parameter(torch.zeros(2))])
+    assert message in str(caught.value)
+
+
+class TakesNothing:
+    pass
+
+
+def test_a_class_that_does_not_take_what_hotbed_gives() -> None:
+    with pytest.raises(RecipeError, match=r"TakesNothing does not take the arguments that hotbed gives"):
+        component("tests.test_config.TakesNothing").build(tables=[])
+
+
+def test_hotbeds_own_errors_are_passed_on() -> None:
+    with pytest.raises(SpecError, match="rows is 0"):
+        component("hotbed.specs.Table", name="a", rows=0, dim=4).build()
+    assert component("hotbed.specs.Table", name="a", rows=1, dim=4).build() == Table("a", 1, 4)
+
+
+def test_a_module_that_cannot_import_something_is_not_called_missing(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "half_there.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        component("half_there.Model").load()
+
+
+def test_config_imports_nothing_heavy() -> None:
+    tree = ast.parse(Path(hotbed.config.__file__).read_text(encoding="utf-8"))
+    modules = [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    modules += [alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names]
+    rest = {name for name in modules if name.split(".")[0] not in sys.stdlib_module_names}
+    assert rest == {"hotbed.errors", "hotbed.specs"}
+
+
+def test_every_field_of_the_recipe_has_a_docstring() -> None:
+    tree = ast.parse(Path(hotbed.config.__file__).read_text(encoding="utf-8"))
+    classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+    for cls in (Component, DataRecipe, ScheduleRecipe, TrainRecipe):
+        for field, after in pairwise(classes[cls.__name__]):
+            assert not isinstance(field, ast.AnnAssign) or isinstance(after, ast.Expr), ast.unparse(field)

@@ -1,0 +1,24 @@
+"""The README's example runs as it stands."""
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_example_trains():
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    exec(example, names)
+    assert names["loss"].item() > 0
+    assert names["sparse"].state_dict()["state"][0]["sum_of_squares"].nonzero().flatten().tolist() == [7, 8]
+
+
+def test_every_command_of_the_readme_exists():
+    from hotbed import cli  # the parser is not needed by the library
+
+    text = README.read_text(encoding="utf-8")
+    commands = set(re.findall(r"^hotbed (\w+)", text, re.MULTILINE))
+    assert commands == {"prepare", "train", "init", "inspect"}
+    for command in commands:
+        assert hasattr(cli, command), command
