@@ -336,8 +336,8 @@ def _bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequenc
 
 def _take_bags(bags: Bags, samples: Tensor) -> Bags:
     if bags.fixed is not None:
-        position = torch.arange(len(bags.values), device=samples.device).view(bags.batch_size, bags.fixed)
-        position, offsets = position[samples].reshape(-1), None
+        column = torch.arange(bags.fixed, device=samples.device)
+        position, offsets = (samples[:, None] * bags.fixed + column).reshape(-1), None
     else:
         assert bags.offsets is not None
         lengths = bags.lengths()[samples]

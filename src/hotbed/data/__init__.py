@@ -7,10 +7,12 @@ from hotbed.data.prepare import PrepareReport, prepare
 from hotbed.data.schema import Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
+from hotbed.data.synthetic import PlantedLog, write_synthetic_log
 
 __all__ = [
     "Loader",
     "ParquetSource",
+    "PlantedLog",
     "PrepareReport",
     "Schema",
     "Source",
@@ -19,4 +21,5 @@ __all__ = [
     "SplitBinaryWriter",
     "draft_schema",
     "prepare",
+    "write_synthetic_log",
 ]

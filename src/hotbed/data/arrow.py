@@ -1,5 +1,8 @@
 """Arrow columns to NumPy arrays: ids to rows, bags, numericals; and the checks that a column can play its role."""
 
+# pyarrow ships no types.
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from typing import Any, Literal
@@ -53,19 +56,17 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:
     if ids == "raw" and not is_whole(value):
         raise SpecError(f"sparse column '{column.name}' is {t}, but ids='raw' needs integers; use ids='hash'")
     if ids == "hash" and column.rows < 2:
-        raise SpecError(
-            f"sparse column '{column.name}': hashing needs rows of at least 2 (row 0 is for missing values)"
-        )
+        raise SpecError(f"sparse column '{column.name}': hashing needs at least 2 rows (row 0 is for missing values)")
     if not is_list(t) and column.ids != 1:
         wanted = "a varying number of" if column.ids is None else column.ids
-        raise SpecError(
-            f"sparse column '{column.name}' is {t}, not a list, but the schema says {wanted} ids per sample"
-        )
+        raise SpecError(f"sparse column '{column.name}' is {t}, not a list, but ids says {wanted} per sample")
 
 
 def numbers(column: pa.ChunkedArray) -> Array:
     """Convert numbers ``[n]`` to float32; a null becomes NaN."""
-    return pc.cast(column, pa.float32()).combine_chunks().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+    values = pc.cast(column, pa.float32()).combine_chunks()
+    # A copy, because Arrow's own memory is read-only.
+    return values.to_numpy(zero_copy_only=False).astype(np.float32)
 
 
 def hashes(values: pa.Array) -> Hashes:
@@ -75,10 +76,9 @@ def hashes(values: pa.Array) -> Hashes:
             return np.zeros(len(values), dtype=np.uint64)
         return hashes(values.dictionary)[_plain_numpy(values.indices)]
     if is_text(values.type):
-        if not pa.types.is_large_binary(values.type):
-            values = pc.cast(
-                pc.cast(values, pa.large_string()) if not _binary(values.type) else values, pa.large_binary()
-            )
+        if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
+            values = pc.cast(values, pa.large_string())
+        values = pc.cast(values, pa.large_binary())
         _, ends, data = values.buffers()
         offsets = np.frombuffer(ends, dtype=np.int64)[values.offset : values.offset + len(values) + 1]
         return hash_strings(offsets, np.frombuffer(data or b"", dtype=np.uint8))
@@ -135,7 +135,3 @@ def _plain_numpy(values: pa.Array) -> Array:
     """Integers or booleans with 0 for nulls, without the detour over floats that NumPy conversion of nulls takes."""
     zero = pa.scalar(0).cast(values.type)
     return (pc.fill_null(values, zero) if values.null_count else values).to_numpy(zero_copy_only=False)
-
-
-def _binary(t: pa.DataType) -> bool:
-    return pa.types.is_binary(t) or pa.types.is_large_binary(t)

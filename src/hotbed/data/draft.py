@@ -1,5 +1,8 @@
 """`draft_schema`: a first guess at what the columns of a Parquet dataset are."""
 
+# pyarrow ships no types.
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from pathlib import Path

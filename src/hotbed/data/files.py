@@ -37,6 +37,7 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
     OSError
         If writing fails (a full disk); the message says that nothing was left behind.
     """
+    path = path.absolute()
     filled = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     if filled and not overwrite:
         raise DataError(f"{path} exists already; choose another directory, or pass overwrite=True to replace it")
@@ -59,9 +60,9 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
         else:
             unfinished.replace(path)
     except BaseException as error:
+        free = shutil.disk_usage(path.parent).free
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            free = shutil.disk_usage(path.parent).free
             raise OSError(
                 error.errno,
                 f"{os.strerror(error.errno)}: writing {path} failed with {free:,} bytes free on its disk; nothing was "

@@ -1,5 +1,8 @@
 """`ParquetSource`: samples from any Parquet file or folder, without a preparation step."""
 
+# pyarrow ships no types.
+# pyright: reportUnknownParameterType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -26,8 +29,8 @@ class ParquetSource(Source):
     """Samples of a Parquet file or folder; a chunk is a row group.
 
     Sparse columns are integers, booleans, strings, or lists of these (multi-hot). By default a value is hashed to one
-    of the rows 1 … rows − 1 (see `hotbed.data.hashing` for the function, which never changes), and null is row 0. A null
-    list is an empty bag, a null numerical is 0, a null label, weight or group is an error.
+    of the rows 1 … rows − 1 (see `hotbed.data.hashing` for the function, which never changes), and null is row 0. A
+    null list is an empty bag, a null numerical is 0, a null label, weight or group is an error.
 
     Parameters
     ----------
@@ -86,20 +89,25 @@ class ParquetSource(Source):
         group = self._groups[split][i]
         table = group.read(self._columns)
         s, where = self.schema, str(group)
-        features: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
+        values: list[arrow.Array] = []
+        offsets: list[arrow.Array] = []
         for column in s.sparse:
-            values, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, where)
+            rows, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, where)
+            values.append(rows)
             if lengths is not None:
-                offsets = np.concatenate([[0], np.cumsum(lengths)])
-                features[column.name] = torch.from_numpy(values), torch.from_numpy(offsets)
-            else:
-                features[column.name] = torch.from_numpy(values.reshape(group.samples, column.ids or 1))
-        if len({(f if isinstance(f, Tensor) else f[0]).dtype for f in features.values()}) > 1:
-            features = {n: f.long() if isinstance(f, Tensor) else (f[0].long(), f[1]) for n, f in features.items()}
+                offsets.append(np.concatenate([[0], np.cumsum(lengths)]))
+        # Joined by NumPy: torch.cat starts threads, which fight with those of the training step.
+        sparse = Jagged(
+            [c.name for c in s.sparse],
+            torch.from_numpy(np.concatenate(values)),
+            batch_size=group.samples,
+            fixed=[c.ids for c in s.sparse],
+            offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
+        )
         dense = [np.where(table[name].is_null().to_numpy(), 0, arrow.numbers(table[name])) for name in s.dense]
         labels = [_complete(table, name, where) for name in s.labels]
         return Batch(
-            sparse=Jagged.from_dict(features),
+            sparse=sparse,
             dense=torch.from_numpy(np.stack(dense, axis=1)) if dense else None,
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
             weights=torch.from_numpy(_complete(table, s.weight, where)) if s.weight else None,
@@ -162,7 +170,7 @@ def _by_fractions(path: str, groups: list[RowGroup], valid: float, test: float) 
             splits[split] = groups[start:stop]
             if start >= stop:
                 raise SpecError(
-                    f"{path} has {len(groups):,} row groups, too few to cut a {split} split with valid_fraction {valid} "
+                    f"{path} has {len(groups):,} row groups, too few for a {split} split with valid_fraction {valid} "
                     f"and test_fraction {test}; write it with a smaller row_group_size, or use split folders"
                 )
     return splits

@@ -1,5 +1,8 @@
 """Finding Parquet files and their row groups, on any filesystem that pyarrow knows."""
 
+# pyarrow ships no types.
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
+
 from __future__ import annotations
 
 import re
@@ -82,23 +85,24 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
         If there is no such path, or no Parquet file in it.
     """
     root = str(path)
-    if filesystem is None and "://" in root:
-        filesystem, root = fs.FileSystem.from_uri(root)
-    elif filesystem is None:
-        filesystem, root = fs.LocalFileSystem(), str(Path(path).absolute())
-    info = filesystem.get_file_info(root)
+    store = filesystem
+    if store is None and "://" in root:
+        store, root = fs.FileSystem.from_uri(root)
+    elif store is None:
+        store, root = fs.LocalFileSystem(), str(Path(path).absolute())
+    info = store.get_file_info(root)
     if info.type == fs.FileType.NotFound:
         raise DataError(f"{path} does not exist; give a Parquet file or a folder of them")
     if info.is_file:
-        return {"": [ParquetFile(filesystem, root)]}
+        return {"": [ParquetFile(store, root)]}
     found: dict[str, list[ParquetFile]] = {}
-    entries = filesystem.get_file_info(fs.FileSelector(root, recursive=True))
+    entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     for entry in sorted(entries, key=lambda e: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", e.path)]):
         parts = entry.path[len(root) :].strip("/").split("/")
         hidden = any(p.startswith((".", "_")) for p in parts)
         if entry.is_file and not hidden and entry.path.endswith((".parquet", ".parq", ".pq")):
             split = _SPLIT_OF_FOLDER.get(parts[0], "") if len(parts) > 1 else ""
-            found.setdefault(split, []).append(ParquetFile(filesystem, entry.path))
+            found.setdefault(split, []).append(ParquetFile(store, entry.path))
     if not found:
         raise DataError(f"{path} has no file that ends in .parquet, .parq or .pq")
     if "" in found and len(found) > 1:

@@ -19,6 +19,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks
@@ -185,7 +186,8 @@ class _Spool:
             for block in read_blocks(file, seen):
                 frame = checker.parse(block)
                 if len(frame):
-                    frame.write_parquet(self._file(len(self.sizes)), compression="lz4", statistics=False)
+                    # Arrow's writer, because it reports a full disk as an OSError with its errno.
+                    pq.write_table(frame.to_arrow(), self._file(len(self.sizes)), compression="lz4")
                     self.sizes.append(len(frame))
             before += file.stat().st_size
         if not self.sizes:

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +44,22 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-_CACHE_DIR = Path.home() / ".cache" / "hotbed" / f"numba-{_sources_hash()}"
+def _cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/hotbed/…``, or a directory of the user's under the temporary one where that is read-only."""
+    name = f"numba-{_sources_hash()}"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / name
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        elsewhere = Path(tempfile.gettempdir()) / f"hotbed-{os.getuid()}" / name
+        elsewhere.mkdir(parents=True, exist_ok=True)
+        _log.warning("compiled kernels are kept in %s: %s", elsewhere, error)
+        return elsewhere
+    return home
+
+
+_log = logging.getLogger("hotbed")
+_CACHE_DIR = _cache_dir()
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -49,7 +67,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         previous = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(_CACHE_DIR)
+        numba.config.CACHE_DIR = previous or str(_CACHE_DIR)
         try:
             return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
         finally:
@@ -66,12 +84,12 @@ def _openmp_available() -> bool:
     return True
 
 
-if _openmp_available() and numba.config.THREADING_LAYER == "default":
+if numba.config.THREADING_LAYER == "default" and _openmp_available():
     numba.config.THREADING_LAYER = "omp"
-
-_turns: contextlib.AbstractContextManager[object] = (
-    contextlib.nullcontext() if numba.config.THREADING_LAYER == "omp" else threading.Lock()
-)
+_turns: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+if numba.config.THREADING_LAYER != "omp":
+    _turns = threading.Lock()
+    _log.warning("Numba has no OpenMP here (install libgomp1): kernels started by two threads take turns")
 
 
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,253 @@
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from data_cases import MIXED_SCHEMA, ListSource, assert_same, mixed_batch, numbered_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotbed.batch import Batch
+from hotbed.data import Loader
+from hotbed.errors import DataError, SpecError
+
+MIXED = mixed_batch(40)
+
+
+def sizes_of(total: int, parts: int) -> list[int]:
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def numbered(total: int = 100, parts: int = 7) -> ListSource:
+    return ListSource(numbered_batch(total), sizes_of(total, parts))
+
+
+def mixed(parts: int = 5) -> ListSource:
+    return ListSource(MIXED, sizes_of(len(MIXED), parts), MIXED_SCHEMA)
+
+
+def ids(batches: Sequence[Batch]) -> list[int]:
+    return [i for b in batches for i in b.sparse["a"].values.tolist()]
+
+
+loaders = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 50),
+        "shuffle": st.booleans(),
+        "seed": st.integers(0, 3),
+        "window": st.integers(1, 4),
+        "workers": st.integers(1, 3),
+        "prefetch": st.integers(1, 5),
+    }
+)
+
+
+@settings(deadline=None)
+@given(options=loaders, parts=st.integers(1, 9))
+def test_each_sample_exactly_once_per_epoch(options: dict[str, int], parts: int) -> None:
+    loader = Loader(mixed(parts), "train", **options)  # pyright: ignore[reportArgumentType]
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    assert all(len(b) == loader.batch_size for b in batches[:-1])
+    whole = Batch.concatenate(batches)
+    order = whole.extra["session"]
+    assert sorted(order.tolist()) == list(range(len(MIXED)))
+    assert_same(whole, MIXED.take(order))  # all columns moved together
+
+
+@settings(deadline=None)
+@given(options=loaders, stop=st.integers(0, 60), data=st.data())
+def test_resuming_gives_the_batches_that_were_left(options: dict[str, int], stop: int, data: st.DataObject) -> None:
+    make = partial(Loader, mixed(), "train", **options)  # pyright: ignore[reportArgumentType]
+    whole = make_epochs(make(), 2)
+    first = make()
+    given_batches = 0
+    for _ in range(2):
+        for _ in first:
+            given_batches += 1
+            if given_batches > stop:
+                break
+        if given_batches > stop:
+            break
+    # Threads and prefetching may differ between the runs.
+    second = make(workers=data.draw(st.integers(1, 3)), prefetch=data.draw(st.integers(1, 5)))
+    second.load_state_dict(first.state_dict())
+    left = whole[given_batches:]
+    resumed = make_epochs(second, 2)[: len(left)]
+    assert len(resumed) == len(left)
+    for a, e in zip(resumed, left, strict=True):
+        assert_same(a, e)
+
+
+def make_epochs(loader: Loader, epochs: int) -> list[Batch]:
+    return [batch for _ in range(epochs) for batch in loader]
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    def order(seed: int, workers: int, prefetch: int) -> list[int]:
+        loader = Loader(numbered(), "train", 8, shuffle=True, seed=seed, workers=workers, prefetch=prefetch, window=3)
+        return ids(make_epochs(loader, 2))
+
+    one = order(0, 1, 1)
+    assert order(0, 4, 9) == one
+    assert order(1, 1, 1) != one
+    assert one[:100] != one[100:]
+
+
+def test_shuffling_mixes_chunks() -> None:
+    first = next(iter(Loader(numbered(), "train", 30, shuffle=True, window=7)))
+    chunk_of = [i // 15 for i in first.sparse["a"].values.tolist()]
+    assert len(set(chunk_of)) > 3
+
+
+def test_short_last_batch() -> None:
+    loader = Loader(numbered(), "train", 30)
+    assert [len(b) for b in loader] == [30, 30, 30, 10]
+    assert len(loader) == 4
+    loader = Loader(numbered(), "train", 30, drop_last=True)
+    assert [len(b) for b in loader] == [30, 30, 30]
+    assert len(loader) == 3
+    assert len(list(loader)) == 3  # the next epoch
+
+
+def test_batches_own_their_memory() -> None:
+    """A batch that is changed by its consumer changes no other."""
+    source = numbered()
+    for batch in Loader(source, "train", 10):
+        batch.sparse.values.zero_()
+    assert ids(list(Loader(source, "train", 10))) == list(range(100))
+
+
+def test_position_is_the_consumers_not_the_prefetchers() -> None:
+    loader = Loader(numbered(), "train", 10, prefetch=5)
+    seen: list[tuple[object, object]] = []
+    for _ in loader:
+        state = loader.state_dict()
+        seen.append((state["epoch"], state["consumed"]))
+    assert seen == [(0, n) for n in range(10, 100, 10)] + [(1, 0)]
+
+
+def test_leaving_early_starts_the_next_epoch_unless_the_position_is_loaded() -> None:
+    loader = Loader(numbered(), "train", 10)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert (state["epoch"], state["consumed"]) == (0, 10)
+    assert ids([next(iter(loader))]) == list(range(10))
+    assert loader.state_dict()["epoch"] == 1
+    loader.load_state_dict(state)
+    assert ids([next(iter(loader))]) == list(range(10, 20))
+
+
+def test_an_iterator_that_is_never_advanced_changes_nothing() -> None:
+    loader = Loader(numbered(), "train", 10)
+    iter(loader)
+    list(loader)
+    assert loader.state_dict()["epoch"] == 1
+
+
+def loader_threads() -> int:
+    return sum(t.name.startswith("hotbed-loader") for t in threading.enumerate())
+
+
+def test_leaving_early_leaves_no_threads() -> None:
+    for _ in Loader(numbered(1000, 50), "train", 10, workers=4, shuffle=True):
+        assert loader_threads() > 0
+        break
+    assert loader_threads() == 0
+    list(Loader(numbered(), "train", 10))
+    assert loader_threads() == 0
+
+
+class Broken(ListSource):
+    def _read(self, split: str, i: int) -> Batch:
+        if i == 3:
+            raise DataError("chunk 3 is damaged")
+        return super()._read(split, i)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_errors_in_threads_reach_the_consumer(shuffle: bool) -> None:
+    source = Broken(numbered_batch(100), sizes_of(100, 5))
+    with pytest.raises(DataError, match="chunk 3 is damaged"):
+        list(Loader(source, "train", 10, shuffle=shuffle, window=2))
+    assert loader_threads() == 0
+    if not shuffle:  # what precedes the damage is delivered
+        it = iter(Loader(source, "train", 10, prefetch=9))
+        assert ids([next(it) for _ in range(6)]) == list(range(60))
+
+
+def test_memory_is_bounded() -> None:
+    """No chunk is read further ahead than one window past the batches that are prefetched."""
+    read: list[int] = []
+
+    class Watched(ListSource):
+        def _read(self, split: str, i: int) -> Batch:
+            read.append(i)
+            return super()._read(split, i)
+
+    it = iter(Loader(Watched(numbered_batch(1000), [10] * 100), "train", 10, prefetch=3))
+    for n in range(1, 20):
+        next(it)
+        assert max(read) < n + 3 + 1
+
+
+def test_transform_runs_in_the_threads() -> None:
+    threads: set[str] = set()
+
+    def double(batch: Batch) -> Batch:
+        threads.add(threading.current_thread().name)
+        assert batch.dense is not None
+        return Batch(sparse=batch.sparse, dense=batch.dense * 2, labels=batch.labels)
+
+    batches = list(Loader(numbered(), "train", 10, transform=double))
+    assert torch.cat([b.dense for b in batches if b.dense is not None]).flatten().tolist() == [
+        2 * i for i in range(100)
+    ]
+    assert all(name.startswith("hotbed-loader") for name in threads)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_where_there_is_a_gpu() -> None:
+    assert next(iter(Loader(mixed(), "train", 10))).sparse.values.is_pinned()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
+        ({"batch_size": 4, "workers": -1}, "workers is -1"),
+        ({"batch_size": 4, "prefetch": 0}, "prefetch is 0"),
+        ({"batch_size": 4, "window": 0}, "window is 0"),
+        ({"batch_size": 4, "seed": -1}, "seed is -1, must not be negative"),
+    ],
+)
+def test_bad_arguments(options: dict[str, int], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Loader(numbered(), "train", **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_empty_split() -> None:
+    with pytest.raises(SpecError, match="split 'train' has no sample"):
+        Loader(ListSource(numbered_batch(3).take(torch.arange(0)), []), "train", 4)
+    with pytest.raises(SpecError, match="there is no split 'test'"):
+        Loader(numbered(), "test", 4)
+
+
+def test_positions_of_another_order_are_refused() -> None:
+    state = Loader(numbered(), "train", 8, shuffle=True, seed=1).state_dict()
+    with pytest.raises(SpecError, match=r"saved with seed 1, but this loader has 2.*make the loader with seed=1"):
+        Loader(numbered(), "train", 8, shuffle=True, seed=2).load_state_dict(state)
+    with pytest.raises(SpecError, match="saved with samples 100, but this loader has 50"):
+        Loader(numbered(50), "train", 8, shuffle=True, seed=1).load_state_dict(state)
+    loader = Loader(numbered(), "train", 8, shuffle=True, seed=1)
+    with pytest.raises(SpecError, match="no key 'epochs'; did you mean 'epoch'"):
+        loader.load_state_dict({"epochs": 1})
+    with pytest.raises(SpecError, match="lacks 'consumed'"):
+        loader.load_state_dict({k: v for k, v in state.items() if k != "consumed"})
+    with pytest.raises(SpecError, match="consumed 101 is not within 100"):
+        loader.load_state_dict(state | {"consumed": 101})
+    # Another batch size is fine: the position counts samples.
+    other = Loader(numbered(), "train", 20, shuffle=True, seed=1)
+    other.load_state_dict(state | {"consumed": 8})
+    assert sum(len(b) for b in other) == 92

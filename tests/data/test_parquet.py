@@ -1,0 +1,238 @@
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from data_cases import MIXED_SCHEMA, mixed_batch
+from pyarrow import fs
+from source_contract import SourceContract
+
+from hotbed.batch import Batch
+from hotbed.data import ParquetSource, Schema, Source, SparseColumn
+from hotbed.data.hashing import hash_integers, hash_strings, rows_of
+from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
+
+
+def table_of(batch: Batch) -> pa.Table:
+    """The columns of `MIXED_SCHEMA`, with lists for the two-hot and the ragged column."""
+    features = {name: batch.sparse[name] for name in batch.sparse.names}
+    history = features["history"]
+    assert history.offsets is not None and batch.dense is not None and batch.labels is not None
+    pairs = features["pair"].values.reshape(-1, 2).tolist()
+    offsets, values = history.offsets.tolist(), history.values.tolist()
+    return pa.table(
+        {
+            "session": batch.extra["session"].numpy(),
+            "click": batch.labels[:, 0].bool().numpy(),
+            "buy": batch.labels[:, 1].to(torch.int64).numpy(),
+            "age": batch.dense[:, 0].numpy(),
+            "price": pa.array(batch.dense[:, 1].numpy()).cast(pa.float64()),
+            "user": features["user"].values.numpy().astype(np.int32),
+            "pair": pa.array(pairs, pa.list_(pa.int64(), 2)),
+            "history": pa.array([values[a:b] for a, b in pairwise(offsets)], pa.list_(pa.int16())),
+            "weight": None if batch.weights is None else batch.weights.numpy(),
+            "unused": pa.array([{"x": 1}] * len(batch)),
+        }
+    )
+
+
+def unweighted(batch: Batch) -> Batch:
+    """The same without weights per id, which Parquet columns do not carry."""
+    return Batch(
+        sparse=Jagged.from_dict(batch.sparse.to_dict()),
+        dense=batch.dense,
+        labels=batch.labels,
+        weights=batch.weights,
+        extra=batch.extra,
+    )
+
+
+class TestRawIds(SourceContract):
+    def make(self, path: Path) -> tuple[Source, dict[str, Batch]]:
+        batch = unweighted(mixed_batch(60))
+        pq.write_table(table_of(batch), path / "all.parquet", row_group_size=10)
+        source = ParquetSource(path / "all.parquet", MIXED_SCHEMA, ids="raw", valid_fraction=0.17, test_fraction=0.33)
+        cuts = {"train": (0, 30), "valid": (30, 40), "test": (40, 60)}
+        return source, {split: batch.take(torch.arange(*cut)) for split, cut in cuts.items()}
+
+
+class TestHashedIdsInSplitFolders(SourceContract):
+    def make(self, path: Path) -> tuple[Source, dict[str, Batch]]:
+        batch = unweighted(mixed_batch(40))
+        cuts = {"train/part-2": (0, 15), "train/part-10": (15, 25), "validation/x": (25, 30), "test/x": (30, 40)}
+        for name, (start, stop) in cuts.items():
+            (path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+            part = table_of(batch).slice(start, stop - start)
+            pq.write_table(part, path / "set" / f"{name}.parquet", row_group_size=6)
+        (path / "set/_SUCCESS").touch()
+        hashed: dict[str, Any] = {}
+        for column in MIXED_SCHEMA.sparse:
+            bags = batch.sparse[column.name]
+            ids = torch.from_numpy(rows_of(hash_integers(bags.values.numpy()), column.rows))
+            hashed[column.name] = (ids, bags.offsets) if bags.offsets is not None else ids.reshape(-1, bags.fixed or 1)
+        batch = Batch(
+            sparse=Jagged.from_dict(hashed),
+            dense=batch.dense,
+            labels=batch.labels,
+            weights=batch.weights,
+            extra=batch.extra,
+        )
+        cuts = {"train": (0, 25), "valid": (25, 30), "test": (30, 40)}
+        source = ParquetSource(path / "set", MIXED_SCHEMA.to_dict())
+        return source, {split: batch.take(torch.arange(*cut)) for split, cut in cuts.items()}
+
+
+def one_column(path: Path, values: Any, ids: int | None = 1, rows: int = 1000, **options: Any) -> Batch:
+    """The only chunk of a dataset with one sparse column."""
+    n = len(values)
+    pq.write_table(pa.table({"c": values, "label": np.zeros(n, np.int8)}), path / "one.parquet")
+    schema = Schema(sparse=(SparseColumn(name="c", rows=rows, ids=ids),))
+    return ParquetSource(path / "one.parquet", schema, **options).read("train", 0)
+
+
+def string_rows(*texts: str) -> list[int]:
+    offsets = np.cumsum([0, *(len(t.encode()) for t in texts)])
+    data = np.frombuffer("".join(texts).encode(), dtype=np.uint8)
+    return rows_of(hash_strings(offsets, data), 1000).tolist()
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int8(), pa.string())]
+)
+def test_strings_of_every_type_hash_alike(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = ["user-1", "", None, "a longer text than eight bytes", "user-1"]
+    array = pa.array(texts)
+    if kind != array.type:
+        array = array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
+    user, empty, long = string_rows("user-1", "", "a longer text than eight bytes")
+    assert one_column(tmp_path, array).sparse.values.tolist() == [user, empty, 0, long, user]
+
+
+def test_lists_of_strings_with_nulls_at_every_level(tmp_path: Path) -> None:
+    array = pa.array([["a", None], None, [], ["b"]])
+    bags = one_column(tmp_path, array, ids=None).sparse["c"]
+    a, b = string_rows("a", "b")
+    assert bags.values.tolist() == [a, 0, b]
+    assert bags.lengths().tolist() == [2, 0, 0, 1]
+
+
+def test_integers_booleans_and_nulls(tmp_path: Path) -> None:
+    expected = rows_of(hash_integers(np.array([5, -5, 2**62])), 1000).tolist()
+    array = pa.array([5, None, -5, 2**62])
+    assert one_column(tmp_path, array).sparse.values.tolist() == [expected[0], 0, *expected[1:]]
+    yes, no = rows_of(hash_integers(np.array([1, 0])), 1000).tolist()
+    assert one_column(tmp_path, pa.array([True, False, None])).sparse.values.tolist() == [yes, no, 0]
+    unsigned = one_column(tmp_path, pa.array([2**64 - 1], pa.uint64())).sparse.values
+    assert unsigned.tolist() == rows_of(hash_integers(np.array([-1])), 1000).tolist()
+
+
+def test_raw_ids_are_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"c": [0, 7, 5000], "label": [0, 1, 0]}), tmp_path / "raw.parquet")
+    schema = Schema(sparse=(SparseColumn(name="c", rows=10),))
+    batch = ParquetSource(tmp_path / "raw.parquet", schema, ids="raw").read("train", 0)
+    assert batch.sparse.values.tolist() == [0, 7, 5000]  # out of range: the embedding's own check
+
+
+def test_null_numericals_are_0_and_nan_stays(tmp_path: Path) -> None:
+    table = pa.table({"c": [1, 2, 3], "x": pa.array([1.5, None, float("nan")]), "n": pa.array([1, None, 3], pa.int8())})
+    pq.write_table(table, tmp_path / "t.parquet")
+    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), dense=("x", "n"), labels=())
+    batch = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)
+    assert batch.labels is None
+    assert batch.dense is not None and torch.equal(
+        batch.dense.nan_to_num(7.0), torch.tensor([[1.5, 1.0], [0.0, 0.0], [7.0, 3.0]])
+    )
+
+
+def test_group_of_strings(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"user": ["u", "v", "u"], "label": [0, 1, 0]}), tmp_path / "t.parquet")
+    schema = Schema(sparse=(SparseColumn(name="user", rows=9),), group="user")
+    group = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0).extra["user"]
+    assert group.dtype == torch.int64
+    assert group[0] == group[2] != group[1]
+
+
+@pytest.mark.parametrize("role", ["label", "weight", "group"])
+def test_null_where_there_may_be_none(tmp_path: Path, role: str) -> None:
+    columns = {"c": [1, 2, 3], "label": [0, 1, 0], "weight": [1.0, 1.0, 1.0], "group": [1, 2, 3]}
+    columns[role] = [columns[role][0], None, None]  # pyright: ignore[reportArgumentType]
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), weight="weight", group="group")
+    source = ParquetSource(tmp_path / "t.parquet", schema)
+    with pytest.raises(DataError, match=rf"t.parquet, row group 0, column '{role}': null at row 1; labels"):
+        source.read("train", 0)
+
+
+def test_bad_ids(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"c": [1, None], "d": [[1, 2], [3]]}), path)
+    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
+    with pytest.raises(DataError, match=r"row group 0, column 'c': 1 ids are null; fill them"):
+        ParquetSource(path, schema, ids="raw").read("train", 0)
+    schema = Schema(sparse=(SparseColumn(name="d", rows=9, ids=2),), labels=())
+    with pytest.raises(DataError, match=r"column 'd': 1 ids at row 1, the schema says 2; set ids to null"):
+        ParquetSource(path, schema).read("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "message"),
+    [
+        ({"sparse": [{"name": "sc", "rows": 9}]}, {}, "no column 'sc'; it has s, f, t.*did you mean 's'"),
+        ({"sparse": [{"name": "f", "rows": 9}]}, {}, "sparse column 'f' is double, must be integers, strings or lists"),
+        ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "raw"}, "'s' is string, but ids='raw' needs integers"),
+        ({"sparse": [{"name": "s", "rows": 1}]}, {}, "'s': hashing needs at least 2 rows"),
+        ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, "'s' is string, not a list, but ids says a varying"),
+        ({"sparse": [{"name": "s", "rows": 9}], "dense": ["t"]}, {}, "column 't' is timestamp.*must be numbers"),
+        ({"sparse": [{"name": "s", "rows": 9}], "group": "f"}, {}, "group column 'f' is double, must be integers or"),
+        ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "mod"}, "ids is 'mod', must be one of hash, raw"),
+        ({"sparse": [{"name": "s", "rows": 9}]}, {"test_fraction": 0.5}, "has 1 row groups, too few for a train split"),
+        ({"sparse": [{"name": "s", "rows": 9}]}, {"test_fraction": 1.5}, "test_fraction 1.5 must be at least 0"),
+    ],
+)
+def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    pq.write_table(pa.table({"s": ["a"], "f": [1.0], "t": pa.array([0], pa.timestamp("s"))}), tmp_path / "t.parquet")
+    with pytest.raises((DataError, SpecError), match=message):
+        ParquetSource(tmp_path / "t.parquet", {"labels": []} | schema, **options)
+
+
+def test_bad_paths(tmp_path: Path) -> None:
+    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
+    with pytest.raises(DataError, match="nowhere does not exist; give a Parquet file or a folder"):
+        ParquetSource(tmp_path / "nowhere", schema)
+    with pytest.raises(DataError, match=r"has no file that ends in .parquet"):
+        ParquetSource(tmp_path, schema)
+    (tmp_path / "text.parquet").write_text("label,c")
+    with pytest.raises(DataError, match=r"text.parquet is not a Parquet file, or is cut short"):
+        ParquetSource(tmp_path, schema)
+    pq.write_table(pa.table({"c": [1]}), tmp_path / "text.parquet")
+    (tmp_path / "train").mkdir()
+    pq.write_table(pa.table({"c": [1]}), tmp_path / "train/x.parquet")
+    with pytest.raises(DataError, match=r"has split folders \(train\) and also .*text.parquet outside of them"):
+        ParquetSource(tmp_path, schema)
+    (tmp_path / "text.parquet").unlink()
+    with pytest.raises(SpecError, match="has the splits train as folders; leave valid and test_fraction at 0"):
+        ParquetSource(tmp_path, schema, test_fraction=0.5)
+
+
+def test_file_damaged_after_opening(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"c": np.arange(1000)}), path)
+    source = ParquetSource(path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"t.parquet, row group 0: cannot be read, the file is damaged or cut short"):
+        source.read("train", 0)
+
+
+def test_uris_and_filesystems(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"c": [1, 2]}), tmp_path / "t.parquet")
+    schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
+    expected = ParquetSource(tmp_path, schema).read("train", 0).sparse.values
+    by_uri = ParquetSource(tmp_path.as_uri(), schema)
+    by_filesystem = ParquetSource("", schema, filesystem=fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()))
+    for source in (by_uri, by_filesystem):
+        assert torch.equal(source.read("train", 0).sparse.values, expected)

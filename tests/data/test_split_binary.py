@@ -1,0 +1,209 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, numbered_batch
+from source_contract import SourceContract
+
+from hotbed.batch import Batch
+from hotbed.data import Schema, Source, SparseColumn, SplitBinarySource, SplitBinaryWriter
+from hotbed.errors import DataError, SpecError
+
+
+def write(path: Path, schema: Schema = NUMBERED_SCHEMA, **splits: Batch) -> Path:
+    path.mkdir(exist_ok=True)
+    with SplitBinaryWriter(path, schema, list(splits)) as writer:
+        for split, batch in splits.items():
+            writer.append(split, batch)
+    return path
+
+
+class TestContract(SourceContract):
+    def make(self, path: Path) -> tuple[Source, dict[str, Batch]]:
+        splits = {"train": numbered_batch(50), "valid": numbered_batch(8), "test": numbered_batch(5)}
+        return SplitBinarySource(write(path / "set", **splits), chunk_samples=8), splits
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(126, "int8"), (127, "int16"), (32766, "int16"), (32767, "int32")])
+def test_dtype_is_the_smallest_by_nvidias_rule(tmp_path: Path, rows: int, dtype: str) -> None:
+    schema = Schema(sparse=(SparseColumn(name="a", rows=rows), SparseColumn(name="b", rows=5)), dense=("x",))
+    path = write(tmp_path / "set", schema, train=numbered_batch(3))
+    assert yaml.safe_load((path / "feature_spec.yaml").read_text())["feature_spec"]["a"] == {
+        "dtype": dtype,
+        "cardinality": rows,
+    }
+    assert (path / "train/cat_0.bin").stat().st_size == 3 * np.dtype(dtype).itemsize
+
+
+def test_bytes_on_disk(tmp_path: Path) -> None:
+    path = write(tmp_path / "set", train=numbered_batch(4))
+    assert (path / "train/label.bin").read_bytes() == b"\0\1\0\1"
+    assert np.fromfile(path / "train/numerical.bin", "<f2").tolist() == [0, 1, 2, 3]
+    assert np.fromfile(path / "train/cat_1.bin", "<i2").tolist() == [1, 2, 3, 4]
+
+
+def nvidia_dataset(path: Path, n: int = 6, wide: bool = False) -> Path:
+    """A dataset as NVIDIA's scripts describe it: `.bin` in names, YAML anchors, empty metadata, unordered keys."""
+    (path / "train").mkdir(parents=True)
+    (path / "test").mkdir()
+    wide_dtype = "int64" if wide else "int32"
+    (path / "feature_spec.yaml").write_text(f"""
+channel_spec:
+  categorical: [cat_0.bin, cat_1.bin]
+  label: [label]
+  numerical: &id001 [num_0, num_1]
+feature_spec:
+  cat_1.bin: {{cardinality: 4, dtype: int8}}
+  cat_0.bin: {{cardinality: 7912889, dtype: {wide_dtype}}}
+  label: {{dtype: bool}}
+  num_0: {{dtype: float16}}
+  num_1: {{dtype: float16}}
+metadata: {{}}
+source_spec:
+  test:
+  - {{features: *id001, files: [test/numerical.bin], type: split_binary}}
+  - {{features: [label], files: [test/label.bin], type: split_binary}}
+  - {{features: [cat_0.bin], files: [test/cat_0.bin], type: split_binary}}
+  - {{features: [cat_1.bin], files: [test/cat_1.bin], type: split_binary}}
+  train:
+  - {{features: *id001, files: [train/numerical.bin], type: split_binary}}
+  - {{features: [label], files: [train/label.bin], type: split_binary}}
+  - {{features: [cat_0.bin], files: [train/cat_0.bin], type: split_binary}}
+  - {{features: [cat_1.bin], files: [train/cat_1.bin], type: split_binary}}
+""")
+    for split in ("train", "test"):
+        np.arange(2 * n, dtype="<f2").tofile(path / split / "numerical.bin")
+        (np.arange(n) % 2 == 0).tofile(path / split / "label.bin")
+        (np.arange(n) + 7_000_000).astype(wide_dtype).tofile(path / split / "cat_0.bin")
+        (np.arange(n) % 4).astype(np.int8).tofile(path / split / "cat_1.bin")
+    return path
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_loads_what_nvidias_scripts_write(tmp_path: Path, wide: bool) -> None:
+    source = SplitBinarySource(nvidia_dataset(tmp_path / "set", wide=wide))
+    columns = (SparseColumn(name="cat_0", rows=7_912_889), SparseColumn(name="cat_1", rows=4))
+    assert source.schema == Schema(sparse=columns, dense=("num_0", "num_1"))
+    assert source.splits == ("test", "train")
+    batch = source.read("train", 0)
+    assert batch.sparse.values.dtype == (torch.int64 if wide else torch.int32)
+    assert batch.sparse["cat_0"].values.tolist() == [7_000_000 + i for i in range(6)]
+    assert batch.sparse["cat_1"].values.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.dense is not None and batch.dense.tolist() == [[2.0 * i, 2.0 * i + 1] for i in range(6)]
+    assert batch.labels is not None and batch.labels.tolist() == [[1.0], [0.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("file", "cut", "message"),
+    [
+        ("cat_0.bin", 1, r"cat_0.bin: expected 24 bytes, found 23 \(6 samples × 4 bytes of int32"),
+        ("cat_0.bin", 4, "cat_0.bin: expected 24 bytes, found 20"),
+        ("label.bin", 2, "label.bin: expected 6 bytes, found 4"),
+        ("numerical.bin", 4, "numerical.bin: expected 24 bytes, found 20"),
+        ("cat_1.bin", 6, "cat_1.bin: expected 6 bytes, found 0"),
+    ],
+)
+def test_truncated_file(tmp_path: Path, file: str, cut: int, message: str) -> None:
+    path = nvidia_dataset(tmp_path / "set") / "train" / file
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(DataError, match=message):
+        SplitBinarySource(tmp_path / "set")
+
+
+def test_file_truncated_after_opening(tmp_path: Path) -> None:
+    source = SplitBinarySource(nvidia_dataset(tmp_path / "set"))
+    (tmp_path / "set/train/cat_1.bin").write_bytes(b"\0\0")
+    with pytest.raises(DataError, match=r"cat_1.bin: expected 6 bytes from byte 0 on, found 2; the file was cut short"):
+        source.read("train", 0)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"feature_spec.yaml does not exist; make one with `hotbed prepare`"):
+        SplitBinarySource(tmp_path)
+    path = nvidia_dataset(tmp_path / "set")
+    (path / "test/cat_1.bin").unlink()
+    with pytest.raises(DataError, match=r"test/cat_1.bin does not exist, but feature_spec.yaml lists it for 'cat_1'"):
+        SplitBinarySource(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "cardinality: 4, dtype: int8",
+            "cardinality: 129, dtype: int8",
+            "cardinality 129, but its dtype int8 holds ids up to 127",
+        ),
+        ("cardinality: 4", "cardinality: -4", "'cat_1.bin' has cardinality -4, must be an integer of at least 1"),
+        ("cardinality: 4", "cardinality: many", "cardinality 'many', must be an integer"),
+        ("dtype: int8", "dtype: uint8", "'cat_1.bin' has dtype 'uint8', must be one of int8, int16, int32, int64"),
+        ("dtype: bool", "dtype: int64", "column 'label' has dtype 'int64', must be one of bool"),
+        ("source_spec:", "source_specs:", "has no `source_spec`; did you mean 'source_specs'"),
+        (
+            "  label: {dtype: bool}",
+            "  lable: {dtype: bool}",
+            "names column 'label', which feature_spec does not describe",
+        ),
+        (
+            "[test/cat_1.bin], type: split_binary",
+            "[test/cat_1.bin], type: csv",
+            "of type 'csv' must be one file of type",
+        ),
+        (
+            "{features: [label], files: [test/label.bin], type: split_binary}",
+            "{features: [cat_1.bin], files: [x], type: split_binary}",
+            "lists no file for column 'label'",
+        ),
+        ("features: *id001, files: [train", "features: [num_1, num_0], files: [train", "ordered as in channel_spec"),
+        ("channel_spec:", "channel_spec: [", "is not YAML"),
+        (
+            "metadata: {}",
+            "metadata: {schema: {sparse: [{name: cat_0, rows: 5}]}}",
+            "metadata.schema and feature_spec disagree",
+        ),
+    ],
+)
+def test_bad_description(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = nvidia_dataset(tmp_path / "set") / "feature_spec.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(DataError, match=message) as caught:
+        SplitBinarySource(tmp_path / "set")
+    assert str(file) in str(caught.value)
+
+
+def test_what_the_format_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no weight or group column"):
+        SplitBinaryWriter(tmp_path, MIXED_SCHEMA, ["train"])
+    ragged = Schema(sparse=(SparseColumn(name="h", rows=3, ids=None),))
+    with pytest.raises(SpecError, match="'h' has a varying number of ids per sample"):
+        SplitBinaryWriter(tmp_path, ragged, ["train"])
+    huge = Schema(sparse=(SparseColumn(name="h", rows=2**31),))
+    with pytest.raises(SpecError, match="cardinality 2,147,483,648 does not fit int32"):
+        SplitBinaryWriter(tmp_path, huge, ["train"])
+
+
+def test_several_labels_and_pooling_survive(tmp_path: Path) -> None:
+    columns = tuple(SparseColumn(name=n, rows=9, table="t", pooling="mean") for n in "ab")
+    schema = Schema(sparse=columns, labels=("click", "buy"))
+    batch = numbered_batch(4)
+    batch = Batch(sparse=batch.sparse, labels=torch.tensor([[1.0, 0.0]] * 4))
+    source = SplitBinarySource(write(tmp_path / "set", schema, train=batch))
+    assert source.schema == schema
+    labels = source.read("train", 0).labels
+    assert labels is not None and labels.tolist() == [[1.0, 0.0]] * 4
+
+
+def test_ids_at_or_above_the_cardinality_are_left_to_the_embedding(tmp_path: Path) -> None:
+    path = nvidia_dataset(tmp_path / "set")
+    np.full(6, 99, dtype=np.int8).tofile(path / "train/cat_1.bin")
+    assert SplitBinarySource(path).read("train", 0).sparse["cat_1"].values.tolist() == [99] * 6
+
+
+def test_nothing_is_described_when_writing_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), SplitBinaryWriter(tmp_path, NUMBERED_SCHEMA, ["train"]):
+        raise RuntimeError
+    assert not (tmp_path / "feature_spec.yaml").exists()

@@ -1,0 +1,54 @@
+"""How the Numba kernels are started and kept, in fresh processes."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import torch
+
+from hotbed.ops import cpu
+
+LOOK = "import hotbed.ops.cpu, hotbed.ops.cpu_runtime as r; print(r._CACHE_DIR); print(r.numba.config.THREADING_LAYER)"
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    )
+
+
+def test_compiled_kernels_are_kept_under_a_hash_of_their_sources(tmp_path):
+    found = python(LOOK, XDG_CACHE_HOME=str(tmp_path))
+    assert found.stdout.startswith(str(tmp_path / "hotbed" / "numba-"))
+    assert "omp" in found.stdout
+
+
+def test_a_read_only_cache_is_said_and_replaced(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = python(LOOK, XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    assert found.stdout.startswith(str(tmp_path / "hotbed-"))
+    assert "compiled kernels are kept in" in found.stderr
+
+
+def test_without_openmp_launches_take_turns_and_say_so():
+    code = LOOK + "; import threading; print(isinstance(r._turns, type(threading.Lock())))"
+    found = python(code, NUMBA_THREADING_LAYER="workqueue")
+    assert found.stdout.endswith("True\n")
+    assert "take turns" in found.stderr
+
+
+def test_two_threads_may_launch_kernels_at_once():
+    results: dict[int, torch.Tensor] = {}
+
+    def fill(i: int) -> None:
+        for _ in range(50):
+            results[i] = torch.empty(300, 16)
+            cpu.initial_values_(results[i], seed=1, rows=range(300), cols=range(16), bound=1.0)
+
+    threads = [threading.Thread(target=fill, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[0], r) for r in results.values())
