@@ -1,7 +1,7 @@
 """Whole DLRM steps: hotbed against the same model in plain PyTorch, alternating in one run.
 
-Both sides have the shapes of ALGORITHMS' DLRM (13-512-256-128, 26 tables of one dim, 1024-1024-512-256-1), the same
-initial values, the same Zipf-distributed ids, and plain SGD everywhere, so that the work is the same. Plain PyTorch uses
+Both sides have the shapes of NVIDIA's DLRM (13-512-256-128, 26 tables of one dim, 1024-1024-512-256-1), the same initial
+values, the same Zipf-distributed ids, and SGD everywhere, so that the work is the same. Plain PyTorch uses
 ``nn.EmbeddingBag(sparse=True)`` and ``torch.optim.SGD``, its fastest way to train tables on a CPU.
 
     python benchmarks/plain_pytorch.py --json benchmarks/results/plain_pytorch_cpu.json
@@ -51,9 +51,7 @@ class PlainDLRM(nn.Module):
     def forward(self, batch: hb.Batch) -> Tensor:
         size = len(batch)
         hidden = self.bottom(batch.dense)
-        vectors = [
-            bag(batch.sparse.values[i * size : (i + 1) * size].view(-1, 1)) for i, bag in enumerate(self.bags)
-        ]
+        vectors = [bag(batch.sparse.values[i * size : (i + 1) * size].view(-1, 1)) for i, bag in enumerate(self.bags)]
         stacked = torch.stack([hidden, *vectors], 1)
         gram = torch.bmm(stacked, stacked.mT)
         flat = gram[:, self.pairs[0], self.pairs[1]]
@@ -118,7 +116,9 @@ def main() -> None:
     rng = np.random.default_rng(1)
     batches = [
         hb.Batch(
-            sparse=hb.Jagged(names, zipf_ids(rng, len(names), args.rows, args.batch_size, args.zipf), batch_size=args.batch_size),
+            sparse=hb.Jagged(
+                names, zipf_ids(rng, len(names), args.rows, args.batch_size, args.zipf), batch_size=args.batch_size
+            ),
             dense=torch.randn(args.batch_size, 13),
             labels=torch.randint(0, 2, (args.batch_size, 1)).float(),
         )
@@ -150,7 +150,10 @@ def main() -> None:
         )
     results["settings"] = {k: v for k, v in vars(args).items() if k != "json"}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     results["environment"] = {
         "cpu": cpu or platform.processor(),
         "threads": torch.get_num_threads(),
@@ -159,8 +162,10 @@ def main() -> None:
     }
     for name in ("embedding", "step_fp32", "step_bf16"):
         r = results[name]
-        print(f"{name:10s} hotbed {r['hotbed_s'] * 1e3:7.1f} ms · plain {r['plain_s'] * 1e3:7.1f} ms · "
-              f"ratio {r['ratio']:.2f} ({r['ratio_min']:.2f}–{r['ratio_max']:.2f})")
+        print(
+            f"{name:10s} hotbed {r['hotbed_s'] * 1e3:7.1f} ms · plain {r['plain_s'] * 1e3:7.1f} ms · "
+            f"ratio {r['ratio']:.2f} ({r['ratio_min']:.2f}–{r['ratio_max']:.2f})"
+        )
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -29,7 +29,9 @@ def batches(draw):
     bag = st.lists(st.integers(0, 99), max_size=4)
     return {
         "one": torch.tensor(draw(st.lists(st.integers(0, 99), min_size=size, max_size=size))),
-        "two": torch.tensor(draw(st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=size, max_size=size))),
+        "two": torch.tensor(
+            draw(st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=size, max_size=size))
+        ),
         "many": draw(st.lists(bag, min_size=size, max_size=size)),
     }
 

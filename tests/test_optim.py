@@ -244,8 +244,14 @@ def test_there_is_no_default_learning_rate(rule):
         (lambda: RowWiseAdagrad(Tower(), lr=1.0, eps=-1e-8), "RowWiseAdagrad: eps is -1e-08"),
         (lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["c"]}]), "table 'c' does not exist"),
         (lambda: SGD(Tower(), lr=1.0, groups=[{"lr": 1.0}]), "an optimizer group needs 'tables'"),
-        (lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["a"], "lrs": 1}]), "option 'lrs' does not exist; use .'lr'.; did"),
-        (lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["a"]}, {"tables": ["a"]}]), "table 'a' is in two optimizer groups"),
+        (
+            lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["a"], "lrs": 1}]),
+            "option 'lrs' does not exist; use .'lr'.; did",
+        ),
+        (
+            lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["a"]}, {"tables": ["a"]}]),
+            "table 'a' is in two optimizer groups",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(make, message):

@@ -111,7 +111,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         resolved = _resolve_groups(places, groups or (), known=set(defaults))
         super().__init__(
             [
-                {**options, "tables": names, "params": [collections[p].handles[t] for p, t in (places[n] for n in names)]}
+                {
+                    **options,
+                    "tables": names,
+                    "params": [collections[p].handles[t] for p, t in (places[n] for n in names)],
+                }
                 for names, options in resolved
             ],
             defaults,

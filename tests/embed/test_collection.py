@@ -59,9 +59,7 @@ def test_every_feature_gets_its_pooled_vectors():
 def test_tables_start_at_the_initial_values_of_their_name_and_seed():
     collection = make(seed=7)
     cells = torch.empty(30, 8)
-    reference.initial_values_(
-        cells, seed=TABLES[1].seed(7), rows=range(30), cols=range(8), bound=TABLES[1].bound
-    )
+    reference.initial_values_(cells, seed=TABLES[1].seed(7), rows=range(30), cols=range(8), bound=TABLES[1].bound)
     assert torch.equal(collection.weight("items"), cells)
     assert not torch.equal(make(seed=8).weight("items"), cells)
 
@@ -69,16 +67,16 @@ def test_tables_start_at_the_initial_values_of_their_name_and_seed():
 def test_the_order_of_features_in_the_batch_does_not_matter():
     collection, batch = make(), ids()
     bags = batch.to_dict()
-    shuffled = Jagged.from_dict({name: bags[name] for name in ("history", "item", "text", "user")} | {"more": bags["item"]})
+    shuffled = Jagged.from_dict(
+        {name: bags[name] for name in ("history", "item", "text", "user")} | {"more": bags["item"]}
+    )
     for name, vectors in collection(batch).items():
         assert torch.equal(collection(shuffled)[name], vectors)
 
 
 def test_int32_ids_give_the_same_vectors():
     collection, batch = make(), ids()
-    narrow = Jagged(
-        batch.names, batch.values.int(), batch_size=len(batch), fixed=batch.fixed, offsets=batch.offsets
-    )
+    narrow = Jagged(batch.names, batch.values.int(), batch_size=len(batch), fixed=batch.fixed, offsets=batch.offsets)
     for name, vectors in collection(batch).items():
         assert torch.equal(collection(narrow)[name], vectors)
 
@@ -188,9 +186,7 @@ def test_the_backend_is_the_one_asked_for():
 
 def test_one_arena_serves_many_tables_in_one_launch():
     names = [f"t{i}" for i in range(26)]
-    collection = EmbeddingCollection(
-        [Table(n, rows=5, dim=4) for n in names], [Feature(n, table=n) for n in names]
-    )
+    collection = EmbeddingCollection([Table(n, rows=5, dim=4) for n in names], [Feature(n, table=n) for n in names])
     ops.launches.clear()
     e = collection(Jagged.from_dict({n: torch.tensor([1, 2]) for n in names}))
     assert ops.launches["cpu.lookup"] == 1
@@ -200,7 +196,10 @@ def test_one_arena_serves_many_tables_in_one_launch():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"user": torch.tensor([1, 50])}, r"feature user: id 50 at sample 1 is ≥ rows 50; raise `rows`, or set on_bad_id="),
+        (
+            {"user": torch.tensor([1, 50])},
+            r"feature user: id 50 at sample 1 is ≥ rows 50; raise `rows`, or set on_bad_id=",
+        ),
         ({"user": torch.tensor([-3, 1])}, "feature user: id -3 at sample 0 is negative; valid ids start at 0"),
         ({"text": [[1], [2, 20]]}, "feature text: id 20 at sample 1 is ≥ rows 20"),
     ],
@@ -245,7 +244,9 @@ def test_a_checked_batch_is_not_checked_again():
 def test_missing_features_are_named():
     bags = ids().to_dict()
     bags["histroy"] = bags.pop("history")
-    with pytest.raises(BatchError, match="no feature 'history'; it has user, text, item, histroy; did you mean 'histroy'"):
+    with pytest.raises(
+        BatchError, match="no feature 'history'; it has user, text, item, histroy; did you mean 'histroy'"
+    ):
         make()(Jagged.from_dict(bags))
 
 

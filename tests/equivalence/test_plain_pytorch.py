@@ -43,7 +43,9 @@ class PlainDLRM(nn.Module):
 
 
 def _copy(mlp: nn.Sequential) -> nn.Sequential:
-    copied = nn.Sequential(*(nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.ReLU() for m in mlp))
+    copied = nn.Sequential(
+        *(nn.Linear(m.in_features, m.out_features) if isinstance(m, nn.Linear) else nn.ReLU() for m in mlp)
+    )
     copied.load_state_dict(mlp.state_dict())
     return copied
 
@@ -69,7 +71,8 @@ def batches(count: int):
     for _ in range(count):
         ids = {f"C{i}": (torch.rand(BATCH, generator=draw).pow(3) * rows).long() for i, rows in enumerate(ROWS)}
         ids["list"] = [
-            torch.randint(0, 500, (int(n),), generator=draw).tolist() for n in torch.randint(0, 40, (BATCH,), generator=draw)
+            torch.randint(0, 500, (int(n),), generator=draw).tolist()
+            for n in torch.randint(0, 40, (BATCH,), generator=draw)
         ]
         dense = torch.randn(BATCH, DENSE, generator=draw)
         logit = (ids["C1"] % 3 - 1) + (ids["C3"] % 5 - 2) * 0.5 + dense[:, 0]

@@ -76,7 +76,9 @@ class StoreContract:
     def test_view_shares_memory(self):
         store = self.filled()
         store.view(slice(4, 6)).fill_(2.0)
-        assert torch.equal(store.read(torch.tensor([4, 5], device=store.device)), torch.full((2, DIM), 2.0).to(store.device))
+        assert torch.equal(
+            store.read(torch.tensor([4, 5], device=store.device)), torch.full((2, DIM), 2.0).to(store.device)
+        )
 
     def test_moments_start_at_zero_and_adding_twice_keeps_them(self):
         store = self.filled()

@@ -8,7 +8,10 @@ reduction over its columns would then need a second launch.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+
+import torch
 
 TILE = 4096
 """Elements per program of a kernel that keeps one value per element (twice as many registers → half of it)."""
@@ -30,3 +33,12 @@ def ceil_div(n: int, by: int) -> int:
 def rows_per_program(columns: int, elements: int) -> int:
     """How many rows of ``columns`` (a power of two) make a tile of ``elements``: at least 1, at most 128."""
     return min(max(elements // columns, 1), 128)
+
+
+@cache
+def programs(device: torch.device) -> int:
+    """How many programs share work whose amount only the device knows: 32 per multiprocessor.
+
+    Several times what fits at once, so that the last wave is short; few enough that those without work cost nothing.
+    """
+    return 32 * (torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1)

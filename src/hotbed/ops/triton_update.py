@@ -5,8 +5,8 @@ A slot's gradient is the canonical sum: its occurrences left to right in runs of
 Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
 that occur once), so the parallel unit is the run:
 
-1. `_runs_kernel`: a program sums a tile of neighbouring runs, side by side. A run that is its slot's only one gets the
-   rule at once; most are. The others leave their partial sum in a scratch buffer.
+1. `_runs_kernel`: a program sums tiles of neighbouring runs, those of a tile side by side. A run that is its slot's
+   only one gets the rule at once; most are. The others leave their partial sum in a scratch buffer.
 2. `_long_kernel`: a program per slot of several runs adds the partial sums in run order and applies the rule.
 
 The host does not know how many runs there are, so where a long slot (one of several runs) keeps its partial sums
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences
-from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
+from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 from hotbed.ops.triton_rules import RULES
 from hotbed.optim import Rule
 
@@ -138,8 +138,8 @@ def _runs_kernel(
     runs = tl.load(counts + 1)
     if tl.load(gate) == 0:
         runs = runs * 0
-    if tl.program_id(0) * R < runs:
-        run = tl.program_id(0) * R + tl.arange(0, R)
+    for tile in range(tl.program_id(0).to(tl.int64) * R, runs, tl.num_programs(0).to(tl.int64) * R):
+        run = tile + tl.arange(0, R)
         live = run < runs
         start = tl.load(run_starts + run, mask=live, other=0)
         end = tl.load(run_starts + run + 1, mask=live, other=0)
@@ -291,7 +291,7 @@ def update(
     }
     with torch.cuda.device_of(weight):
         partials = torch.empty(2 * windows, dim, dtype=torch.float32, device=weight.device)
-        _runs_kernel[(ceil_div(total, tile_rows),)](
+        _runs_kernel[(min(ceil_div(total, tile_rows), programs(weight.device)),)](
             weight,
             *moments,
             occurrences.slots,

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hotbed.config import Monitor, Recipe
 from hotbed.errors import RecipeError
@@ -213,64 +209,3 @@ class EarlyStop(Callback):
         """Count, and stop if it was enough."""
         self._waited = 0 if self._best.improved(metrics) else self._waited + 1
         trainer.stop = trainer.stop or self._waited >= self._patience
-
-
-class ShowProgress(Callback):
-    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal.
-
-    Parameters
-    ----------
-    console
-        Where to print.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: Progress | None = None
-        self._started = 0.0
-        self._first_step = 0
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Show an empty bar."""
-        self._started, self._first_step = time.perf_counter(), trainer.step
-        if self._console.is_terminal:
-            columns = ("training", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.add_task("train", total=trainer.steps_total, completed=trainer.step, note="")
-            self._bar.start()
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Move the bar."""
-        if self._bar is not None:
-            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s"
-            self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
-
-    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Print a line."""
-        if self._bar is None:
-            of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
-            self._console.print(
-                f"step {trainer.step:,}{of}  loss {record['loss']:.4f}  "
-                f"{record['samples_per_s']:,.0f} samples/s{self._time_left(trainer)}"
-            )
-
-    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Print a line."""
-        self._console.print(f"step {trainer.step:,}  valid AUC {metrics.auc:.5f}  logloss {metrics.logloss:.5f}")
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Take the bar away."""
-        self.close()
-
-    def close(self) -> None:
-        """Take the bar away, also where training failed."""
-        if self._bar is not None:
-            self._bar.stop()
-
-    def _time_left(self, trainer: Trainer) -> str:
-        done = trainer.step - self._first_step
-        if not trainer.steps_total or not done:
-            return ""
-        seconds = (time.perf_counter() - self._started) / done * (trainer.steps_total - trainer.step)
-        minutes, seconds = divmod(round(seconds), 60)
-        return f"  {minutes}:{seconds:02d} left"

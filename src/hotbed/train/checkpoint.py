@@ -7,8 +7,8 @@
                                               file its size and SHA-256
 
 All is written under a hidden name and renamed when the manifest is there, so a directory without a valid manifest is no
-checkpoint and a run that is killed leaves none. A part is anything with ``state_dict`` and ``load_state_dict``: a model,
-an optimizer, a schedule, a loader. Nothing is ever pickled.
+checkpoint and a run that is killed leaves none. A part is anything with ``state_dict`` and ``load_state_dict``: a
+model, an optimizer, a schedule, a loader. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -141,6 +141,36 @@ def load_checkpoint(path: str | Path, parts: Mapping[str, Stateful]) -> dict[str
     return manifest
 
 
+def checkpoints_of(run: Path) -> list[Path]:
+    """Checkpoints in a run's ``checkpoints/``, named ``KIND-STEP``, by step; unfinished ones have hidden names."""
+    manifests = (run / "checkpoints").glob(f"[!.]*-*/{MANIFEST}")
+    return sorted((file.parent for file in manifests), key=lambda path: path.name.split("-")[-1])
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The path itself if it is a checkpoint, or a run's newest.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    found = checkpoints_of(path)
+    if not found:
+        raise CheckpointError(f"{path} is neither a checkpoint ({MANIFEST}) nor a run's directory with one")
+    return found[-1]
+
+
+def verify_checkpoint(path: str | Path) -> None:
+    """Read all files of a checkpoint and compare them with the manifest; a `CheckpointError` names what differs."""
+    path = Path(path)
+    for name, entry in read_manifest(path)["files"].items():
+        _verify(path / name, entry)
+
+
 def read_manifest(path: str | Path) -> dict[str, Any]:
     """Manifest of a checkpoint.
 
@@ -173,8 +203,8 @@ def _verify(file: Path, expected: Mapping[str, Any]) -> None:
     digest = _sha256(file)
     if digest != expected["sha256"]:
         raise CheckpointError(
-            f"{file} has SHA-256 {digest[:12]}…, the manifest says {expected['sha256'][:12]}…: its content has changed; "
-            f"copy the checkpoint again"
+            f"{file} has SHA-256 {digest[:12]}…, the manifest says {expected['sha256'][:12]}…: its content has "
+            f"changed; copy the checkpoint again"
         )
 
 
@@ -192,14 +222,16 @@ def _plain(value: object, tensors: dict[str, Tensor], where: str) -> object:
         tensors[where] = value
         return {"$tensor": where}
     if isinstance(value, Mapping):
-        items = [(k, _plain(v, tensors, f"{where}.{k}".lstrip("."))) for k, v in cast("Mapping[Any, Any]", value).items()]
+        items = [
+            (k, _plain(v, tensors, f"{where}.{k}".lstrip("."))) for k, v in cast("Mapping[Any, Any]", value).items()
+        ]
         if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
             return dict(items)
         if all(isinstance(k, str | int) for k, _ in items):
             return {"$items": [[k, v] for k, v in items]}
     elif isinstance(value, list | tuple):
-        entries = [_plain(v, tensors, f"{where}.{i}".lstrip(".")) for i, v in enumerate(cast("list[Any]", value))]
-        return {"$tuple": entries} if isinstance(value, tuple) else entries
+        plain = [_plain(v, tensors, f"{where}.{i}".lstrip(".")) for i, v in enumerate(cast("list[Any]", value))]
+        return {"$tuple": plain} if isinstance(value, tuple) else plain
     elif value is None or isinstance(value, str | int | float):
         return value
     raise CheckpointError(f"a state holds {type(value).__name__} at '{where}', which a checkpoint cannot hold")

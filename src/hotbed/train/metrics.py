@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from hotbed.batch import Batch
+from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError
 
 
@@ -239,9 +240,19 @@ def _metrics(
 def _mean(tasks: dict[str, Metrics]) -> Metrics:
     first = next(iter(tasks.values()))
     gaucs = [task.gauc for task in tasks.values() if task.gauc is not None]
-    names = ("auc", "logloss", "normalized_entropy", "calibration")
-    means = {name: sum(getattr(task, name) for task in tasks.values()) / len(tasks) for name in names}
-    return Metrics(samples=first.samples, **means, gauc=sum(gaucs) / len(gaucs) if gaucs else None, tasks=tasks)
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(task, name)) for task in tasks.values()) / len(tasks)
+
+    return Metrics(
+        samples=first.samples,
+        auc=mean("auc"),
+        logloss=mean("logloss"),
+        normalized_entropy=mean("normalized_entropy"),
+        calibration=mean("calibration"),
+        gauc=sum(gaucs) / len(gaucs) if gaucs else None,
+        tasks=tasks,
+    )
 
 
 def _ratio(a: float, b: float) -> float:
@@ -292,22 +303,30 @@ def evaluate(
     predictions = Predictions(labels)
     with _evaluating(model):
         for i, batch in enumerate(batches):
-            if batch.labels is None:
-                raise BatchError(f"batch {i} has no labels, so it cannot be evaluated")
             if group is not None and group not in batch.extra:
                 raise BatchError(f"batch {i} has no column '{group}' to group by; it has {list(batch.extra) or 'none'}")
-            batch = batch.to(device, non_blocking=True)
+            batch = to_device(batch, model, device)
             groups = None if group is None else batch.extra[group]
-            predictions.add(checked_logits(model(batch), batch), batch.labels, weights=batch.weights, groups=groups)
+            logits, target = checked_logits(model(batch), batch.labels)
+            predictions.add(logits, target, weights=batch.weights, groups=groups)
     return predictions.metrics()
 
 
-def checked_logits(logits: Tensor, batch: Batch) -> Tensor:
-    """The model's output, if its shape is that of the labels ``[B, T]``; a `BatchError` otherwise."""
-    assert batch.labels is not None
-    if logits.shape != batch.labels.shape:
+def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Batch:
+    """Move a batch after its ids were checked on the host: on an accelerator the check would wait for the device."""
+    for module in model.modules():
+        if isinstance(module, EmbeddingCollection):
+            batch = replace(batch, sparse=module.check(batch.sparse))
+    return batch.to(device, non_blocking=True)
+
+
+def checked_logits(logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits and labels, if both are there and ``[B, T]``; a `BatchError` otherwise."""
+    if labels is None:
+        raise BatchError("a batch has no labels, so there is nothing to compare with; name them in the source's schema")
+    if logits.shape != labels.shape:
         raise BatchError(
-            f"the model gave logits {list(logits.shape)}, but the labels are {list(batch.labels.shape)}; a model must "
-            f"return one logit per sample and label"
+            f"the model gave logits {list(logits.shape)}, but the labels are {list(labels.shape)}; a model must return "
+            f"one logit per sample and label"
         )
-    return logits
+    return logits, labels

@@ -7,13 +7,12 @@ and any iterable of `Batch`; everything that is not training (logs, progress, ch
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -22,11 +21,9 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.errors import BatchError, RecipeError
 from hotbed.train.callbacks import Callback
 from hotbed.train.checkpoint import RandomState, Stateful
-from hotbed.train.metrics import Metrics, checked_logits, evaluate
+from hotbed.train.clock import Clock
+from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.nonfinite import refuse_non_finite
-
-SETTLING_STEPS = 5
-"""First steps that ``samples_per_s`` leaves out: kernels are compiled and buffers allocated in them."""
 
 
 class Trainer:
@@ -80,15 +77,15 @@ class Trainer:
         self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
-        factor = (schedule or ScheduleRecipe()).factor
+        self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
-        self.schedules = [LambdaLR(optimizer, lambda taken: factor(taken + 1)) for optimizer in (dense, sparse)]
+        self.schedules = [LambdaLR(optimizer, lambda taken: self._factor(taken + 1)) for optimizer in (dense, sparse)]
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
         self.stop = False
         self._batches: Iterable[Batch] = ()
         self._data_position: Mapping[str, Any] | None = None
-        self._clock = Clock()
+        self.clock = Clock()
         self._recent: list[float] = []
         if recipe.compile:
             model.compile()
@@ -116,9 +113,9 @@ class Trainer:
         while not self.finished:
             for batch, last in self._epoch_of(batches):
                 loss = self.loss(batch)
-                # float() waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
+                # item() waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
                 # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
-                value = float(loss)
+                value = loss.item()
                 refuse_non_finite(value, batch, self)
                 self.dense.zero_grad()
                 loss.backward()
@@ -135,13 +132,11 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
-        if batch.labels is None:
-            raise BatchError("a training batch has no labels; name the label columns in the source's schema")
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-            logits = checked_logits(self.model(batch), batch)
+            logits, labels = checked_logits(self.model(batch), batch.labels)
         weight = None if batch.weights is None else batch.weights[:, None]
-        total = F.binary_cross_entropy_with_logits(logits.float(), batch.labels, weight, reduction="sum")
-        return total / max(batch.labels.numel(), 1)
+        total = F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum")
+        return total / max(labels.numel(), 1)
 
     @property
     def finished(self) -> bool:
@@ -151,7 +146,7 @@ class Trainer:
 
     def validate(self, batches: Iterable[Batch]) -> Metrics:
         """Evaluate now, and tell the callbacks."""
-        with self._clock.paused():
+        with self.clock.paused():
             metrics = self.evaluate(batches)
             self._call("on_eval", metrics)
         return metrics
@@ -162,8 +157,8 @@ class Trainer:
 
     @property
     def samples_per_s(self) -> float:
-        """Training samples per second, without evaluations, checkpoints and the first `SETTLING_STEPS` steps."""
-        return self._clock.samples_per_s
+        """Training samples per second, without evaluations, checkpoints and the first 5 steps (see `Clock`)."""
+        return self.clock.samples_per_s
 
     # -- what the loop calls ---------------------------------------------------------------------------------------
 
@@ -176,7 +171,7 @@ class Trainer:
         except TypeError:
             self.steps_total = self.recipe.steps
         self._call("on_train_start")
-        self._clock.start()
+        self.clock.start()
 
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
         """The batches of an epoch on the device, and whether each is the last.
@@ -186,7 +181,7 @@ class Trainer:
         """
         coming: _Fetched | None = None
         for batch in batches:
-            fetched = _Fetched(batch.to(self.device, non_blocking=True), self._loader_state())
+            fetched = _Fetched(to_device(batch, self.model, self.device), self._loader_state())
             if coming is not None:
                 self._data_position = coming.position
                 yield coming.batch, False
@@ -206,7 +201,7 @@ class Trainer:
         self.position += 1
         if last:
             self.epoch, self.position = self.epoch + 1, 0
-        self._clock.tick(len(batch))
+        self.clock.tick(len(batch))
         self._recent.append(loss)
         self._call("on_step", loss)
         if self.step % self.recipe.log_every == 0 or self.finished:
@@ -214,8 +209,8 @@ class Trainer:
                 "step": self.step,
                 "epoch": self.epoch,
                 "loss": sum(self._recent) / len(self._recent),
-                "lr_dense": self.dense.param_groups[0]["lr"],
-                "lr_sparse": self.sparse.param_groups[0]["lr"],
+                "lr_dense": self.schedules[0].base_lrs[0] * self._factor(self.step),
+                "lr_sparse": self.schedules[1].base_lrs[0] * self._factor(self.step),
                 "samples_per_s": self.samples_per_s,
             }
             self._recent.clear()
@@ -261,50 +256,6 @@ class Trainer:
 class _Fetched(NamedTuple):
     batch: Batch
     position: Mapping[str, Any] | None
-
-
-class Clock:
-    """Counts samples and the seconds they took."""
-
-    def __init__(self) -> None:
-        self._mark = time.perf_counter()
-        self._seconds = 0.0
-        self._samples = self._steps = 0
-        self._all: tuple[float, int] = (0.0, 0)
-
-    def start(self) -> None:
-        """Begin to count now."""
-        self._mark = time.perf_counter()
-
-    def tick(self, samples: int) -> None:
-        """A step is over."""
-        now = time.perf_counter()
-        self._steps += 1
-        self._all = (self._all[0] + now - self._mark, self._all[1] + samples)
-        if self._steps > SETTLING_STEPS:
-            self._seconds += now - self._mark
-            self._samples += samples
-        self._mark = now
-
-    def paused(self) -> _Pause:
-        """Context in which time does not count."""
-        return _Pause(self)
-
-    @property
-    def samples_per_s(self) -> float:
-        """Rate so far; where only settling steps were taken, theirs."""
-        seconds, samples = (self._seconds, self._samples) if self._samples else self._all
-        return samples / seconds if seconds else 0.0
-
-
-class _Pause:
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.start()
 
 
 def resolve_device(device: str) -> torch.device:
