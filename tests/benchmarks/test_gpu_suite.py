@@ -1,0 +1,37 @@
+"""The GPU suite runs from end to end without a GPU, tiny, so that a GPU's time is never spent on its typos."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tiny_suite(tmp_path):
+    pytest.importorskip("triton")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "OUT": str(tmp_path), "HOTBED_TINY": "1", "PATH": path}
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu_suite.sh"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    summary = json.loads((tmp_path / "gpu_suite.json").read_text())
+    about = summary["environment"]
+    assert about["tiny"] and "mean nothing" in about["note"]
+    assert about["torch"] and about["triton"]
+    parts = summary["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "ok")
+    assert parts["tests"]["results"]["tests"] > 0 and parts["tests"]["results"]["failed"] == []
+    assert all(r["equal"] for r in parts["determinism"]["results"])
+    measured = {r["kernel"] for r in parts["bandwidth"]["results"]}
+    assert measured == {
+        "copy", "gather", "initial_values", "lookup", "occurrences", "group", "update_sgd", "update_rowwise_adagrad",
+        "interaction", "interaction_backward",
+    }  # fmt: skip
+    assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_per_s"] > 0 for r in parts["bandwidth"]["results"])

@@ -1,0 +1,68 @@
+"""Which backend is picked, and what is said when one cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from hotbed.errors import BackendError
+from hotbed.ops import backend as module
+from hotbed.ops import launches, select
+
+OPERATIONS = ("initial_values_", "lookup", "occurrences", "group", "update", "interaction", "interaction_backward")
+
+
+def test_auto_is_numba_on_the_cpu():
+    assert select("cpu").NAME == "cpu"
+    assert select(torch.device("cpu"), "auto").NAME == "cpu"
+
+
+def test_an_explicit_name_is_honoured_and_really_runs(backend):
+    assert select(backend.device, backend.name) is backend.ops
+    before = launches[f"{backend.name}.group"]
+    backend.ops.group(torch.tensor([1, 1, 0], device=backend.device))
+    assert launches[f"{backend.name}.group"] == before + 1
+
+
+def test_every_backend_has_every_operation_and_counts_it(backend):
+    for operation in OPERATIONS:
+        assert callable(getattr(backend.ops, operation))
+    before = launches.copy()
+    device = backend.device
+    ops = backend.ops
+    ops.initial_values_(torch.empty(1, 1, device=device), seed=0, rows=range(1), cols=range(1), bound=1.0)
+    ops.interaction(torch.ones(1, 1, device=device), torch.ones(1, 1, 1, device=device), 2)
+    assert launches - before == {f"{backend.name}.initial_values": 1, f"{backend.name}.interaction": 1}
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "message"),
+    [
+        ("cpu", "tritn", "backend 'tritn' does not exist; choose auto, reference, cpu, triton; did you mean 'triton'?"),
+        ("meta", "auto", "no kernels for device 'meta'; move the model to cpu or cuda, or pass backend='reference'"),
+        ("cuda", "cpu", "backend 'cpu' cannot work on 'cuda' tensors; use 'triton' or 'reference'"),
+    ],
+)
+def test_a_wrong_choice_says_what_to_do(device, name, message):
+    with pytest.raises(BackendError) as error:
+        select(device, name)
+    assert str(error.value) == message
+
+
+def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendError, match="needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1"):
+        select("cpu", "triton")
+
+
+def test_triton_missing(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    module._load.cache_clear()
+    try:
+        with pytest.raises(BackendError, match="needs the triton package; pip install triton"):
+            select("cpu", "triton")
+    finally:
+        module._load.cache_clear()

@@ -1,0 +1,57 @@
+"""Grouping equal slots and cutting the groups into runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .cases import RUN, naive_runs, valid
+
+SLOTS = {
+    "none": [],
+    "one": [2**40],
+    "all_equal_31": [4] * 31,
+    "all_equal_32": [4] * 32,
+    "all_equal_33": [4] * 33,
+    "all_equal_64": [4] * 64,
+    "over_1024": [3] * 1100 + [1] * 40 + [3],
+    "all_different": list(range(50, 0, -1)),
+    "alternating": [5, 2] * 70,
+    "beyond_32_bits": [2**33, 0, 2**33 + 1, 2**33] * 20,
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_group(backend, name):
+    slots = SLOTS[name]
+    tensor = torch.tensor(slots, dtype=torch.int64)
+    groups = backend.ops.group(backend.put(tensor))
+    runs = naive_runs(slots)
+    order = [i for of_slot in runs.values() for run in of_slot for i in run]
+    starts = [0]
+    first_run = [0]
+    for of_slot in runs.values():
+        starts += [starts[-1] + sum(map(len, of_slot[: i + 1])) for i in range(len(of_slot))]
+        first_run.append(first_run[-1] + len(of_slot))
+    assert valid(groups) == (order, list(runs), starts, first_run)
+    assert len(groups.rows) == len(slots)
+    assert len(groups.run_starts) == len(groups.group_runs) == len(slots) + 1
+
+
+@settings(max_examples=30)
+@given(slots=st.lists(st.integers(0, 6) | st.integers(0, 2**40), max_size=150))
+def test_groups_partition_the_occurrences(backend, slots):
+    groups = backend.ops.group(backend.put(torch.tensor(slots, dtype=torch.int64)))
+    order, rows, run_starts, group_runs = valid(groups)
+    assert sorted(order) == list(range(len(slots)))
+    assert rows == sorted(set(slots))
+    assert run_starts[0] == 0 and run_starts[-1] == len(slots)
+    assert group_runs[0] == 0 and group_runs[-1] == len(run_starts) - 1
+    for row, first, last in zip(rows, group_runs, group_runs[1:], strict=False):
+        members = order[run_starts[first] : run_starts[last]]
+        assert members == sorted(members), "equal slots keep their order"
+        assert {slots[i] for i in members} == {row}
+        lengths = [run_starts[r + 1] - run_starts[r] for r in range(first, last)]
+        assert all(length == RUN for length in lengths[:-1]) and 0 < lengths[-1] <= RUN
