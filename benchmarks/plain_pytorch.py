@@ -1,7 +1,7 @@
 """Whole DLRM steps: hotbed against the same model in plain PyTorch, alternating in one run.
 
-Both sides have the shapes of the DLRM that NVIDIA published (13-512-256-128, 26 tables, 1024-1024-512-256-1), the same initial
-values, the same Zipf-distributed ids, and SGD everywhere, so that the work is the same. Plain PyTorch uses
+Both sides have the shapes of the DLRM that NVIDIA published (13-512-256-128, 26 tables, 1024-1024-512-256-1), the same
+initial values, the same Zipf-distributed ids, and SGD everywhere, so that the work is the same. Plain PyTorch uses
 ``nn.EmbeddingBag(sparse=True)`` and ``torch.optim.SGD``, its fastest way to train tables on a CPU.
 
     python benchmarks/plain_pytorch.py --json benchmarks/results/plain_pytorch_cpu.json

@@ -157,7 +157,8 @@ class Predictions:
     """Collects predictions batch by batch, then gives their `Metrics`.
 
     Kept per sample and task: logit and label (8 bytes), and weight and group where there are any. Everything else is
-    summed as it comes. 100 M samples of one task take 0.8 GB, and about 6 GB more while they are sorted.
+    summed as it comes. 100 M samples of one task take 0.8 GB, and 10 GB more for the AUC (97 bytes per sample, measured
+    on 10 M).
 
     Parameters
     ----------
