@@ -18,7 +18,7 @@ demo: .venv/ready  ## raw log to trained model: make demo [DATA=criteo.tsv.gz] [
 	$(BIN)/hotbed demo $(DATA) $(if $(JSON),--json $(JSON))
 
 test: .venv/ready  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 check: .venv/ready  ## lint, types, layers, public names
 	$(BIN)/ruff check .

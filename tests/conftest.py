@@ -2,6 +2,9 @@
 
 import os
 
+# Several processes share the cores here, and OpenMP's idle threads would spin against them. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from hypothesis import settings
 

@@ -32,8 +32,15 @@ def test_dims_must_fit():
         DLRM(TABLES[:1], FEATURES[:1], bottom=(64, 16))
 
 
-@pytest.mark.parametrize(("dense", "got"), [(None, "none"), (torch.rand(1, 3), "3")])
+@pytest.mark.parametrize(("dense", "got"), [(None, "0"), (torch.rand(1, 3), "3")])
 def test_dense_inputs_must_fit(dense, got):
     model = DLRM(TABLES[:1], FEATURES[:1], 2, bottom=(128,), top=(1,))
     with pytest.raises(BatchError, match=f"built for 2 dense inputs, the batch has {got}"):
         model(Batch(sparse=Jagged.from_dict({"C0": torch.tensor([1])}), dense=dense))
+
+
+def test_it_needs_no_dense_inputs():
+    model = DLRM(TABLES[:2], FEATURES[:2], 0, bottom=(128,), top=(1,))
+    ids = Jagged.from_dict({"C0": torch.tensor([1, 2]), "C1": torch.tensor([1, 3])})
+    for dense in (None, torch.empty(2, 0)):
+        assert model(Batch(sparse=ids, dense=dense)).shape == (2, 1)

@@ -35,11 +35,17 @@ class MLP(nn.Sequential):
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
-            linear = nn.Linear(fan_in, fan_out)
-            nn.init.normal_(linear.weight, 0.0, math.sqrt(2.0 / (fan_in + fan_out)))
-            nn.init.normal_(linear.bias, 0.0, math.sqrt(1.0 / fan_out))
+            linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
+            _draw(linear.weight, math.sqrt(2.0 / (fan_in + fan_out)))
+            _draw(linear.bias, math.sqrt(1.0 / fan_out))
             layers += [linear, nn.ReLU()]
         super().__init__(*(layers if last_relu else layers[:-1]))
+
+
+@torch.no_grad()
+def _draw(parameter: Tensor, std: float) -> None:
+    """Draw on the CPU, so that one seed gives one model on every device."""
+    parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std))
 
 
 class DotInteraction(nn.Module):

@@ -26,7 +26,7 @@ class DLRM(nn.Module):
     tables, features
         As for `EmbeddingCollection`; all tables must have the same dim, the last width of ``bottom``.
     dense_features
-        Number of dense inputs ``I``.
+        Number of dense inputs ``I``. Without any, the bottom MLP sees a constant 1.
     bottom, top
         Widths of the MLPs. ``top`` ends with the number of labels and has no last ReLU.
     seed
@@ -60,15 +60,16 @@ class DLRM(nn.Module):
                 )
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
-        self.bottom = MLP(dense_features, bottom)
+        self.bottom = MLP(max(dense_features, 1), bottom)
         self.interaction = DotInteraction(len(features), dim, backend=backend)
         self.top = MLP(self.interaction.width, top, last_relu=False)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        if batch.dense is None or batch.dense.shape[1] != self.dense_features:
-            got = "none" if batch.dense is None else str(batch.dense.shape[1])
+        got = 0 if batch.dense is None else batch.dense.shape[1]
+        if got != self.dense_features:
             raise BatchError(f"DLRM was built for {self.dense_features} dense inputs, the batch has {got}")
         vectors = self.embeddings(batch.sparse).stack()
-        hidden = self.interaction(self.bottom(batch.dense), vectors)
+        dense = batch.dense if got else vectors.new_ones(len(batch), 1)
+        hidden = self.interaction(self.bottom(dense), vectors)
         return self.top(hidden).to(torch.float32)

@@ -7,7 +7,7 @@ ties that the model did not make. Sums are float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -261,7 +261,7 @@ def _ratio(a: float, b: float) -> float:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Any:
+def _evaluating(model: nn.Module) -> Generator[None]:
     training = model.training
     model.eval()
     try:

@@ -42,7 +42,7 @@ class Trainer:
     schedule
         Factor of both learning rates by step.
     callbacks
-        Called in this order.
+        Called in this order; also an attribute, to which more can be added.
     group
         Column of ``Batch.extra`` to group by in evaluations.
     labels
@@ -176,8 +176,8 @@ class Trainer:
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
         """The batches of an epoch on the device, and whether each is the last.
 
-        One batch is fetched ahead, so that its copy to the device overlaps with the step before it. A checkpoint must
-        not count it: the loader's position is noted before it is fetched.
+        One batch is fetched ahead: its copy to the device is queued before the wait in the step, so the device has the
+        next batch when the step is over. A checkpoint must not count it, so the loader's position is noted first.
         """
         coming: _Fetched | None = None
         for batch in batches:

@@ -1,0 +1,7 @@
+"""``python -m hotbed``."""
+
+import sys
+
+from hotbed.cli import main
+
+sys.exit(main())

@@ -1,0 +1,346 @@
+"""The command line: ``hotbed demo | init | prepare | train | eval | inspect``.
+
+Each command is a parser and a function below; what they do is in `hotbed.train` and `hotbed.data`, imported when the
+command runs, so that help is quick. Results go to stdout, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_parsing_settings
+
+from hotbed.config import DataRecipe, Recipe, ScheduleRecipe, TrainRecipe, check_keys
+from hotbed.errors import HotbedError, RecipeError, did_you_mean
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class Command(NamedTuple):
+    """One command: what it is for, its arguments, and what it does with them."""
+
+    help: str
+    usage: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Parameters
+    ----------
+    argv
+        Arguments after the program's name; default: those of the process.
+
+    Returns
+    -------
+    int
+        0, or 2 after an error, which is one message on stderr (``--debug`` shows the traceback).
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    if debug:
+        args.remove("--debug")
+    try:
+        _run(args)
+    except KeyboardInterrupt:
+        print("hotbed: interrupted", file=sys.stderr)
+        return 130
+    except (HotbedError, OSError) as error:
+        if debug:
+            raise
+        print(f"hotbed: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(args: list[str]) -> None:
+    if not args or args[0] in ("-h", "--help"):
+        print(_help())
+        return
+    name, *rest = args
+    if name not in COMMANDS:
+        raise RecipeError(
+            f"there is no command '{name}'; there are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
+        )
+    command = COMMANDS[name]
+    # Errors have to be raised, not printed, to be explained in main; env variables are no source of settings.
+    parser = ArgumentParser(
+        prog=f"hotbed {name}", description=command.help, usage=command.usage, exit_on_error=False, default_env=False
+    )
+    command.add_arguments(parser)
+    deep: list[tuple[str, str]] = []
+    if command.add_arguments is _add_recipe:
+        rest, deep = _split_deep(rest)
+        if rest and not rest[0].startswith("-"):
+            # jsonargparse reads a file of settings only from an option. First, so that what follows overrides it.
+            check_keys(_read_yaml(Path(rest[0])), complete=False)
+            rest[0] = f"--recipe={rest[0]}"
+    try:
+        parsed = parser.parse_args(rest)
+    except ArgumentError as error:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise RecipeError(_explained(str(error), known)) from None
+    if deep:
+        parsed.update(deep, "deep")
+    command.run(parsed)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: hotbed COMMAND …", "", *lines, "", "hotbed COMMAND --help shows arguments; --debug shows tracebacks."]
+    )
+
+
+def _explained(message: str, known: Sequence[str]) -> str:
+    """Jsonargparse's message in hotbed's words: the key, the value, what it must be, and the closest known key."""
+    if message.startswith("unrecognized arguments: "):
+        option = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+        return f"unknown argument {option}{did_you_mean(option, known)}"
+    key = re.search(r'Parser key "([^"]+)"', message)
+    value = re.search(r"(?:Given value|Got value): (.*)", message)
+    types = re.findall(r"Expected an? (.+?)(?:\. Got value: .*)?$", message, flags=re.MULTILINE)
+    if not (key and value and types):
+        return message
+    names = [re.sub(r"<class '(?:NoneType|(\w+))'>", lambda m: m[1] or "null", t) for t in types]
+    names = [n.removeprefix("typing.Literal").strip("[]") if "Literal" in n else n for n in names]
+    return f"{key[1]} is {value[1]!r}, must be {' or '.join(dict.fromkeys(names))}"
+
+
+# -- recipes -------------------------------------------------------------------------------------------------------
+
+
+_COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer")
+
+
+def _add_recipe(parser: ArgumentParser) -> None:
+    parser.add_argument("--recipe", action="config", help="Recipe to start from; or give it first.")
+    parser.add_argument("--name", type=str | None, help="Name of the run's directory.")
+    _add_component(parser, "data.source", "hotbed.data.SplitBinarySource")
+    parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
+    for key in _COMPONENTS:
+        _add_component(parser, key)
+    parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
+    parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
+    parser.add_argument("--out", type=str, default="runs", help="Where runs go: OUT/NAME/TIME.")
+    parser.add_argument("--resume", type=str | None, help="Checkpoint to go on from.")
+    parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
+    _add_json(parser)
+
+
+def _add_component(parser: ArgumentParser, key: str, default: str | None = None) -> None:
+    parser.add_argument(f"--{key}.class_path", type=str | None, default=default, help="Import path of the class.")
+    parser.add_argument(f"--{key}.init_args", type=dict[str, Any], default={}, help="Its arguments; .NAME sets one.")
+
+
+def _recipe_of(parsed: Namespace) -> Recipe:
+    values: dict[str, Any] = parsed.as_dict()
+    for key, text in values.pop("deep", ()):
+        _set_deep(values, key, text)
+    for key in ("recipe", "out", "resume", "dry_run", "json"):
+        values.pop(key, None)
+    for parent, key in ((values["data"], "source"), *((values, key) for key in _COMPONENTS)):
+        if parent[key]["class_path"] is None:
+            del parent[key]["class_path"]
+    if values["name"] is None:
+        del values["name"]
+    return Recipe.from_dict(values)
+
+
+# jsonargparse would replace all of `schema` by {group: user}, so what lies within an init_arg is set here.
+_DEEP = re.compile(r"--((?:\w+\.)+init_args\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
+
+
+def _split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Arguments without ``--X.init_args.schema.group user``, and those as keys and texts."""
+    rest: list[str] = []
+    deep: list[tuple[str, str]] = []
+    remaining = iter(args)
+    for arg in remaining:
+        if match := _DEEP.fullmatch(arg):
+            text = next(remaining, None) if match[2] is None else match[2]
+            if text is None:
+                raise RecipeError(f"argument {arg} needs a value")
+            deep.append((match[1], text))
+        else:
+            rest.append(arg)
+    return rest, deep
+
+
+def _set_deep(values: dict[str, Any], key: str, text: str) -> None:
+    *parents, last = key.split(".")
+    for i, parent in enumerate(parents):
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {values!r}, which has no '{last}' to set")
+    values[last] = get_loader("yaml")(text)
+
+
+def _read_yaml(path: Path) -> object:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+
+
+def _train(parsed: Namespace) -> None:
+    from hotbed.train.report import RunDirectory, print_summary
+    from hotbed.train.run import train
+
+    recipe = _recipe_of(parsed)
+    if parsed.dry_run:
+        from hotbed.train.dry_run import memory_plan, print_memory_plan
+
+        plan = memory_plan(recipe)
+        print_memory_plan(_stdout(), plan)
+        _write_json(parsed.json, plan)
+        return
+    resume = None if parsed.resume is None else Path(parsed.resume)
+    summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=resume)
+    print_summary(_stdout(), summary)
+    _write_json(parsed.json, summary)
+
+
+# -- the other commands --------------------------------------------------------------------------------------------
+
+
+def _add_demo(parser: ArgumentParser) -> None:
+    parser.add_argument("data", type=str | None, nargs="?", help="Raw Criteo log (.tsv, .tsv.gz); none makes one.")
+    parser.add_argument("--samples", type=int, default=200_000, help="Lines of the log that is made.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of that log and of the training.")
+    parser.add_argument("--out", type=str, default="runs", help="Everything goes into a new directory OUT/demo/TIME.")
+    _add_json(parser)
+
+
+def _demo(parsed: Namespace) -> None:
+    from hotbed.train.demo import run_demo
+    from hotbed.train.report import print_summary
+
+    data = None if parsed.data is None else Path(parsed.data)
+    summary = run_demo(data, Path(parsed.out), _stderr(), samples=parsed.samples, seed=parsed.seed)
+    print_summary(_stdout(), summary)
+    _write_json(parsed.json, summary)
+
+
+def _add_init(parser: ArgumentParser) -> None:
+    parser.add_argument("path", type=str, help="Parquet file or folder.")
+    parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
+    parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
+
+
+def _init(parsed: Namespace) -> None:
+    from hotbed.train.draft import draft_recipe
+    from hotbed.train.files import write_text
+
+    out = None if parsed.out is None else Path(parsed.out)
+    if out is not None and out.exists():
+        raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
+    text = draft_recipe(Path(parsed.path), parsed.label)
+    if out is None:
+        print(text, end="")
+    else:
+        write_text(out, text)
+
+
+def _add_prepare(parser: ArgumentParser) -> None:
+    from hotbed.data.prepare import prepare
+
+    parser.add_argument("raw", type=str, nargs="+", help="Raw Criteo logs in time order, or a directory of them.")
+    parser.add_argument("out", type=str, help="Dataset directory to make.")
+    parser.add_function_arguments(prepare, skip={"raw", "out", "progress", "vocabulary"})
+    parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")
+    _add_json(parser)
+
+
+def _prepare(parsed: Namespace) -> None:
+    from hotbed.data.prepare import prepare
+    from hotbed.train.progress import PrepareProgress
+    from hotbed.train.report import print_prepared
+
+    options = parsed.as_dict()
+    raw, out, json = options.pop("raw"), options.pop("out"), options.pop("json")
+    with PrepareProgress(_stderr()) as progress:
+        report = prepare(raw, out, progress=progress, **options)
+    print_prepared(_stdout(), report)
+    _write_json(json, vars(report))
+
+
+def _add_eval(parser: ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=str, required=True, help="Checkpoint directory, or a run's directory.")
+    parser.add_argument("--split", type=str, default="test", help="Split of the data.")
+    parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
+    _add_json(parser)
+
+
+def _eval(parsed: Namespace) -> None:
+    from hotbed.train.report import print_metrics
+    from hotbed.train.run import evaluate_checkpoint
+
+    checkpoint, metrics = evaluate_checkpoint(Path(parsed.checkpoint), parsed.split, parsed.data)
+    values = metrics.to_dict()
+    print_metrics(_stdout(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
+    _write_json(parsed.json, {"checkpoint": checkpoint, parsed.split: values})
+
+
+def _add_inspect(parser: ArgumentParser) -> None:
+    parser.add_argument("path", type=str, help="Prepared dataset, Parquet file or folder, run or checkpoint.")
+    _add_json(parser)
+
+
+def _inspect(parsed: Namespace) -> None:
+    from hotbed.train.describe import describe, print_description
+
+    description = describe(Path(parsed.path))
+    print_description(_stdout(), description)
+    _write_json(parsed.json, description)
+
+
+COMMANDS: Mapping[str, Command] = {
+    "demo": Command("Raw log to tested model: prepare, train, test.", "hotbed demo [DATA] [options]", _add_demo, _demo),
+    "init": Command("Draft a recipe for a Parquet dataset.", "hotbed init PATH [options]", _add_init, _init),
+    "prepare": Command(
+        "Turn raw Criteo logs into a dataset.", "hotbed prepare RAW … OUT [options]", _add_prepare, _prepare
+    ),
+    "train": Command("Train and test by a recipe.", "hotbed train RECIPE.yaml [--key value …]", _add_recipe, _train),
+    "eval": Command("Evaluate a checkpoint.", "hotbed eval --checkpoint DIR [options]", _add_eval, _eval),
+    "inspect": Command(
+        "Show what a dataset, run or checkpoint holds.", "hotbed inspect PATH [options]", _add_inspect, _inspect
+    ),
+}
+
+
+# -- output --------------------------------------------------------------------------------------------------------
+
+
+def _add_json(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", type=str | None, help="File to write the figures to, as JSON.")
+
+
+def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
+    if path is not None:
+        from hotbed.train.files import write_json
+
+        write_json(Path(path), value)
+
+
+def _stdout() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _stderr() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -1,0 +1,76 @@
+"""``hotbed demo``: from a raw log to a tested model, in one directory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from hotbed.config import Recipe
+from hotbed.data import prepare, write_synthetic_log
+from hotbed.data.synthetic import Attainable
+from hotbed.errors import DataError
+from hotbed.train.progress import PrepareProgress
+from hotbed.train.report import RunDirectory, size
+from hotbed.train.run import train
+
+TEST_FRACTION = 0.1
+THRESHOLD = 4
+
+
+def demo_recipe(path: str | Path, seed: int = 0) -> Recipe:
+    """The recipe of the demo (``recipes/demo.yaml``) for a prepared dataset."""
+    recipe = Recipe.from_dict(yaml.safe_load(files("hotbed").joinpath("demo.yaml").read_text(encoding="utf-8")))
+    return replace(recipe, data=replace(recipe.data, path=str(path)), train=replace(recipe.train, seed=seed))
+
+
+def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, seed: int) -> dict[str, Any]:
+    """Prepare a raw log, train on it and test on its last 10 %.
+
+    Parameters
+    ----------
+    data
+        A raw Criteo log; None writes one from a planted click model first.
+    root
+        Everything goes into a new directory below this one.
+    console
+        Where progress goes.
+    samples
+        Lines of the log that is written.
+    seed
+        Seed of that log and of the training.
+
+    Returns
+    -------
+    dict
+        The summary, with ``best_attainable`` where the click model is known.
+    """
+    if data is not None and not data.exists():
+        raise DataError(f"{data} does not exist; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
+    run = RunDirectory(root, "demo")
+    log = data or run.path / "log.tsv"
+    best: dict[str, float] | None = None
+    if data is None:
+        planted = write_synthetic_log(log, samples, seed=seed, test_fraction=TEST_FRACTION)
+        best = best_attainable(planted.test)
+        console.print(f"wrote {samples:,} lines from a planted click model: {log} ({size(log.stat().st_size)})")
+    with PrepareProgress(console) as progress:
+        made = prepare(log, run.path / "data", threshold=THRESHOLD, test_fraction=TEST_FRACTION, progress=progress)
+    console.print(
+        f"prepared {sum(made.samples.values()):,} samples in {made.seconds:.1f} s: {sum(made.rows.values()):,} rows in "
+        f"{len(made.rows)} tables"
+    )
+    extra = {} if best is None else {"best_attainable": best}
+    return train(demo_recipe(run.path / "data", seed), run, console, extra={"data": str(log), **extra})
+
+
+def best_attainable(test: Attainable) -> dict[str, float]:
+    """Metrics of the true click probabilities, named as in `Metrics`."""
+    rate = test.positive_rate
+    entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else math.nan
+    return {"auc": test.auc, "logloss": test.logloss, "normalized_entropy": test.logloss / entropy}

@@ -1,0 +1,138 @@
+"""``hotbed inspect``: what a path holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from hotbed.data import SplitBinarySource
+from hotbed.data.parquet_files import find_parquet
+from hotbed.errors import DataError
+from hotbed.train.checkpoint import MANIFEST, checkpoints_of, read_manifest, verify_checkpoint
+from hotbed.train.report import size
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Plain values about a prepared dataset, a Parquet file or folder, a run's directory or a checkpoint.
+
+    Raises
+    ------
+    DataError
+        If the path is none of these, or is damaged.
+    CheckpointError
+        If a checkpoint is damaged.
+    """
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    if (path / MANIFEST).is_file():
+        return _checkpoint(path)
+    if (path / "recipe.yaml").is_file():
+        return _run(path)
+    if path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file():
+        return _dataset(path)
+    try:
+        return _parquet(path)
+    except DataError as error:
+        raise DataError(
+            f"{path} is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint ({MANIFEST}) or "
+            f"Parquet: {error}"
+        ) from None
+
+
+def _dataset(path: Path) -> dict[str, Any]:
+    source = SplitBinarySource(path)
+    root = path if path.is_dir() else path.parent
+    return {
+        "kind": "prepared dataset",
+        "path": path,
+        "samples": {split: source.samples(split) for split in source.splits},
+        "bytes": sum(f.stat().st_size for f in root.glob("*/*.bin")),
+        "labels": list(source.schema.labels),
+        "dense": list(source.schema.dense),
+        "tables": [{"table": name, "rows": rows} for name, rows in source.schema.rows.items()],
+    }
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    files = find_parquet(path)
+    everything = [file for of_split in files.values() for file in of_split]
+    schema = everything[0].schema
+    return {
+        "kind": "Parquet",
+        "path": path,
+        "files": len(everything),
+        "row_groups": sum(len(file.row_groups()) for file in everything),
+        "samples": {split or "all": sum(f.metadata.num_rows for f in of) for split, of in files.items()},
+        "columns": [{"column": field.name, "type": str(field.type)} for field in schema],
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    verify_checkpoint(path)
+    return {
+        "kind": "checkpoint",
+        "path": path,
+        "step": manifest["step"],
+        "recipe": (manifest["recipe"] or {}).get("name"),
+        "parts": list(manifest["parts"]),
+        "files": [{"file": name, **entry} for name, entry in manifest["files"].items()],
+        "verified": True,
+    }
+
+
+def _run(path: Path) -> dict[str, Any]:
+    summary = path / "summary.json"
+    return {
+        "kind": "run",
+        "path": path,
+        "finished": summary.is_file(),
+        "summary": json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_of(path)],
+    }
+
+
+def print_description(console: Console, description: Mapping[str, Any]) -> None:
+    """Print what `describe` found: single values first, then lists of entries as tables."""
+    values = Table(show_header=False, box=None)
+    values.add_column()
+    values.add_column(overflow="fold")
+    for name, value in _flat(description):
+        values.add_row(name, size(value) if name.endswith("bytes") else _text(value))
+    console.print(values)
+    for name, value in description.items():
+        if _is_table(value):
+            entries = cast("Sequence[Mapping[str, Any]]", value)
+            table = Table(title=name, title_justify="left")
+            for key, cell in entries[0].items():
+                table.add_column(key, justify="right" if isinstance(cell, int) else "left", overflow="fold")
+            for entry in entries:
+                table.add_row(*(_text(cell) for cell in entry.values()))
+            console.print(table)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            rows += _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        elif not _is_table(value) and value is not None:
+            rows.append((f"{prefix}{name}", value))
+    return rows
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, cast("list[object]", value)))
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,82 @@
+"""What a recipe would take, before any table is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from hotbed.config import Recipe
+from hotbed.errors import RecipeError
+from hotbed.optim import SparseOptimizer
+from hotbed.specs import Table
+from hotbed.train.report import size
+from hotbed.train.run import build, open_source
+from hotbed.train.trainer import resolve_device
+
+
+def memory_plan(recipe: Recipe) -> dict[str, Any]:
+    """Bytes by table and tier, and dense parameters, without allocating a table.
+
+    Raises
+    ------
+    RecipeError
+        If the sparse optimizer is not one.
+    """
+    source = open_source(recipe.data)
+    optimizer = recipe.sparse_optimizer.load()
+    if not issubclass(optimizer, SparseOptimizer):
+        raise RecipeError(f"sparse_optimizer is {recipe.sparse_optimizer.class_path}, not one of hotbed.optim")
+    tables = source.schema.tables(recipe.data.dim)
+    tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
+    # The dense part does not depend on rows, so a model with tables of one row has the same.
+    small = build(
+        "model",
+        recipe.model,
+        tables=[replace(table, rows=1) for table in tables],
+        features=source.schema.features(recipe.data.on_bad_id),
+        dense_features=len(source.schema.dense),
+        seed=recipe.train.seed,
+    )
+    entries = [_table_plan(table, tier, optimizer) for table in tables]
+    parameters = list(small.parameters())
+    return {
+        "tables": entries,
+        "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
+        "dense_parameters": sum(p.numel() for p in parameters),
+        "dense_bytes": sum(p.nbytes for p in parameters),
+    }
+
+
+def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> dict[str, Any]:
+    moments = [table.rows * (table.dim if moment.per == "element" else 1) for moment in optimizer.rule.moments]
+    return {
+        "name": table.name,
+        "rows": table.rows,
+        "dim": table.dim,
+        "tier": tier,
+        "weight_bytes": 4 * table.rows * table.dim,
+        "moment_bytes": 4 * sum(moments),
+    }
+
+
+def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
+    """Print `memory_plan`."""
+    table = RichTable(title="Embedding tables", title_justify="left", show_footer=True)
+    entries = plan["tables"]
+    totals = [sum(e[key] for e in entries) for key in ("rows", "weight_bytes", "moment_bytes")]
+    table.add_column("table", footer="total")
+    table.add_column("tier", footer="")
+    table.add_column("rows", justify="right", footer=f"{totals[0]:,}")
+    table.add_column("dim", justify="right")
+    table.add_column("weights", justify="right", footer=size(totals[1]))
+    table.add_column("moments", justify="right", footer=size(totals[2]))
+    for e in entries:
+        weights, moments = size(e["weight_bytes"]), size(e["moment_bytes"])
+        table.add_row(e["name"], e["tier"], f"{e['rows']:,}", str(e["dim"]), weights, moments)
+    console.print(table)
+    console.print(f"tables: {size(plan['table_bytes'])} in all")
+    console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")

@@ -1,0 +1,160 @@
+"""What a run leaves behind and shows: its directory, the summary and the final table."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from hotbed.config import Recipe
+from hotbed.data import PrepareReport
+from hotbed.train.files import write_json, write_text
+
+
+class RunDirectory:
+    """``ROOT/NAME/TIME/{recipe.yaml, metrics.jsonl, summary.json, checkpoints/}``, new for every run.
+
+    Parameters
+    ----------
+    root
+        Where runs go.
+    name
+        Name of the recipe.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._parent = root / name
+
+    @cached_property
+    def path(self) -> Path:
+        """The directory; it is made when it is first asked for, so that a recipe that cannot run leaves none."""
+        time = datetime.now().strftime("%Y%m%d-%H%M%S")
+        for suffix in ("", *(f"-{again}" for again in range(2, 1000))):
+            path = self._parent / f"{time}{suffix}"
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return path
+        raise FileExistsError(f"{self._parent} holds 999 runs that started in this second")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints go."""
+        return self.path / "checkpoints"
+
+    def begin(self, recipe: Recipe) -> None:
+        """Write ``recipe.yaml``, complete, so that the run can be repeated from it."""
+        write_text(self.path / "recipe.yaml", recipe_yaml(recipe))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``; a run without it did not finish."""
+        write_json(self.path / "summary.json", summary)
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """The complete recipe as YAML."""
+    return yaml.safe_dump(_lists(recipe.to_dict()), sort_keys=False, allow_unicode=True)
+
+
+def _lists(value: Any) -> Any:
+    """The same value with lists in place of tuples, which YAML would write with a Python tag."""
+    if isinstance(value, dict):
+        return {key: _lists(v) for key, v in value.items()}
+    return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What figures depend on: hardware and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    hardware = f"{_cpu_model()}, {cores} cores"
+    if device.type == "cuda":
+        hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
+    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": version("hotbed")}
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+# -- the final table -----------------------------------------------------------------------------------------------
+
+METRIC_NAMES = {
+    "auc": "AUC",
+    "logloss": "logloss",
+    "normalized_entropy": "normalized entropy",
+    "calibration": "calibration",
+    "gauc": "GAUC",
+}
+
+
+def print_metrics(
+    console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
+) -> None:
+    """Print metrics, beside the best that any model could reach where that is known."""
+    table = RichTable(title=title, title_justify="left")
+    table.add_column("metric")
+    table.add_column("reached", justify="right")
+    if best:
+        table.add_column("best attainable", justify="right")
+    for name, label in METRIC_NAMES.items():
+        if name in metrics:
+            cells = [_number(metrics[name])] + ([_number(best.get(name))] if best else [])
+            table.add_row(label, *cells)
+    console.print(table)
+
+
+def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the end of a run: metrics, rate, and where it is."""
+    if summary["test"] is not None:
+        title = f"{summary['name']}: test, {summary['test']['samples']:,} samples"
+        print_metrics(console, title, summary["test"], summary.get("best_attainable"))
+    console.print(
+        f"{summary['steps']:,} steps, {summary['samples']:,} samples, {summary['samples_per_s']:,.0f} samples/s "
+        f"on {summary['hardware']}",
+        soft_wrap=True,
+    )
+    for feature, count in summary["ids_out_of_range"].items():
+        console.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
+    console.print(f"run: {summary['run']}", soft_wrap=True)
+
+
+def print_prepared(console: Console, report: PrepareReport) -> None:
+    """Print what `hotbed.data.prepare` made."""
+    table = RichTable(title=f"{report.path}", title_justify="left")
+    for name in ("split", "samples"):
+        table.add_column(name, justify="left" if name == "split" else "right")
+    for split, samples in report.samples.items():
+        table.add_row(split, f"{samples:,}")
+    console.print(table)
+    console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
+    for reason, count in report.skipped.items():
+        console.print(f"{count:,} lines were left out: bad {reason}")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.5f}"
+
+
+def size(count: int) -> str:
+    """Bytes in the largest binary unit that they fill."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:,.0f} {units[0]}" if units[0] == "B" else f"{value:,.1f} {units[0]}"

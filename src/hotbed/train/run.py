@@ -1,0 +1,217 @@
+"""From a recipe to a trained, tested model: what ``hotbed train``, ``eval`` and ``demo`` call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+
+from hotbed.config import Component, DataRecipe, Recipe
+from hotbed.data import Loader, Source
+from hotbed.errors import CheckpointError, RecipeError, SpecError, did_you_mean
+from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
+from hotbed.train.checkpoint import find_checkpoint, load_checkpoint, read_manifest
+from hotbed.train.metrics import Metrics, evaluate
+from hotbed.train.progress import ShowProgress
+from hotbed.train.report import RunDirectory, environment
+from hotbed.train.trainer import Trainer, resolve_device
+
+
+def train(
+    recipe: Recipe,
+    run: RunDirectory,
+    console: Console,
+    *,
+    resume: Path | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train and test by a recipe, and write the run's directory.
+
+    Parameters
+    ----------
+    recipe
+        What to do.
+    run
+        Where to write.
+    console
+        Where progress goes.
+    resume
+        Checkpoint to go on from; what is trained then is bit for bit what the run that made it would have trained.
+        Early stopping counts anew.
+    extra
+        Further entries of the summary.
+
+    Returns
+    -------
+    dict
+        The summary, as in ``summary.json``.
+    """
+    source = open_source(recipe.data)
+    trainer = build_trainer(recipe, source)
+    loader = Loader(
+        source,
+        recipe.data.train_split,
+        recipe.train.batch_size,
+        shuffle=recipe.data.shuffle,
+        seed=recipe.train.seed,
+        window=recipe.data.window,
+        workers=recipe.data.workers,
+        prefetch=recipe.data.prefetch,
+    )
+    if resume is not None:
+        load_checkpoint(resume, trainer.parts())
+        trainer.resume_data(loader)
+        console.print(f"resumed from {resume} at step {trainer.step:,}")
+    run.begin(recipe)
+    progress = ShowProgress(console)
+    trainer.callbacks += [*_callbacks(recipe, run), progress]
+    try:
+        trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split))
+    finally:
+        progress.close()
+    test = _evaluation_loader(recipe, source, recipe.data.test_split)
+    summary = {
+        "name": recipe.name,
+        "seed": recipe.train.seed,
+        "steps": trainer.step,
+        "epochs": trainer.epoch,
+        "samples": trainer.samples,
+        "samples_per_s": trainer.samples_per_s,
+        "test": None if test is None else trainer.evaluate(test).to_dict(),
+        "ids_out_of_range": bad_ids(trainer.model),
+        **environment(trainer.device),
+        "run": str(run.path),
+        **(extra or {}),
+    }
+    run.finish(summary)
+    return summary
+
+
+def evaluate_checkpoint(path: Path, split: str, data: str | None = None) -> tuple[Path, Metrics]:
+    """Evaluate a checkpoint's model with the recipe that is stored in it.
+
+    Parameters
+    ----------
+    path
+        The checkpoint, or a run's directory, whose newest checkpoint is taken.
+    split
+        Split of the data.
+    data
+        Path of other data; default: the recipe's.
+
+    Returns
+    -------
+    tuple
+        The checkpoint and its metrics.
+    """
+    checkpoint = find_checkpoint(path)
+    stored = read_manifest(checkpoint)["recipe"]
+    if stored is None:
+        raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
+    recipe = Recipe.from_dict(stored)
+    source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
+    _check_split("--split", split, source)
+    device = resolve_device("auto")
+    model = build_model(recipe, source, device)
+    load_checkpoint(checkpoint, {"model": model})
+    loader = Loader(source, split, recipe.train.eval_batch_size)
+    metrics = evaluate(model, loader, device=device, group=source.schema.group, labels=source.schema.labels)
+    return checkpoint, metrics
+
+
+def open_source(data: DataRecipe) -> Source:
+    """The recipe's data source; a `RecipeError` names a split that it lacks."""
+    source = build("data.source", data.source, data.path)
+    if not isinstance(source, Source):
+        raise RecipeError(f"data.source is {data.source.class_path}, which is not a hotbed.data.Source")
+    for key in ("train_split", "valid_split", "test_split"):
+        split: str | None = getattr(data, key)
+        if split is not None:
+            _check_split(f"data.{key}", split, source)
+    return source
+
+
+def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
+    """The recipe's model with the tables of a source, seeded; its parameters and tables are made on the device."""
+    torch.manual_seed(recipe.train.seed)
+    with device:
+        model = build(
+            "model",
+            recipe.model,
+            tables=source.schema.tables(recipe.data.dim),
+            features=source.schema.features(recipe.data.on_bad_id),
+            dense_features=len(source.schema.dense),
+            seed=recipe.train.seed,
+        )
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
+    return model
+
+
+def build_trainer(recipe: Recipe, source: Source) -> Trainer:
+    """The recipe's model and optimizers, in a trainer without callbacks."""
+    if not source.schema.labels:
+        raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
+    model = build_model(recipe, source, resolve_device(recipe.train.device))
+    dense = build("dense_optimizer", recipe.dense_optimizer, model.parameters())
+    sparse = build("sparse_optimizer", recipe.sparse_optimizer, model)
+    for key, optimizer in (("dense_optimizer", dense), ("sparse_optimizer", sparse)):
+        if not isinstance(optimizer, Optimizer):
+            raise RecipeError(f"{key} is {getattr(recipe, key).class_path}, which is not a torch.optim.Optimizer")
+    return Trainer(
+        model,
+        dense,
+        sparse,
+        recipe=recipe.train,
+        schedule=recipe.schedule,
+        group=source.schema.group,
+        labels=source.schema.labels,
+    )
+
+
+def build(key: str, component: Component, *args: Any, **given: Any) -> Any:
+    """Make a component; errors say which of the recipe's it is."""
+    try:
+        return component.build(*args, **given)
+    except RecipeError as error:
+        raise RecipeError(f"{key}: {error}") from error
+
+
+def bad_ids(model: nn.Module) -> dict[str, int]:
+    """By feature, how many ids were out of range and dropped or hashed."""
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        for feature, count in getattr(module, "bad_ids", {}).items():
+            counts[feature] = counts.get(feature, 0) + count
+    return counts
+
+
+def _callbacks(recipe: Recipe, run: RunDirectory) -> list[Callback]:
+    train = recipe.train
+    callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")]
+    if train.tensorboard:
+        callbacks.append(TensorBoard(run.path / "tensorboard"))
+    if train.checkpoint == "last":
+        callbacks.append(KeepLast(run.checkpoints, recipe, train.checkpoint_every))
+    if train.checkpoint == "best":
+        callbacks.append(KeepBest(run.checkpoints, recipe))
+    if train.patience is not None:
+        callbacks.append(EarlyStop(train.patience, train.monitor))
+    return callbacks
+
+
+def _evaluation_loader(recipe: Recipe, source: Source, split: str | None) -> Loader | None:
+    return None if split is None else Loader(source, split, recipe.train.eval_batch_size)
+
+
+def _check_split(key: str, split: str, source: Source) -> None:
+    if split not in source.splits:
+        raise RecipeError(
+            f"{key} is '{split}', but the data has only {', '.join(source.splits)}{did_you_mean(split, source.splits)}"
+        )

@@ -1,0 +1,154 @@
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hotbed.config import Recipe, TrainRecipe
+from hotbed.errors import RecipeError
+from hotbed.train import Callback, Metrics, Trainer
+from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
+from hotbed.train.checkpoint import checkpoints_of, load_checkpoint, read_manifest
+from hotbed.train.progress import PrepareProgress, ShowProgress
+from tests.train import planted
+from tests.train.planted import Losses
+
+TRAIN = TrainRecipe(batch_size=64, device="cpu", log_every=2)
+RECIPE = Recipe.from_dict(
+    {
+        "name": "test",
+        "data": {"path": "nowhere"},
+        "model": {"class_path": "hotbed.nn.DLRM"},
+        "dense_optimizer": {"class_path": "torch.optim.Adam"},
+        "sparse_optimizer": {"class_path": "hotbed.optim.SGD"},
+        "train": {"batch_size": 64},
+    }
+)
+
+
+def metrics(auc: float, logloss: float) -> Metrics:
+    return Metrics(samples=1, auc=auc, logloss=logloss, normalized_entropy=1.0, calibration=1.0)
+
+
+def test_records_and_evaluations_are_lines_of_json(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    trainer = planted.trainer(replace(TRAIN, eval_every=3), callbacks=[JsonLines(file)])
+    trainer.fit(planted.batches(4), planted.batches(1))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["event"], line["step"]) for line in lines] == [("train", 2), ("eval", 3), ("train", 4)]
+    assert {"loss", "lr_dense", "lr_sparse", "samples_per_s", "epoch"} <= lines[0].keys()
+    assert {"auc", "logloss", "normalized_entropy", "calibration", "samples"} <= lines[1].keys()
+
+
+def test_a_metric_that_is_not_defined_is_null(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    JsonLines(file).on_eval(planted.trainer(TRAIN), metrics(float("nan"), float("inf")))
+    assert json.loads(file.read_text())["auc"] is None
+    assert json.loads(file.read_text())["logloss"] is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_writes_event_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the tensorboard extra")
+    trainer = planted.trainer(replace(TRAIN, eval_every=2), callbacks=[TensorBoard(tmp_path)])
+    trainer.fit(planted.batches(2), planted.batches(1))
+    assert [f.name.startswith("events.out.tfevents") for f in tmp_path.iterdir()] == [True]
+
+
+def test_tensorboard_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(RecipeError, match=r"pip install 'hotbed\[tensorboard\]'"):
+        TensorBoard(tmp_path)
+
+
+def test_best_is_by_the_monitor_and_never_nan() -> None:
+    by_auc, by_logloss = BestSoFar("auc"), BestSoFar("logloss")
+    seen = [metrics(0.6, 0.5), metrics(0.5, 0.4), metrics(0.7, 0.45), metrics(float("nan"), float("nan"))]
+    assert [by_auc.improved(m) for m in seen] == [True, False, True, False]
+    assert [by_logloss.improved(m) for m in seen] == [True, True, False, False]
+
+
+class Scripted(Callback):
+    """Stands in for evaluations: the metrics are given."""
+
+    def __init__(self, aucs: list[float], *others: Callback) -> None:
+        self.aucs, self.others = aucs, others
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        for other in self.others:
+            other.on_eval(trainer, metrics(self.aucs[trainer.step - 1], 0.0))
+
+
+def test_early_stop_waits_for_its_patience() -> None:
+    trainer = planted.trainer(TRAIN, callbacks=[Scripted([0.5, 0.6, 0.59, 0.61, 0.6, 0.6, 0.6], EarlyStop(2, "auc"))])
+    trainer.fit(planted.batches(7))
+    assert trainer.step == 6
+
+
+def test_the_best_checkpoint_is_kept_and_restored(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, train=replace(RECIPE.train, monitor="auc"))
+    keep = KeepBest(tmp_path / "checkpoints", recipe)
+    trainer = planted.trainer(TRAIN, callbacks=[Scripted([0.5, 0.7, 0.6, 0.1], keep), keep])
+    trainer.fit(planted.batches(4))
+    best = checkpoints_of(tmp_path)
+    assert [path.name for path in best] == ["best-00000002"]
+    other = planted.trainer(TRAIN)
+    load_checkpoint(best[0], {"model": other.model})
+    assert str(other.model.state_dict()) == str(trainer.model.state_dict())
+    assert Recipe.from_dict(read_manifest(best[0])["recipe"]) == recipe
+
+
+def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Spy(Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            seen.append([path.name for path in checkpoints_of(tmp_path)])
+
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path / "checkpoints", RECIPE, every=2), Spy()])
+    trainer.fit(planted.batches(5))
+    assert seen == [[], ["last-00000002"], ["last-00000002"], ["last-00000004"], ["last-00000004"]]
+    assert [path.name for path in checkpoints_of(tmp_path)] == ["last-00000005"]
+
+
+def test_checkpoints_do_not_change_training(tmp_path: Path) -> None:
+    plain, saving = Losses(), Losses()
+    planted.trainer(TRAIN, callbacks=[plain]).fit(planted.batches(4))
+    planted.trainer(TRAIN, callbacks=[saving, KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(4))
+    assert plain.losses == saving.losses
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    progress = ShowProgress(Console(file=stream, width=100))
+    trainer = planted.trainer(replace(TRAIN, eval_every=4), callbacks=[progress])
+    trainer.fit(planted.batches(4), planted.batches(1))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("step 2/4  loss 0.")
+    assert "samples/s" in lines[0]
+    assert lines[0].endswith("left")
+    assert lines[2].startswith("step 4  valid AUC 0.")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    stream = io.StringIO()
+    progress = ShowProgress(Console(file=stream, width=100, force_terminal=True))
+    planted.trainer(TRAIN, callbacks=[progress]).fit(planted.batches(4))
+    assert "4/4" in stream.getvalue()
+    assert "samples/s" in stream.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_preparation(terminal: bool) -> None:
+    stream = io.StringIO()
+    with PrepareProgress(Console(file=stream, width=100, force_terminal=terminal)) as progress:
+        for stage in ("read", "count", "write"):
+            progress(stage, 0, 10)
+            progress(stage, 10, 10)
+    for text in ("reading the log", "counting values", "writing the dataset"):
+        assert (stream.getvalue().count(text) == 1) or terminal
+    assert "writing the dataset" in stream.getvalue()

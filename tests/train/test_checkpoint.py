@@ -1,0 +1,165 @@
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hotbed.errors import CheckpointError
+from hotbed.train import checkpoint as module
+from hotbed.train.checkpoint import (
+    RandomState,
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    verify_checkpoint,
+)
+
+
+class Part:
+    """Any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        self.state = state_dict
+
+
+def trained_model() -> tuple[nn.Linear, torch.optim.Adam]:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(5, 4)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path) -> None:
+    model, optimizer = trained_model()
+    save_checkpoint(tmp_path / "c", {"model": model, "dense": optimizer}, step=3, recipe={"name": "x"})
+    other = nn.Linear(4, 2)
+    other_optimizer = torch.optim.Adam(other.parameters(), lr=1.0)
+    manifest = load_checkpoint(tmp_path / "c", {"model": other, "dense": other_optimizer})
+    assert (manifest["step"], manifest["recipe"]) == (3, {"name": "x"})
+    assert torch.equal(other.weight, model.weight)
+    assert str(other_optimizer.state_dict()) == str(optimizer.state_dict())
+
+
+def test_every_plain_value_and_shape_of_state_comes_back(tmp_path: Path) -> None:
+    state = {
+        "nested": {"list": [1, 2.5, None, True, "x"], "tuple": (1, (2,))},
+        "by_number": {0: torch.arange(3), 7: {"empty": {}}},
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "infinite": float("inf"),
+        "bf16": torch.ones(2, 0, dtype=torch.bfloat16),
+    }
+    save_checkpoint(tmp_path / "c", {"part": Part(state)})
+    part = Part()
+    load_checkpoint(tmp_path / "c", {"part": part})
+    assert str(part.state) == str(state)
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", {"random": RandomState()})
+    expected = torch.rand(3)
+    torch.rand(5)
+    load_checkpoint(tmp_path / "c", {"random": RandomState()})
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("state", [{"f": print}, {"bytes": b"x"}, {("a", "b"): 1}])
+def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(CheckpointError, match="which a checkpoint cannot hold"):
+        save_checkpoint(tmp_path / "c", {"part": Part(state)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_sha256", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_save_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Killed before the rename: everything is there, under a name that nobody looks for.
+    monkeypatch.setattr(module.shutil, "rmtree", lambda *_, **__: None)
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "checkpoints" / "last-00000001", {"model": nn.Linear(2, 2)})
+    monkeypatch.undo()
+    assert not (tmp_path / "checkpoints" / "last-00000001").exists()
+    with pytest.raises(CheckpointError, match="neither a checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", {"part": Part({})})
+    with pytest.raises(CheckpointError, match="exists already"):
+        save_checkpoint(tmp_path / "c", {"part": Part({})})
+
+
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "c", {"model": nn.Linear(4, 2)})
+    return tmp_path / "c"
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    file = saved(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has .* bytes, the manifest says"):
+        load_checkpoint(tmp_path / "c", {"model": nn.Linear(4, 2)})
+
+
+def test_a_changed_byte_is_found(tmp_path: Path) -> None:
+    file = saved(tmp_path) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors has SHA-256"):
+        verify_checkpoint(tmp_path / "c")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    (saved(tmp_path) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        load_checkpoint(tmp_path / "c", {"model": nn.Linear(4, 2)})
+
+
+def test_a_directory_without_a_valid_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+        read_manifest(tmp_path)
+    manifest = saved(tmp_path) / "manifest.json"
+    manifest.write_text(manifest.read_text()[:20])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_manifest(tmp_path / "c")
+    manifest.write_text(json.dumps({"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99, this release reads 1"):
+        read_manifest(tmp_path / "c")
+
+
+def test_a_part_that_is_not_there_or_does_not_fit(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(CheckpointError, match="no part 'sparse'; it has model"):
+        load_checkpoint(tmp_path / "c", {"sparse": Part()})
+    with pytest.raises(CheckpointError, match="part 'model' does not fit this Linear"):
+        load_checkpoint(tmp_path / "c", {"model": nn.Linear(5, 2)})
+
+
+def test_the_newest_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
+    for step in (5, 20, 100):
+        save_checkpoint(tmp_path / "checkpoints" / f"last-{step:08d}", {"part": Part({})}, step=step)
+    assert find_checkpoint(tmp_path).name == "last-00000100"
+    assert find_checkpoint(tmp_path / "checkpoints" / "last-00000005").name == "last-00000005"

@@ -1,0 +1,95 @@
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from hotbed.config import Recipe
+from hotbed.train.files import write_json, write_text
+from hotbed.train.report import RunDirectory, environment, print_summary, size
+from tests.train.test_callbacks import RECIPE
+
+SUMMARY: dict[str, Any] = {
+    "name": "x",
+    "steps": 1234,
+    "samples": 5678,
+    "samples_per_s": 999.6,
+    "test": {"samples": 100, "auc": 0.75, "logloss": 0.5, "normalized_entropy": 0.9, "calibration": None},
+    "ids_out_of_range": {"C3": 1200},
+    "hardware": "a computer",
+    "run": "runs/x/1",
+}
+
+
+def printed(summary: dict[str, Any]) -> str:
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=120), summary)
+    return stream.getvalue()
+
+
+def test_the_final_table_shows_what_was_reached() -> None:
+    text = printed(SUMMARY)
+    for part in ("0.75000", "0.50000", "–", "1,234 steps", "1,000 samples/s", "a computer", "runs/x/1"):
+        assert part in text
+    assert "feature C3: 1,200 ids were out of range" in text
+    assert "best attainable" not in text
+    assert "GAUC" not in text
+
+
+def test_the_final_table_shows_the_best_attainable_beside_it() -> None:
+    text = printed(SUMMARY | {"best_attainable": {"auc": 0.8, "logloss": 0.45}})
+    assert "best attainable" in text
+    assert "0.80000" in text
+
+
+def test_a_run_without_a_test_has_no_table() -> None:
+    assert "reached" not in printed(SUMMARY | {"test": None})
+
+
+def test_every_run_has_its_own_directory_with_a_recipe_that_repeats_it(tmp_path: Path) -> None:
+    runs = [RunDirectory(tmp_path, "x") for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    assert {run.path.parent for run in runs} == {tmp_path / "x"}
+    runs[0].begin(RECIPE)
+    assert Recipe.from_dict(yaml.safe_load((runs[0].path / "recipe.yaml").read_text())) == RECIPE
+    runs[0].finish(SUMMARY | {"path": tmp_path, "nan": float("nan")})
+    written = json.loads((runs[0].path / "summary.json").read_text())
+    assert written == SUMMARY | {"path": str(tmp_path), "nan": None}
+
+
+def test_the_environment_names_cpu_cores_and_versions() -> None:
+    found = environment(torch.device("cpu"))
+    assert found["hardware"].endswith("cores")
+    assert found["torch"] == str(torch.__version__)
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sub" / "f.json"
+    write_json(file, {"a": 1})
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hotbed.train.files.os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(file, {"a": 2})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert [f.name for f in file.parent.iterdir()] == ["f.json"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hotbed.train.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(tmp_path / "f.txt", "content")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_in_binary_units() -> None:
+    assert [size(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == ["0 B", "1,023 B", "1.5 KiB", "5.0 MiB", "3.0 TiB"]

@@ -1,0 +1,323 @@
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hotbed.batch import Batch
+from hotbed.config import ScheduleRecipe, TrainRecipe
+from hotbed.data import Loader, Schema, SparseColumn
+from hotbed.data.source import Source
+from hotbed.errors import BatchError, CheckpointError, NonFiniteError, RecipeError
+from hotbed.train import Callback, Trainer, load_checkpoint, save_checkpoint
+from hotbed.train.trainer import resolve_device
+from tests.train import planted
+from tests.train.planted import Losses
+
+RECIPE = TrainRecipe(batch_size=64, device="cpu", log_every=5)
+
+
+def run(recipe: TrainRecipe = RECIPE, steps: int = 20) -> tuple[Losses, dict[str, Tensor]]:
+    losses = Losses()
+    trainer = planted.trainer(recipe, callbacks=[losses])
+    trainer.fit(planted.batches(steps, last=17))
+    return losses, {name: t.clone() for name, t in trainer.model.state_dict().items()}
+
+
+def test_it_learns() -> None:
+    losses = Losses()
+    trainer = planted.trainer(RECIPE, callbacks=[losses])
+    before = trainer.evaluate(planted.batches(4, seed=9))
+    trainer.fit(planted.batches(150))
+    after = trainer.evaluate(planted.batches(4, seed=9))
+    assert after.auc > before.auc + 0.1
+    assert after.logloss < before.logloss
+
+
+def test_two_runs_with_one_seed_are_bit_identical() -> None:
+    (one, weights), (two, again) = run(), run()
+    assert one.losses == two.losses
+    assert len(one.losses) == 20
+    assert weights.keys() == again.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, again[name]), name
+
+
+def test_another_seed_gives_another_run() -> None:
+    assert run()[0].losses != run(replace(RECIPE, seed=1))[0].losses
+
+
+def test_a_list_of_batches_counts_steps_epochs_and_samples() -> None:
+    losses = Losses()
+    trainer = planted.trainer(replace(RECIPE, epochs=2), callbacks=[losses])
+    trainer.fit(planted.batches(6, last=10))
+    assert (trainer.step, trainer.epoch, trainer.position, trainer.samples) == (12, 2, 0, 2 * (5 * 64 + 10))
+    assert trainer.steps_total == 12
+    assert [record["step"] for record in losses.records] == [5, 10, 12]
+    assert losses.records[0]["loss"] == pytest.approx(sum(losses.losses[:5]) / 5)
+    assert losses.ended == 1
+    assert trainer.samples_per_s > 0
+
+
+def test_steps_end_training_within_an_epoch_or_after_several() -> None:
+    trainer = planted.trainer(replace(RECIPE, steps=3))
+    trainer.fit(planted.batches(6))
+    assert (trainer.step, trainer.epoch) == (3, 0)
+    trainer = planted.trainer(replace(RECIPE, steps=8, epochs=5))
+    trainer.fit(planted.batches(6))
+    assert (trainer.step, trainer.epoch, trainer.steps_total) == (8, 1, 8)
+
+
+def test_a_generator_works_for_one_epoch_and_says_so_in_the_second() -> None:
+    trainer = planted.trainer(RECIPE)
+    trainer.fit(iter(planted.batches(3)))
+    assert (trainer.step, trainer.steps_total) == (3, None)
+    with pytest.raises(BatchError, match="epoch 1 has no batch; a generator can be iterated once only"):
+        planted.trainer(replace(RECIPE, epochs=2)).fit(iter(planted.batches(3)))
+
+
+def test_no_batch_at_all_is_an_error() -> None:
+    with pytest.raises(BatchError, match=r"epoch 0 has no batch$"):
+        planted.trainer(RECIPE).fit([])
+
+
+# -- the loss ------------------------------------------------------------------------------------------------------
+
+
+class Fixed(nn.Module):
+    """Returns given logits."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.logits
+
+
+def fixed(logits: Tensor) -> Trainer:
+    model = Fixed(logits)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    return Trainer(model, *optimizers, recipe=RECIPE)
+
+
+def test_the_loss_is_torchs_mean_and_weights_do_not_change_the_divisor() -> None:
+    batch = planted.batches(1, size=6)[0]
+    logits, labels = torch.randn(6, 2), torch.rand(6, 2).round()
+    batch = replace(batch, labels=labels)
+    trainer = fixed(logits)
+    torch.testing.assert_close(trainer.loss(batch), F.binary_cross_entropy_with_logits(logits, labels))
+    weights = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.0, 3.0])
+    expected = (F.binary_cross_entropy_with_logits(logits, labels, reduction="none") * weights[:, None]).sum() / 12
+    torch.testing.assert_close(trainer.loss(replace(batch, weights=weights)), expected)
+
+
+def test_logits_of_another_shape_and_missing_labels_are_refused() -> None:
+    batch = planted.batches(1, size=6)[0]
+    with pytest.raises(BatchError, match=r"logits \[6\], but the labels are \[6, 1\]"):
+        fixed(torch.zeros(6)).loss(batch)
+    with pytest.raises(BatchError, match="no labels"):
+        fixed(torch.zeros(6, 1)).loss(replace(batch, labels=None))
+
+
+def test_several_tasks_train() -> None:
+    made = [
+        replace(b, labels=torch.cat([b.labels, 1 - b.labels], 1)) for b in planted.batches(4) if b.labels is not None
+    ]
+    trainer = planted.trainer(RECIPE, tasks=2)
+    trainer.labels = ["click", "skip"]
+    trainer.fit(made)
+    assert set(trainer.evaluate(made).tasks) == {"click", "skip"}
+
+
+# -- schedule and precision ----------------------------------------------------------------------------------------
+
+
+def test_the_schedule_moves_both_learning_rates() -> None:
+    schedule = ScheduleRecipe(warmup_steps=4, decay_start=6, decay_end=10)
+    used: list[tuple[float, float]] = []
+
+    class Spy(Callback):
+        def on_train_start(self, trainer: Trainer) -> None:
+            self.note(trainer)
+
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            self.note(trainer)
+
+        def note(self, trainer: Trainer) -> None:
+            used.append((trainer.dense.param_groups[0]["lr"], trainer.sparse.param_groups[0]["lr"]))
+
+    losses = Losses()
+    trainer = planted.trainer(replace(RECIPE, log_every=1), schedule=schedule, callbacks=[Spy(), losses], lr=1.0)
+    trainer.fit(planted.batches(10))
+    factors = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 9 / 16, 4 / 16, 1 / 16, 0]
+    assert [lr for lr, _ in used[:10]] == pytest.approx([0.1 * f for f in factors])
+    assert [lr for _, lr in used[:10]] == pytest.approx(factors)
+    assert [record["lr_sparse"] for record in losses.records] == pytest.approx(factors)
+
+
+def test_bf16_trains_with_float32_weights_and_evaluates_in_float32() -> None:
+    losses = Losses()
+    trainer = planted.trainer(replace(RECIPE, precision="bf16"), callbacks=[losses])
+    seen: list[torch.dtype] = []
+    trainer.model.top[0].register_forward_hook(lambda *args: seen.append(args[2].dtype))  # type: ignore[union-attr,operator,index]
+    trainer.fit(planted.batches(5))
+    trainer.evaluate(planted.batches(1))
+    assert seen == [torch.bfloat16] * 5 + [torch.float32]
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert losses.losses == pytest.approx(run(steps=5)[0].losses[:4] + losses.losses[4:], rel=0.05)
+
+
+def test_compile_compiles_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
+    trainer = planted.trainer(replace(RECIPE, compile=True))
+    assert compiled == [trainer.model]
+
+
+def test_cuda_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match=r"train\.device is cuda, but torch finds no CUDA device"):
+        resolve_device("cuda")
+    assert resolve_device("auto").type == "cpu"
+
+
+# -- non-finite losses ---------------------------------------------------------------------------------------------
+
+
+def stopped(batch: Batch, trainer: Trainer, message: str) -> None:
+    """Training stops at the third batch and nothing of it is in the model."""
+    before: dict[str, Tensor] = {}
+
+    class Before(Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            before.update({name: t.clone() for name, t in trainer.model.state_dict().items()})
+
+    trainer.callbacks.append(Before())
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        trainer.fit([*planted.batches(2), batch])
+    assert "in step 3 (epoch 0, batch 2 of it)" in str(caught.value)
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_bad_numerical_is_named_and_touches_nothing() -> None:
+    batch = planted.batches(1)[0]
+    assert batch.dense is not None
+    batch.dense[7, 2] = math.nan
+    stopped(batch, planted.trainer(RECIPE), "dense of sample 7 of the batch, column 2 is nan")
+
+
+def test_a_bad_label_and_a_bad_weight_are_named() -> None:
+    batch = planted.batches(1)[0]
+    assert batch.labels is not None
+    batch.labels[3] = math.inf
+    stopped(batch, planted.trainer(RECIPE), "labels of sample 3 of the batch, column 0 is inf")
+    weights = torch.ones(64)
+    weights[5] = math.nan
+    stopped(
+        replace(planted.batches(1)[0], weights=weights), planted.trainer(RECIPE), "weights of sample 5 of the batch is"
+    )
+
+
+def test_overflow_with_good_inputs_says_what_to_try() -> None:
+    trainer = planted.trainer(RECIPE, lr=0.0)
+    with torch.no_grad():
+        trainer.model.top[-1].bias.fill_(1e38)  # type: ignore[union-attr,operator,index]
+    with pytest.raises(NonFiniteError, match="Try a lower lr of the sparse or dense optimizer, a longer schedule"):
+        trainer.fit(planted.batches(1))
+
+
+def test_a_parameter_that_diverged_is_named() -> None:
+    class Break(Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            if trainer.step == 2:
+                with torch.no_grad():
+                    next(trainer.model.parameters()).fill_(math.nan)
+
+    trainer = planted.trainer(RECIPE, callbacks=[Break()])
+    with pytest.raises(NonFiniteError, match=r"parameter 'bottom\.0\.weight' is not: an earlier step diverged"):
+        trainer.fit(planted.batches(4))
+
+
+# -- resuming ------------------------------------------------------------------------------------------------------
+
+
+class InMemory(Source):
+    """Chunks of 100 samples."""
+
+    def __init__(self) -> None:
+        self.schema = Schema(sparse=tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items()))
+        self.splits = ("train",)
+        self._data = planted.batches(7, size=100, last=40)
+
+    def _chunks(self, split: str) -> list[int]:
+        return [len(batch) for batch in self._data]
+
+    def _read(self, split: str, i: int) -> Batch:
+        return self._data[i]
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        if trainer.step == self.step:
+            save_checkpoint(self.path, trainer.parts(), step=trainer.step)
+
+
+@pytest.mark.parametrize("at", [3, 10, 13])  # within an epoch of 10 batches, at its end, within the next
+def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path: Path, at: int) -> None:
+    recipe = replace(RECIPE, epochs=2)
+    schedule = ScheduleRecipe(warmup_steps=5, decay_start=8, decay_end=30)
+    whole = Losses()
+    first = planted.trainer(recipe, schedule=schedule, callbacks=[whole, SaveAt(at, tmp_path / "c")])
+    first.fit(Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2))
+    rest = Losses()
+    second = planted.trainer(replace(recipe, seed=5), schedule=schedule, callbacks=[rest])
+    load_checkpoint(tmp_path / "c", second.parts())
+    loader = Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2)
+    second.resume_data(loader)
+    second.fit(loader)
+    assert whole.losses[at:] == rest.losses
+    assert (second.step, second.steps_total) == (20, 20)
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_run_without_a_loader_cannot_be_resumed(tmp_path: Path) -> None:
+    trainer = planted.trainer(RECIPE, callbacks=[SaveAt(2, tmp_path / "c")])
+    trainer.fit(planted.batches(3))
+    other = planted.trainer(RECIPE)
+    load_checkpoint(tmp_path / "c", other.parts())
+    with pytest.raises(RecipeError, match="no position in the data"):
+        other.resume_data(Loader(InMemory(), "train", 64))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer = planted.trainer(RECIPE)
+    save_checkpoint(tmp_path / "c", trainer.parts())
+    with pytest.raises(CheckpointError, match="part 'model' does not fit this DLRM"):
+        load_checkpoint(tmp_path / "c", planted.trainer(RECIPE, tasks=2).parts())
+
+
+def test_batches_are_fetched_one_ahead_of_the_step() -> None:
+    taken: list[int] = []
+    steps: list[int] = []
+
+    class Spy(Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            steps.append(len(taken))
+
+    def lazily() -> Iterator[Batch]:
+        for i, batch in enumerate(planted.batches(4)):
+            taken.append(i)
+            yield batch
+
+    planted.trainer(RECIPE, callbacks=[Spy()]).fit(lazily())
+    assert steps == [2, 3, 4, 4]
