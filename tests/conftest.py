@@ -2,7 +2,7 @@
 
 import os
 
-# Several processes share the cores here, and OpenMP's idle threads would spin against them. Read when torch is imported.
+# Several test processes share the cores; OpenMP's idle threads would spin against them. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class MLP(nn.Sequential):
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
-            linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
+            linear = cast(nn.Linear, nn.utils.skip_init(nn.Linear, fan_in, fan_out))
             _draw(linear.weight, math.sqrt(2.0 / (fan_in + fan_out)))
             _draw(linear.bias, math.sqrt(1.0 / fan_out))
             layers += [linear, nn.ReLU()]

@@ -63,7 +63,7 @@ def draft_recipe(path: Path, label: str | None = None) -> str:
     schema = draft_schema(path, label=label)
     test_split, fraction = _test_split(path, schema.to_dict())
     lines = yaml.safe_dump(schema.to_dict(), sort_keys=False, default_flow_style=None, width=120).splitlines()
-    text = _TEMPLATE.format(
+    return _TEMPLATE.format(
         path=path,
         name=path.name.removesuffix(".parquet") or "run",
         test_split=test_split,
@@ -71,9 +71,6 @@ def draft_recipe(path: Path, label: str | None = None) -> str:
         schema="\n".join(f"        {line}" for line in lines),
         tasks=len(schema.labels),
     )
-    if not schema.dense:
-        text = "# hotbed.nn.DLRM needs numerical columns and none was found: use a model of yours.\n" + text
-    return text
 
 
 def _test_split(path: Path, schema: dict[str, object]) -> tuple[str, str]:
