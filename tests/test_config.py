@@ -76,6 +76,7 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
             "schedule.decay_start is 5, must be at least 9 (schedule.warmup_steps)",
         ),
         ("schedule", {"decay_start": 5, "decay_end": 5}, "schedule.decay_end is 5, must be at least 6"),
+        ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be above 0; 1 is linear"),
     ],
 )
 def test_a_bad_value_names_its_key_and_limit(key: str, value: Any, message: str) -> None:

@@ -142,7 +142,7 @@ class DataRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecipe:
-    """Learning-rate factor by step: a linear warm-up, then 1, then a quadratic fall to 0."""
+    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0."""
 
     warmup_steps: int = 0
     """Steps over which the factor rises to 1."""
@@ -150,6 +150,8 @@ class ScheduleRecipe:
     """Step after which the factor falls; it never does by default."""
     decay_end: int | None = None
     """Step at which it reaches 0."""
+    decay_power: float = 2.0
+    """Power of the fall: 1 is linear, 2 as in NVIDIA's DLRM."""
 
     def __post_init__(self) -> None:
         _at_least("schedule.warmup_steps", self.warmup_steps, 0)
@@ -158,17 +160,19 @@ class ScheduleRecipe:
         if self.decay_start is not None and self.decay_end is not None:
             _at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
             _at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
+        if not self.decay_power > 0:
+            raise RecipeError(f"schedule.decay_power is {self.decay_power}, must be above 0; 1 is linear")
 
     def factor(self, step: int) -> float:
         """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
 
-        s / warm-up; then 1; then ((end − s) / (end − start))².
+        s / warm-up; then 1; then ((end − s) / (end − start))^power.
         """
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.decay_start is None or self.decay_end is None or step <= self.decay_start:
             return 1.0
-        return (max(self.decay_end - step, 0) / (self.decay_end - self.decay_start)) ** 2
+        return (max(self.decay_end - step, 0) / (self.decay_end - self.decay_start)) ** self.decay_power
 
 
 @dataclass(frozen=True, kw_only=True)

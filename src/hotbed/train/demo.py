@@ -26,11 +26,11 @@ THRESHOLD = 2
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
     """The recipe of the demo (``recipes/demo.yaml``) for a prepared dataset of so many training samples.
 
-    The learning rate falls to a ninth over the epoch, whatever its length: a fall to 0 over 1.5 epochs.
+    The learning rate falls to 0 over the epoch, whatever its length.
     """
     recipe = Recipe.from_dict(yaml.safe_load(files("hotbed").joinpath("demo.yaml").read_text(encoding="utf-8")))
-    warmup, steps = recipe.schedule.warmup_steps, samples // recipe.train.batch_size
-    schedule = replace(recipe.schedule, decay_start=warmup, decay_end=warmup + max(3 * steps // 2, 1))
+    warmup, steps = recipe.schedule.warmup_steps, -(-samples // recipe.train.batch_size)
+    schedule = replace(recipe.schedule, decay_start=warmup, decay_end=max(steps, warmup) + 1)
     return replace(
         recipe,
         data=replace(recipe.data, path=str(path)),
