@@ -119,6 +119,7 @@ def test_the_schedule_is_nvidias() -> None:
     expected = [1 / 8000, 0.5, 7999 / 8000, 1, 1, 0.25, (1 / 24_000) ** 2, 0, 0]
     assert [factor(s) for s in steps] == pytest.approx(expected)
     assert {ScheduleRecipe().factor(s) for s in (1, 2, 1000)} == {1.0}
+    assert ScheduleRecipe(decay_start=0, decay_end=10, decay_power=1).factor(7) == pytest.approx(0.3)
 
 
 # -- components ----------------------------------------------------------------------------------------------------
