@@ -30,6 +30,13 @@ def test_take_and_concatenate_keep_columns_together():
     assert Batch.concatenate([batch]) is batch
 
 
+def test_batches_of_different_columns_do_not_concatenate():
+    whole = full_batch()
+    for other in (Batch(sparse=IDS), Batch(sparse=IDS, dense=whole.dense, labels=whole.labels, weights=whole.weights)):
+        with pytest.raises(BatchError, match="must have the same columns"):
+            Batch.concatenate([whole, other])
+
+
 def test_to_moves_every_column():
     moved = full_batch().to("meta")
     assert {t.device.type for t in (moved.dense, moved.labels, moved.weights, moved.sparse.values)} == {"meta"}

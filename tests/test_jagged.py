@@ -115,6 +115,13 @@ ONE = torch.tensor([1, 2])
         ),
         (lambda: Jagged(["a"], ONE, batch_size=2, weights=torch.ones(3)), r"weights must be floating point \[2\]"),
         (lambda: Jagged(["a"], ONE, batch_size=2, weights=ONE), "weights must be floating point"),
+        (lambda: jagged(a=ONE, b=ONE.float()), r"feature 'b': ids must be int32 or int64, got float32 \[2\]; convert"),
+        (lambda: jagged(a=(ONE.bool(), torch.tensor([0, 2]))), "feature 'a': ids must be int32 or int64, got bool"),
+        (
+            lambda: jagged(a=(ONE, torch.tensor([0.0, 2.0]))),
+            r"offsets must be \[B \+ 1\] of int32 or int64, got float32",
+        ),
+        (lambda: jagged(a=[[1], [1.5]]), "feature 'a': ids must be integers, got 1.5"),
         (lambda: jagged(), "needs at least one feature"),
         (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2"),
         (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"ids must be \[B\] or \[B, k\], got int64 \[1, 2, 3\]"),
@@ -129,6 +136,18 @@ ONE = torch.tensor([1, 2])
 def test_parts_that_do_not_fit_are_refused_by_name(make, message):
     with pytest.raises(BatchError, match=message):
         make()
+
+
+def test_nested_tensors_with_holes_are_refused():
+    values = torch.arange(10)
+    holes = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 4, 10]), lengths=torch.tensor([2, 3]))
+    with pytest.raises(BatchError, match="feature 'a': the nested tensor has holes"):
+        jagged(a=holes)
+
+
+def test_concatenating_weighted_and_plain_parts_fills_in_ones():
+    plain, weighted = jagged(a=ONE), Jagged.from_dict({"a": ONE}, {"a": torch.tensor([0.5, 2.0])})
+    assert Jagged.concatenate([plain, weighted]).weights.tolist() == [1.0, 1.0, 0.5, 2.0]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

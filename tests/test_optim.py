@@ -67,7 +67,7 @@ def test_accumulated_micro_batches_equal_one_batch(rule):
 
 def test_coalescing_over_micro_batches_is_exact_not_two_steps():
     model = Tower()
-    optimizer = RowWiseAdagrad(model, lr=1.0, eps=0.0)
+    optimizer = RowWiseAdagrad(model, lr=1.0, eps=1e-12)
     before = model.values().clone()
     ids = Jagged.from_dict({"a": torch.tensor([5]), "b": torch.tensor([5])})
     for _ in range(2):
@@ -188,6 +188,12 @@ def test_a_state_dict_of_other_tables_changes_nothing():
     assert (optimizer.state_dict()["state"][0]["sum_of_squares"] == 0.5).all()
 
 
+def test_groups_cannot_be_added_later():
+    optimizer = SGD(Tower(), lr=1.0)
+    with pytest.raises(OptimizerError, match="every table is in a group already"):
+        optimizer.add_param_group({"params": [torch.zeros((), requires_grad=True)]})
+
+
 # -- torch.amp.GradScaler ------------------------------------------------------------------------------------------
 
 
@@ -239,8 +245,14 @@ def test_there_is_no_default_learning_rate(rule):
     ("make", "message"),
     [
         (lambda: SGD(nn.Linear(2, 2), lr=1.0), "Linear has no hotbed.EmbeddingCollection"),
-        (lambda: SGD(Tower(), lr=-1.0), "SGD: lr is -1.0 for embeddings.a, embeddings.b; it must not be negative"),
+        (
+            lambda: SGD(Tower(), lr=-1.0),
+            "SGD: lr is -1.0 for embeddings.a, embeddings.b; it must be finite and not negative",
+        ),
         (lambda: SGD(Tower(), lr=float("nan")), "SGD: lr is nan"),
+        (lambda: SGD(Tower(), lr=float("inf")), "SGD: lr is inf"),
+        (lambda: RowWiseAdagrad(Tower(), lr=1.0, initial_accumulator=-1.0), "initial_accumulator is -1.0"),
+        (lambda: RowWiseAdagrad(Tower(), lr=1.0, eps=0.0), "eps and initial_accumulator are both 0"),
         (lambda: RowWiseAdagrad(Tower(), lr=1.0, eps=-1e-8), "RowWiseAdagrad: eps is -1e-08"),
         (lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["c"]}]), "table 'c' does not exist"),
         (lambda: SGD(Tower(), lr=1.0, groups=[{"lr": 1.0}]), "an optimizer group needs 'tables'"),

@@ -10,6 +10,8 @@ from hotbed.specs import Feature, Table, check_specs
         (lambda: Table("", rows=1, dim=1), "a table needs a non-empty name"),
         (lambda: Table("t", rows=0, dim=4), "table 't': rows is 0, must be at least 1"),
         (lambda: Table("t", rows=-5, dim=4), "table 't': rows is -5, must be at least 1"),
+        (lambda: Table("t", rows=1e3, dim=4), "table 't': rows is 1000.0, must be an integer"),
+        (lambda: Table("t", rows=5, dim="4"), "table 't': dim is '4', must be an integer"),
         (lambda: Table("t", rows=5, dim=0), "dim is 0, must be between 1 and 1,024"),
         (lambda: Table("t", rows=5, dim=2000), "dim is 2,000, must be between 1 and 1,024"),
         (lambda: Table("t", rows=5, dim=4, init_bound=float("nan")), "init_bound is nan, must be finite"),

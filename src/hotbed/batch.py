@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from hotbed.bags import describe
 from hotbed.errors import BatchError, did_you_mean
-from hotbed.jagged import Jagged, describe
+from hotbed.jagged import Jagged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,8 @@ class Batch:
 
         def join(column: Callable[[Batch], Tensor | None]) -> Tensor | None:
             tensors = [t for t in map(column, parts) if t is not None]
+            if len(tensors) not in (0, len(parts)) or any(p.extra.keys() != parts[0].extra.keys() for p in parts):
+                raise BatchError("batches to concatenate must have the same columns; some lack one that others have")
             return torch.cat(tensors) if tensors else None
 
         return Batch(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,10 +79,11 @@ def _run(args: list[str]) -> None:
     deep: list[tuple[str, str]] = []
     if command.add_arguments is _add_recipe:
         rest, deep = _split_deep(rest)
-        if rest and not rest[0].startswith("-"):
-            # jsonargparse reads a file of settings only from an option. First, so that what follows overrides it.
-            check_keys(_read_yaml(Path(rest[0])), complete=False)
-            rest[0] = f"--recipe={rest[0]}"
+        rest, recipes = _split_recipes(rest, [o for a in parser._actions if a.nargs == 0 for o in a.option_strings])
+        for recipe in recipes:
+            check_keys(_read_yaml(Path(recipe)), complete=False)
+        # jsonargparse reads a file of settings only from an option. First, so that all other options override it.
+        rest = [f"--recipe={recipe}" for recipe in recipes] + rest
     try:
         parsed = parser.parse_args(rest)
     except ArgumentError as error:
@@ -123,7 +124,7 @@ _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer")
 
 
 def _add_recipe(parser: ArgumentParser) -> None:
-    parser.add_argument("--recipe", action="config", help="Recipe to start from; or give it first.")
+    parser.add_argument("--recipe", action="config", help="Recipe to start from; or just name it.")
     parser.add_argument("--name", type=str | None, help="Name of the run's directory.")
     _add_component(parser, "data.source", "hotbed.data.SplitBinarySource")
     parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
@@ -156,6 +157,37 @@ def _recipe_of(parsed: Namespace) -> Recipe:
     return Recipe.from_dict(values)
 
 
+def _split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments without recipes, and the recipes: ``--recipe FILE``, and the first argument that is no option's value.
+
+    ``flags`` are the options that take no value.
+    """
+    rest: list[str] = []
+    recipes: list[str] = []
+    positional = False
+    remaining = iter(args)
+    for arg in remaining:
+        if not arg.startswith("-"):
+            (rest if positional else recipes).append(arg)
+            positional = True
+        elif arg == "--recipe":
+            recipes.append(_value_of(arg, remaining))
+        elif arg.startswith("--recipe="):
+            recipes.append(arg.removeprefix("--recipe="))
+        else:
+            rest.append(arg)
+            if "=" not in arg and arg not in flags:
+                rest += [value] if (value := next(remaining, None)) is not None else []
+    return rest, recipes
+
+
+def _value_of(option: str, remaining: Iterator[str]) -> str:
+    value = next(remaining, None)
+    if value is None:
+        raise RecipeError(f"argument {option} needs a value")
+    return value
+
+
 # jsonargparse would replace all of `schema` by {group: user}, so what lies within an init_arg is set here.
 _DEEP = re.compile(r"--((?:\w+\.)+init_args\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
 
@@ -167,10 +199,7 @@ def _split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     remaining = iter(args)
     for arg in remaining:
         if match := _DEEP.fullmatch(arg):
-            text = next(remaining, None) if match[2] is None else match[2]
-            if text is None:
-                raise RecipeError(f"argument {arg} needs a value")
-            deep.append((match[1], text))
+            deep.append((match[1], _value_of(arg, remaining) if match[2] is None else match[2]))
         else:
             rest.append(arg)
     return rest, deep

@@ -8,31 +8,13 @@ kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from hotbed.bags import INDEX_DTYPES, Bags, bags_of, describe, offsets_of, take_bags, version, weights_of
 from hotbed.errors import BatchError, did_you_mean
-
-INDEX_DTYPES = (torch.int32, torch.int64)
-
-
-class Bags(NamedTuple):
-    """One feature of a `Jagged`: ``values [N]``, ``fixed`` ids per sample or ``offsets [B + 1]``, ``weights [N]``."""
-
-    values: Tensor
-    batch_size: int
-    fixed: int | None
-    offsets: Tensor | None
-    weights: Tensor | None
-
-    def lengths(self) -> Tensor:
-        """Number of ids of each sample ``[B]``, int64."""
-        if self.offsets is not None:
-            return self.offsets.diff()
-        return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
 
 
 class Jagged:
@@ -63,7 +45,7 @@ class Jagged:
         If the parts do not fit together; the message names the feature and the sample.
     """
 
-    __slots__ = ("_index", "batch_size", "fixed", "names", "offsets", "starts", "values", "verified", "weights")
+    __slots__ = ("_index", "_verified", "batch_size", "fixed", "names", "offsets", "starts", "values", "weights")
 
     def __init__(
         self,
@@ -77,15 +59,15 @@ class Jagged:
         starts: tuple[int, ...] | None = None,
     ) -> None:
         self.names = tuple(names)
-        self.values = values
+        # Kernels read these as plain memory, so they are made contiguous here, once.
+        self.values = values.contiguous()
         self.batch_size = batch_size
         self.fixed: tuple[int | None, ...] = (1,) * len(self.names) if fixed is None else tuple(fixed)
-        self.offsets = offsets
-        self.weights = weights
+        self.offsets = None if offsets is None else offsets.contiguous()
+        self.weights = None if weights is None else weights.contiguous()
         self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
         self._index = {name: i for i, name in enumerate(self.names)}
-        self.verified: frozenset[tuple[str, int]] = frozenset()
-        """(feature, rows) pairs for which every id is known to be in range."""
+        self._verified: tuple[Tensor, int, frozenset[tuple[str, int]]] | None = None
 
     def _validated_starts(self) -> tuple[int, ...]:
         values, names, batch_size = self.values, self.names, self.batch_size
@@ -146,6 +128,18 @@ class Jagged:
                 f"{did_you_mean(name, self.names)}"
             ) from None
 
+    @property
+    def verified(self) -> frozenset[tuple[str, int]]:
+        """(feature, rows) pairs for which every id is known to be in range; empty again once ids are changed."""
+        if self._verified is None or self._verified[0] is not self.values or self._verified[1] != version(self.values):
+            return frozenset()
+        return self._verified[2]
+
+    def mark_verified(self, pairs: Iterable[tuple[str, int]]) -> None:
+        """Remember that every id of these features is below these rows."""
+        if not self.values.is_inference():  # whose changes nobody counts
+            self._verified = (self.values, version(self.values), self.verified.union(pairs))
+
     def ragged_row(self, i: int) -> int:
         """Row of ``offsets`` that belongs to feature ``i``."""
         return sum(k is None for k in self.fixed[:i])
@@ -176,12 +170,12 @@ class Jagged:
             weights=None if self.weights is None else change(self.weights),
             starts=self.starts,
         )
-        moved.verified = self.verified
+        moved.mark_verified(self.verified)
         return moved
 
     def take(self, samples: Tensor) -> Jagged:
-        """The samples at these positions ``[b]`` (int64), in this order."""
-        parts = {name: _take_bags(self[name], samples) for name in self.names}
+        """The samples at these positions ``[b]`` (int64, not negative), in this order."""
+        parts = {name: take_bags(self[name], samples) for name in self.names}
         return _from_bags(parts)
 
     def with_feature(self, name: str, bags: Bags) -> Jagged:
@@ -200,8 +194,9 @@ class Jagged:
             bags = [part[name] for part in parts]
             values = torch.cat([b.values for b in bags])
             same_k = len({b.fixed for b in bags}) == 1 and bags[0].fixed is not None
-            offsets = None if same_k else _offsets_of(torch.cat([b.lengths() for b in bags]))
-            weights = None if first.weights is None else torch.cat([b.weights for b in bags if b.weights is not None])
+            offsets = None if same_k else offsets_of(torch.cat([b.lengths() for b in bags]))
+            weighted = any(part.weights is not None for part in parts)
+            weights = torch.cat([weights_of(b) for b in bags]) if weighted else None
             merged[name] = Bags(
                 values, sum(b.batch_size for b in bags), bags[0].fixed if same_k else None, offsets, weights
             )
@@ -220,7 +215,7 @@ class Jagged:
         ``(values [N], offsets [B + 1])``; or a list of lists of ids. ``weights`` gives per-id weights for some of the
         features in the same shape (``[N]`` for ragged ones); features without get 1.
         """
-        bags = {name: _bags_of(name, entry) for name, entry in features.items()}
+        bags = {name: bags_of(name, entry) for name, entry in features.items()}
         if not bags:
             raise BatchError("a Jagged needs at least one feature")
         first, batch_size = next((name, b.batch_size) for name, b in bags.items())
@@ -235,11 +230,7 @@ class Jagged:
                     )
             for name, b in bags.items():
                 given = weights.get(name)
-                w = (
-                    torch.ones(len(b.values))
-                    if given is None
-                    else (given.values() if given.is_nested else given.reshape(-1))
-                )
+                w = weights_of(b) if given is None else (given.values() if given.is_nested else given.reshape(-1))
                 if len(w) != len(b.values):
                     raise BatchError(f"feature '{name}' has {len(b.values):,} ids but {len(w):,} weights")
                 bags[name] = b._replace(weights=w)
@@ -258,7 +249,7 @@ class Jagged:
         out: dict[str, Tensor] = {}
         for name in self.names:
             b = self[name]
-            offsets = _offsets_of(b.lengths()) if b.offsets is None else b.offsets
+            offsets = offsets_of(b.lengths()) if b.offsets is None else b.offsets
             out[name] = torch.nested.nested_tensor_from_jagged(b.values, offsets)
         return out
 
@@ -271,7 +262,7 @@ class Jagged:
             at = int(lengths.argmin())
             per_key = len(lengths) // len(keys)
             raise BatchError(f"feature '{keys[at // per_key]}': length {int(lengths[at])} at sample {at % per_key}")
-        offsets = _offsets_of(lengths.view(len(keys), -1))
+        offsets = offsets_of(lengths.view(len(keys), -1))
         return Jagged(
             keys, values, batch_size=offsets.shape[1] - 1, fixed=[None] * len(keys), offsets=offsets, weights=weights
         )
@@ -287,11 +278,6 @@ class Jagged:
         return list(self.names), self.values, torch.cat(lengths), self.weights
 
 
-def describe(t: Tensor) -> str:
-    """Dtype and shape, as error messages show them."""
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
-
-
 def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:
     """Number of ids of each ragged feature; raises unless every row of offsets starts at 0 and never falls."""
     steps = offsets.diff(dim=1)
@@ -305,47 +291,6 @@ def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:
                 f"offsets are running totals of the ids per sample"
             )
     return offsets[:, -1].tolist()
-
-
-def _offsets_of(lengths: Tensor) -> Tensor:
-    """Running totals along the last dim with a leading 0, int64."""
-    return torch.nn.functional.pad(lengths.cumsum(-1, dtype=torch.int64), (1, 0))
-
-
-def _bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequence[int]]) -> Bags:
-    if isinstance(entry, Tensor):
-        if entry.is_nested:
-            if entry.layout != torch.jagged:
-                raise BatchError(f"feature '{name}': nested tensors need layout=torch.jagged, got {entry.layout}")
-            offsets = cast(Tensor, entry.offsets())  # pyright: ignore[reportAttributeAccessIssue]
-            return Bags(entry.values(), entry.shape[0], None, offsets.long(), None)
-        if entry.dim() == 1:
-            return Bags(entry, len(entry), 1, None, None)
-        if entry.dim() == 2:
-            return Bags(entry.reshape(-1), entry.shape[0], entry.shape[1], None, None)
-        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe(entry)}")
-    if isinstance(entry, tuple):
-        values, offsets = cast(tuple[Tensor, Tensor], entry)
-        if offsets.dim() != 1 or len(offsets) < 1:
-            raise BatchError(f"feature '{name}': offsets must be [B + 1], got {describe(offsets)}")
-        return Bags(values, len(offsets) - 1, None, offsets.long(), None)
-    lengths = torch.tensor([len(bag) for bag in entry], dtype=torch.int64)
-    values = torch.tensor([i for bag in entry for i in bag], dtype=torch.int64)
-    return Bags(values, len(entry), None, _offsets_of(lengths), None)
-
-
-def _take_bags(bags: Bags, samples: Tensor) -> Bags:
-    if bags.fixed is not None:
-        column = torch.arange(bags.fixed, device=samples.device)
-        position, offsets = (samples[:, None] * bags.fixed + column).reshape(-1), None
-    else:
-        assert bags.offsets is not None
-        lengths = bags.lengths()[samples]
-        offsets = _offsets_of(lengths)
-        position = torch.arange(int(offsets[-1]), device=samples.device)
-        position += torch.repeat_interleave(bags.offsets[samples] - offsets[:-1], lengths)
-    weights = None if bags.weights is None else bags.weights[position]
-    return Bags(bags.values[position], len(samples), bags.fixed, offsets, weights)
 
 
 def _from_bags(bags: Mapping[str, Bags]) -> Jagged:

@@ -2,7 +2,10 @@
 
 ``loss.backward()`` leaves, per arena, the ids and the gradient of the pooled vectors; ``step()`` sums the gradients of
 each distinct row over everything that arrived since the last step, then applies the rule to that row once. So
-accumulating gradients over micro-batches is exact, and a step that is skipped touches nothing.
+accumulating gradients over micro-batches is exact, and a step that is skipped touches nothing. (Exact, not bit for bit
+the sum of one large batch: a row's occurrences are added in the order of micro-batches, then features, then samples.)
+A step that is to be dropped is forgotten with ``zero_grad()`` of the *optimizer*; ``model.zero_grad()`` does not
+reach it.
 
 A table has no dense gradient and is no ``nn.Parameter``. What stands for it in ``param_groups`` is its *handle*, a 0-d
 tensor: ``requires_grad`` of the handle says whether the table is trained. The gradient of the first handle is the
@@ -12,6 +15,7 @@ where they are not finite), which is how the optimizers work with ``torch.amp.Gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
@@ -135,10 +139,24 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise `SpecError` if a hyperparameter of a group is out of range."""
-        for name in self.rule.hyper:
-            if not float(group[name]) >= 0:
+        for name in self.defaults:
+            if not 0 <= float(group[name]) < math.inf:
                 tables = ", ".join(group["tables"])
-                raise SpecError(f"{type(self).__name__}: {name} is {group[name]} for {tables}; it must not be negative")
+                raise SpecError(
+                    f"{type(self).__name__}: {name} is {group[name]} for {tables}; it must be finite and not negative"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for torch's own constructor: every table is in a group from the start.
+
+        Raises
+        ------
+        OptimizerError
+            If called later; give ``groups`` to the constructor.
+        """
+        if hasattr(self, "_updaters"):
+            raise OptimizerError("every table is in a group already; give `groups` when making the optimizer")
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -284,6 +302,15 @@ class RowWiseAdagrad(SparseOptimizer):
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(model, {"lr": lr, "eps": eps, "initial_accumulator": initial_accumulator}, groups)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise `SpecError` if a hyperparameter is out of range, or a zero gradient would divide 0 by 0."""
+        super().check(group)
+        if not float(group["eps"]) + float(group["initial_accumulator"]) > 0:
+            tables = ", ".join(group["tables"])
+            raise SpecError(
+                f"RowWiseAdagrad: eps and initial_accumulator are both 0 for {tables}; one must be positive"
+            )
 
 
 def _resolve_groups(

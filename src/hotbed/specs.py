@@ -60,6 +60,10 @@ class Table:
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a table needs a non-empty name")
+        for field in ("rows", "dim"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise SpecError(f"table '{self.name}': {field} is {value!r}, must be an integer")
         if self.rows < 1:
             raise SpecError(f"table '{self.name}': rows is {self.rows:,}, must be at least 1")
         if not 1 <= self.dim <= MAX_DIM:

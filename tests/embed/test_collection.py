@@ -93,7 +93,7 @@ def test_short_and_empty_batches():
 
 def test_features_of_one_table_meet_in_one_update():
     collection = EmbeddingCollection([Table("t", rows=5, dim=4)], [Feature("a", table="t"), Feature("b", table="t")])
-    optimizer = RowWiseAdagrad(collection, lr=0.5, eps=0.0)
+    optimizer = RowWiseAdagrad(collection, lr=0.5, eps=1e-12)
     before = collection.weight("t").clone()
     e = collection(Jagged.from_dict({"a": torch.tensor([2]), "b": torch.tensor([2])}))
     (e["a"].sum() + 2 * e["b"].sum()).backward()
@@ -111,10 +111,15 @@ def test_eval_and_no_grad_never_update():
         assert not collection(ids())["user"].requires_grad
     with torch.inference_mode():
         collection(ids())
-    collection.eval()(ids())
+    head = torch.ones(8, requires_grad=True)
+    (collection.eval()(ids())["user"] * head).sum().backward()
+    assert head.grad.abs().sum() > 0
     optimizer.step()
     for name, rows in before.items():
         assert torch.equal(collection.weight(name), rows)
+    (collection.train()(ids())["user"] * head).sum().backward()
+    optimizer.step()
+    assert not torch.equal(collection.weight("users"), before["users"])
 
 
 def test_frozen_tables_are_left_alone_until_unfrozen():
@@ -239,6 +244,66 @@ def test_a_checked_batch_is_not_checked_again():
     assert checked.verified == {("user", 50), ("text", 20), ("item", 30), ("history", 30)}
     assert collection.check(checked) is checked
     assert checked.to("cpu").verified == checked.verified
+
+
+def test_ids_changed_after_a_check_are_checked_again():
+    collection, batch = make(), ids()
+    collection(batch)
+    batch.values[0] = 50
+    with pytest.raises(BatchError, match="feature user: id 50 at sample 0"):
+        collection(batch)
+    batch.values = batch.values.clone().clamp(max=19)
+    collection(batch)
+    batch.values = batch.values + 100
+    with pytest.raises(BatchError, match="feature user"):
+        collection(batch)
+
+
+def test_ids_changed_before_the_step_are_refused():
+    collection, batch = make(), ids()
+    optimizer = SGD(collection, lr=1.0)
+    before = collection.weight("users").clone()
+    collection(batch).concatenate().sum().backward()
+    batch.values.add_(1)
+    with pytest.raises(OptimizerError, match="ids were changed in place between the lookup and the step"):
+        optimizer.step()
+    assert torch.equal(collection.weight("users"), before)
+
+
+def test_verify_marks_clean_batches_and_repairs_nothing():
+    collection = EmbeddingCollection(
+        [Table("t", rows=5, dim=4)], [Feature("a", table="t", on_bad_id="drop"), Feature("b", table="t")]
+    )
+    clean = Jagged.from_dict({"a": torch.tensor([1]), "b": torch.tensor([4])})
+    assert collection.verify(clean) and collection.check(clean) is clean
+    wild = Jagged.from_dict({"a": torch.tensor([9]), "b": torch.tensor([4])})
+    assert not collection.verify(wild)
+    assert not wild.verified and not collection.bad_ids
+    with pytest.raises(BatchError, match="feature b: id 5"):
+        collection.verify(Jagged.from_dict({"a": torch.tensor([1]), "b": torch.tensor([5])}))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_strided_ids_weights_and_offsets_are_read_right(backend):
+    collection = EmbeddingCollection([Table("t", rows=9, dim=4)], [Feature("a", table="t")], backend=backend)
+    values, weights = torch.arange(8)[::2], torch.rand(8)[::2]
+    offsets = torch.tensor([[0, 9], [1, 9], [4, 9]]).T[:1]
+    batch = Jagged(["a"], values, batch_size=2, fixed=[None], offsets=offsets, weights=weights)
+    rows = collection.weight("t")[values] * weights[:, None]
+    torch.testing.assert_close(collection(batch)["a"], torch.stack([rows[0], rows[1:].sum(0)]))
+
+
+def test_other_default_dtypes_do_not_reach_the_tables():
+    torch.set_default_dtype(torch.float64)
+    try:
+        collection = make()
+        optimizer = RowWiseAdagrad(collection, lr=0.1)
+        collection(ids()).concatenate().sum().backward()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert collection.weight("users").dtype == torch.float32
+    assert optimizer.state_dict()["state"][0]["sum_of_squares"].dtype == torch.float32
 
 
 def test_missing_features_are_named():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hotbed import ops
-from hotbed.errors import BackendError, SpecError
+from hotbed.errors import BackendError, BatchError, SpecError
 from hotbed.nn import MLP, DotInteraction
 
 
@@ -19,6 +19,23 @@ def test_mlp_has_the_published_initialisation():
 def test_mlp_refuses_widths_that_cannot_be(widths):
     with pytest.raises(SpecError, match="needs at least one layer and positive widths"):
         MLP(4, widths)
+
+
+def test_mlp_is_made_on_the_default_device_and_drawn_on_the_cpu():
+    with torch.device("meta"):
+        assert {p.device.type for p in MLP(4, (3, 2)).parameters()} == {"meta"}
+    torch.manual_seed(1)
+    first = MLP(4, (3,))[0].weight
+    torch.manual_seed(1)
+    assert torch.equal(first, torch.empty(3, 4).normal_(0.0, (2 / 7) ** 0.5))
+
+
+@pytest.mark.parametrize("shapes", [((3, 5), (3, 2, 4)), ((3, 4), (3, 3, 4)), ((1, 4), (3, 2, 4)), ((3, 4), (3, 8))])
+def test_interaction_refuses_other_shapes(shapes):
+    with pytest.raises(
+        BatchError, match=r"DotInteraction\(2, 4\) needs dense \[B, 4\] and embeddings \[B, 2, 4\], got"
+    ):
+        DotInteraction(2, 4)(*map(torch.rand, shapes))
 
 
 def by_hand(dense, embeddings, width):

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -43,7 +45,30 @@ def test_large_arenas_are_zeroed_and_aligned_to_huge_pages():
         assert t.data_ptr() % cpu_memory.HUGE_PAGE_BYTES == 0
 
 
+def test_memory_comes_back_while_the_pool_is_in_use():
+    class Cycle:
+        pass
+
+    cycle = Cycle()
+    cycle.self, cycle.tensor = cycle, cpu_memory.empty((1100, 512))
+    del cycle
+    with cpu_memory._lock:
+        gc.collect()  # gives the block back; it must not wait for the lock
+    assert cpu_memory.empty((1100, 512)).shape == (1100, 512)
+
+
+def test_free_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(cpu_memory, "MAX_FREE_BYTES", 10 << 20)
+    del [cpu_memory.empty((1100, 512)) for _ in range(8)][:]
+    gc.collect()
+    cpu_memory.empty((1100, 512))
+    assert sum(map(len, cpu_memory._free)) <= 10 << 20
+
+
 def test_results_reuse_memory_only_when_nothing_refers_to_it():
+    gc.collect()
+    cpu_memory._returned.clear()
+    cpu_memory._free.clear()
     first = cpu_memory.empty((1100, 512))
     address = first.data_ptr()
     view = first[5:]

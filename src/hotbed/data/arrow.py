@@ -63,8 +63,8 @@ def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:
 
 
 def numbers(column: pa.ChunkedArray) -> Array:
-    """Convert numbers ``[n]`` to float32; a null becomes NaN."""
-    values = pc.cast(column, pa.float32()).combine_chunks()
+    """Convert numbers ``[n]`` to the nearest float32 (integers are exact up to 2²⁴); a null becomes NaN."""
+    values = pc.cast(column, pa.float32(), safe=False).combine_chunks()
     # A copy, because Arrow's own memory is read-only.
     return values.to_numpy(zero_copy_only=False).astype(np.float32)
 

@@ -30,6 +30,7 @@ COLUMNS = (LABEL, *DENSE, *SPARSE)
 OnBadLine = Literal["error", "skip"]
 
 BLOCK_BYTES = 16 << 20
+MAX_LINE_BYTES = 1 << 20
 
 
 class Block(NamedTuple):
@@ -76,11 +77,21 @@ class LineChecker:
             quote_char=None,
             encoding="utf8-lossy",
         )
-        integers = raw.select(pl.col(LABEL, *DENSE).cast(pl.Int64, strict=False))
+        integers = raw.select(pl.col(DENSE).cast(pl.Int64, strict=False))
         parsed = raw.select(
-            pl.when(integers[LABEL].is_between(0, 1)).then(integers[LABEL]).cast(pl.UInt8).alias(LABEL),
-            *((pl.when(integers[c] > -3).then(integers[c]) + 3).log().cast(pl.Float32).alias(c) for c in DENSE),
-            *(pl.col(c).str.to_integer(base=16, dtype=pl.UInt32, strict=False) for c in SPARSE),
+            pl.when(pl.col(LABEL).is_in(["0", "1"])).then(pl.col(LABEL)).cast(pl.UInt8),
+            # + 3 as floats: the largest integers would wrap around to negative ones.
+            *(
+                (pl.when(integers[c] > -3).then(integers[c]).cast(pl.Float64) + 3).log().cast(pl.Float32).alias(c)
+                for c in DENSE
+            ),
+            *(
+                pl.when((pl.col(c).str.len_bytes() <= 8) & ~pl.col(c).str.starts_with("+"))
+                .then(pl.col(c))
+                .str.to_integer(base=16, dtype=pl.UInt32, strict=False)
+                .alias(c)
+                for c in SPARSE
+            ),
         )
         if parsed[LABEL].null_count() or any(parsed[c].null_count() != raw[c].null_count() for c in COLUMNS):
             parsed = parsed.filter(self._good(block, line_numbers, raw, parsed))
@@ -160,7 +171,8 @@ def read_blocks(file: Path, seen: Callable[[int], None], block_bytes: int = BLOC
     Raises
     ------
     DataError
-        If the file holds no line, or its gzip stream is damaged or ends too early.
+        If the file holds no line, an unfinished line grows beyond `MAX_LINE_BYTES` (so the file is no log, and would
+        be read into memory whole), or its gzip stream is damaged or ends too early.
     """
     line, rest = 1, b""
     with file.open("rb") as stored:
@@ -179,13 +191,17 @@ def read_blocks(file: Path, seen: Callable[[int], None], block_bytes: int = BLOC
             if text is None:
                 break
             whole, newline, tail = text.rpartition(b"\n")
-            if not newline:
-                rest += tail
-                continue
-            block = _unix_lines(rest + whole + newline)
-            rest = tail
-            yield Block(file, line, block)
-            line += block.count(b"\n")
+            if newline:
+                block = _unix_lines(rest + whole + newline)
+                rest = b""
+                yield Block(file, line, block)
+                line += block.count(b"\n")
+            rest += tail
+            if len(rest) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{file}, line {line:,}: longer than {MAX_LINE_BYTES:,} bytes, expected {len(COLUMNS)} "
+                    f"tab-separated fields and a newline; give a Criteo log"
+                )
     if rest:
         yield Block(file, line, _unix_lines(rest + b"\n"))
     elif line == 1:

@@ -14,6 +14,7 @@ batches ahead of the consumer, which bounds memory: at most two windows more tha
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,8 +98,9 @@ class Loader:
         self.prefetch = prefetch
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.transform = transform
-        self._chunks = source.chunks(split)
-        self.samples = sum(self._chunks)
+        sizes = source.chunks(split)
+        self.samples = sum(sizes)
+        self._chunks_digest = hashlib.sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
         if self.samples == 0:
             raise SpecError(f"split '{split}' has no sample")
         self._epoch = 0
@@ -160,6 +162,12 @@ class Loader:
                 raise SpecError(f"the loader's position lacks '{key}'; pass what state_dict() returned")
         for key, value in order.items():
             if state[key] != value:
+                if key == "chunks":
+                    raise SpecError(
+                        f"the position was saved with other chunks than this source's (digest of their sizes "
+                        f"{state[key]}, here {value}), so its order of samples is another; make the source with the "
+                        f"same files and chunk_samples, or start a new epoch"
+                    )
                 raise SpecError(
                     f"the position was saved with {key} {state[key]!r}, but this loader has {value!r}, so its order of "
                     f"samples is another; make the loader with {key}={state[key]!r}, or start a new epoch"
@@ -171,7 +179,13 @@ class Loader:
 
     def _order(self) -> dict[str, int | bool | str]:
         order: dict[str, int | bool | str] = {"split": self.split, "samples": self.samples, "shuffle": self.shuffle}
-        return order | ({"seed": self.seed, "window": self.window} if self.shuffle else {})
+        if self.shuffle:
+            order |= {"seed": self.seed, "window": self.window, "chunks": self._chunks_digest}
+        return order
+
+
+# First in the seeds of generators. At the end a 0 would be lost: NumPy seeds (s, e) and (s, e, 0) alike.
+_CHUNK_ORDER, _WINDOW_ORDER = 1, 2
 
 
 class _Epoch:
@@ -184,7 +198,7 @@ class _Epoch:
         chunks = list(range(len(sizes)))
         per_window = 1
         if loader.shuffle:
-            chunks = np.random.default_rng((loader.seed, number)).permutation(len(sizes)).tolist()
+            chunks = np.random.default_rng((_CHUNK_ORDER, loader.seed, number)).permutation(len(sizes)).tolist()
             per_window = loader.window
         self._windows = [chunks[i : i + per_window] for i in range(0, len(chunks), per_window)]
         self._starts = [0, *accumulate(sum(sizes[c] for c in window) for window in self._windows)]
@@ -211,7 +225,7 @@ class _Epoch:
 
     def _merge(self, w: int, chunks: list[Future[Batch]]) -> Batch:
         parts = [(batch := chunk.result(), 0, len(batch)) for chunk in chunks]
-        rng = np.random.default_rng((self._loader.seed, self.number, w))
+        rng = np.random.default_rng((_WINDOW_ORDER, self._loader.seed, self.number, w))
         # The whole window at once: taking a batch at a time from an unshuffled window takes 5 times as long, because
         # each column falls out of the cache between batches (2 cores of AMD EPYC (Zen 5), 26 columns × 524,288).
         return join(parts, rng.permutation(sum(stop for _, _, stop in parts)))

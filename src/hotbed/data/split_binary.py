@@ -13,6 +13,7 @@ module writes load there too, as long as they have no ``valid`` split, which NVI
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,6 +129,7 @@ class SplitBinaryWriter:
         labels = ["label"] if len(schema.labels) == 1 else [f"label_{t}" for t in range(len(schema.labels))]
         self._label_names = [f"{name}.bin" for name in labels]
         self._cat_names = [f"cat_{i}.bin" for i in range(len(schema.sparse))]
+        self._written: Counter[str] = Counter()  # samples by file
         self._stack = ExitStack()
         self._open: dict[str, BinaryIO] = {}
 
@@ -143,19 +145,32 @@ class SplitBinaryWriter:
             (self.path / "feature_spec.yaml").write_text(text, encoding="utf-8")
 
     def append_labels(self, split: str, labels: NDArray[Any]) -> None:
-        """Append labels ``[n]`` or ``[n, T]``; any value but 0 is true."""
+        """Append labels ``[n]`` or ``[n, T]``, 0 or 1; a `DataError` names any other."""
         columns = labels.reshape(len(labels), len(self.schema.labels))
+        good = (columns == 0) | (columns == 1)
+        for t, file in enumerate(self._label_names):
+            self._refuse(~good[:, t], columns[:, t], f"{split}/{file}", self.schema.labels[t], "must be 0 or 1")
         self.samples[split] += len(labels)
-        for t, name in enumerate(self._label_names):
-            self._append(split, name, (columns[:, t] != 0).view(np.uint8))
+        for t, file in enumerate(self._label_names):
+            self._append(split, file, (columns[:, t] != 0).view(np.uint8))
 
     def append_dense(self, split: str, dense: NDArray[Any]) -> None:
-        """Append numericals ``[n, I]``; stored as float16."""
-        self._append(split, "numerical.bin", dense.astype("<f2"))
+        """Append numericals ``[n, I]``; stored as float16. A `DataError` names one that it cannot hold."""
+        with np.errstate(over="ignore"):
+            stored = dense.astype("<f2")
+        bad = ~np.isfinite(stored)
+        if bad.any():
+            problem = f"must be finite and at most {np.finfo(np.float16).max:,.0f} in size to be stored as float16"
+            for i, column in enumerate(self.schema.dense):
+                self._refuse(bad[:, i], dense[:, i], f"{split}/numerical.bin", column, problem)
+        self._append(split, "numerical.bin", stored)
 
     def append_ids(self, split: str, column: int, ids: NDArray[Any]) -> None:
-        """Append ids ``[n]`` of one sparse column, by its position in the schema."""
-        self._append(split, self._cat_names[column], ids.astype(self._dtypes[column]))
+        """Append ids ``[n]`` of one sparse column, by its position in the schema; a `DataError` names a bad one."""
+        name, rows = self.schema.sparse[column].name, self.schema.sparse[column].rows
+        file = self._cat_names[column]
+        self._refuse((ids < 0) | (ids >= rows), ids, f"{split}/{file}", name, f"must be an id from 0 to {rows - 1:,}")
+        self._append(split, file, ids.astype(self._dtypes[column]))
 
     def append(self, split: str, batch: Batch) -> None:
         """Append all columns of a batch, matched by name."""
@@ -173,6 +188,14 @@ class SplitBinaryWriter:
             (self.path / split).mkdir(exist_ok=True)
             self._open[key] = self._stack.enter_context((self.path / key).open("wb"))
         self._open[key].write(np.ascontiguousarray(values).data)
+        self._written[key] += len(values)
+
+    def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, problem: str) -> None:
+        """Raise `DataError` if any value ``[n]`` is bad, naming the first; samples count from the split's start."""
+        if bad.any():
+            first = int(bad.argmax())
+            sample = self._written[key] + first
+            raise DataError(f"{key}, column '{column}': sample {sample:,} is {values[first]}, {problem}")
 
     def _description(self) -> dict[str, object]:
         sparse = self.schema.sparse

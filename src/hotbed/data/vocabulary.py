@@ -85,8 +85,7 @@ class Vocabulary:
         DataError
             If the file does not exist, a line is not 8 hexadecimal digits, or a value occurs twice.
         """
-        if not path.is_file():
-            raise DataError(f"{path} does not exist; give the `vocabulary` directory of a prepared dataset")
+        check_exists(path)
         parts: list[NDArray[np.uint32]] = [np.zeros(0, dtype=np.uint32)]
         with path.open("rb") as stream:
             while text := stream.read(_LINES * _LINE_BYTES):

@@ -54,16 +54,17 @@ class Arena:
                 cols=range(table.dim),
                 bound=table.bound,
             )
-        self._last: tuple[object, Tensor] | None = None
+        self._placed(device)
 
     def to(self, device: torch.device) -> None:
         """Move the store."""
         self.store = self.store.to(device)
-        self._last = None
+        self._placed(device)
 
-    def bases(self) -> Tensor:
+    def _placed(self, device: torch.device) -> None:
+        self.bases = torch.tensor(list(self.first_slot.values()), dtype=torch.int64, device=device)
         """First slot of each table ``[T]`` int64."""
-        return torch.tensor(list(self.first_slot.values()), device=self.store.device)
+        self._last: tuple[object, Tensor] | None = None
 
     def view(self, table: str, moment: str | None = None) -> Tensor:
         """The rows or a moment of one table, sharing memory."""
@@ -90,7 +91,8 @@ class Arena:
     def _features(self, ids: Jagged, at: Sequence[int]) -> Tensor:
         """`BagLayout.features`; fixed features keep their places from batch to batch, so the last one is kept."""
         key = (ids.names, ids.fixed, ids.starts)
-        if self._last is None or self._last[0] != key:
+        last = self._last  # another thread may look up with this arena, too
+        if last is None or last[0] != key:
             rows = [
                 [
                     ids.starts[i],
@@ -101,5 +103,5 @@ class Arena:
                 ]
                 for feature, i in zip(self.features, at, strict=True)
             ]
-            self._last = key, torch.tensor(rows, dtype=torch.int64, device=self.store.device)
-        return self._last[1]
+            self._last = last = key, torch.tensor(rows, dtype=torch.int64, device=self.store.device)
+        return last[1]

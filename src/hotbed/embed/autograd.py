@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hotbed.bags import version
 from hotbed.embed.arena import Arena
 from hotbed.errors import OptimizerError
 from hotbed.ops import BagLayout, Occurrences
@@ -23,6 +24,7 @@ class PooledLookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, arena: Arena, bags: BagLayout, updaters: Iterable[TableUpdater]) -> Tensor:
         """Pooled vectors ``[B, F, D]``; ``anchor`` only makes autograd record the call."""
         ctx.arena, ctx.bags, ctx.updaters = arena, bags, updaters
+        ctx.version = version(bags.ids)
         return arena.store.lookup(bags)
 
     @staticmethod
@@ -33,8 +35,16 @@ class PooledLookup(torch.autograd.Function):
         """Leave the gradient where the optimizer's step finds it."""
         grad = grad_outputs[0].flatten(0, 1).contiguous()
         for updater in ctx.updaters:
-            updater.receive(ctx.arena, ctx.bags, grad)
+            updater.receive(ctx.arena, Waiting(ctx.bags, ctx.version, grad))
         return None, None, None, None
+
+
+class Waiting(NamedTuple):
+    """A gradient that waits for the step: its bags, the version of their ids at lookup, and ``[B · F, D]``."""
+
+    bags: BagLayout
+    version: int
+    grad: Tensor
 
 
 class TableUpdater:
@@ -47,13 +57,13 @@ class TableUpdater:
         self.tables = set(tables)
         self._arena_of = {t: arena for arena in arenas for t in arena.tables if t in self.tables}
         self._on_grad = on_grad
-        self._waiting: dict[Arena, list[tuple[BagLayout, Tensor]]] = defaultdict(list)
+        self._waiting: dict[Arena, list[Waiting]] = defaultdict(list)
 
-    def receive(self, arena: Arena, bags: BagLayout, grad: Tensor) -> None:
-        """Keep a gradient ``[B · F, D]`` for the step, if it concerns a table of this optimizer."""
+    def receive(self, arena: Arena, waiting: Waiting) -> None:
+        """Keep a gradient for the step, if it concerns a table of this optimizer."""
         if not self.tables.isdisjoint(arena.tables):
-            self._waiting[arena].append((bags, grad))
-            self._on_grad(grad)
+            self._waiting[arena].append(waiting)
+            self._on_grad(waiting.grad)
 
     @torch.no_grad()
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
@@ -64,19 +74,23 @@ class TableUpdater:
                     f"table '{table}' is trained by an optimizer that was made later; make one optimizer, and use its "
                     "`groups` to treat tables differently"
                 )
+        for waiting in self._waiting.values():
+            if any(version(w.bags.ids) != w.version for w in waiting):
+                raise OptimizerError(
+                    "ids were changed in place between the lookup and the step, so it is lost which rows the gradients "
+                    "belong to; give every batch its own tensor, or step before reusing it"
+                )
         for arena, waiting in self._waiting.items():
             store = arena.store
-            one = torch.ones((), device=store.device)
+            one = torch.ones((), dtype=torch.float32, device=store.device)
             idle = [0.0] * (1 + len(self.rule.hyper))
             rows = [[1.0, *hyper[t]] if t in hyper else idle for t in arena.tables]
             store.update(
                 self.rule,
-                Occurrences.concatenate(
-                    [store.occurrences(bags) for bags, _ in waiting], [len(grad) for _, grad in waiting]
-                ),
-                waiting[0][1] if len(waiting) == 1 else torch.cat([grad for _, grad in waiting]),
-                bases=arena.bases(),
-                hyper=torch.tensor(rows, device=store.device),
+                Occurrences.concatenate([store.occurrences(w.bags) for w in waiting], [len(w.grad) for w in waiting]),
+                waiting[0].grad if len(waiting) == 1 else torch.cat([w.grad for w in waiting]),
+                bases=arena.bases,
+                hyper=torch.tensor(rows, dtype=torch.float32, device=store.device),
                 inv_scale=one if inv_scale is None else inv_scale,
                 gate=one if gate is None else gate,
             )
@@ -88,7 +102,7 @@ class TableUpdater:
 
     def finite(self) -> Tensor:
         """0-d bool: whether every waiting gradient is finite."""
-        flags = [torch.isfinite(grad).all() for waiting in self._waiting.values() for _, grad in waiting]
+        flags = [torch.isfinite(w.grad).all() for waiting in self._waiting.values() for w in waiting]
         return torch.stack(flags).all() if flags else torch.tensor(True)
 
     def moment(self, table: str, name: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hotbed.batch import Embeddings
 from hotbed.embed.arena import Arena
 from hotbed.embed.autograd import PooledLookup, TableUpdater
-from hotbed.embed.ids import checked_ids
+from hotbed.embed.ids import checked_ids, verified_ids
 from hotbed.errors import BatchError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
@@ -25,7 +25,8 @@ class EmbeddingCollection(nn.Module):
     """Embedding tables and the features that are looked up in them.
 
     Tables are not ``nn.Parameter``s and have no dense gradient: train them with an optimizer of `hotbed.optim`.
-    Their values are in ``state_dict`` under ``<table>.weight``.
+    Their values are in ``state_dict`` under ``<table>.weight``. In ``eval()`` mode and under ``no_grad`` nothing is
+    kept for an optimizer.
 
     Parameters
     ----------
@@ -77,8 +78,10 @@ class EmbeddingCollection(nn.Module):
             Arena([t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dims
         ]
-        self.handles = {t.name: torch.zeros((), device=place, requires_grad=not t.frozen) for t in tables}
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.handles = {
+            t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
+        }
+        self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
         self._rows = {t.name: t.rows for t in tables}
         self.bad_ids: Counter[str] = Counter()
@@ -116,16 +119,26 @@ class EmbeddingCollection(nn.Module):
         return Embeddings([f.name for f in self.features], parts)
 
     def _lookup(self, arena: Arena, ids: Jagged) -> Tensor:
-        trained = any(self.handles[t].requires_grad for t in arena.tables)
+        trained = self.training and any(self.handles[t].requires_grad for t in arena.tables)
         anchor = self._anchor if trained else self._anchor.detach()
         return PooledLookup.apply(anchor, arena, arena.layout(ids), self._updaters)
 
     def check(self, ids: Jagged) -> Jagged:
         """Return ids that are all valid rows, by each feature's ``on_bad_id``; remembered, so it is done once.
 
-        On an accelerator the check waits for the device; check batches on the host, before they are moved.
+        On an accelerator this waits for the device: `verify` batches on the host, before they are moved.
         """
         return checked_ids(ids, self.features, self._rows, self.bad_ids)
+
+    def verify(self, ids: Jagged) -> bool:
+        """Mark ids as checked if all are valid rows, and return whether they are; nothing is repaired or counted.
+
+        Raises
+        ------
+        BatchError
+            For a missing feature, or an id out of range of a feature with ``on_bad_id="error"``.
+        """
+        return verified_ids(ids, self.features, self._rows)
 
     # -- tables ----------------------------------------------------------------------------------------------------
 

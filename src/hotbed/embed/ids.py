@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hotbed.bags import Bags
 from hotbed.errors import BatchError
-from hotbed.jagged import Bags, Jagged
+from hotbed.jagged import Jagged
 from hotbed.specs import Feature
 
 
@@ -37,8 +38,19 @@ def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int
         return ids
     for feature in _features_out_of_range(ids, features, rows):
         ids = _repaired(ids, feature, rows[feature.table], bad)
-    ids.verified = ids.verified | wanted
+    ids.mark_verified(wanted)
     return ids
+
+
+def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> bool:
+    """Mark ids as verified if all are in range; raise as `checked_ids` does, but repair nothing."""
+    out_of_range = _features_out_of_range(ids, features, rows)
+    for feature in out_of_range:
+        if feature.on_bad_id == "error":
+            _repaired(ids, feature, rows[feature.table], Counter())
+    if not out_of_range:
+        ids.mark_verified({(f.name, rows[f.table]) for f in features})
+    return not out_of_range
 
 
 def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> list[Feature]:

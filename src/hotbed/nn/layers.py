@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hotbed import ops
-from hotbed.errors import SpecError
+from hotbed.errors import BatchError, SpecError
 from hotbed.ops import BackendName
 
 
@@ -35,7 +35,7 @@ class MLP(nn.Sequential):
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
-            linear = cast(nn.Linear, nn.utils.skip_init(nn.Linear, fan_in, fan_out))
+            linear = cast(nn.Linear, nn.utils.skip_init(nn.Linear, fan_in, fan_out, device=torch.get_default_device()))
             _draw(linear.weight, math.sqrt(2.0 / (fan_in + fan_out)))
             _draw(linear.bias, math.sqrt(1.0 / fan_out))
             layers += [linear, nn.ReLU()]
@@ -65,12 +65,24 @@ class DotInteraction(nn.Module):
 
     def __init__(self, features: int, dim: int, *, multiple_of: int = 8, backend: BackendName = "auto") -> None:
         super().__init__()
+        self.features, self.dim = features, dim
         used = dim + (features + 1) * features // 2
         self.width = -(-used // multiple_of) * multiple_of
         self.backend_name: BackendName = backend
 
     def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
-        """``[B, D]`` and ``[B, F, D]`` to ``[B, width]``: dense, the strict lower triangle row by row, zeros."""
+        """``[B, D]`` and ``[B, F, D]`` to ``[B, width]``: dense, the strict lower triangle row by row, zeros.
+
+        Raises
+        ------
+        BatchError
+            If a shape is another one: the kernels trust it.
+        """
+        if dense.shape != (len(dense), self.dim) or embeddings.shape != (len(dense), self.features, self.dim):
+            raise BatchError(
+                f"DotInteraction({self.features}, {self.dim}) needs dense [B, {self.dim}] and embeddings "
+                f"[B, {self.features}, {self.dim}], got {list(dense.shape)} and {list(embeddings.shape)}"
+            )
         # Under autocast: float32 on the CPU, where kernels know nothing narrower; the dense dtype on the accelerator.
         dtype = torch.float32 if dense.device.type == "cpu" else dense.dtype
         kernels = ops.select(dense.device, self.backend_name)

@@ -14,6 +14,7 @@ import mmap
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,9 +24,11 @@ from torch import Tensor
 HUGE_PAGE_BYTES = 2 << 20
 """Size of a transparent huge page on x86-64, and on AArch64 with 4 KiB base pages."""
 
-MAX_FREE_BLOCKS = 8
-"""Blocks kept for later; the one that has waited longest is given up first."""
+MAX_FREE_BYTES = 2 << 30
+"""Memory kept for later; blocks that have waited longest are given up first."""
 
+_returned: deque[mmap.mmap] = deque()
+"""Blocks nobody refers to any more. The garbage collector appends here at any moment, so no lock may be needed to."""
 _free: list[mmap.mmap] = []
 _lock = threading.Lock()
 
@@ -34,7 +37,7 @@ def zeros(shape: Sequence[int]) -> Tensor:
     """Zero-filled float32 CPU tensor, in huge pages where it is large and the system is Linux."""
     nbytes = math.prod(shape) * 4
     if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
-        return torch.zeros(*shape)
+        return torch.zeros(*shape, dtype=torch.float32, device="cpu")
     return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(*shape)
 
 
@@ -42,16 +45,21 @@ def empty(shape: Sequence[int]) -> Tensor:
     """Uninitialised float32 CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
     nbytes = math.prod(shape) * 4
     if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
-        return torch.empty(*shape)
+        return torch.empty(*shape, dtype=torch.float32, device="cpu")
     with _lock:
+        while _returned:
+            _free.append(_returned.popleft())
         fitting = [block for block in _free if nbytes <= len(block) - HUGE_PAGE_BYTES <= 2 * nbytes]
         block = min(fitting, key=len) if fitting else None
         if block is not None:
             _free.remove(block)
-    block = block or _map(nbytes)
+        while sum(map(len, _free)) > MAX_FREE_BYTES:
+            _free.pop(0)
+    if block is None:
+        block = _map(nbytes)
     array = _aligned(block, nbytes)
     # torch holds the array for as long as any tensor shares its storage.
-    weakref.finalize(array, _give_back, block).atexit = False
+    weakref.finalize(array, _returned.append, block).atexit = False
     return torch.from_numpy(array).view(*shape)
 
 
@@ -66,10 +74,3 @@ def _aligned(block: mmap.mmap, nbytes: int) -> np.ndarray[tuple[int], np.dtype[n
     whole = np.frombuffer(block, np.uint8)
     skip = -whole.ctypes.data % HUGE_PAGE_BYTES
     return whole[skip : skip + nbytes].view(np.float32)
-
-
-def _give_back(block: mmap.mmap) -> None:
-    with _lock:
-        _free.append(block)
-        if len(_free) > MAX_FREE_BLOCKS:
-            _free.pop(0)

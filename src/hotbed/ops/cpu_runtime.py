@@ -39,21 +39,22 @@ LINE = 16
 
 def _sources_hash() -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(Path(__file__).parent.glob("cpu*.py")):
+    here = Path(__file__).parent
+    for path in [*sorted(here.glob("cpu*.py")), here / "layout.py"]:  # layout.py: constants that are compiled in
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def _cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/hotbed/…``, or a directory of the user's under the temporary one where that is read-only."""
+    """``$XDG_CACHE_HOME/hotbed/…``, or where that is read-only a new temporary directory."""
     name = f"numba-{_sources_hash()}"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / name
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        elsewhere = Path(tempfile.gettempdir()) / f"hotbed-{os.getuid()}" / name
-        elsewhere.mkdir(parents=True, exist_ok=True)
-        _log.warning("compiled kernels are kept in %s: %s", elsewhere, error)
+        # A new one, because what is in a cache is executed: others could have filled a predictable name.
+        elsewhere = Path(tempfile.mkdtemp(prefix="hotbed-"))
+        _log.warning("kernels are compiled anew by every process, into %s: %s", elsewhere, error)
         return elsewhere
     return home
 
@@ -87,9 +88,13 @@ def _openmp_available() -> bool:
 if numba.config.THREADING_LAYER == "default" and _openmp_available():
     numba.config.THREADING_LAYER = "omp"
 _turns: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-if numba.config.THREADING_LAYER != "omp":
+if numba.config.THREADING_LAYER not in ("omp", "tbb"):
     _turns = threading.Lock()
-    _log.warning("Numba has no OpenMP here (install libgomp1): kernels started by two threads take turns")
+    _log.warning(
+        "Numba's threading layer is '%s', which cannot be entered twice: kernels started by two threads take turns; "
+        "install libgomp1 for OpenMP",
+        numba.config.THREADING_LAYER,
+    )
 
 
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:

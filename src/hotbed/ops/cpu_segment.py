@@ -17,10 +17,10 @@ from hotbed.ops.layout import BASE, FIXED, MEAN, RAGGED_ROW, RUN, START, BagLayo
 def occurrences(bags: BagLayout) -> Occurrences:
     """List slot, bag and gradient factor of every id; see the reference."""
     launches["cpu.occurrences"] += 1
-    slots = torch.empty(bags.total, dtype=torch.int64)
-    owners = torch.empty(bags.total, dtype=torch.int64)
+    slots = torch.empty(bags.total, dtype=torch.int64, device="cpu")
+    owners = torch.empty(bags.total, dtype=torch.int64, device="cpu")
     scaled = bags.weights is not None or bags.has_mean
-    scale = torch.empty(bags.total if scaled else 0)
+    scale = torch.empty(bags.total if scaled else 0, dtype=torch.float32, device="cpu")
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
     launch(
         _occurrences,
@@ -61,10 +61,10 @@ def group(slots: Tensor) -> Groups:
     launches["cpu.group"] += 1
     total = len(slots)
     ordered, order = torch.sort(slots, stable=True)
-    rows = torch.empty(total, dtype=torch.int64)
-    run_starts = torch.empty(total + 1, dtype=torch.int64)
-    group_runs = torch.empty(total + 1, dtype=torch.int64)
-    counts = torch.empty(2, dtype=torch.int64)
+    rows = torch.empty(total, dtype=torch.int64, device="cpu")
+    run_starts = torch.empty(total + 1, dtype=torch.int64, device="cpu")
+    group_runs = torch.empty(total + 1, dtype=torch.int64, device="cpu")
+    counts = torch.empty(2, dtype=torch.int64, device="cpu")
     _cut(ordered.numpy(), rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
     return Groups(order, rows, run_starts, group_runs, counts)
 

@@ -75,7 +75,10 @@ class Occurrences:
             return parts[0]
         first_bag = [sum(bags[:i]) for i in range(len(bags))]
         scaled = any(p.scale is not None for p in parts)
-        scales = [torch.ones(len(p.slots), device=p.slots.device) if p.scale is None else p.scale for p in parts]
+        scales = [
+            torch.ones(len(p.slots), dtype=torch.float32, device=p.slots.device) if p.scale is None else p.scale
+            for p in parts
+        ]
         return Occurrences(
             torch.cat([p.slots for p in parts]),
             torch.cat([p.bags + first for p, first in zip(parts, first_bag, strict=True)]),

@@ -39,7 +39,7 @@ def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: 
     col = torch.arange(cols.start, cols.stop, cols.step, dtype=torch.int64, device=out.device)
     key = _mix32(_mix32((row & 0xFFFFFFFF) ^ seed) ^ (row >> 32) ^ 0x9E3779B9)
     k = _mix32((key[:, None] + col * 0x9E3779B9) & 0xFFFFFFFF) >> 8
-    out.copy_((k - (1 << 23)).float() * torch.tensor(bound / (1 << 23), dtype=torch.float32))
+    out.copy_((k - (1 << 23)).float() * torch.tensor(bound / (1 << 23), dtype=torch.float32, device=out.device))
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -112,7 +112,11 @@ def occurrences(bags: BagLayout) -> Occurrences:
         at = slice(start, start + len(sample))
         slots.append(bags.ids[at].long() + feature[BASE])
         owners.append(sample * len(bags.features) + f)
-        scale = torch.ones(len(sample), device=first.device) if bags.weights is None else bags.weights[at]
+        scale = (
+            torch.ones(len(sample), dtype=torch.float32, device=first.device)
+            if bags.weights is None
+            else bags.weights[at]
+        )
         scales.append(scale / lengths[sample] if feature[MEAN] else scale)
     scaled = bags.weights is not None or bags.has_mean
     return Occurrences(torch.cat(slots), torch.cat(owners), torch.cat(scales) if scaled else None)

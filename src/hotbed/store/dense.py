@@ -128,4 +128,4 @@ class DenseStore(RowStore):
 
 
 def _zeros(shape: Sequence[int], device: torch.device) -> Tensor:
-    return cpu_memory.zeros(shape) if device.type == "cpu" else torch.zeros(*shape, device=device)
+    return cpu_memory.zeros(shape) if device.type == "cpu" else torch.zeros(*shape, dtype=torch.float32, device=device)

@@ -6,9 +6,9 @@
     manifest.json                             written last: format, step, recipe, and per part its plain values; per
                                               file its size and SHA-256
 
-All is written under a hidden name and renamed when the manifest is there, so a directory without a valid manifest is no
-checkpoint and a run that is killed leaves none. A part is anything with ``state_dict`` and ``load_state_dict``: a
-model, an optimizer, a schedule, a loader. Nothing is ever pickled.
+All is written under a hidden name, waits until it is on the disk, and is renamed then, so a directory without a valid
+manifest is no checkpoint, and neither a killed run nor a power failure leaves half of one. A part is anything with
+``state_dict`` and ``load_state_dict``: a model, an optimizer, a schedule, a loader. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hotbed.errors import CheckpointError, HotbedError
+from hotbed.train.files import sync
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -88,15 +89,19 @@ def save_checkpoint(
         states: dict[str, Any] = {}
         files: dict[str, Any] = {}
         for name, part in parts.items():
-            tensors: dict[str, Tensor] = {}
+            tensors: _Tensors = {}
             states[name] = _plain(part.state_dict(), tensors, "")
             if tensors:
                 file = unfinished / f"{name}.safetensors"
-                save_file({key: t.detach().contiguous() for key, t in tensors.items()}, file)
+                save_file({key: t.detach().contiguous() for key, t in tensors.values()}, file)
+                sync(file)
                 files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
         manifest = {"format": FORMAT, "step": step, "recipe": recipe, "files": files, "parts": states}
         (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        sync(unfinished / MANIFEST)
+        sync(unfinished)
         unfinished.rename(path)
+        sync(path.parent)  # before anybody removes an older checkpoint because there is this one
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -216,11 +221,15 @@ def _sha256(file: Path) -> str:
 # JSON has no tensors, tuples or integer keys, which torch's states use: they are written as {"$kind": …}.
 
 
-def _plain(value: object, tensors: dict[str, Tensor], where: str) -> object:
+_Tensors = dict[tuple[object, ...], tuple[str, Tensor]]
+"""Key and tensor by what the tensor's memory is: tied weights have several places in a state and are saved once."""
+
+
+def _plain(value: object, tensors: _Tensors, where: str) -> object:
     """Value as JSON; its tensors are put into ``tensors``."""
     if isinstance(value, Tensor):
-        tensors[where] = value
-        return {"$tensor": where}
+        memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        return {"$tensor": tensors.setdefault(memory, (where, value))[0]}
     if isinstance(value, Mapping):
         items = [
             (k, _plain(v, tensors, f"{where}.{k}".lstrip("."))) for k, v in cast("Mapping[Any, Any]", value).items()

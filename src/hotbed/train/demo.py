@@ -24,7 +24,7 @@ THRESHOLD = 2
 
 
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
-    """The recipe of the demo (``recipes/demo.yaml``) for a prepared dataset of so many training samples.
+    """The recipe of the demo (``src/hotbed/demo.yaml``) for a prepared dataset of so many training samples.
 
     The learning rate falls to 0 over the epoch, whatever its length.
     """

@@ -25,6 +25,17 @@ def write_text(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a directory's list of files, is on the disk and survives a power failure."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no directory, and writes such lists through
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_json(path: Path, value: object) -> None:
     """Write JSON as `write_text` does; NaN and infinities, which JSON lacks, become null."""
     write_text(path, json.dumps(without_nan(value), indent=2, allow_nan=False) + "\n")

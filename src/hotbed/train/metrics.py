@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -314,10 +314,13 @@ def evaluate(
 
 
 def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Batch:
-    """Move a batch after its ids were checked on the host: on an accelerator the check would wait for the device."""
+    """Move a batch after its ids were checked on the host: on an accelerator the check would wait for the device.
+
+    Ids out of range stay as they are: each collection repairs, in its forward, what only its own features ask for.
+    """
     for module in model.modules():
         if isinstance(module, EmbeddingCollection):
-            batch = replace(batch, sparse=module.check(batch.sparse))
+            module.verify(batch.sparse)
     return batch.to(device, non_blocking=True)
 
 

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,14 @@ def environment(device: torch.device) -> dict[str, str]:
     hardware = f"{_cpu_model()}, {cores} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
-    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": version("hotbed")}
+    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": _release()}
+
+
+def _release() -> str:
+    try:
+        return version("hotbed")
+    except PackageNotFoundError:  # imported from src/, never installed
+        return "unknown (source checkout)"
 
 
 def _cpu_model() -> str:

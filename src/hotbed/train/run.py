@@ -20,6 +20,7 @@ from hotbed.train.checkpoint import find_checkpoint, load_checkpoint, read_manif
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.progress import ShowProgress
 from hotbed.train.report import RunDirectory, environment
+from hotbed.train.resume import refuse_another_recipe
 from hotbed.train.trainer import Trainer, resolve_device
 
 
@@ -43,6 +44,7 @@ def train(
         Where progress goes.
     resume
         Checkpoint to go on from; what is trained then is bit for bit what the run that made it would have trained.
+        A recipe that would train something else is refused (`refuse_another_recipe`).
         Early stopping counts anew.
     extra
         Further entries of the summary.
@@ -65,6 +67,7 @@ def train(
         prefetch=recipe.data.prefetch,
     )
     if resume is not None:
+        refuse_another_recipe(resume, recipe)
         load_checkpoint(resume, trainer.parts())
         trainer.resume_data(loader)
         console.print(f"resumed from {resume} at step {trainer.step:,}")
@@ -151,7 +154,8 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
         )
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
-    return model
+    # A model of the user's may make some of its tensors on the CPU whatever the default device is.
+    return model.to(device)
 
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:

@@ -105,7 +105,8 @@ class Trainer:
         Raises
         ------
         NonFiniteError
-            If a loss is NaN or infinite; no parameter and no row has been touched by that batch.
+            If a loss is NaN or infinite; no parameter and no row has been touched by that batch. Gradients that
+            are not finite although the loss is are not caught here: the loss of the next step shows them.
         BatchError
             If a batch does not fit the model, or an epoch has no batch.
         """
@@ -118,6 +119,7 @@ class Trainer:
                 value = loss.item()
                 refuse_non_finite(value, batch, self)
                 self.dense.zero_grad()
+                self.sparse.zero_grad()
                 loss.backward()
                 self.dense.step()
                 self.sparse.step()

@@ -1,0 +1,66 @@
+"""Which settings a resumed run may change, and the refusal of all others.
+
+Learning rates, moments and positions come out of the checkpoint, so another value in the recipe would be ignored or,
+worse, half obeyed. A resumed run may change only how long it goes on, what it shows and keeps, and where it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from hotbed.config import Recipe
+from hotbed.errors import RecipeError
+from hotbed.train.checkpoint import read_manifest
+
+MAY_DIFFER = frozenset(
+    {
+        "name",
+        *(f"data.{key}" for key in ("path", "workers", "prefetch", "valid_split", "test_split")),
+        *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
+        *(f"train.{key}" for key in ("checkpoint_every", "eval_every", "eval_batch_size", "monitor", "patience")),
+    }
+)
+"""Keys that do not change what a step does."""
+
+
+def refuse_another_recipe(checkpoint: Path, recipe: Recipe) -> None:
+    """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with.
+
+    Parameters
+    ----------
+    checkpoint
+        The checkpoint's directory; one that holds no recipe is not compared.
+    recipe
+        The recipe to go on with.
+
+    Raises
+    ------
+    RecipeError
+        With every key that differs and its values in both.
+    CheckpointError
+        If there is no valid checkpoint.
+    """
+    stored = read_manifest(checkpoint)["recipe"]
+    if stored is None:
+        return
+    before = _by_key(stored)
+    # Through JSON as the stored one went, which has no tuples.
+    now = _by_key(json.loads(json.dumps(recipe.to_dict())))
+    differing = [key for key in {**before, **now} if key not in MAY_DIFFER and before.get(key) != now.get(key)]
+    if differing:
+        lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
+        raise RecipeError(
+            f"{checkpoint} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
+            f"that it was made with, or train anew without --resume"
+        )
+
+
+def _by_key(value: object, key: str = "") -> dict[str, object]:
+    """Plain values by dotted key; an empty mapping counts as a value."""
+    if not isinstance(value, Mapping) or not value:
+        return {key: value}
+    parts = cast("Mapping[str, Any]", value).items()
+    return {k: v for name, part in parts for k, v in _by_key(part, f"{key}.{name}".lstrip(".")).items()}
