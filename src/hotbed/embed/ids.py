@@ -93,9 +93,13 @@ def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Ja
 
 
 def hashed(ids: Tensor, rows: int) -> Tensor:
-    """Map any ids to ``0 … rows − 1``: 64-bit finalizer of MurmurHash3, then the remainder."""
+    """Map any ids to ``0 … rows − 1``: 64-bit finalizer of MurmurHash3, then the remainder.
+
+    The dtype stays, unless it is int32 and there are more rows than it can count.
+    """
     x = ids.long()
     for multiplier in (-0xAE502812AA7333, -0x3B314601E57A13AD):  # 0xff51afd7ed558ccd, 0xc4ceb9fe1a85ec53 as int64
         x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * multiplier
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) & 0x7FFFFFFFFFFFFFFF
-    return (x % rows).to(ids.dtype)
+    x = x % rows
+    return x.to(ids.dtype) if rows <= torch.iinfo(ids.dtype).max else x

@@ -1,0 +1,241 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from hotbed.batch import Batch
+from hotbed.cli import main
+from hotbed.config import Recipe
+from hotbed.embed import EmbeddingCollection
+from hotbed.train.checkpoint import checkpoints_of
+from hotbed.train.run import build_model, open_source
+from tests.cli_cases import (  # noqa: F401
+    Output,
+    inspected,
+    log_fixture,
+    prepared_fixture,
+    recipe_fixture,
+    refused,
+    train,
+    wide_output_fixture,
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.stesp", "3"], "unknown argument --train.stesp; did you mean '--train.steps'?"),
+        (["--dense_optimzer.class_path=torch.optim.SGD"], "did you mean '--dense_optimizer.class_path'?"),
+        (["--train.batch_size", "-5"], "train.batch_size is -5, must be at least 1"),
+        (["--train.batch_size", "many"], "train.batch_size is 'many', must be int"),
+        (["--train.steps", "2.5"], "train.steps is '2.5', must be int or null"),
+        (["--train.precision", "fp17"], "train.precision is 'fp17', must be 'fp32', 'bf16'"),
+        (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam takes no 'lrr'"),
+        (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam refused init_args"),
+        (["--dense_optimizer.class_path", "torch.nn.Linear"], "dense_optimizer: torch.nn.Linear takes no 'lr'"),
+        (["--model.class_path", "hotbed.nn.DLRN"], "no class 'DLRN'; did you mean 'DLRM'?"),
+        (["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"], "model: hotbed.specs.Table needs"),
+        (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
+        (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
+        (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
+        (["--data.path", "nowhere"], "nowhere"),
+        (["--data.valid_split", "vaild"], "data.valid_split is 'vaild', but the data has only train, valid, test; did"),
+        (["--data.dim", "{C1: 8}"], "dim leaves out table 'C2'"),
+        (["--train.eval_every", "5"], "set data.valid_split"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--model.init_args.bottom.x", "1"], "model.init_args.bottom is [16, 8], which has no 'x' to set"),
+        (["--model.init_args.a.b"], "argument --model.init_args.a.b needs a value"),
+    ],
+)
+def test_mistakes_in_overrides_get_one_clear_message(
+    args: list[str], message: str, recipe: Path, capsys: Output
+) -> None:
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), "--train.steps", "1", *args]
+    assert message in refused(argv, capsys)
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_misspelt_key_in_the_file_is_found(recipe: Path, capsys: Output) -> None:
+    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
+    message = refused(["train", str(recipe)], capsys)
+    assert "unknown key 'train.batchsize'" in message
+    assert "did you mean 'batch_size'?" in message
+
+
+@pytest.mark.parametrize(
+    "how", [["--recipe", "{}"], ["--recipe={}"], ["--train.steps", "1", "{}"], ["--dry_run", "{}"]]
+)
+def test_a_misspelt_key_is_found_wherever_the_recipe_is_named(how: list[str], recipe: Path, capsys: Output) -> None:
+    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
+    assert "unknown key 'train.batchsize'" in refused(["train", *(arg.format(recipe) for arg in how)], capsys)
+
+
+def test_options_override_the_recipe_also_before_it(recipe: Path) -> None:
+    for how in ([str(recipe)], ["--recipe", str(recipe)]):
+        runs = recipe.parent / f"runs{len(how)}"
+        assert main(["train", "--train.steps", "2", "--train.log_every=1", "--out", str(runs), *how]) == 0
+        (written,) = runs.glob("small/*/recipe.yaml")
+        used = yaml.safe_load(written.read_text())["train"]
+        assert (used["steps"], used["log_every"], used["batch_size"]) == (2, 1, 128)
+
+
+def test_a_second_recipe_and_an_option_without_value_are_refused(recipe: Path, capsys: Output) -> None:
+    assert "unknown argument other.yaml" in refused(["train", str(recipe), "other.yaml"], capsys)
+    assert "argument --recipe needs a value" in refused(["train", "--recipe"], capsys)
+    assert "--train.steps: expected one argument" in refused(["train", str(recipe), "--train.steps"], capsys)
+
+
+def test_a_recipe_that_is_not_yaml_or_lacks_a_key(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("{")
+    assert main(["train", str(file)]) == 2
+    assert "r.yaml is not YAML" in capsys.readouterr().err
+    file.write_text("name: x\n")
+    assert "data.path" in refused(["train", str(file)], capsys)
+    file.write_text("name: x\ndata: {path: p}\ntrain: {batch_size: 1}\n")
+    assert "lacks 'model.class_path', which is required" in refused(["train", str(file)], capsys)
+    file.write_text("- 1\n")
+    assert "the recipe is [1], must be a mapping" in refused(["train", str(file)], capsys)
+
+
+def test_train_writes_a_run_and_eval_reads_it(recipe: Path, capsys: Output) -> None:
+    status, summary, run = train(recipe, "--data.valid_split", "valid", "--train.checkpoint", "best")
+    assert status == 0
+    assert {"auc", "logloss", "normalized_entropy", "calibration"} <= summary["test"].keys()
+    assert summary["steps"] == 19
+    assert summary["samples_per_s"] > 0
+    assert (summary["seed"], summary["name"], summary["ids_out_of_range"]) == (0, "small", {})
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "recipe.yaml",
+        "summary.json",
+    ]
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert "normalized entropy" in capsys.readouterr().out
+    file = recipe.parent / "eval.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["test"] == summary["test"]
+    assert main(["eval", "--checkpoint", str(run), "--split", "train"]) == 0
+    assert "--split is 'tset', but the data has only" in refused(
+        ["eval", "--checkpoint", str(run), "--split", "tset"], capsys
+    )
+
+
+def test_a_run_can_be_repeated_from_its_recipe(recipe: Path) -> None:
+    _, first, run = train(recipe, "--train.steps", "8", "--train.seed", "3")
+    _, second, _ = train(run / "recipe.yaml")
+    assert second["test"] == first["test"]
+    assert second["seed"] == 3
+
+
+def test_overrides_are_typed_and_win_over_the_file(recipe: Path) -> None:
+    args = ["--train.steps", "2", "--dense_optimizer.init_args.lr", "1e-3", "--train.epochs=4", "--data.shuffle=false"]
+    status, summary, run = train(recipe, *args)
+    used = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert (status, summary["steps"]) == (0, 2)
+    assert used["dense_optimizer"]["init_args"] == {"lr": 0.001}
+    assert (used["train"]["epochs"], used["data"]["shuffle"]) == (4, False)
+
+
+def test_a_resumed_run_ends_where_one_that_was_not_stopped_ends(recipe: Path) -> None:
+    _, whole, _ = train(recipe, "--train.epochs", "2")
+    _, _, run = train(recipe, "--train.epochs", "2", "--train.steps", "11")
+    checkpoint = checkpoints_of(run)[-1]
+    assert checkpoint.name == "last-00000011"
+    _, resumed, _ = train(recipe, "--train.epochs", "2", "--resume", str(checkpoint))
+    assert (resumed["steps"], resumed["samples"]) == (whole["steps"], whole["samples"] - 11 * 128)
+    assert resumed["test"] == whole["test"]
+
+
+def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, capsys: Output) -> None:
+    _, _, run = train(recipe, "--train.steps", "3")
+    resume = ["--resume", str(checkpoints_of(run)[-1])]
+    others = ["--dense_optimizer.init_args.lr", "0.5", "--data.window", "3", "--sparse_optimizer.init_args.eps", "0.1"]
+    message = refused(["train", str(recipe), *resume, *others], capsys)
+    assert "data.window was 8 and is now 3; dense_optimizer.init_args.lr was 0.01 and is now 0.5; sparse_" in message
+    assert "sparse_optimizer.init_args.eps was None and is now 0.1. A resumed run goes on as it began" in message
+    shown = [
+        "--train.log_every",
+        "1",
+        "--data.workers",
+        "1",
+        "--train.checkpoint",
+        "none",
+        "--data.test_split",
+        "valid",
+    ]
+    status, summary, _ = train(recipe, *resume, *shown, "--train.steps", "5", "--name", "other")
+    assert (status, summary["steps"], summary["samples"]) == (0, 5, 2 * 128)
+
+
+def test_a_dry_run_prints_bytes_and_allocates_no_table(
+    recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = 0
+    original = EmbeddingCollection.__init__
+
+    def spy(self: EmbeddingCollection, tables: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal largest
+        largest = max(table.rows for table in tables)
+        original(self, tables, *args, **kwargs)
+
+    monkeypatch.setattr(EmbeddingCollection, "__init__", spy)
+    status, plan, _ = train(recipe, "--dry_run")
+    assert (status, largest) == (0, 1)
+    assert len(plan["tables"]) == 26
+    rows = sum(table["rows"] for table in plan["tables"])
+    assert sum(table["weight_bytes"] for table in plan["tables"]) == rows * 8 * 4
+    assert sum(table["moment_bytes"] for table in plan["tables"]) == rows * 4
+    assert plan["table_bytes"] == rows * 36
+    assert plan["dense_parameters"] == 13 * 16 + 16 + 16 * 8 + 8 + 360 * 16 + 16 + 16 + 1
+    assert "dense parameters" in capsys.readouterr().out
+    assert not (recipe.parent / "runs").exists()
+
+
+class Linear(nn.Module):
+    """A model of a user: the sum of one number per id."""
+
+    def __init__(self, tables: Any, features: Any, dense_features: int, seed: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed)
+        self.dense = nn.Linear(dense_features, 1)
+        self.scale = scale
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert batch.dense is not None
+        return self.dense(batch.dense) + self.scale * self.embeddings(batch.sparse).concatenate().sum(1, keepdim=True)
+
+
+def test_a_model_of_the_user_works(recipe: Path) -> None:
+    args = ["--model.class_path", "tests.test_cli_train.Linear", "--model.init_args", "{scale: 0.5}", "--data.dim", "1"]
+    status, summary, run = train(recipe, *args)
+    assert status == 0
+    assert summary["test"]["auc"] > 0.5
+    assert main(["eval", "--checkpoint", str(run)]) == 0
+
+
+class Stubborn(Linear):
+    """Makes its parameters on the CPU whatever the default device is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            super().__init__(*args, **kwargs)
+
+
+def test_a_model_that_ignores_the_default_device_is_moved(recipe: Path) -> None:
+    values = yaml.safe_load(recipe.read_text()) | {"model": {"class_path": "tests.test_cli_train.Stubborn"}}
+    made = Recipe.from_dict(values)
+    model = build_model(made, open_source(made.data), torch.device("meta"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_run_that_was_killed_is_not_finished(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.train.trainer.Trainer.fit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["train", str(recipe), "--out", str(recipe.parent / "runs")]) == 130
+    (run,) = (recipe.parent / "runs" / "small").iterdir()
+    found = inspected(run, recipe.parent)
+    assert (found["finished"], found["checkpoints"]) == (False, [])
