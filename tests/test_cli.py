@@ -88,7 +88,7 @@ def test_json_is_not_written_when_the_command_fails(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- commands ------------------------------------------------------------------------------------------------------
+# -- prepare and demo -----------------------------------------------------------------------------------------------
 
 
 def test_prepare_reports_what_it_made(prepared: Path, capsys: Output) -> None:
@@ -128,7 +128,7 @@ def test_demo_learns_from_real_logs(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "s.json").read_text())["test"]["auc"] > 0.68
 
 
-# -- Parquet: init, inspect, train ---------------------------------------------------------------------------------
+# -- init and inspect -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,10 @@ def test_a_misspelt_key_in_the_file_is_found(recipe: Path, capsys: Output) -> No
     assert "did you mean 'batch_size'?" in message
 
 
-@pytest.mark.parametrize(
-    "how", [["--recipe", "{}"], ["--recipe={}"], ["--train.steps", "1", "{}"], ["--dry_run", "{}"]]
-)
-def test_a_misspelt_key_is_found_wherever_the_recipe_is_named(how: list[str], recipe: Path, capsys: Output) -> None:
+@pytest.mark.parametrize("how", ["--recipe {}", "--recipe={}", "--train.steps 1 {}", "--dry_run {}"])
+def test_a_misspelt_key_is_found_wherever_the_recipe_is_named(how: str, recipe: Path, capsys: Output) -> None:
     recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
-    assert "unknown key 'train.batchsize'" in refused(["train", *(arg.format(recipe) for arg in how)], capsys)
+    assert "unknown key 'train.batchsize'" in refused(["train", *how.format(recipe).split()], capsys)
 
 
 def test_options_override_the_recipe_also_before_it(recipe: Path) -> None:
@@ -158,16 +157,7 @@ def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, cap
     message = refused(["train", str(recipe), *resume, *others], capsys)
     assert "data.window was 8 and is now 3; dense_optimizer.init_args.lr was 0.01 and is now 0.5; sparse_" in message
     assert "sparse_optimizer.init_args.eps was None and is now 0.1. A resumed run goes on as it began" in message
-    shown = [
-        "--train.log_every",
-        "1",
-        "--data.workers",
-        "1",
-        "--train.checkpoint",
-        "none",
-        "--data.test_split",
-        "valid",
-    ]
+    shown = ["--train.log_every", "1", "--data.workers", "1", "--train.checkpoint", "none"]
     status, summary, _ = train(recipe, *resume, *shown, "--train.steps", "5", "--name", "other")
     assert (status, summary["steps"], summary["samples"]) == (0, 5, 2 * 128)
 
@@ -218,12 +208,12 @@ def test_a_model_of_the_user_works(recipe: Path) -> None:
     assert main(["eval", "--checkpoint", str(run)]) == 0
 
 
-class Stubborn(Linear):
+class Stubborn(nn.Module):
     """Makes its parameters on the CPU whatever the default device is."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with torch.device("cpu"):
-            super().__init__(*args, **kwargs)
+    def __init__(self, tables: Any, features: Any, dense_features: int, seed: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dense_features, 1, device="cpu")
 
 
 def test_a_model_that_ignores_the_default_device_is_moved(recipe: Path) -> None:

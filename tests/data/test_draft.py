@@ -76,3 +76,8 @@ def test_nothing_to_embed(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": pa.array([], pa.bool_())}), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty.parquet has no rows"):
         draft_schema(tmp_path / "empty.parquet")
+
+
+def test_large_integers_in_a_column_named_like_a_label_are_no_labels(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.parquet", click=np.arange(100) % 2, target=np.arange(100) + 2**24 + 1)
+    assert draft_schema(path).labels == ("click",)

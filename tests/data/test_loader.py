@@ -2,6 +2,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from data_cases import MIXED_SCHEMA, ListSource, assert_same, mixed_batch, numbered_batch
@@ -251,3 +252,30 @@ def test_positions_of_another_order_are_refused() -> None:
     other = Loader(numbered(), "train", 20, shuffle=True, seed=1)
     other.load_state_dict(state | {"consumed": 8})
     assert sum(len(b) for b in other) == 92
+
+
+def test_a_position_among_other_chunks_is_refused_where_the_order_depends_on_them() -> None:
+    coarse, fine = numbered(parts=2), numbered(parts=4)
+    state = Loader(coarse, "train", 8, shuffle=True).state_dict()
+    with pytest.raises(SpecError, match=r"saved with other chunks .* make the source with the same files and"):
+        Loader(fine, "train", 8, shuffle=True).load_state_dict(state)
+    Loader(numbered(parts=2), "train", 8, shuffle=True).load_state_dict(state)
+    in_order = Loader(coarse, "train", 8)
+    next(iter(in_order))
+    loader = Loader(fine, "train", 8)
+    loader.load_state_dict(in_order.state_dict())
+    assert ids(list(loader)) == list(range(8, 100))
+
+
+def test_chunks_and_windows_are_shuffled_with_different_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[str] = []
+    default_rng = np.random.default_rng
+
+    def noted(seed: tuple[int, ...]) -> np.random.Generator:
+        rng = default_rng(seed)
+        states.append(str(rng.bit_generator.state))
+        return rng
+
+    monkeypatch.setattr(np.random, "default_rng", noted)
+    list(Loader(numbered(parts=4), "train", 10, shuffle=True, window=2))
+    assert len(states) == len(set(states)) == 3  # the epoch's chunks and two windows

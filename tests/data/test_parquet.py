@@ -236,3 +236,13 @@ def test_uris_and_filesystems(tmp_path: Path) -> None:
     by_filesystem = ParquetSource("", schema, filesystem=fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()))
     for source in (by_uri, by_filesystem):
         assert torch.equal(source.read("train", 0).sparse.values, expected)
+
+
+def test_numbers_beyond_what_float32_holds_exactly_are_rounded(tmp_path: Path) -> None:
+    large = [2**24 + 1, -(2**53) - 1, 2**63 - 1]
+    table = pa.table({"click": [0, 1, 0], "user": [1, 2, 3], "count": pa.array(large, pa.int64())})
+    pq.write_table(table, tmp_path / "all.parquet")
+    schema = Schema(labels=("click",), dense=("count",), sparse=(SparseColumn(name="user", rows=9),))
+    dense = ParquetSource(tmp_path / "all.parquet", schema).read("train", 0).dense
+    assert dense is not None
+    assert dense[:, 0].tolist() == [2.0**24, -(2.0**53), 2.0**63]

@@ -141,6 +141,10 @@ BAD_LINES = {
     "label": (log_line(2), r"column label: label is '2', must be 0 or 1"),
     "no label": (log_line(""), r"column label: label is '', must be 0 or 1"),
     "hex": (log_line(0, [], ["", "68fg1e64"]), "column C2: '68fg1e64' is not a hexadecimal number of at most 8 digits"),
+    "label with a sign": (log_line("+1"), r"column label: label is '\+1', must be 0 or 1"),
+    "label with a zero": (log_line("01"), r"column label: label is '01', must be 0 or 1"),
+    "hex with a sign": (log_line(0, [], ["+1a"]), r"column C1: '\+1a' is not a hexadecimal number of at most 8 digits"),
+    "padded hex": (log_line(0, [], ["0000000001a"]), "column C1: '0000000001a' is not a hexadecimal number"),
     "long hex": (log_line(0, [], ["168fd1e64"]), "column C1: '168fd1e64' is not a hexadecimal"),
     "text": (log_line(0, ["", "", "many"]), "column I3: 'many' is not an integer"),
     "decimal": (log_line(0, [1.5]), "column I1: '1.5' is not an integer"),
@@ -169,7 +173,7 @@ def test_bad_line(tmp_path: Path, kind: str, block_bytes: int, monkeypatch: pyte
 def test_skipped_lines_are_counted_by_what_is_wrong(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.tsv", [GOOD, *(line for line, _ in BAD_LINES.values() if line.isascii())])
     report = prepare(log, tmp_path / "out", on_bad_line="skip", test_fraction=0)
-    assert report.skipped == {"fields": 3, "label": 2, "categorical": 2, "numerical": 4}
+    assert report.skipped == {"fields": 3, "label": 4, "categorical": 4, "numerical": 4}
 
 
 def test_no_good_line(tmp_path: Path) -> None:
@@ -356,3 +360,17 @@ def test_real_log(tmp_path: Path) -> None:
     assert batch.dense is not None and bool(batch.dense.isfinite().all())
     first = batch.sparse["C22"].values
     assert 0.7 < float((first == 0).float().mean()) < 0.8  # missing in 76 %
+
+
+def test_the_largest_integers_stay_finite(tmp_path: Path) -> None:
+    prepare(write_log(tmp_path / "log.tsv", [log_line(0, [2**63 - 1])]), tmp_path / "out", test_fraction=0)
+    dense = SplitBinarySource(tmp_path / "out").read("train", 0).dense
+    assert dense is not None and dense[0, 0] == torch.tensor(math.log(2.0**63)).half()
+
+
+def test_a_file_without_line_ends_is_refused_before_it_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "log.tsv").write_bytes((log_line() * 2).encode() + b"1\t" * (1 << 20))
+    read: list[int] = []
+    with pytest.raises(DataError, match=r"log.tsv, line 3: longer than 1,048,576 bytes, expected 40 tab-separated"):
+        list(read_blocks(tmp_path / "log.tsv", read.append, 1 << 18))
+    assert read[-1] < 1.5 * (1 << 20)

@@ -207,3 +207,36 @@ def test_nothing_is_described_when_writing_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), SplitBinaryWriter(tmp_path, NUMBERED_SCHEMA, ["train"]):
         raise RuntimeError
     assert not (tmp_path / "feature_spec.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("ids", [0, 9_999, 10_000], "cat_1.bin, column 'b': sample 6 is 10000, must be an id from 0 to 9,999"),
+        ("ids", [-1, 0, 0], "column 'b': sample 4 is -1, must be an id"),
+        ("dense", [0.0, 65_504.0, 70_000.0], "numerical.bin, column 'x': sample 6 is 70000.0, must be finite and at"),
+        ("dense", [0.0, float("nan"), float("inf")], "column 'x': sample 5 is nan, must be finite and at most 65,504"),
+        ("labels", [0.0, 0.5, 2.0], "label.bin, column 'label': sample 5 is 0.5, must be 0 or 1"),
+    ],
+)
+def test_values_that_the_format_cannot_hold_are_named(
+    tmp_path: Path, name: str, values: list[float], message: str
+) -> None:
+    with (
+        pytest.raises(DataError, match=f"train/.*{message}"),
+        SplitBinaryWriter(tmp_path, NUMBERED_SCHEMA, ["train"]) as writer,
+    ):
+        writer.append("train", numbered_batch(4))
+        {
+            "ids": lambda: writer.append_ids("train", 1, np.array(values)),
+            "dense": lambda: writer.append_dense("train", np.array(values)[:, None]),
+            "labels": lambda: writer.append_labels("train", np.array(values)),
+        }[name]()
+    assert not (tmp_path / "feature_spec.yaml").exists()
+
+
+def test_the_largest_values_of_the_format_are_kept(tmp_path: Path) -> None:
+    batch = numbered_batch(2)
+    batch = Batch(sparse=batch.sparse, dense=torch.tensor([[65_504.0], [-65_504.0]]), labels=batch.labels)
+    dense = SplitBinarySource(write(tmp_path / "set", train=batch)).read("train", 0).dense
+    assert dense is not None and dense.flatten().tolist() == [65_504.0, -65_504.0]

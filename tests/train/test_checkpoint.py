@@ -68,6 +68,46 @@ def test_every_plain_value_and_shape_of_state_comes_back(tmp_path: Path) -> None
     assert str(part.state) == str(state)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.decode.weight = self.encode.weight
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    save_checkpoint(tmp_path / "c", {"model": model})
+    saved = read_manifest(tmp_path / "c")["parts"]["model"]
+    assert saved["decode.weight"] == saved["encode.weight"] == {"$tensor": "encode.weight"}
+    load_checkpoint(tmp_path / "c", {"model": other})
+    assert other.decode.weight is other.encode.weight
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    rename, sync = Path.rename, module.sync
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(path, target)
+
+    def synced(path: Path) -> None:
+        events.append(path.name if path.is_file() or path == tmp_path else "directory")
+        sync(path)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(module, "sync", synced)
+    save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
+    assert events == ["model.safetensors", "manifest.json", "directory", "rename", tmp_path.name]
+
+
 def test_random_numbers_go_on(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", {"random": RandomState()})
     expected = torch.rand(3)

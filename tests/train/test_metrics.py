@@ -7,9 +7,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.config import TrainRecipe
+from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError
 from hotbed.jagged import Jagged
-from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc
+from hotbed.optim import SGD
+from hotbed.specs import Feature, Table
+from hotbed.train import Trainer
+from hotbed.train.metrics import Predictions, auc, evaluate, grouped_auc, to_device
+from hotbed.train.run import bad_ids
+from tests.train import planted
 
 
 def brute_auc(scores: list[float], labels: list[float], weights: list[float]) -> float:
@@ -198,3 +205,58 @@ def test_evaluate_neither_trains_nor_leaves_a_mode_behind() -> None:
 def test_batches_that_cannot_be_evaluated(batch: Batch, group: str | None, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         evaluate(Constant(), [batch], group=group)
+
+
+# -- ids out of range ----------------------------------------------------------------------------------------------
+
+
+class TwoCollections(nn.Module):
+    """Two collections see one feature; the smaller table drops ids that the larger one has rows for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        feature = Feature("a", "t", on_bad_id="drop")
+        self.small = EmbeddingCollection([Table("t", 3, 2)], [feature])
+        self.large = EmbeddingCollection([Table("t", 9, 2)], [feature], seed=1)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: Batch) -> Tensor:
+        small, large = self.small(batch.sparse)["a"], self.large(batch.sparse)["a"]
+        return self.scale * (small + large).sum(1, keepdim=True)
+
+
+def out_of_range() -> Batch:
+    """The ids 5 and 7 are out of range of the smaller table only, 11 of both."""
+    return Batch(sparse=Jagged.from_dict({"a": torch.tensor([1, 5, 2, 7, 11])}), labels=torch.zeros(5, 1))
+
+
+def test_repairs_of_one_collection_do_not_reach_another() -> None:
+    model = TwoCollections()
+    batch = to_device(out_of_range(), model, "cpu")
+    assert bad_ids(model) == {}
+    expected = model(out_of_range())
+    assert bad_ids(model) == {"a": 3 + 1}
+    torch.testing.assert_close(model(batch), expected)
+    assert expected[3] == model.large.weight("t")[7].sum() * model.scale
+
+
+def test_training_repairs_and_counts_as_calling_the_model_does() -> None:
+    def made() -> Trainer:
+        model = TwoCollections()
+        dense = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Trainer(model, dense, SGD(model, lr=0.1), recipe=TrainRecipe(batch_size=5, device="cpu"))
+
+    by_hand, trainer = made(), made()
+    by_hand.loss(out_of_range()).backward()
+    by_hand.dense.step()
+    by_hand.sparse.step()
+    trainer.fit([out_of_range()])
+    assert bad_ids(trainer.model) == bad_ids(by_hand.model) == {"a": 4}
+    for name, tensor in by_hand.model.state_dict().items():
+        assert torch.equal(trainer.model.state_dict()[name], tensor), name
+
+
+def test_good_ids_are_checked_once_on_the_host() -> None:
+    batch = planted.batches(1)[0]
+    model = planted.trainer(TrainRecipe(batch_size=64, device="cpu")).model
+    assert to_device(batch, model, "cpu").sparse.verified == {(name, rows) for name, rows in planted.ROWS.items()}

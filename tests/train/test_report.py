@@ -1,5 +1,6 @@
 import io
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def test_the_environment_names_cpu_cores_and_versions() -> None:
     found = environment(torch.device("cpu"))
     assert found["hardware"].endswith("cores")
     assert found["torch"] == str(torch.__version__)
+
+
+def test_a_source_checkout_has_no_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("hotbed.train.report.version", absent)
+    assert environment(torch.device("cpu"))["hotbed"] == "unknown (source checkout)"
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,19 @@ def test_a_generator_works_for_one_epoch_and_says_so_in_the_second() -> None:
 def test_no_batch_at_all_is_an_error() -> None:
     with pytest.raises(BatchError, match=r"epoch 0 has no batch$"):
         planted.trainer(RECIPE).fit([])
+
+
+def test_gradients_that_waited_before_training_are_forgotten() -> None:
+    def trained(stale: bool) -> dict[str, Tensor]:
+        trainer = planted.trainer(RECIPE)
+        if stale:
+            trainer.loss(planted.batches(1, seed=5)[0]).backward()
+        trainer.fit(planted.batches(1))
+        return trainer.model.state_dict()
+
+    clean, stale = trained(False), trained(True)
+    for name, tensor in clean.items():
+        assert torch.equal(tensor, stale[name]), name
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------
@@ -172,11 +186,24 @@ def test_bf16_trains_with_float32_weights_and_evaluates_in_float32() -> None:
     assert losses.losses == pytest.approx(run(steps=5)[0].losses[:4] + losses.losses[4:], rel=0.05)
 
 
-def test_compile_compiles_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compiled.append(self))
-    trainer = planted.trainer(replace(RECIPE, compile=True))
-    assert compiled == [trainer.model]
+# What Dynamo warns of while it traces; outside of tests, where warnings are no errors, it hides or logs them.
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings(r"ignore:[\s\S]*Dynamo detected a call to a `functools\.lru_cache`:UserWarning")
+@pytest.mark.filterwarnings(r"ignore:.* should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_trains_to_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def as_traced(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    # Dynamo traces the model; only inductor, which would need a C++ compiler and a minute, is left out.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_traced))
+    torch._dynamo.reset()
+    losses, _ = run(replace(RECIPE, compile=True), steps=5)
+    assert graphs
+    assert any("linear" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    assert losses.losses == pytest.approx(run(steps=5)[0].losses, rel=1e-6)
 
 
 def test_cuda_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

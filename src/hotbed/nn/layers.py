@@ -70,7 +70,10 @@ class DotInteraction(nn.Module):
         self.width = -(-used // multiple_of) * multiple_of
         self.backend_name: BackendName = backend
 
-    def forward(self, dense: Tensor, embeddings: Tensor) -> Tensor:
+    @torch.compiler.disable
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, dense: Tensor, embeddings: Tensor
+    ) -> Tensor:
         """``[B, D]`` and ``[B, F, D]`` to ``[B, width]``: dense, the strict lower triangle row by row, zeros.
 
         Raises
