@@ -31,7 +31,7 @@ from typing import get_args
 import torch
 
 from benchmarks.workload import Distribution, Sizes, bases_of, draw_ids, one_hot
-from hotbed.ops import select
+from hotbed.ops import RuleStep, select
 from hotbed.optim import SGD, RowWiseAdagrad
 
 Job = tuple[str, dict[str, object], int, Callable[[], object]]
@@ -142,18 +142,8 @@ def embedding_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
             size = 24 * n + 8 * runs + 4 * dim * n + distinct * (8 * dim + 8 * len(rule.moments))
 
             def step(rule=rule, hyper=hyper, found=found, groups=groups, bags=bags) -> None:
-                ops.update(
-                    rule,
-                    weight,
-                    moments,
-                    found,
-                    groups,
-                    grad,
-                    bases=bases_of(bags),
-                    hyper=hyper,
-                    inv_scale=inv_scale,
-                    gate=gate,
-                )
+                rule_step = RuleStep(rule=rule, bases=bases_of(bags), hyper=hyper, inv_scale=inv_scale, gate=gate)
+                ops.update(rule_step, weight, moments, found, groups, grad)
 
             yield f"update_{rule.name}", about, size, step
 

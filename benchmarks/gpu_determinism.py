@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workload import Sizes, bases_of, draw_ids, one_hot
-from hotbed.ops import select
+from hotbed.ops import RuleStep, select
 from hotbed.optim import RowWiseAdagrad
 
 
@@ -54,18 +54,8 @@ def train(sizes: Sizes, dim: int, steps: int, *, disturbed: bool) -> str:
         out = ops.interaction(dense, embeddings, dim + n * (n - 1) // 2 + 1)
         grad_dense, grad_embeddings = ops.interaction_backward(torch.tanh(out), dense, embeddings)
         found = ops.occurrences(bags)
-        ops.update(
-            RowWiseAdagrad.rule,
-            weight,
-            moments,
-            found,
-            ops.group(found.slots),
-            grad_embeddings.view(-1, dim),
-            bases=bases_of(bags),
-            hyper=hyper,
-            inv_scale=inv_scale,
-            gate=gate,
-        )
+        step_of = RuleStep(rule=RowWiseAdagrad.rule, bases=bases_of(bags), hyper=hyper, inv_scale=inv_scale, gate=gate)
+        ops.update(step_of, weight, moments, found, ops.group(found.slots), grad_embeddings.view(-1, dim))
         hashes.append(digest([out, grad_dense]))
     hashes.append(digest([weight, *moments.values()]))
     return hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -12,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from hotbed.ops import RuleStep
 from hotbed.ops import triton as kernels
 from hotbed.optim import SGD, RowWiseAdagrad
 
@@ -53,16 +54,18 @@ def main() -> None:
         found = kernels.occurrences(bags)
         groups = kernels.group(torch.zeros(bags.total, dtype=torch.int64))
         kernels.update(
-            rule,
+            RuleStep(
+                rule=rule,
+                bases=case.bases,
+                hyper=torch.zeros(len(case.tables), 1 + len(rule.hyper)),
+                inv_scale=zero,
+                gate=one,
+            ),
             weight,
             {"sum_of_squares": torch.zeros(case.slots)},
             found,
             groups,
             torch.zeros(case.batch * len(case.features), dim),
-            bases=case.bases,
-            hyper=torch.zeros(len(case.tables), 1 + len(rule.hyper)),
-            inv_scale=zero,
-            gate=one,
         )
         for dtype in (torch.float32, torch.bfloat16):
             dense, embeddings = torch.zeros(2, dim, dtype=dtype), torch.zeros(2, 26, dim, dtype=dtype)

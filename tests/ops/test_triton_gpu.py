@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotbed.ops import select
+from hotbed.ops import RuleStep, select
 from hotbed.optim import RowWiseAdagrad
 
 from .cases import CASES, Kernels
@@ -60,8 +60,8 @@ def test_a_step_runs_as_a_cuda_graph(name):
         found = backend.ops.occurrences(bags)
         groups = backend.ops.group(found.slots)
         backend.ops.update(
-            arena.rule, arena.weight, arena.moments, found, groups, grad,
-            bases=arena.bases, hyper=arena.hyper, inv_scale=inv_scale, gate=gate,
+            RuleStep(rule=arena.rule, bases=arena.bases, hyper=arena.hyper, inv_scale=inv_scale, gate=gate),
+            arena.weight, arena.moments, found, groups, grad,
         )  # fmt: skip
         return out
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.ops import Occurrences
+from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.reference import block_sum
 from hotbed.optim import SGD, RowWiseAdagrad, Rule
 
@@ -57,18 +57,15 @@ class Arena:
     ) -> Arena:
         """The arena after the step; this one stays as it is."""
         arena, found = backend.put(self), backend.put(occurrences)
-        backend.ops.update(
-            self.rule,
-            arena.weight,
-            arena.moments,
-            found,
-            backend.ops.group(found.slots),
-            backend.put(grad),
+        step = RuleStep(
+            rule=self.rule,
             bases=arena.bases,
             hyper=arena.hyper,
             inv_scale=backend.put(torch.tensor(inv_scale)),
             gate=backend.put(torch.tensor(gate)),
         )
+        groups = backend.ops.group(found.slots)
+        backend.ops.update(step, arena.weight, arena.moments, found, groups, backend.put(grad))
         return replace(arena, weight=arena.weight.cpu(), moments={k: v.cpu() for k, v in arena.moments.items()})
 
     def updated_naively(self, occurrences: Occurrences, grad: Tensor, *, inv_scale: float) -> Arena:

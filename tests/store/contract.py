@@ -2,7 +2,7 @@
 
 import torch
 
-from hotbed.ops import BagLayout
+from hotbed.ops import BagLayout, RuleStep
 from hotbed.ops import reference as oracle
 from hotbed.optim import SGD, Moment, RowWiseAdagrad
 
@@ -39,15 +39,14 @@ class StoreContract:
 
     def step(self, store, optimizer, ids, grad, gate=1.0):
         hyper = [1.0, 0.1, 1e-8][: 1 + len(optimizer.rule.hyper)]
-        store.update(
-            optimizer.rule,
-            store.occurrences(self.bags(store, ids)),
-            grad.to(store.device),
+        step = RuleStep(
+            rule=optimizer.rule,
             bases=torch.tensor([0], device=store.device),
             hyper=torch.tensor([hyper], device=store.device),
             inv_scale=torch.ones((), device=store.device),
             gate=torch.tensor(gate, device=store.device),
         )
+        store.update(step, store.occurrences(self.bags(store, ids)), grad.to(store.device))
 
     def test_initial_values_are_those_of_the_table_cells(self):
         store = self.make(10, 8)

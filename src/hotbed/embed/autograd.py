@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from hotbed.bags import version
 from hotbed.embed.arena import Arena
 from hotbed.errors import OptimizerError
-from hotbed.ops import BagLayout, Occurrences
+from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Rule
 
 
@@ -85,15 +85,17 @@ class TableUpdater:
             one = torch.ones((), dtype=torch.float32, device=store.device)
             idle = [0.0] * (1 + len(self.rule.hyper))
             rows = [[1.0, *hyper[t]] if t in hyper else idle for t in arena.tables]
-            store.update(
-                self.rule,
-                Occurrences.concatenate([store.occurrences(w.bags) for w in waiting], [len(w.grad) for w in waiting]),
-                waiting[0].grad if len(waiting) == 1 else torch.cat([w.grad for w in waiting]),
+            step = RuleStep(
+                rule=self.rule,
                 bases=arena.bases,
                 hyper=torch.tensor(rows, dtype=torch.float32, device=store.device),
                 inv_scale=one if inv_scale is None else inv_scale,
                 gate=one if gate is None else gate,
             )
+            found = Occurrences.concatenate(
+                [store.occurrences(w.bags) for w in waiting], [len(w.grad) for w in waiting]
+            )
+            store.update(step, found, waiting[0].grad if len(waiting) == 1 else torch.cat([w.grad for w in waiting]))
         self._waiting.clear()
 
     def clear(self) -> None:

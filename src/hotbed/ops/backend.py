@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import BackendError, did_you_mean
-from hotbed.ops.layout import BagLayout, Groups, Occurrences
-from hotbed.optim import Rule
+from hotbed.ops.layout import BagLayout, Groups, Occurrences, RuleStep
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -46,17 +45,12 @@ class Backend(Protocol):
 
     def update(
         self,
-        rule: Rule,
+        step: RuleStep,
         weight: Tensor,
         state: Mapping[str, Tensor],
         occurrences: Occurrences,
         groups: Groups,
         grad: Tensor,
-        *,
-        bases: Tensor,
-        hyper: Tensor,
-        inv_scale: Tensor,
-        gate: Tensor,
     ) -> None:
         """Sum the gradient of each distinct slot and apply the rule to its row, once."""
         ...

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.cpu_runtime import LINE, PREFETCH_BAGS, kernel, launch, prefetch, sum_of_squares
-from hotbed.ops.layout import BLOCK, Groups, Occurrences
-from hotbed.optim import Rule
+from hotbed.ops.layout import BLOCK, Groups, Occurrences, RuleStep
 
 SGD, ROWWISE_ADAGRAD = range(2)
 _RULES = {"sgd": SGD, "rowwise_adagrad": ROWWISE_ADAGRAD}
@@ -29,29 +28,24 @@ RUNS_PER_TASK = 512
 
 
 def update(
-    rule: Rule,
+    step: RuleStep,
     weight: Tensor,
     state: Mapping[str, Tensor],
     occurrences: Occurrences,
     groups: Groups,
     grad: Tensor,
-    *,
-    bases: Tensor,
-    hyper: Tensor,
-    inv_scale: Tensor,
-    gate: Tensor,
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once; see the reference."""
     launches["cpu.update"] += 1
-    if not bool(gate):
+    if not bool(step.gate):
         return
     moment = NO_MOMENT
-    if rule.moments:
-        first = state[rule.moments[0].name]
+    if step.rule.moments:
+        first = state[step.rule.moments[0].name]
         moment = (first[:, None] if first.dim() == 1 else first).numpy()
     launch(
         _update,
-        _RULES[rule.name],
+        _RULES[step.rule.name],
         weight.numpy(),
         moment,
         groups.order.numpy(),
@@ -62,9 +56,9 @@ def update(
         occurrences.bags.numpy(),
         NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
         grad.numpy(),
-        bases.numpy(),
-        hyper.numpy(),
-        np.float32(inv_scale.item()),
+        step.bases.numpy(),
+        step.hyper.numpy(),
+        np.float32(step.inv_scale.item()),
     )
 
 

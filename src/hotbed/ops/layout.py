@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotbed.optim import Rule
+
 RUN = 32
 """Occurrences per run of the canonical sum: runs are summed left to right, then the runs of a row left to right."""
 
@@ -84,6 +86,32 @@ class Occurrences:
             torch.cat([p.bags + first for p, first in zip(parts, first_bag, strict=True)]),
             torch.cat(scales) if scaled else None,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleStep:
+    """One step of an optimizer over an arena; all but the rule are tensors, so that nothing recompiles or waits.
+
+    Attributes
+    ----------
+    rule
+        Which optimizer.
+    bases
+        ``[T]`` int64: first slot of each table of the arena, ascending.
+    hyper
+        ``[T, 1 + H]`` float32, one row per table: 1 where the table is to be updated (else 0), then the rule's
+        hyperparameters in the order of ``rule.hyper``.
+    inv_scale
+        0-d float32 factor of all gradients (1 / loss scale).
+    gate
+        0-d; where it is 0 nothing is touched.
+    """
+
+    rule: Rule
+    bases: Tensor
+    hyper: Tensor
+    inv_scale: Tensor
+    gate: Tensor
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
-from hotbed.optim import Rule
+from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences, RuleStep
 
 NAME = "reference"
 
@@ -151,27 +150,22 @@ def group(slots: Tensor) -> Groups:
 
 
 def update(
-    rule: Rule,
+    step: RuleStep,
     weight: Tensor,
     state: Mapping[str, Tensor],
     occurrences: Occurrences,
     groups: Groups,
     grad: Tensor,
-    *,
-    bases: Tensor,
-    hyper: Tensor,
-    inv_scale: Tensor,
-    gate: Tensor,
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once.
 
     The gradient of a row is the canonical sum: its occurrences (times their factors) left to right in runs of `RUN`,
-    then the runs left to right, then times ``inv_scale``.
+    then the runs left to right, then times ``step.inv_scale``.
 
     Parameters
     ----------
-    rule
-        Which optimizer; its formulas are those of ``_RULES`` below.
+    step
+        The rule (its formulas are those of ``_RULES`` below), hyperparameters, gradient factor and gate.
     weight
         Arena ``[S, D]``, updated in place.
     state
@@ -180,26 +174,17 @@ def update(
         From `occurrences` and `group` of the same ids.
     grad
         Gradient of the pooled vectors ``[B · F, D]``.
-    bases
-        ``[T]`` int64: first slot of each table of the arena, ascending.
-    hyper
-        ``[T, 1 + H]`` float32, one row per table: 1 where the table is to be updated (else 0), then the rule's
-        hyperparameters in the order of ``rule.hyper``.
-    inv_scale
-        0-d float32 factor of all gradients (1 / loss scale).
-    gate
-        0-d; where it is 0 nothing is touched.
     """
     launches["reference.update"] += 1
     count = int(groups.counts[0])
-    if count == 0 or not bool(gate):
+    if count == 0 or not bool(step.gate):
         return
     rows = groups.rows[:count]
-    total = _canonical_sum(occurrences, groups, grad) * inv_scale
-    values = hyper[torch.searchsorted(bases, rows, right=True) - 1]
+    total = _canonical_sum(occurrences, groups, grad) * step.inv_scale
+    values = step.hyper[torch.searchsorted(step.bases, rows, right=True) - 1]
     active = values[:, 0] != 0
     rows, total, values = rows[active], total[active], values[active]
-    _RULES[rule.name](weight, state, rows, total, *(values[:, 1 + i] for i in range(len(rule.hyper))))
+    _RULES[step.rule.name](weight, state, rows, total, *(values[:, 1 + i] for i in range(len(step.rule.hyper))))
 
 
 def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Tensor:

@@ -26,10 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences
+from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences, RuleStep
 from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 from hotbed.ops.triton_rules import RULES
-from hotbed.optim import Rule
 
 _NONE, _PER_ROW, _PER_ELEMENT = 0, 1, 2
 
@@ -255,17 +254,12 @@ def _long_kernel(
 
 
 def update(
-    rule: Rule,
+    step: RuleStep,
     weight: Tensor,
     state: Mapping[str, Tensor],
     occurrences: Occurrences,
     groups: Groups,
     grad: Tensor,
-    *,
-    bases: Tensor,
-    hyper: Tensor,
-    inv_scale: Tensor,
-    gate: Tensor,
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, see `hotbed.ops.reference.update`."""
     launches["triton.update"] += 1
@@ -275,16 +269,16 @@ def update(
     block_d = max(power_of_two(dim), BLOCK)
     tile_rows = rows_per_program(block_d, TILE // 2)
     windows = ceil_div(total, RUN)
-    kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in rule.moments]
-    moments = [state[moment.name] for moment in rule.moments]
+    kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in step.rule.moments]
+    moments = [state[moment.name] for moment in step.rule.moments]
     kinds += [_NONE] * (2 - len(kinds))
     moments += [weight] * (2 - len(moments))
     shared = {
-        "RULE": RULES[rule.name],
-        "HYPER": hyper.shape[1],
+        "RULE": RULES[step.rule.name],
+        "HYPER": step.hyper.shape[1],
         "KIND0": kinds[0],
         "KIND1": kinds[1],
-        "BLOCK_T": min(power_of_two(len(bases)), 32),
+        "BLOCK_T": min(power_of_two(len(step.bases)), 32),
         "D": dim,
         "BLOCK_D": block_d,
         **STRICT,
@@ -302,12 +296,12 @@ def update(
             groups.counts,
             grad.contiguous(),
             partials,
-            bases,
-            hyper,
-            inv_scale,
-            gate,
+            step.bases,
+            step.hyper,
+            step.inv_scale,
+            step.gate,
             total,
-            len(bases),
+            len(step.bases),
             R=tile_rows,
             RUN=RUN,
             SCALED=occurrences.scale is not None,
@@ -326,11 +320,11 @@ def update(
             groups.rows,
             groups.group_runs,
             partials,
-            bases,
-            hyper,
-            inv_scale,
-            gate,
-            len(bases),
+            step.bases,
+            step.hyper,
+            step.inv_scale,
+            step.gate,
+            len(step.bases),
             num_warps=max(min(block_d // 128, 4), 1),
             **shared,
         )

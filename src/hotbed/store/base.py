@@ -12,8 +12,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from hotbed.ops import BagLayout, Occurrences
-from hotbed.optim import Moment, Rule
+from hotbed.ops import BagLayout, Occurrences, RuleStep
+from hotbed.optim import Moment
 
 Tier = Literal["device", "host"]
 
@@ -52,17 +52,7 @@ class RowStore(ABC):
         """Pooled vectors ``[B, F, D]``."""
 
     @abstractmethod
-    def update(
-        self,
-        rule: Rule,
-        occurrences: Occurrences,
-        grad: Tensor,
-        *,
-        bases: Tensor,
-        hyper: Tensor,
-        inv_scale: Tensor,
-        gate: Tensor,
-    ) -> None:
+    def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         """Apply a rule once to each distinct slot of the occurrences; see `hotbed.ops.reference.update`."""
 
     @abstractmethod

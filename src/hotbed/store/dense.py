@@ -10,8 +10,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
-from hotbed.ops import BackendName, BagLayout, Occurrences, cpu_memory
-from hotbed.optim import Moment, Rule
+from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep, cpu_memory
+from hotbed.optim import Moment
 from hotbed.store.base import RowStore, Tier
 
 
@@ -70,30 +70,9 @@ class DenseStore(RowStore):
         return self.ops.lookup(self.weight, bags)
 
     @override
-    def update(
-        self,
-        rule: Rule,
-        occurrences: Occurrences,
-        grad: Tensor,
-        *,
-        bases: Tensor,
-        hyper: Tensor,
-        inv_scale: Tensor,
-        gate: Tensor,
-    ) -> None:
+    def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         groups = self.ops.group(occurrences.slots)
-        self.ops.update(
-            rule,
-            self.weight,
-            self.moments,
-            occurrences,
-            groups,
-            grad,
-            bases=bases,
-            hyper=hyper,
-            inv_scale=inv_scale,
-            gate=gate,
-        )
+        self.ops.update(step, self.weight, self.moments, occurrences, groups, grad)
 
     @override
     def add_moment(self, moment: Moment) -> None:
