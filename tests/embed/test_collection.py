@@ -1,4 +1,5 @@
 import copy
+import sys
 
 import pytest
 import torch
@@ -363,3 +364,19 @@ def test_it_trains_inside_torch_compile():
     compiled(batch).sum().backward()
     optimizer.step()
     assert not torch.equal(collection.weight("users"), before)
+
+
+def test_a_kernel_is_at_most_five_frames_from_the_module(monkeypatch):
+    frames: list[str] = []
+
+    def record(kernel, *args):
+        frame = sys._getframe(0)
+        while frame is not None:
+            frames.append(frame.f_code.co_filename)
+            frame = frame.f_back
+
+    monkeypatch.setattr("hotbed.ops.cpu_lookup.launch", record)
+    make()(ids())
+    first = frames[: frames.index(__file__, 1) if __file__ in frames[1:] else None]
+    own = [name for name in first if "/hotbed/" in name]
+    assert 1 <= len(own) <= 4  # and `launch` itself, which is replaced here

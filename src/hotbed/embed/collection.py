@@ -115,13 +115,12 @@ class EmbeddingCollection(nn.Module):
         if ids.weights is not None and ids.weights.requires_grad:
             raise BatchError("per-id weights that require a gradient are not supported; detach them")
         ids = self.check(ids)
-        parts = [(arena.positions, self._lookup(arena, ids)) for arena in self._arenas]
+        parts: list[tuple[Sequence[int], Tensor]] = []
+        for arena in self._arenas:
+            trained = self.training and any(self.handles[t].requires_grad for t in arena.tables)
+            anchor = self._anchor if trained else self._anchor.detach()
+            parts.append((arena.positions, PooledLookup.apply(anchor, arena, arena.layout(ids), self._updaters)))
         return Embeddings([f.name for f in self.features], parts)
-
-    def _lookup(self, arena: Arena, ids: Jagged) -> Tensor:
-        trained = self.training and any(self.handles[t].requires_grad for t in arena.tables)
-        anchor = self._anchor if trained else self._anchor.detach()
-        return PooledLookup.apply(anchor, arena, arena.layout(ids), self._updaters)
 
     def check(self, ids: Jagged) -> Jagged:
         """Return ids that are all valid rows, by each feature's ``on_bad_id``; remembered, so it is done once.
