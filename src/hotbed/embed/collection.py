@@ -17,6 +17,7 @@ from hotbed.embed.ids import checked_ids, verified_ids
 from hotbed.errors import BatchError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
+from hotbed.ops.untraced import untraced
 from hotbed.optim import Rule
 from hotbed.specs import Feature, Table, check_specs
 
@@ -89,7 +90,7 @@ class EmbeddingCollection(nn.Module):
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @untraced
     def forward(self, ids: Jagged) -> Embeddings:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Look up and pool.
 

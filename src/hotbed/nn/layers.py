@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from hotbed import ops
 from hotbed.errors import BatchError, SpecError
 from hotbed.ops import BackendName
+from hotbed.ops.untraced import untraced
 
 
 class MLP(nn.Sequential):
@@ -70,7 +71,7 @@ class DotInteraction(nn.Module):
         self.width = -(-used // multiple_of) * multiple_of
         self.backend_name: BackendName = backend
 
-    @torch.compiler.disable
+    @untraced
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, dense: Tensor, embeddings: Tensor
     ) -> Tensor:
