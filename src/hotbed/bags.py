@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import BatchError
+from hotbed.specs import is_int
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -48,7 +49,7 @@ def bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequence
         return Bags(values, len(offsets) - 1, None, offsets.long(), None)
     ids = [i for bag in entry for i in bag]
     for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool):
+        if not is_int(i):
             raise BatchError(f"feature '{name}': ids must be integers, got {i!r}")
     lengths = torch.tensor([len(bag) for bag in entry], dtype=torch.int64)
     return Bags(torch.tensor(ids, dtype=torch.int64), len(entry), None, offsets_of(lengths), None)

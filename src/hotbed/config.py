@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_type_hints
 
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
-from hotbed.specs import OnBadId
+from hotbed.specs import OnBadId, is_int
 
 Precision = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -315,7 +315,7 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 
 def _at_least(key: str, value: object, limit: int, what: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not is_int(value):
         raise RecipeError(f"{key} is {value!r}, must be an integer")
     if not value >= limit or not math.isfinite(value):
         raise RecipeError(f"{key} is {value:,}, must be at least {limit:,}{f' ({what})' if what else ''}")

@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeGuard, get_args
 
 from hotbed.errors import SpecError, did_you_mean
 
@@ -23,6 +23,11 @@ OnBadId = Literal["error", "drop", "hash"]
 
 MAX_DIM = 1024
 """Largest number of columns of a table."""
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Table:
             raise SpecError("a table needs a non-empty name")
         for field in ("rows", "dim"):
             value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool):
+            if not is_int(value):
                 raise SpecError(f"table '{self.name}': {field} is {value!r}, must be an integer")
         if self.rows < 1:
             raise SpecError(f"table '{self.name}': rows is {self.rows:,}, must be at least 1")

@@ -17,6 +17,7 @@ import yaml
 
 from hotbed.data.schema import Schema, SparseColumn
 from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.specs import is_int
 
 _DTYPES: dict[str, tuple[str, ...]] = {
     "categorical": ("int8", "int16", "int32", "int64"),
@@ -127,7 +128,7 @@ class _Reader:
 
     def _cardinality(self, name: str) -> int:
         value: object = self.columns[name].get("cardinality")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_int(value) or value < 1:
             raise DataError(f"{self.file}: column '{name}' has cardinality {value!r}, must be an integer of at least 1")
         return value
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast, get_args
 
 from hotbed.errors import SpecError, did_you_mean
-from hotbed.specs import Feature, OnBadId, Pooling, Table
+from hotbed.specs import Feature, OnBadId, Pooling, Table, is_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class SparseColumn:
     def __post_init__(self) -> None:
         if not self.name or self.table == "":
             raise SpecError("a sparse column and its table need non-empty names")
-        if not _is_int(self.rows) or self.rows < 1:
+        if not is_int(self.rows) or self.rows < 1:
             raise SpecError(f"sparse column '{self.name}': rows is {self.rows!r}, must be an integer of at least 1")
-        if self.ids is not None and (not _is_int(self.ids) or self.ids < 1):
+        if self.ids is not None and (not is_int(self.ids) or self.ids < 1):
             raise SpecError(f"sparse column '{self.name}': ids is {self.ids!r}, must be at least 1, or None for ragged")
         if self.pooling not in get_args(Pooling):
             choices = ", ".join(get_args(Pooling))
@@ -182,10 +182,6 @@ class Schema:
             if key in rest:
                 rest[key] = tuple(map(str, _list(key, rest[key])))
         return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _list(key: str, value: object) -> list[object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, in
     out_of_range = _features_out_of_range(ids, features, rows)
     for feature in out_of_range:
         if feature.on_bad_id == "error":
-            _repaired(ids, feature, rows[feature.table], Counter())
+            _refuse(ids, feature, rows[feature.table])
     if not out_of_range:
         ids.mark_verified({(f.name, rows[f.table]) for f in features})
     return not out_of_range
@@ -72,24 +73,39 @@ def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mappi
 
 
 def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Jagged:
-    bags = ids[feature.name]
-    wrong = (bags.values < 0) | (bags.values >= rows)
-    sample = torch.repeat_interleave(torch.arange(len(ids), device=wrong.device), bags.lengths())
     if feature.on_bad_id == "error":
-        first = int(wrong.nonzero()[0])
-        value = int(bags.values[first])
-        what = f"is ≥ rows {rows:,}; raise `rows`" if value >= 0 else "is negative; valid ids start at 0"
-        raise BatchError(
-            f"feature {feature.name}: id {value:,} at sample {int(sample[first])} {what}, or set "
-            "on_bad_id='drop'|'hash'"
-        )
+        _refuse(ids, feature, rows)
+    bags = ids[feature.name]
+    wrong = _out_of_range(bags, rows)
     bad[feature.name] += int(wrong.sum())
     if feature.on_bad_id == "hash":
         return ids.with_feature(feature.name, bags._replace(values=hashed(bags.values, rows).where(wrong, bags.values)))
+    sample = _sample_of_each(bags)
     kept = torch.zeros(len(ids) + 1, dtype=torch.int64, device=wrong.device)
     kept[1:] = torch.bincount(sample[~wrong], minlength=len(ids)).cumsum(0)
     weights = None if bags.weights is None else bags.weights[~wrong]
     return ids.with_feature(feature.name, Bags(bags.values[~wrong], len(ids), None, kept, weights))
+
+
+def _refuse(ids: Jagged, feature: Feature, rows: int) -> NoReturn:
+    """Raise for the first id of a feature that is out of range."""
+    bags = ids[feature.name]
+    first = int(_out_of_range(bags, rows).nonzero()[0])
+    value = int(bags.values[first])
+    what = f"is ≥ rows {rows:,}; raise `rows`" if value >= 0 else "is negative; valid ids start at 0"
+    raise BatchError(
+        f"feature {feature.name}: id {value:,} at sample {int(_sample_of_each(bags)[first])} {what}, or set "
+        "on_bad_id='drop'|'hash'"
+    )
+
+
+def _out_of_range(bags: Bags, rows: int) -> Tensor:
+    return (bags.values < 0) | (bags.values >= rows)
+
+
+def _sample_of_each(bags: Bags) -> Tensor:
+    """Sample that each id belongs to ``[N]``."""
+    return torch.repeat_interleave(torch.arange(bags.batch_size, device=bags.values.device), bags.lengths())
 
 
 def hashed(ids: Tensor, rows: int) -> Tensor:
