@@ -13,6 +13,7 @@ from rich.table import Table
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet_files import find_parquet
 from hotbed.errors import DataError
+from hotbed.specs import is_int
 from hotbed.train.checkpoint import MANIFEST, checkpoints_of, read_manifest, verify_checkpoint
 from hotbed.train.report import size
 
@@ -135,4 +136,4 @@ def _text(value: object) -> str:
         return ", ".join(map(str, cast("list[object]", value)))
     if isinstance(value, float):
         return f"{value:,.6g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,}" if is_int(value) else str(value)
