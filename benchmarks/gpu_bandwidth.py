@@ -6,9 +6,10 @@ would move, so no kernel is flattered by reading something twice:
 
 ==================== ==================================================================================================
 lookup               ids; each distinct row once; the output
+weight gradient      ids; each distinct row once; the gradient; one number per id
 occurrences          ids; slots and bags
 group                slots; order, distinct rows, starts of runs and of groups
-update               order, bags, slots; each occurrence's gradient; each distinct row read and written (and its moment)
+update               order, bags, slots; each occurrence's gradient; each distinct row and its moments, twice
 interaction          vectors; output
 interaction backward output's gradient, vectors; the vectors' gradients
 initial values       the table
@@ -29,13 +30,43 @@ from pathlib import Path
 from typing import get_args
 
 import torch
+from torch import Tensor
 
-from benchmarks.workload import Distribution, Sizes, bases_of, draw_ids, one_hot
-from hotbed.ops import RuleStep, select
-from hotbed.optim import SGD, RowWiseAdagrad
+from benchmarks.workload import (
+    DTYPES,
+    RULES,
+    Distribution,
+    Sizes,
+    draw_ids,
+    make_moments,
+    make_rows,
+    make_step,
+    one_hot,
+    row_bytes,
+)
+from hotbed.ops import BagLayout, Groups, Occurrences, Rows, select
+from hotbed.optim import RowWiseAdagrad, Rule
+from hotbed.optim.sgd import PLAIN
 
 Job = tuple[str, dict[str, object], int, Callable[[], object]]
 """Name, conditions, bytes that must move, what to time."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Ids, and what the operations before an update make of them."""
+
+    bags: BagLayout
+    found: Occurrences
+    groups: Groups
+
+    @property
+    def distinct(self) -> int:
+        return int(self.groups.counts[0])
+
+    @property
+    def runs(self) -> int:
+        return int(self.groups.counts[1])
 
 
 @dataclass
@@ -53,7 +84,7 @@ class Meter:
 
     def seconds(self, call: Callable[[], object]) -> list[float]:
         """Time of each repetition after three that warm up (and compile)."""
-        for _ in range(1 if self.sizes.tiny else 3):
+        for _ in range(0 if self.sizes.tiny else 3):
             call()
         if self.sizes.device.type == "cpu":
             return [self._host_seconds(call) for _ in range(self.sizes.repeats)]
@@ -97,7 +128,7 @@ class Meter:
             self.out.write_text(json.dumps(self.results, indent=1))
             what = " ".join(f"{v}" for v in conditions.values())
             share = f"{rate / self.copy_gb_s:6.1%} of copy" if self.copy_gb_s else ""
-            print(f"  {name:22s} {what:28s} {median * 1e6:10.1f} us {rate:8.1f} GB/s {share}", flush=True)
+            print(f"  {name:28s} {what:28s} {median * 1e6:10.1f} us {rate:8.1f} GB/s {share}", flush=True)
 
 
 def limits(sizes: Sizes) -> Iterator[Job]:
@@ -113,39 +144,76 @@ def limits(sizes: Sizes) -> Iterator[Job]:
         yield "gather", {"dim": dim}, size, lambda t=table, r=rows, o=out: torch.index_select(t, 0, r, out=o)
 
 
-def embedding_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
-    """Initial values, lookup, grouping, updates of all tables in one arena."""
+def initial_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
+    """Initial values of all tables as if they were one."""
     ops = select(sizes.device, "triton")
-    device, batch, tables = sizes.device, sizes.batch, sizes.tables(dim)
-    slots = sum(tables)
-    weight = torch.empty(slots, dim, device=device)
-    moments = {"sum_of_squares": torch.zeros(slots, device=device)}
+    weight = torch.empty(sum(sizes.tables(dim)), dim, device=sizes.device)
 
     def fill() -> None:
-        ops.initial_values_(weight, seed=3, rows=range(slots), cols=range(dim), bound=0.05)
+        ops.initial_values_(weight, seed=3, rows=range(len(weight)), cols=range(dim), bound=0.05)
 
-    yield "initial_values", {"dim": dim}, slots * dim * 4, fill
-    inv_scale, gate = torch.tensor(1.0, device=device), torch.tensor(True, device=device)
-    grad = torch.randn(batch * len(tables), dim, device=device)
+    yield "initial_values", {"dim": dim}, weight.numel() * 4, fill
+
+
+def embedding_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
+    """All tables in one arena: grouping of ids, then lookups and updates of every dtype and rule."""
+    ops = select(sizes.device, "triton")
+    tables = sizes.tables(dim)
+    slots = sum(tables)
+    batches: dict[Distribution, Batch] = {}
     for kind in get_args(Distribution):
-        bags = one_hot(tables, batch, draw_ids(tables, batch, kind, 0, device))
+        bags = one_hot(tables, sizes.batch, draw_ids(tables, sizes.batch, kind, 0, sizes.device))
         found = ops.occurrences(bags)
-        groups = ops.group(found.slots)
-        n, (distinct, runs) = bags.total, groups.counts.tolist()
-        about: dict[str, object] = {"dim": dim, "ids": kind, "distinct": distinct}
-        yield "lookup", about, 4 * n + 4 * dim * (distinct + n), lambda b=bags: ops.lookup(weight, b)
+        batches[kind] = batch = Batch(bags, found, ops.group(found.slots))
+        n, about = bags.total, {"dim": dim, "ids": kind, "distinct": batch.distinct}
         yield "occurrences", about, (4 + 16) * n, lambda b=bags: ops.occurrences(b)
-        yield "group", about, 16 * n + 16 * distinct + 8 * runs, lambda o=found: ops.group(o.slots)
-        for rule in (SGD.rule, RowWiseAdagrad.rule):
-            hyper = torch.tensor([[1.0, 1e-4, 1e-8]], device=device)[:, : 1 + len(rule.hyper)]
-            hyper = hyper.repeat(len(tables), 1)
-            size = 24 * n + 8 * runs + 4 * dim * n + distinct * (8 * dim + 8 * len(rule.moments))
+        size = 16 * n + 16 * batch.distinct + 8 * batch.runs
+        yield "group", about, size, lambda o=found: ops.group(o.slots)
+    for dtype, hot in [*((name, 0.0) for name in DTYPES), ("int8", 0.01)]:
+        rows = make_rows(tables, dim, DTYPES[dtype], sizes.device, hot)
+        yield from lookup_jobs(sizes, rows, batches, dtype if hot == 0 else f"{dtype}+{hot:.0%} fp32")
+    # The rarest last: where time runs out, they are what is left out.
+    for rule in RULES.values():
+        moments = make_moments(rule, slots, dim, sizes.device)
+        for dtype in DTYPES if dim == max(sizes.dims) or rule is RowWiseAdagrad.rule else ("fp32",):
+            rows = make_rows(tables, dim, DTYPES[dtype], sizes.device)
+            kinds: tuple[Distribution, ...] = ("zipf", "uniform") if rule in (PLAIN, RowWiseAdagrad.rule) else ("zipf",)
+            for kind in kinds:
+                yield update_job(sizes, rule, rows, moments, batches[kind], {"dim": dim, "ids": kind, "dtype": dtype})
 
-            def step(rule=rule, hyper=hyper, found=found, groups=groups, bags=bags) -> None:
-                rule_step = RuleStep(rule=rule, bases=bases_of(bags), hyper=hyper, inv_scale=inv_scale, gate=gate)
-                ops.update(rule_step, weight, moments, found, groups, grad)
 
-            yield f"update_{rule.name}", about, size, step
+def lookup_jobs(sizes: Sizes, rows: Rows, batches: dict[Distribution, Batch], dtype: str) -> Iterator[Job]:
+    """Lookup into float32 and bfloat16, and the gradient of per-id weights."""
+    ops = select(sizes.device, "triton")
+    for kind, batch in batches.items():
+        bags = batch.bags
+        n, read = bags.total, 4 * bags.total + round(row_bytes(rows) * batch.distinct)
+        about: dict[str, object] = {"dim": rows.dim, "ids": kind, "dtype": dtype}
+        for out_dtype in (torch.float32, torch.bfloat16):
+            out = torch.zeros(sizes.batch, bags.width, rows.dim, dtype=out_dtype, device=sizes.device)
+            name = "lookup" if out_dtype == torch.float32 else "lookup_to_bf16"
+            size = read + n * rows.dim * out_dtype.itemsize
+            yield name, about, size, lambda b=bags, o=out: ops.lookup(rows, b, o)
+        grad, of_weights = out.view(-1, rows.dim), torch.zeros(n, device=sizes.device)
+        size = read + n * (rows.dim * grad.element_size() + 4)
+        yield "weight_gradient", about, size, lambda b=bags, g=grad, o=of_weights: ops.weight_gradient(rows, b, g, o)
+
+
+def update_job(
+    sizes: Sizes, rule: Rule, rows: Rows, moments: dict[str, Tensor], batch: Batch, about: dict[str, object]
+) -> Job:
+    """One step of a rule."""
+    ops = select(sizes.device, "triton")
+    n, dim = batch.bags.total, rows.dim
+    step = make_step(rule, len(rows.tables), sizes.device)
+    grad = torch.randn(sizes.batch * batch.bags.width, dim, device=sizes.device)
+    of_moments = sum(4 * dim if m.per == "element" else 4 for m in rule.moments)
+    size = 24 * n + 8 * batch.runs + 4 * dim * n + round(2 * (row_bytes(rows) + of_moments) * batch.distinct)
+
+    def call() -> None:
+        ops.update(step, rows, moments, batch.found, batch.groups, grad)
+
+    return f"update_{rule.name}", about, size, call
 
 
 def interaction_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
@@ -154,26 +222,21 @@ def interaction_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
     n = len(sizes.rows) + 1
     width = -(-(dim + n * (n - 1) // 2) // 8) * 8
     for dtype in (torch.float32, torch.bfloat16):
-        dense = torch.randn(sizes.batch, dim, device=sizes.device).to(dtype)
-        embeddings = torch.randn(sizes.batch, n - 1, dim, device=sizes.device).to(dtype)
+        vectors = torch.randn(sizes.batch, n, dim, device=sizes.device).to(dtype)
         grad = torch.randn(sizes.batch, width, device=sizes.device).to(dtype)
         about: dict[str, object] = {"dim": dim, "dtype": str(dtype).removeprefix("torch.")}
-        vectors, rest = (sizes.batch * k * dtype.itemsize for k in (n * dim, width))
-        yield "interaction", about, vectors + rest, lambda d=dense, e=embeddings: ops.interaction(d, e, width)
-
-        def backward(g=grad, d=dense, e=embeddings) -> object:
-            return ops.interaction_backward(g, d, e)
-
-        yield "interaction_backward", about, 2 * vectors + rest, backward
+        own, rest = (sizes.batch * k * dtype.itemsize for k in (n * dim, width))
+        yield "interaction", about, own + rest, lambda v=vectors: ops.interaction(v, width)
+        yield "interaction_backward", about, 2 * own + rest, lambda g=grad, v=vectors: ops.interaction_backward(g, v)
 
 
 def main(out: Path, budget_s: float) -> None:
     sizes = Sizes.choose()
     meter = Meter(sizes, out, time.monotonic() + budget_s)
     meter.run(limits(sizes))
-    for dim in reversed(sizes.dims):
-        meter.run(interaction_jobs(sizes, dim))
-        meter.run(embedding_jobs(sizes, dim))
+    for jobs in (interaction_jobs, initial_jobs, embedding_jobs):
+        for dim in reversed(sizes.dims):
+            meter.run(jobs(sizes, dim))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import hashlib
 import json
 import sys
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.workload import Sizes, bases_of, draw_ids, one_hot
-from hotbed.ops import RuleStep, select
-from hotbed.optim import RowWiseAdagrad
+from benchmarks.workload import DTYPES, RULES, Sizes, draw_ids, make_moments, make_rows, make_step, one_hot
+from hotbed.ops import select
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -28,49 +28,47 @@ def digest(tensors: list[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def train(sizes: Sizes, dim: int, steps: int, *, disturbed: bool) -> str:
+def train(sizes: Sizes, dim: int, rule: str, dtype: str, steps: int, *, disturbed: bool) -> str:
     """Train for some steps from a fixed seed; SHA-256 of every output, gradient and the final state."""
     device = sizes.device
     ops = select(device, "triton")
     tables = tuple(min(rows, 100_000) for rows in sizes.rows)
-    batch = min(sizes.batch, 8192)
+    batch, n = min(sizes.batch, 8192), len(tables) + 1
     side = torch.cuda.Stream() if disturbed and device.type == "cuda" else None
     noise = torch.randn(2048, 2048, device=device) if side else None
-    weight = torch.empty(sum(tables), dim, device=device)
-    ops.initial_values_(weight, seed=1, rows=range(len(weight)), cols=range(dim), bound=0.1)
-    moments = {"sum_of_squares": torch.zeros(len(weight), device=device)}
-    hyper = torch.tensor([[1.0, 0.1, 1e-8]], device=device).repeat(len(tables), 1)
-    inv_scale, gate = torch.tensor(0.5, device=device), torch.tensor(True, device=device)
     gen = torch.Generator(device=device).manual_seed(2)
+    torch.manual_seed(1)
+    rows = make_rows(tables, dim, DTYPES[dtype], device, hot=0.1)
+    moments = make_moments(RULES[rule], sum(tables), dim, device)
+    step_of = make_step(RULES[rule], len(tables), device, lr=0.1, inv_scale=0.5)
     hashes: list[str] = []
     for step in range(steps):
         with torch.cuda.stream(side) if side else nullcontext():
             for _ in range(8 if noise is not None else 0):
                 noise = torch.tanh(noise @ noise)  # pyright: ignore[reportOptionalOperand]
         bags = one_hot(tables, batch, draw_ids(tables, batch, "zipf", step, device))
-        embeddings = ops.lookup(weight, bags)
-        dense = torch.randn(batch, dim, generator=gen, device=device)
-        n = len(tables) + 1
-        out = ops.interaction(dense, embeddings, dim + n * (n - 1) // 2 + 1)
-        grad_dense, grad_embeddings = ops.interaction_backward(torch.tanh(out), dense, embeddings)
+        vectors = torch.empty(batch, n, dim, device=device)
+        vectors[:, 0] = torch.randn(batch, dim, generator=gen, device=device)
+        ops.lookup(rows, bags, vectors)
+        out = ops.interaction(vectors, dim + n * (n - 1) // 2 + 1)
+        grad = ops.interaction_backward(torch.tanh(out), vectors)
         found = ops.occurrences(bags)
-        step_of = RuleStep(rule=RowWiseAdagrad.rule, bases=bases_of(bags), hyper=hyper, inv_scale=inv_scale, gate=gate)
-        ops.update(step_of, weight, moments, found, ops.group(found.slots), grad_embeddings.view(-1, dim))
-        hashes.append(digest([out, grad_dense]))
-    hashes.append(digest([weight, *moments.values()]))
+        ops.update(step_of, rows, moments, found, ops.group(found.slots), grad.view(-1, dim))
+        hashes.append(digest([out, grad[:, 0]]))
+    hashes.append(digest([rows.wide, rows.narrow, rows.exponents, *moments.values()]))
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def main(out: Path) -> None:
     sizes = Sizes.choose()
     results: list[dict[str, object]] = []
-    for dim in sizes.dims:
-        steps = 2 if sizes.tiny else 20
-        first, second = (train(sizes, dim, steps, disturbed=disturbed) for disturbed in (False, True))
-        results.append({"dim": dim, "steps": steps, "sha256": [first, second], "equal": first == second})
-        print(
-            f"  D = {dim}: {steps} steps, {first[:16]} and {second[:16]}: {'equal' if first == second else 'DIFFERENT'}"
-        )
+    steps = 2 if sizes.tiny else 20
+    for dim, (rule, dtype) in product(sizes.dims, (("rowwise_adagrad", "fp32"), ("adam", "int8"))):
+        first, second = (train(sizes, dim, rule, dtype, steps, disturbed=disturbed) for disturbed in (False, True))
+        about = {"dim": dim, "rule": rule, "dtype": dtype, "steps": steps}
+        results.append({**about, "sha256": [first, second], "equal": first == second})
+        verdict = "equal" if first == second else "DIFFERENT"
+        print(f"  D = {dim}, {rule}, {dtype}: {steps} steps, {first[:16]} and {second[:16]}: {verdict}", flush=True)
         out.write_text(json.dumps(results, indent=1))
     if not all(r["equal"] for r in results):
         sys.exit(1)

@@ -1,15 +1,19 @@
-"""The workload of the GPU suite: the 26 tables of Criteo 1TB (15 GiB at 128 columns), one id per sample and table."""
+"""The workload of the GPU suite: the 26 tables of Criteo 1TB (15.6 GiB at 128 float32 columns), one id per sample."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hotbed.ops import BagLayout
+from hotbed.ops import BagLayout, Rows, RuleStep
+from hotbed.ops.layout import SCALE_BLOCK
+from hotbed.optim import FTRL, LAMB, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad, Rule
+from hotbed.optim.sgd import MOMENTUM, PLAIN
 
 ROWS = (
     *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11, 2209, 10667, 104, 4, 968, 15),
@@ -18,6 +22,27 @@ ROWS = (
 """Rows per table with values seen fewer than 15 times dropped (NVIDIA's DLRM for Criteo 1TB)."""
 
 ZIPF = 1.05
+
+RULES: dict[str, Rule] = {
+    "sgd": PLAIN,
+    "rowwise_adagrad": RowWiseAdagrad.rule,
+    "adam": Adam.rule,
+    "momentum": MOMENTUM,
+    "adagrad": Adagrad.rule,
+    "partial_rowwise_adam": PartialRowWiseAdam.rule,
+    "lamb": LAMB.rule,
+    "ftrl": FTRL.rule,
+}
+OWN = {"eps": 1e-8, "momentum": 0.9, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "beta": 1.0}
+"""Hyperparameters of the rules; others are 0."""
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 Distribution = Literal["uniform", "zipf"]
 
@@ -40,16 +65,38 @@ class Sizes:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda" if cuda else "cpu")
         if not cuda or os.environ.get("HOTBED_TINY") == "1":
-            return Sizes(True, device, 4, (3, 40, 11), (16,), 2, 1 << 16)
+            return Sizes(True, device, 4, (3, 40, 11), (16,), 1, 1 << 16)
         return Sizes(False, device, 65536, ROWS, (16, 128), 21, 4 << 30)
 
     def tables(self, dim: int) -> tuple[int, ...]:
-        """Rows per table, shrunk in proportion where all of them would take over 40 % of the free memory."""
+        """Rows per table, shrunk in proportion where they and two moments would take over 70 % of the free memory."""
         if self.device.type == "cpu":
             return self.rows
         free, _ = torch.cuda.mem_get_info()
-        share = min(1.0, 0.4 * free / (sum(self.rows) * dim * 4))
+        share = min(1.0, 0.7 * free / (sum(self.rows) * dim * 12))
         return tuple(max(int(r * share), 1) for r in self.rows)
+
+
+def make_rows(tables: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device, hot: float = 0.0) -> Rows:
+    """An arena of small random values; this share of each table, its most frequent rows, is float32."""
+    wide = [rows if dtype == torch.float32 else int(rows * hot) for rows in tables]
+    slots, first_wide = [0, *accumulate(tables)], [0, *accumulate(wide)]
+    narrow = torch.empty(sum(tables) - sum(wide), dim, dtype=dtype, device=device)
+    narrow.view(torch.uint8).random_(0, 56)  # what these bytes mean is finite in every dtype
+    blocks = -(-dim // SCALE_BLOCK) if dtype == torch.int8 else 0
+    places = [[s, w, at, s - at] for s, w, at in zip(slots[:-1], wide, first_wide[:-1], strict=True)]
+    return Rows(
+        wide=torch.empty(sum(wide), dim, device=device).uniform_(-0.1, 0.1),
+        narrow=narrow,
+        exponents=torch.full((len(narrow), blocks), -8, dtype=torch.int8, device=device),
+        tables=torch.tensor(places, device=device),
+    )
+
+
+def row_bytes(rows: Rows) -> float:
+    """Bytes of a row, exponents included; the mean over all rows."""
+    tensors = (rows.wide, rows.narrow, rows.exponents)
+    return sum(t.numel() * t.element_size() for t in tensors) / (len(rows.wide) + len(rows.narrow))
 
 
 def draw_ids(tables: tuple[int, ...], batch: int, kind: Distribution, seed: int, device: torch.device) -> Tensor:
@@ -68,12 +115,9 @@ def draw_ids(tables: tuple[int, ...], batch: int, kind: Distribution, seed: int,
 
 
 def one_hot(tables: tuple[int, ...], batch: int, ids: Tensor) -> BagLayout:
-    """Bags of `draw_ids`: one feature per table, all tables in one arena."""
-    rows: list[list[int]] = []
-    base = 0
-    for f, count in enumerate(tables):
-        rows.append([f * batch, 1, 0, base, 0])
-        base += count
+    """Bags of `draw_ids`: one feature per table, all tables in one arena, room for the dense vector before them."""
+    first = [0, *accumulate(tables)]
+    rows = [[f * batch, 1, 0, first[f], 0, f, f] for f in range(len(tables))]
     return BagLayout(
         ids,
         torch.tensor(rows, device=ids.device),
@@ -82,9 +126,25 @@ def one_hot(tables: tuple[int, ...], batch: int, ids: Tensor) -> BagLayout:
         batch,
         len(ids),
         False,
+        width=len(tables) + 1,
+        room=1,
     )
 
 
-def bases_of(bags: BagLayout) -> Tensor:
-    """First slot of each table ``[T]``."""
-    return bags.features[:, 3].contiguous()
+def make_step(rule: Rule, tables: int, device: torch.device, *, lr: float = 1e-4, inv_scale: float = 1.0) -> RuleStep:
+    """A step of a rule with equal hyperparameters for all tables, no limits and no decay."""
+    own = [OWN.get(name, 0.0) for name in rule.hyper]
+    line = [1.0, lr, torch.inf, torch.inf, 0.0, 0.0, *own, *(1 - OWN[name] for name in rule.corrected)]
+    return RuleStep(
+        rule=rule,
+        hyper=torch.tensor([line] * tables, device=device),
+        seeds=torch.arange(tables, device=device),
+        uses=frozenset(),
+        inv_scale=torch.tensor(inv_scale, device=device),
+        gate=torch.tensor(True, device=device),
+    )
+
+
+def make_moments(rule: Rule, slots: int, dim: int, device: torch.device) -> dict[str, Tensor]:
+    """Moments of a rule for all rows, zero."""
+    return {m.name: torch.zeros((slots, dim) if m.per == "element" else slots, device=device) for m in rule.moments}

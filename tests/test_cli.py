@@ -33,15 +33,21 @@ REAL_LOG = Path(__file__).parents[2] / "shared" / "data" / "criteo_kaggle_110k.t
 def test_help_lists_every_command(capsys: Output) -> None:
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("demo", "init", "prepare", "train", "eval", "inspect"):
+    for name in ("demo", "init", "prepare", "train", "eval", "inspect", "bench ops", "bench step"):
         assert f"  {name} " in text
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 8
+
+
+@pytest.mark.parametrize("argv", [["bench"], ["bench", "--help"], ["bench", "-h"]])
+def test_a_command_of_two_words_has_help_for_the_first(argv: list[str], capsys: Output) -> None:
+    assert main(argv) == 0
+    assert "  bench step " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: Output) -> None:
     with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert caught.value.code == 0
     assert f"hotbed {command}" in capsys.readouterr().out
 
@@ -57,7 +63,16 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "there is no command 'trian'; there are demo, init, prepare, train, eval, inspect; did you mean"),
+        (["trian"], "there is no command 'trian'; there are demo, init, prepare, train, eval, inspect, bench ops, "),
+        (["trian"], "bench step; did you mean 'train'?"),
+        (["bench", "opps"], "there is no command 'bench opps'; there are demo, init"),
+        (["bench", "opps"], "bench step; did you mean 'bench ops'?"),
+        (["bench", "ops", "--tables", "x"], "tables is 'x', must be int"),
+        (["bench", "ops", "--bottom", "[8]"], "unknown argument --bottom"),
+        (["bench", "step", "--botom", "[8]"], "unknown argument --botom; did you mean '--bottom'?"),
+        (["bench", "ops", "--tables", "3", "--rows", "[5, 6]"], "rows has 2 entries, but there are 3 tables"),
+        (["bench", "ops", "--rows", "9", "--optimizer", "Adm"], "; did you mean 'Adam'?"),
+        (["bench", "step", "--rows", "9", "--optimizer", "hotbed.optim.Adm"], "; did you mean 'Adam'?"),
         (["prepare", "a"], "out"),
         (["prepare", "absent.tsv", "out"], "absent.tsv"),
         (["prepare", "a", "b", "--threshold", "x"], "threshold is 'x', must be int"),
@@ -196,6 +211,35 @@ def test_inspect_of_something_else_says_what_it_looks_for(tmp_path: Path, capsys
         "is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint (manifest.json) or Parquet"
         in message
     )
+
+
+# -- bench ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["ops", "step"])
+def test_bench_prints_tables_and_writes_figures(
+    what: str, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotbed.bench.meter.EVICT_BYTES", 1 << 16)
+    monkeypatch.setattr("hotbed.bench.limits.COPY_BYTES", 1 << 16)
+    file = tmp_path / "bench.json"
+    sizes = ["--tables", "2", "--rows", "[60,7]", "--dim", "8", "--batch_size", "6", "--repeats", "2"]
+    assert main(["bench", what, *sizes, "--optimizer", "Adam", "--device", "cpu", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    own = {"ops": {"copy_gb_s", "kernels"}, "step": {"step", "parts", "roofline"}}
+    assert set(found) == {"command", "environment", "settings", *own[what]}
+    assert found["command"] == f"bench {what}"
+    assert set(found["environment"]) == {"hardware", "device", "threads", "hotbed", "torch", "numba", "triton"}
+    assert {"rows": [60, 7], "optimizer": "Adam", "dtype": "fp32", "seed": 0}.items() <= found["settings"].items()
+    captured = capsys.readouterr()
+    assert ("update zipf" if what == "ops" else "bottom backward") in captured.out
+    assert "2 tables of 67 rows in all × 8 columns fp32" in captured.out
+    assert ("interaction_backward …" if what == "ops" else "step 2 of 2 …") in captured.err
+
+
+def test_import_hotbed_imports_no_benchmarks() -> None:
+    check = "import hotbed, hotbed.cli, sys; assert not any(m.startswith('hotbed.bench') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
 
 
 # -- as a process --------------------------------------------------------------------------------------------------

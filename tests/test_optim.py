@@ -1,48 +1,21 @@
+"""What all sparse optimizers share: steps, groups, schedules, state, GradScaler, and what they refuse."""
+
 import pytest
 import torch
 from torch import nn
 
-from hotbed.embed import EmbeddingCollection
 from hotbed.errors import OptimizerError, SpecError
 from hotbed.jagged import Jagged
-from hotbed.optim import SGD, RowWiseAdagrad, SparseOptimizer
-from hotbed.specs import Feature, Table
+from hotbed.optim import FTRL, LAMB, SGD, Adagrad, Adam, AdamW, PartialRowWiseAdam, RowWiseAdagrad
+from tests.optim_cases import OPTIMIZERS, Tower, batch, loss, state, train
 
-RULES = sorted(SparseOptimizer.__subclasses__(), key=lambda c: c.__name__)
-
-
-class Tower(nn.Module):
-    """One table and a head, so that models can hold several collections with equal table names."""
-
-    def __init__(self, rows: int = 12) -> None:
-        super().__init__()
-        tables = [Table("a", rows=rows, dim=4), Table("b", rows=rows, dim=4)]
-        self.embeddings = EmbeddingCollection(tables, [Feature("a", table="a"), Feature("b", table="b")])
-
-    def forward(self, batch: Jagged) -> torch.Tensor:
-        return self.embeddings(batch).concatenate()
-
-    def values(self) -> torch.Tensor:
-        return torch.cat([self.embeddings.weight("a"), self.embeddings.weight("b")])
+every_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS)
 
 
-def batch(seed: int = 0, size: int = 16) -> Jagged:
-    draw = torch.Generator().manual_seed(seed)
-    return Jagged.from_dict({n: torch.randint(0, 12, (size,), generator=draw) for n in "ab"})
-
-
-def loss(model: Tower, ids: Jagged) -> torch.Tensor:
-    return (model(ids) - torch.linspace(-1, 1, 8)).square().sum(1).mean()
-
-
-def test_all_rules_are_enumerated():
-    assert [r.__name__ for r in RULES] == ["RowWiseAdagrad", "SGD"]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_it_is_a_torch_optimizer_that_reduces_the_loss(rule):
+@every_optimizer
+def test_it_is_a_torch_optimizer_that_reduces_the_loss(kind):
     model = Tower()
-    optimizer = rule(model, lr=0.5)
+    optimizer = kind(model, lr=0.5)
     assert isinstance(optimizer, torch.optim.Optimizer)
     first = loss(model, batch()).item()
     for _ in range(20):
@@ -51,10 +24,10 @@ def test_it_is_a_torch_optimizer_that_reduces_the_loss(rule):
     assert loss(model, batch()).item() < 0.5 * first
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_accumulated_micro_batches_equal_one_batch(rule):
+@every_optimizer
+def test_accumulated_micro_batches_equal_one_batch(kind):
     whole, parts = Tower(), Tower()
-    one, many = rule(whole, lr=0.3), rule(parts, lr=0.3)
+    one, many = kind(whole, lr=0.3), kind(parts, lr=0.3)
     for step in range(3):
         ids = batch(step)
         loss(whole, ids).backward()
@@ -157,24 +130,46 @@ def test_a_tensor_learning_rate_works():
     assert torch.equal(a.values(), b.values())
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_state_dict_resumes_to_the_bit(rule):
-    def train(model, optimizer, steps):
-        for step in steps:
-            loss(model, batch(step)).backward()
-            optimizer.step()
-
-    straight = Tower()
-    train(straight, rule(straight, lr=0.3), range(6))
-    first, second = Tower(), Tower()
-    before = rule(first, lr=0.3)
-    train(first, before, range(3))
+@every_optimizer
+def test_state_dict_resumes_to_the_bit(kind):
+    """Moments, and the step that bias corrections depend on."""
+    straight, first, second = Tower(), Tower(), Tower()
+    train(straight, kind(straight, lr=0.3), [batch(i) for i in range(6)])
+    before = kind(first, lr=0.3)
+    train(first, before, [batch(i) for i in range(3)])
     saved = {k: v.clone() for k, v in first.state_dict().items()}, before.state_dict()
     second.load_state_dict(saved[0])
-    after = rule(second, lr=9.0)
+    after = kind(second, lr=9.0)
     after.load_state_dict(saved[1])
-    train(second, after, range(3, 6))
+    train(second, after, [batch(i) for i in range(3, 6)])
     assert torch.equal(second.values(), straight.values())
+
+
+@every_optimizer
+def test_the_state_of_a_table_is_its_moments_and_its_step(kind):
+    model = Tower()
+    optimizer = kind(model, lr=0.1)
+    train(model, optimizer, [batch(0), batch(1)])
+    for of_table in optimizer.state_dict()["state"].values():
+        assert set(of_table) == {"step", *(m.name for m in optimizer.rule.moments)}
+        assert of_table["step"].dtype == torch.int64 and of_table["step"].shape == () and of_table["step"] == 2
+        for moment in optimizer.rule.moments:
+            assert of_table[moment.name].shape == ((12,) if moment.per == "row" else (12, 4))
+            assert of_table[moment.name].any()
+
+
+@every_optimizer
+def test_loading_gives_back_what_was_saved(kind):
+    model = Tower()
+    optimizer = kind(model, lr=0.1)
+    train(model, optimizer, [batch(0), batch(1)])
+    saved = state(optimizer)
+    other = kind(Tower(), lr=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    for x, y in zip(state(other), saved, strict=True):
+        assert x.keys() == y.keys()
+        assert all(torch.equal(x[name], y[name]) and x[name].dtype == y[name].dtype for name in x)
+    assert other.param_groups[0]["lr"] == 0.1
 
 
 def test_a_state_dict_of_other_tables_changes_nothing():
@@ -185,6 +180,8 @@ def test_a_state_dict_of_other_tables_changes_nothing():
         optimizer.load_state_dict(RowWiseAdagrad(Tower(rows=13), lr=0.3).state_dict())
     with pytest.raises(OptimizerError, match="the saved moments are"):
         optimizer.load_state_dict(SGD(Tower(), lr=0.3).state_dict())
+    with pytest.raises(OptimizerError, match="the saved moments are"):
+        optimizer.load_state_dict(Adam(Tower(), lr=0.3).state_dict())
     assert (optimizer.state_dict()["state"][0]["sum_of_squares"] == 0.5).all()
 
 
@@ -213,19 +210,23 @@ def test_grad_scaler_steps_equal_plain_steps(unscale_first):
     assert torch.equal(plain.values(), scaled.values())  # powers of two scale exactly
 
 
+@every_optimizer
 @pytest.mark.parametrize("overflow_at", [0, 1, 2])
-def test_grad_scaler_skips_overflowing_steps_without_touching_a_row(overflow_at):
+def test_grad_scaler_skips_overflowing_steps_without_touching_a_row(overflow_at, kind):
+    """Nor a moment, nor the count of steps."""
     model = Tower()
-    optimizer = RowWiseAdagrad(model, lr=0.3)
+    optimizer = kind(model, lr=0.3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
-        before, moments = model.values().clone(), optimizer.state_dict()["state"][0]["sum_of_squares"].clone()
+        before, kept = model.values().clone(), state(optimizer)
         value = loss(model, batch(step))
         scaler.scale(value * float("inf") if step == overflow_at else value).backward()
         scaler.step(optimizer)
-        touched = not torch.equal(model.values(), before)
-        assert touched == (step != overflow_at)
-        assert touched != torch.equal(optimizer.state_dict()["state"][0]["sum_of_squares"], moments)
+        touched = step != overflow_at
+        assert torch.equal(model.values(), before) != touched
+        for x, y in zip(state(optimizer), kept, strict=True):
+            assert all(torch.equal(x[name], y[name]) != touched for name in x)
+            assert x["step"] == y["step"] + touched
         scale = scaler.get_scale()
         scaler.update()
         if step == overflow_at and step > 0:
@@ -235,37 +236,55 @@ def test_grad_scaler_skips_overflowing_steps_without_touching_a_row(overflow_at)
 # -- bad arguments -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_there_is_no_default_learning_rate(rule):
+@every_optimizer
+def test_there_is_no_default_learning_rate(kind):
     with pytest.raises(TypeError, match="lr"):
-        rule(Tower())
+        kind(Tower())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SGD(nn.Linear(2, 2), lr=1.0), "Linear has no hotbed.EmbeddingCollection"),
-        (
-            lambda: SGD(Tower(), lr=-1.0),
-            "SGD: lr is -1.0 for embeddings.a, embeddings.b; it must be finite and not negative",
-        ),
-        (lambda: SGD(Tower(), lr=float("nan")), "SGD: lr is nan"),
-        (lambda: SGD(Tower(), lr=float("inf")), "SGD: lr is inf"),
-        (lambda: RowWiseAdagrad(Tower(), lr=1.0, initial_accumulator=-1.0), "initial_accumulator is -1.0"),
-        (lambda: RowWiseAdagrad(Tower(), lr=1.0, eps=0.0), "eps and initial_accumulator are both 0"),
-        (lambda: RowWiseAdagrad(Tower(), lr=1.0, eps=-1e-8), "RowWiseAdagrad: eps is -1e-08"),
-        (lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["c"]}]), "table 'c' does not exist"),
-        (lambda: SGD(Tower(), lr=1.0, groups=[{"lr": 1.0}]), "an optimizer group needs 'tables'"),
-        (
-            lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["a"], "lrs": 1}]),
-            "option 'lrs' does not exist; use .'lr'.; did",
-        ),
-        (
-            lambda: SGD(Tower(), lr=1.0, groups=[{"tables": ["a"]}, {"tables": ["a"]}]),
-            "table 'a' is in two optimizer groups",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(make, message):
+TABLES = "embeddings.a, embeddings.b"
+BAD_OPTIONS = [
+    (SGD, {"lr": -1.0}, f"SGD: lr is -1.0 for {TABLES}; it must be finite and not negative"),
+    (SGD, {"lr": float("nan")}, "SGD: lr is nan"),
+    (SGD, {"lr": float("inf")}, "SGD: lr is inf"),
+    (SGD, {"momentum": -0.5}, "SGD: momentum is -0.5"),
+    (SGD, {"weight_decay": -0.1}, "SGD: weight_decay is -0.1"),
+    (SGD, {"max_norm": 0.0}, f"SGD: max_norm is 0.0 for {TABLES}; it must be positive, or None for no limit"),
+    (SGD, {"max_grad_norm": -1.0}, "SGD: max_grad_norm is -1.0"),
+    (SGD, {"max_grad_norm": float("nan")}, "SGD: max_grad_norm is nan"),
+    (SGD, {"groups": [{"tables": ["b"], "max_norm": 0}]}, "SGD: max_norm is 0 for embeddings.b"),
+    (Adagrad, {"initial_accumulator": -1.0}, "Adagrad: initial_accumulator is -1.0"),
+    (Adagrad, {"eps": 0.0}, "Adagrad: eps and initial_accumulator are both 0"),
+    (RowWiseAdagrad, {"eps": 0.0}, "RowWiseAdagrad: eps and initial_accumulator are both 0"),
+    (RowWiseAdagrad, {"eps": -1e-8}, "RowWiseAdagrad: eps is -1e-08"),
+    (RowWiseAdagrad, {"weight_decay_mode": "L2"}, "weight_decay_mode is 'L2', must be 'l2' or 'decoupled'"),
+    (Adam, {"betas": (0.9, 1.0)}, r"Adam: betas is \(0.9, 1.0\) for .*; it must be two values in \[0, 1\)"),
+    (AdamW, {"betas": (-0.1, 0.9)}, r"AdamW: betas is \(-0.1, 0.9\)"),
+    (LAMB, {"betas": (0.9,)}, r"LAMB: betas is \(0.9,\)"),
+    (Adam, {"groups": [{"tables": ["a"], "betas": (0.5, 2.0)}]}, r"Adam: betas is \(0.5, 2.0\) for embeddings.a;"),
+    (Adam, {"eps": 0.0}, f"Adam: eps is 0.0 for {TABLES}; it must be positive"),
+    (PartialRowWiseAdam, {"eps": 0.0}, "PartialRowWiseAdam: eps is 0.0"),
+    (LAMB, {"weight_decay": float("inf")}, "LAMB: weight_decay is inf"),
+    (FTRL, {"lr": 0.0}, f"FTRL: lr is 0.0 for {TABLES}; it must be positive"),
+    (FTRL, {"l1": -1.0}, "FTRL: l1 is -1.0"),
+    (SGD, {"groups": [{"tables": ["c"]}]}, "table 'c' does not exist"),
+    (SGD, {"groups": [{"lr": 1.0}]}, "an optimizer group needs 'tables'"),
+    (
+        SGD,
+        {"groups": [{"tables": ["a"], "lrs": 1}]},
+        r"option 'lrs' does not exist; use \['lr', .*; did you mean 'lr'\?",
+    ),
+    (SGD, {"groups": [{"tables": ["a"], "betas": (0, 0)}]}, "option 'betas' does not exist"),
+    (SGD, {"groups": [{"tables": ["a"]}, {"tables": ["a"]}]}, "table 'a' is in two optimizer groups"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused(kind, options, message):
     with pytest.raises(SpecError, match=message):
-        make()
+        kind(Tower(), **{"lr": 1.0, **options})
+
+
+def test_a_model_without_tables_is_refused():
+    with pytest.raises(SpecError, match=r"Linear has no hotbed\.EmbeddingCollection"):
+        SGD(nn.Linear(2, 2), lr=1.0)

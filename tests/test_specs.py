@@ -16,8 +16,25 @@ from hotbed.specs import Feature, Table, check_specs
         (lambda: Table("t", rows=5, dim=2000), "dim is 2,000, must be between 1 and 1,024"),
         (lambda: Table("t", rows=5, dim=4, init_bound=float("nan")), "init_bound is nan, must be finite"),
         (lambda: Table("t", rows=5, dim=4, init_version=2), "this release knows only 1"),
+        (
+            lambda: Table("t", rows=5, dim=4, dtype="bf61"),
+            "table 't': dtype is 'bf61', must be one of fp32, bf16, fp16, int8, fp8; did you mean 'bf16'?",
+        ),
+        (lambda: Table("t", rows=5, dim=4, dtype=8), "dtype is 8, must be one of fp32, bf16"),
+        (lambda: Table("t", rows=5, dim=4, fp32_rows=6), "fp32_rows is 6, must be between 0 and rows 5"),
+        (lambda: Table("t", rows=5, dim=4, fp32_rows=-1), "fp32_rows is -1, must be between 0 and rows 5"),
+        (lambda: Table("t", rows=5, dim=4, fp32_rows=True), "fp32_rows is True, must be an integer"),
+        (lambda: Table("t", rows=5, dim=4, fp32_rows=0.5), "fp32_rows is 0.5, must be an integer"),
         (lambda: Feature("", table="t"), "a feature needs a non-empty name"),
-        (lambda: Feature("f", table="t", pooling="max"), "feature 'f': pooling is 'max', must be one of sum, mean"),
+        (
+            lambda: Feature("f", table="t", pooling="max"),
+            "feature 'f': pooling is 'max', must be one of sum, mean, none",
+        ),
+        (lambda: Feature("f", table="t", pooling=None), "pooling is None, must be one of sum, mean, none"),
+        (lambda: Feature("f", table="t", max_len=0), "feature 'f': max_len is 0, must be an integer of at least 1"),
+        (lambda: Feature("f", table="t", max_len=True), "max_len is True, must be an integer of at least 1"),
+        (lambda: Feature("f", table="t", max_len="5"), "max_len is '5', must be an integer of at least 1"),
+        (lambda: Feature("f", table="t", on_too_long="cut"), "on_too_long is 'cut', must be one of error, truncate"),
         (lambda: Feature("f", table="t", on_bad_id="clamp"), "must be one of error, drop, hash"),
     ],
 )
@@ -44,6 +61,13 @@ def test_tables_and_features_must_fit(tables, features, message):
 def test_initial_bound_defaults_to_one_over_root_rows():
     assert Table("t", rows=400, dim=4).bound == pytest.approx(0.05)
     assert Table("t", rows=400, dim=4, init_bound=0.0).bound == 0.0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8", "fp8"])
+@pytest.mark.parametrize("fp32_rows", [0, 3, 5])
+def test_every_dtype_may_have_float32_rows(dtype, fp32_rows):
+    table = Table("t", rows=5, dim=4, dtype=dtype, fp32_rows=fp32_rows)
+    assert (table.dtype, table.fp32_rows) == (dtype, fp32_rows)
 
 
 def test_table_seed_depends_on_name_and_collection_seed_only():

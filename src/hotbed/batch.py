@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hotbed.bags import describe
+from hotbed.bags import Bags, describe, offsets_of
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
+from hotbed.untraced import untraced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +106,39 @@ class Batch:
 
 
 class Embeddings(Mapping[str, Tensor]):
-    """Pooled vectors of one batch, by feature: ``e["user"]`` is ``[B, D]``.
+    """Vectors of one batch, by feature.
+
+    ``e["user"]`` is ``[B, D]``; of a feature that is not pooled (``pooling="none"``), ``e["history"]`` is a torch
+    nested tensor ``[B, j, D]`` of jagged layout, one row per id.
 
     Parameters
     ----------
     names
         Feature names in the order of the collection.
-    parts
-        Per arena: the positions (in ``names``) of its features, and their vectors ``[B, features, D]``.
     """
 
-    def __init__(self, names: Sequence[str], parts: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self._parts = parts
-        self._place = {self.names[i]: (p, column) for p, (of, _) in enumerate(parts) for column, i in enumerate(of)}
+        self._pooled: list[_Pooled] = []
+        self._place: dict[str, tuple[_Pooled, int]] = {}
+        self._sequences: dict[str, _Sequence] = {}
+
+    def add_pooled(self, names: Sequence[str], vectors: Tensor, buffer: Tensor | None) -> None:
+        """Add pooled features ``[B, features, D]``; ``buffer [B, 1 + features, D]`` is their memory, room included."""
+        part = _Pooled(tuple(names), vectors, buffer)
+        self._pooled.append(part)
+        self._place.update({name: (part, i) for i, name in enumerate(names)})
+
+    def add_sequence(self, name: str, values: Tensor, bags: Bags, max_len: int | None) -> None:
+        """Add a feature that is not pooled: ``values [N, D]``, one per id of its bags."""
+        self._sequences[name] = _Sequence(values, bags, max_len)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._place:
-            raise BatchError(f"no feature '{name}'; there are {', '.join(self.names)}{did_you_mean(name, self.names)}")
-        part, column = self._place[name]
-        return self._parts[part][1][:, column]
+        if name in self._place:
+            part, column = self._place[name]
+            return part.vectors[:, column]
+        values, bags, _ = self._sequence(name)
+        return torch.nested.nested_tensor_from_jagged(values, offsets_of(bags.lengths()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -131,15 +146,99 @@ class Embeddings(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def stack(self) -> Tensor:
-        """All features as ``[B, F, D]``, in the order of the collection; all must have the same dim."""
-        if len(self._parts) == 1:
-            return self._parts[0][1]
+    def padded(self, name: str) -> tuple[Tensor, Tensor]:
+        """A feature that is not pooled, padded with zeros.
+
+        Returns
+        -------
+        tuple[Tensor, Tensor]
+            ``[B, L, D]`` and a mask ``[B, L]`` bool, true where there is an id. ``L`` is the feature's ``max_len``, or
+            the length of the longest bag.
+        """
+        values, bags, max_len = self._sequence(name)
+        lengths = bags.lengths()
+        longest = max_len if max_len is not None else int(lengths.max()) if len(lengths) else 0
+        mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        out = values.new_zeros(len(lengths) * longest, values.shape[1])
+        out = out.index_copy(0, mask.flatten().nonzero()[:, 0], values)
+        return out.view(len(lengths), longest, values.shape[1]), mask
+
+    @untraced
+    def stack(self, lead: Tensor | None = None) -> Tensor:
+        """All features as ``[B, F, D]``, in the order of the collection; all must be pooled and have the same dim.
+
+        Parameters
+        ----------
+        lead
+            One more vector per sample ``[B, D]``, to come first: ``[B, 1 + F, D]``. No vector is copied if the
+            collection was called with ``room=1``.
+        """
+        part = self._only_part()
+        if lead is None:
+            return part.vectors
+        if lead.shape != part.vectors[:, 0].shape:
+            raise BatchError(f"lead must be {list(part.vectors[:, 0].shape)}, got {list(lead.shape)}")
+        if part.buffer is None:
+            return torch.cat([lead[:, None].to(part.vectors.dtype), part.vectors], dim=1)
+        buffer, part.buffer = part.buffer, None  # the room is there once
+        return _Lead.apply(lead, part.vectors, [buffer])
+
+    def concatenate(self) -> Tensor:
+        """All features side by side as ``[B, ΣD]``, in the order of the collection; all must be pooled."""
+        self._refuse_sequences("concatenate")
+        if len(self._pooled) == 1:
+            return self._pooled[0].vectors.flatten(1)
+        return torch.cat([self[name] for name in self.names], dim=1)
+
+    def _sequence(self, name: str) -> _Sequence:
+        if name in self._sequences:
+            return self._sequences[name]
+        if name in self._place:
+            raise BatchError(f"feature '{name}' is pooled, so there is nothing to pad; give it pooling='none'")
+        raise BatchError(f"no feature '{name}'; there are {', '.join(self.names)}{did_you_mean(name, self.names)}")
+
+    def _only_part(self) -> _Pooled:
+        self._refuse_sequences("stack")
+        if len(self._pooled) == 1:
+            return self._pooled[0]
         dims = ", ".join(f"{n}: {self[n].shape[1]}" for n in self.names)
         raise BatchError(f"stack() needs features of one dim, got {dims}; use concatenate() or pick features by name")
 
-    def concatenate(self) -> Tensor:
-        """All features side by side as ``[B, ΣD]``, in the order of the collection."""
-        if len(self._parts) == 1:
-            return self._parts[0][1].flatten(1)
-        return torch.cat([self[name] for name in self.names], dim=1)
+    def _refuse_sequences(self, method: str) -> None:
+        if self._sequences:
+            raise BatchError(
+                f"{method}() needs pooled features, and {', '.join(self._sequences)} has pooling='none'; pick features "
+                "by name"
+            )
+
+
+@dataclass
+class _Pooled:
+    names: tuple[str, ...]
+    vectors: Tensor
+    buffer: Tensor | None
+
+
+class _Sequence(NamedTuple):
+    values: Tensor
+    bags: Bags
+    max_len: int | None
+
+
+class _Lead(torch.autograd.Function):
+    """Write the lead into the room before the vectors, which are views of the same memory and stay where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, lead: Tensor, vectors: Tensor, buffer: list[Tensor]) -> Tensor:
+        ctx.dtype = lead.dtype
+        # .data: vectors, which may be saved for some backward, are not changed, so their version must not be either.
+        whole = buffer[0].data
+        whole[:, 0] = lead
+        return whole
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grad_outputs
+        return grad[:, 0].to(ctx.dtype), grad[:, 1:], None

@@ -1,7 +1,7 @@
-"""The command line: ``hotbed demo | init | prepare | train | eval | inspect``.
+"""The command line: ``hotbed demo | init | prepare | train | eval | inspect | bench ops | bench step``.
 
-Each command is a parser and a function below; what they do is in `hotbed.train` and `hotbed.data`, imported when the
-command runs, so that help is quick. Results go to stdout, progress and errors to stderr.
+Each command is a parser and a function below; what they do is in `hotbed.train`, `hotbed.data` and `hotbed.bench`,
+imported when the command runs, so that help is quick. Results go to stdout, progress and errors to stderr.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> None:
-    if not args or args[0] in ("-h", "--help"):
+    words = 2 if any(name.startswith(" ".join(args[:1]) + " ") for name in COMMANDS) else 1
+    if len(args) < words or args[words - 1] in ("-h", "--help"):
         print(_help())
         return
-    name, *rest = args
+    name, rest = " ".join(args[:words]), args[words:]
     if name not in COMMANDS:
         raise RecipeError(
             f"there is no command '{name}'; there are {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
@@ -335,6 +337,20 @@ def _inspect(parsed: Namespace) -> None:
     _write_json(parsed.json, description)
 
 
+def _add_bench(what: str, parser: ArgumentParser) -> None:
+    from hotbed.bench.options import OPTIONS
+
+    parser.add_class_arguments(OPTIONS[what], instantiate=False)
+    _add_json(parser)
+
+
+def _bench(what: str, parsed: Namespace) -> None:
+    from hotbed.bench.run import bench
+
+    options = parsed.as_dict()
+    _write_json(options.pop("json"), bench(what, options, _stdout(), _stderr()))
+
+
 COMMANDS: Mapping[str, Command] = {
     "demo": Command("Raw log to tested model: prepare, train, test.", "hotbed demo [DATA] [options]", _add_demo, _demo),
     "init": Command("Draft a recipe for a Parquet dataset.", "hotbed init PATH [options]", _add_init, _init),
@@ -346,6 +362,12 @@ COMMANDS: Mapping[str, Command] = {
     "inspect": Command(
         "Show what a dataset, run or checkpoint holds.", "hotbed inspect PATH [options]", _add_inspect, _inspect
     ),
+    **{
+        f"bench {what}": Command(
+            text, f"hotbed bench {what} [options]", partial(_add_bench, what), partial(_bench, what)
+        )
+        for what, text in {"ops": "Measure every kernel.", "step": "Measure training steps, part by part."}.items()
+    },
 }
 
 

@@ -130,13 +130,16 @@ class Jagged:
 
     @property
     def verified(self) -> frozenset[tuple[str, int]]:
-        """(feature, rows) pairs for which every id is known to be in range; empty again once ids are changed."""
+        """What is known of the ids; empty again once they are changed.
+
+        ``(feature, n)``: every id is in ``0 … n − 1``; ``(feature, −n)``: no bag has more than n ids.
+        """
         if self._verified is None or self._verified[0] is not self.values or self._verified[1] != version(self.values):
             return frozenset()
         return self._verified[2]
 
     def mark_verified(self, pairs: Iterable[tuple[str, int]]) -> None:
-        """Remember that every id of these features is below these rows."""
+        """Remember that these claims hold, see `verified`."""
         if not self.values.is_inference():  # whose changes nobody counts
             self._verified = (self.values, version(self.values), self.verified.union(pairs))
 

@@ -4,7 +4,7 @@ Vocabulary of the package (used with these meanings everywhere):
 
 - *id*: a key from the data; *row*: a vector of a table; *slot*: a position in a store
 - *bag*: the ids of one feature in one sample, pooled into one vector
-- *arena*: all tables of one process with the same dim, in one allocation and served by one launch
+- *arena*: all tables of one process with the same dim and dtype, in one store and served by one launch
 - shape letters: ``B`` samples, ``F`` features, ``N`` ids, ``U`` distinct rows, ``D`` columns, ``R`` rows, ``T`` tasks
 """
 
@@ -18,7 +18,9 @@ from typing import Literal, TypeGuard, get_args
 
 from hotbed.errors import SpecError, did_you_mean
 
-Pooling = Literal["sum", "mean"]
+Pooling = Literal["sum", "mean", "none"]
+RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+OnTooLong = Literal["error", "truncate"]
 OnBadId = Literal["error", "drop", "hash"]
 
 MAX_DIM = 1024
@@ -32,7 +34,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class Table:
-    """One embedding table: a rectangle of ``rows`` × ``dim`` float32 values.
+    """One embedding table: a rectangle of ``rows`` × ``dim`` values.
 
     Parameters
     ----------
@@ -46,6 +48,13 @@ class Table:
         Initial values are uniform on ``[−init_bound, init_bound)``. Default ``1/√rows`` (NVIDIA DLRM).
     init_version
         Version of the initial-value function. Stored with the table, so that a table that grows keeps its values.
+    dtype
+        What rows are stored as. Arithmetic and optimizer state are float32 always; a narrower row is rounded
+        stochastically after each update, so tiny updates arrive in the mean. ``"int8"`` has a power-of-two scale per
+        row and 128 columns; ``"fp8"`` is e4m3. See docs/quality.md for what each costs.
+    fp32_rows
+        Rows ``0 … fp32_rows − 1`` are float32 whatever ``dtype`` says. Ids in order of falling frequency, as `prepare`
+        makes them, put there the rows that are updated most and suffer most from rounding.
     frozen
         A frozen table is looked up but never updated; see also ``EmbeddingCollection.freeze``.
 
@@ -60,12 +69,14 @@ class Table:
     dim: int
     init_bound: float | None = None
     init_version: int = 1
+    dtype: RowDtype = "fp32"
+    fp32_rows: int = 0
     frozen: bool = False
 
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a table needs a non-empty name")
-        for field in ("rows", "dim"):
+        for field in ("rows", "dim", "fp32_rows"):
             value = getattr(self, field)
             if not is_int(value):
                 raise SpecError(f"table '{self.name}': {field} is {value!r}, must be an integer")
@@ -77,6 +88,17 @@ class Table:
             raise SpecError(f"table '{self.name}': init_bound is {self.init_bound}, must be finite and not negative")
         if self.init_version != 1:
             raise SpecError(f"table '{self.name}': init_version is {self.init_version}, this release knows only 1")
+
+        if self.dtype not in get_args(RowDtype):
+            known = get_args(RowDtype)
+            raise SpecError(
+                f"table '{self.name}': dtype is {self.dtype!r}, must be one of {', '.join(known)}"
+                f"{did_you_mean(str(self.dtype), known)}"
+            )
+        if not 0 <= self.fp32_rows <= self.rows:
+            raise SpecError(
+                f"table '{self.name}': fp32_rows is {self.fp32_rows:,}, must be between 0 and rows {self.rows:,}"
+            )
 
     @property
     def bound(self) -> float:
@@ -100,7 +122,13 @@ class Feature:
     table
         Name of the table. Several features may share one.
     pooling
-        ``"sum"`` or ``"mean"`` (the sum divided by the number of ids; an empty bag gives zeros either way).
+        ``"sum"`` or ``"mean"`` (the sum divided by the number of ids; an empty bag gives zeros either way), or
+        ``"none"``: the rows themselves, as a jagged tensor ``[B, j, D]`` (see `Embeddings.padded`).
+    max_len
+        Largest number of ids of a bag; any by default. Also the padded length of a feature that is not pooled.
+    on_too_long
+        What to do with a bag of more than ``max_len`` ids: ``"error"``, or ``"truncate"`` it to its first ``max_len``;
+        what was cut off is counted in ``EmbeddingCollection.truncated_ids``.
     on_bad_id
         What to do with an id that is negative or ≥ rows: ``"error"``; ``"drop"`` it from its bag; ``"hash"`` it
         into the table. What was dropped or hashed is counted in ``EmbeddingCollection.bad_ids``.
@@ -109,15 +137,20 @@ class Feature:
     name: str
     table: str
     pooling: Pooling = "sum"
+    max_len: int | None = None
+    on_too_long: OnTooLong = "error"
     on_bad_id: OnBadId = "error"
 
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a feature needs a non-empty name")
-        for field, choices in (("pooling", get_args(Pooling)), ("on_bad_id", get_args(OnBadId))):
+        literals = {"pooling": Pooling, "on_too_long": OnTooLong, "on_bad_id": OnBadId}
+        for field, choices in ((name, get_args(kind)) for name, kind in literals.items()):
             value = getattr(self, field)
             if value not in choices:
                 raise SpecError(f"feature '{self.name}': {field} is {value!r}, must be one of {', '.join(choices)}")
+        if self.max_len is not None and not (is_int(self.max_len) and self.max_len >= 1):
+            raise SpecError(f"feature '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1")
 
 
 def check_specs(tables: Sequence[Table], features: Sequence[Feature]) -> None:

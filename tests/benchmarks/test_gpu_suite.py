@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.workload import DTYPES, RULES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +33,12 @@ def test_tiny_suite(tmp_path):
     assert all(r["equal"] for r in parts["determinism"]["results"])
     measured = {r["kernel"] for r in parts["bandwidth"]["results"]}
     assert measured == {
-        "copy", "gather", "initial_values", "lookup", "occurrences", "group", "update_sgd", "update_rowwise_adagrad",
-        "interaction", "interaction_backward",
+        "copy", "gather", "initial_values", "lookup", "lookup_to_bf16", "weight_gradient", "occurrences", "group",
+        "interaction", "interaction_backward", *(f"update_{rule}" for rule in RULES),
     }  # fmt: skip
+    updates = {(r["kernel"], r["dtype"]) for r in parts["bandwidth"]["results"] if r["kernel"].startswith("update")}
+    assert updates == {(f"update_{rule}", dtype) for rule in RULES for dtype in DTYPES}
     assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_per_s"] > 0 for r in parts["bandwidth"]["results"])
+    for r in parts["step"]["results"]:
+        assert r["samples_per_s"] > 0 and min(r["parts_s"].values()) > 0
+        assert sum(r["parts_s"].values()) == pytest.approx(r["step_s"], rel=0.5)

@@ -44,3 +44,24 @@ def test_it_needs_no_dense_inputs():
     ids = Jagged.from_dict({"C0": torch.tensor([1, 2]), "C1": torch.tensor([1, 3])})
     for dense in (None, torch.empty(2, 0)):
         assert model(Batch(sparse=ids, dense=dense)).shape == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_under_autocast_all_is_computed_in_its_dtype_and_logits_are_float32(dtype):
+    seen = []
+    tables = [Table(f"t{i}", rows=10, dim=16, dtype=dtype if i else "fp32") for i in range(3)]
+    model = DLRM(tables, FEATURES[:3], 2, bottom=(8, 16), top=(8, 1))
+    model.interaction.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    batch = Batch(sparse=Jagged.from_dict({f.name: torch.tensor([1, 2]) for f in FEATURES[:3]}), dense=torch.rand(2, 2))
+    exact = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(batch)
+    assert seen == [torch.float32, torch.bfloat16]
+    assert exact.dtype == rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
+
+
+def test_a_sequence_is_refused():
+    model = DLRM(TABLES[:1], [Feature("C0", table="t0", pooling="none")], 0, bottom=(128,), top=(1,))
+    with pytest.raises(BatchError, match=r"stack\(\) needs pooled features, and C0 has pooling='none'"):
+        model(Batch(sparse=Jagged.from_dict({"C0": [[1, 2], []]})))

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -30,54 +32,65 @@ def test_mlp_is_made_on_the_default_device_and_drawn_on_the_cpu():
     assert torch.equal(first, torch.empty(3, 4).normal_(0.0, (2 / 7) ** 0.5))
 
 
-@pytest.mark.parametrize("shapes", [((3, 5), (3, 2, 4)), ((3, 4), (3, 3, 4)), ((1, 4), (3, 2, 4)), ((3, 4), (3, 8))])
-def test_interaction_refuses_other_shapes(shapes):
-    with pytest.raises(
-        BatchError, match=r"DotInteraction\(2, 4\) needs dense \[B, 4\] and embeddings \[B, 2, 4\], got"
-    ):
-        DotInteraction(2, 4)(*map(torch.rand, shapes))
+@pytest.mark.parametrize("shape", [(3, 3, 5), (3, 2, 4), (3, 4, 4), (3, 12), (3, 4)])
+def test_interaction_refuses_other_shapes(shape):
+    with pytest.raises(BatchError, match=re.escape(f"(3, 4) needs vectors [B, 3, 4], got {list(shape)}")):
+        DotInteraction(3, 4)(torch.rand(shape))
 
 
-def by_hand(dense, embeddings, width):
-    vectors = torch.cat([dense[:, None], embeddings], 1)
-    columns = [dense]
+def by_hand(vectors, width):
+    columns = [vectors[:, 0]]
     for i in range(vectors.shape[1]):
         columns += [(vectors[:, i] * vectors[:, j]).sum(1, keepdim=True) for j in range(i)]
     out = torch.cat(columns, 1)
     return torch.cat([out, out.new_zeros(len(out), width - out.shape[1])], 1)
 
 
-@pytest.mark.parametrize(("features", "dim"), [(26, 128), (3, 10), (1, 1)])
-def test_interaction_is_the_padded_lower_triangle(features, dim):
+@pytest.mark.parametrize(("vectors", "dim"), [(27, 128), (4, 10), (2, 1), (1, 3)])
+def test_interaction_is_the_padded_lower_triangle(vectors, dim):
     torch.manual_seed(0)
-    layer = DotInteraction(features, dim)
-    dense = torch.randn(5, dim, requires_grad=True)
-    embeddings = torch.randn(5, features, dim, requires_grad=True)
+    layer = DotInteraction(vectors, dim)
+    x = torch.randn(5, vectors, dim, requires_grad=True)
     ops.launches.clear()
-    out = layer(dense, embeddings)
+    out = layer(x)
     assert out.shape == (5, layer.width) and layer.width % 8 == 0
-    expected = by_hand(dense, embeddings, layer.width)
+    expected = by_hand(x, layer.width)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
-    got = torch.autograd.grad(out, (dense, embeddings), upstream)
-    torch.testing.assert_close(got, torch.autograd.grad(expected, (dense, embeddings), upstream))
+    got = torch.autograd.grad(out, x, upstream)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, x, upstream))
     assert dict(ops.launches) == {"cpu.interaction": 1, "cpu.interaction_backward": 1}
 
 
 def test_criteo_width_is_padded_from_479_to_480():
-    assert DotInteraction(26, 128).width == 480
+    assert DotInteraction(27, 128).width == 480
+    assert DotInteraction(27, 128, multiple_of=1).width == 479
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_interaction_computes_in_float32_under_cpu_autocast(backend):
-    layer = DotInteraction(2, 16, backend=backend)
-    dense, embeddings = torch.randn(3, 16), torch.randn(3, 2, 16)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_interaction_computes_in_the_dtype_of_autocast(backend, given):
+    layer = DotInteraction(3, 16, backend=backend)
+    x = torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(0)).to(given).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        out = layer(dense, embeddings)
-    torch.testing.assert_close(out, by_hand(dense, embeddings, layer.width))
-    assert out.dtype == torch.float32
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    rounded = x.detach().bfloat16().float().requires_grad_()
+    expected = by_hand(rounded, layer.width)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(out[:, :16], x[:, 0].bfloat16())
+    upstream = torch.rand(out.shape).bfloat16()
+    (got,) = torch.autograd.grad(out, x, upstream)
+    assert got.dtype == given
+    (of_rounded,) = torch.autograd.grad(expected, rounded, upstream.float())
+    torch.testing.assert_close(got.float(), of_rounded, rtol=2e-2, atol=3e-2)
+
+
+def test_interaction_keeps_the_dtype_of_its_vectors_outside_autocast():
+    for dtype in (torch.float32, torch.bfloat16):
+        assert DotInteraction(3, 16)(torch.rand(2, 3, 16, dtype=dtype)).dtype == dtype
 
 
 def test_interaction_needs_an_existing_backend():
     with pytest.raises(BackendError, match="did you mean 'cpu'"):
-        DotInteraction(1, 4, backend="cp")(torch.zeros(1, 4), torch.zeros(1, 1, 4))
+        DotInteraction(2, 4, backend="cp")(torch.zeros(1, 2, 4))

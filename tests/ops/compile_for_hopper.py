@@ -2,21 +2,29 @@
 
 The interpreter accepts programs that the compiler refuses. So this launches the operations on CPU tensors, under a
 driver that claims to be a GPU of compute capability 9.0, with launches replaced by "compile only". Prints one line per
-compiled kernel. Run by test_triton_compiles.py in a process of its own, where TRITON_INTERPRET is not set.
+compiled kernel. Run by test_triton_gpu.py in a process of its own, where TRITON_INTERPRET is not set; with the argument
+``all``, every rule is compiled for every dtype and width, and not each of them once (some minutes).
 """
 
 from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import cycle, product
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from hotbed.ops import RuleStep
 from hotbed.ops import triton as kernels
-from hotbed.optim import SGD, RowWiseAdagrad
 
-from .cases import CASES
+from .arenas import OPTIONS, SEGMENTS, WIDE, Arena
+from .cases import CASES, occurrences_of
+from .formats import DTYPES
+from .naive_rules import RULES
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Driver:
@@ -32,47 +40,59 @@ class _Driver:
 
 def _compile_launches() -> None:
     run = JITFunction.run
+    seen: set[str] = set()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        print(f"{self.fn.__name__}: {len(kernel.asm['cubin'])} bytes, {kernel.metadata.num_warps} warps", flush=True)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            code = len(kernel.asm["cubin"])
+            print(f"{self.fn.__name__}: {code} bytes, {kernel.metadata.num_warps} warps", flush=True)
         return kernel
 
     triton.runtime.driver.set_active(_Driver())
     JITFunction.run = compile_only
 
 
-def main() -> None:
+def _compile_bags(name: str, dim: int, dtype: torch.dtype, wide: bool, out: torch.dtype) -> None:
+    """Lookup, gradient of its weights and occurrences."""
+    case = CASES[name]
+    bags, rows = case.layout(), (case if wide else replace(case, wide=[0] * len(case.tables))).rows(dim, dtype)
+    grad = torch.zeros(case.batch, case.width, dim, dtype=out)
+    kernels.lookup(rows, bags, grad)
+    kernels.weight_gradient(rows, bags, grad, torch.zeros(len(bags.ids)))
+    kernels.occurrences(bags)
+
+
+def _compile_step(rule: str, dim: int, dtype: torch.dtype, wide: bool, grad: torch.dtype, options: str) -> None:
+    arena = Arena.make(RULES[rule], dim, dtype, wide=WIDE if wide else [0, 0, 0], options=OPTIONS[options])
+    found = occurrences_of(SEGMENTS["one_row"], 12, scaled=options == "none")
+    step = arena.step(arena.seeds, torch.tensor(1.0), torch.tensor(True))
+    groups = kernels.group(found.slots)
+    kernels.update(step, arena.rows, arena.moments, found, groups, torch.zeros(12, dim, dtype=grad))
+
+
+def _compile_interaction(dim: int, dtype: torch.dtype) -> None:
+    vectors, grad = torch.zeros(2, 27, dim, dtype=dtype), torch.zeros(2, dim + 352, dtype=dtype)
+    kernels.interaction(vectors, grad.shape[1])
+    kernels.interaction_backward(grad, vectors)
+
+
+def main(everything: bool) -> None:
     _compile_launches()
-    zero, one = torch.tensor(0.0), torch.tensor(True)
-    for dim, name, rule in ((16, "weighted", RowWiseAdagrad.rule), (40, "one_hot", SGD.rule), (128, "mixed", SGD.rule)):
-        case = CASES[name]
-        bags = case.layout()
-        weight = torch.zeros(case.slots, dim)
-        kernels.initial_values_(weight, seed=2**32 - 1, rows=range(case.slots), cols=range(dim), bound=0.1)
-        kernels.lookup(weight, bags)
-        found = kernels.occurrences(bags)
-        groups = kernels.group(torch.zeros(bags.total, dtype=torch.int64))
-        kernels.update(
-            RuleStep(
-                rule=rule,
-                bases=case.bases,
-                hyper=torch.zeros(len(case.tables), 1 + len(rule.hyper)),
-                inv_scale=zero,
-                gate=one,
-            ),
-            weight,
-            {"sum_of_squares": torch.zeros(case.slots)},
-            found,
-            groups,
-            torch.zeros(case.batch * len(case.features), dim),
-        )
-        for dtype in (torch.float32, torch.bfloat16):
-            dense, embeddings = torch.zeros(2, dim, dtype=dtype), torch.zeros(2, 26, dim, dtype=dtype)
-            grad = torch.zeros(2, dim + 352, dtype=dtype)
-            kernels.interaction(dense, embeddings, grad.shape[1])
-            kernels.interaction_backward(grad, dense, embeddings)
+    kernels.initial_values_(torch.zeros(9, 16), seed=2**32 - 1, rows=range(9), cols=range(16), bound=0.1)
+    conditions = list(zip((128, 17, 128, 200, 16), DTYPES.values(), (True, False, True, False, True), strict=True))
+    if everything:
+        conditions = list(product((16, 40, 128, 200, 1024), DTYPES.values(), (True, False)))
+    conditions = [(*each, out) for each, out in zip(conditions, cycle(FLOATS), strict=False)]
+    for name, each in product(("weighted", "one_hot") if everything else ("weighted",), conditions):
+        _compile_bags(name, *each)
+    steps = product(RULES, conditions) if everything else zip(RULES, cycle(conditions), strict=False)
+    for (rule, each), options in zip(steps, cycle(("mixed", "mixed", "none")), strict=False):
+        _compile_step(rule, *each, options)
+    for dim, dtype in product((16, 128), FLOATS):
+        _compile_interaction(dim, dtype)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] == ["all"])

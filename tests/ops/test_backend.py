@@ -11,7 +11,16 @@ from hotbed.errors import BackendError
 from hotbed.ops import backend as module
 from hotbed.ops import launches, select
 
-OPERATIONS = ("initial_values_", "lookup", "occurrences", "group", "update", "interaction", "interaction_backward")
+OPERATIONS = (
+    "initial_values_",
+    "lookup",
+    "weight_gradient",
+    "occurrences",
+    "group",
+    "update",
+    "interaction",
+    "interaction_backward",
+)
 
 
 def test_auto_is_numba_on_the_cpu():
@@ -33,7 +42,7 @@ def test_every_backend_has_every_operation_and_counts_it(backend):
     device = backend.device
     ops = backend.ops
     ops.initial_values_(torch.empty(1, 1, device=device), seed=0, rows=range(1), cols=range(1), bound=1.0)
-    ops.interaction(torch.ones(1, 1, device=device), torch.ones(1, 1, 1, device=device), 2)
+    ops.interaction(torch.ones(1, 2, 1, device=device), 2)
     assert launches - before == {f"{backend.name}.initial_values": 1, f"{backend.name}.interaction": 1}
 
 

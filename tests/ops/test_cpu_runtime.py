@@ -1,12 +1,15 @@
 """How the Numba kernels are started and kept, in fresh processes."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import torch
 
+import hotbed
 from hotbed.ops import cpu
 
 LOOK = "import hotbed.ops.cpu, hotbed.ops.cpu_runtime as r; print(r._CACHE_DIR); print(r.numba.config.THREADING_LAYER)"
@@ -52,3 +55,27 @@ def test_two_threads_may_launch_kernels_at_once():
     for thread in threads:
         thread.join()
     assert all(torch.equal(results[0], r) for r in results.values())
+
+
+FILL = """
+import torch
+
+import hotbed
+from hotbed.ops import cpu
+cpu.initial_values_(torch.empty(2, 2), seed=1, rows=range(2), cols=range(2), bound=1.0)
+"""
+
+
+def test_kernels_are_compiled_once_and_again_when_a_helper_is_edited(tmp_path):
+    """Numba's own cache would not notice: the kernel's file stays as it is, and only a helper's changes."""
+    shutil.copytree(Path(hotbed.__file__).parent, tmp_path / "hotbed", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def compiles() -> bool:
+        return "compiling CPU kernels, once" in python(FILL, **env).stderr
+
+    assert compiles()
+    assert not compiles()
+    helper = tmp_path / "hotbed" / "ops" / "cpu_hash.py"
+    helper.write_text(helper.read_text() + "\n# edited\n")
+    assert compiles()

@@ -1,41 +1,114 @@
-"""Pooled lookup and occurrences of every kind of bag."""
+"""Pooled lookup and occurrences of every kind of bag and row."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from hotbed.ops import reference
+from hotbed.ops import BagLayout, Rows
 
-from .cases import CASES, DIMS, embedding_bag, naive_bags
+from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
+from .formats import DTYPES, NARROW, VALUES
 
-CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+OUT_DTYPES = {"to_fp32": torch.float32, "to_bf16": torch.bfloat16, "to_fp16": torch.float16}
+SENTINEL = 7.25
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+def looked_up(backend: Kernels, rows: Rows, bags: BagLayout, out: torch.dtype = torch.float32) -> Tensor:
+    """The vectors of the features ``[B, F, D]``, after checking that no other was written."""
+    whole = torch.full((bags.batch_size, bags.width, rows.dim), SENTINEL, dtype=out, device=backend.device)
+    assert backend.ops.lookup(backend.put(rows), backend.put(bags), whole) is None
+    places = places_of(bags)
+    others = [i for i in range(bags.width) if i not in places]
+    assert (whole[:, others] == SENTINEL).all()
+    return whole[:, places].cpu()
+
+
+def check(backend: Kernels, rows: Rows, bags: BagLayout, out: torch.dtype = torch.float32) -> None:
+    found = looked_up(backend, rows, bags, out)
+    exact = naive_lookup(values_of(rows), bags)
+    assert torch.equal(found, torch.from_numpy(exact).to(out))
+    expected = embedding_bag(torch.from_numpy(values_of(rows)).double(), bags).float()
+    torch.testing.assert_close(torch.from_numpy(exact), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [1, 17, 200])
 @pytest.mark.parametrize("name", CASES)
 def test_lookup(backend, name, dim):
     case = CASES[name]
-    bags = case.layout()
-    weight = torch.randn(case.slots, dim, generator=torch.Generator().manual_seed(1))
-    out = backend.ops.lookup(backend.put(weight), backend.put(bags))
-    assert out.shape == (case.batch, len(case.features), dim) and out.dtype == torch.float32
-    torch.testing.assert_close(out.cpu(), reference.lookup(weight, bags), **CLOSE)
-    torch.testing.assert_close(out.cpu(), embedding_bag(weight.double(), bags).float(), rtol=1e-5, atol=1e-5)
+    check(backend, case.rows(dim), case.layout())
 
 
-def test_lookup_twice_gives_the_same_bits(backend):
-    bags = backend.put(CASES["weighted"].layout())
-    weight = backend.put(torch.randn(CASES["weighted"].slots, 40, generator=torch.Generator().manual_seed(1)))
-    assert torch.equal(backend.ops.lookup(weight, bags), backend.ops.lookup(weight, bags))
+@pytest.mark.parametrize("dim", [3, 16, 40, 1024])
+def test_rows_of_other_widths(backend, dim):
+    case = CASES["multi_hot"]
+    check(backend, case.rows(dim), case.layout())
+
+
+@pytest.mark.parametrize("dim", [3, 40, 200])
+@pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+def test_narrow_rows_behind_wide_ones(backend, dtype, dim):
+    """Bags of several ids hold rows of both kinds, added in bag order."""
+    case = CASES["weighted"]
+    check(backend, case.rows(dim, dtype), case.layout())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_narrow_rows_of_every_case(backend, name, dtype):
+    case = CASES[name]
+    check(backend, case.rows(17, dtype), case.layout())
+
+
+@pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+def test_narrow_rows_alone(backend, dtype):
+    case = replace(CASES["multi_hot"], wide=[0, 0])
+    check(backend, case.rows(40, dtype), case.layout())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_wide_rows_alone(backend, dtype):
+    """A table of a narrow dtype may be all prefix."""
+    case = CASES["multi_hot"]
+    check(backend, without_narrow(case.rows(17), dtype), case.layout())
+
+
+def test_the_widest_narrow_rows(backend):
+    case = CASES["multi_hot"]
+    check(backend, case.rows(1024, torch.int8), case.layout())
+
+
+@every_dtype
+@pytest.mark.parametrize("out", OUT_DTYPES.values(), ids=OUT_DTYPES)
+def test_vectors_are_rounded_to_the_nearest_of_their_dtype(backend, out, dtype):
+    case = CASES["multi_hot"]
+    check(backend, case.rows(17, dtype), case.layout(), out)
+
+
+def test_one_hot_vectors_are_rounded_too(backend):
+    case = CASES["one_hot"]
+    check(backend, case.rows(17), case.layout(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_lookup_twice_gives_the_same_bits(backend, dtype):
+    case = CASES["weighted"]
+    first, second = (looked_up(backend, case.rows(40, dtype), case.layout()) for _ in range(2))
+    assert torch.equal(first, second)
 
 
 def test_lookup_reads_slots_beyond_a_table(backend):
     """Two features of one table, and a table that does not start at slot 0, read their own rows."""
     case = CASES["mixed"]
     bags = case.layout()
-    weight = torch.arange(case.slots, dtype=torch.float32)[:, None].repeat(1, 4)
-    out = backend.ops.lookup(backend.put(weight), backend.put(bags)).cpu()
+    rows = replace(case.rows(4), wide=torch.arange(case.slots, dtype=torch.float32)[:, None].repeat(1, 4))
+    out = looked_up(backend, rows, bags)
     for f, of_feature in enumerate(naive_bags(bags)):
         for b, (slots, _, mean) in enumerate(of_feature):
             expected = sum(slots) / max(len(slots), 1) if mean else sum(slots)
@@ -45,10 +118,40 @@ def test_lookup_reads_slots_beyond_a_table(backend):
 def test_one_id_is_copied_bit_for_bit(backend):
     """A one-hot bag is its row: NaN, −0, infinities and denormals included."""
     case = CASES["one_hot"]
-    bags = case.layout()
     row = torch.tensor([torch.nan, -0.0, torch.inf, 1e-42])
-    out = backend.ops.lookup(backend.put(row.repeat(case.slots, 1)), backend.put(bags)).cpu()
+    out = looked_up(backend, replace(case.rows(4), wide=row.repeat(case.slots, 1)), case.layout())
     assert torch.equal(out.view(torch.int32), row.view(torch.int32).expand(case.batch, len(case.features), 4))
+
+
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+def test_every_bit_pattern_is_read_right(backend, dtype):
+    """All 2⁸ patterns of fp8; every sign, exponent, first and last mantissa of the others."""
+    patterns = np.arange(len(VALUES[dtype]))
+    if len(patterns) > 256:
+        patterns = patterns[np.isin(patterns % 2**7, (0, 1, 2**7 - 1))]
+    patterns = np.resize(patterns, (-(-len(patterns) // 64), 64))
+    narrow = torch.from_numpy(patterns.astype(np.uint8 if dtype.itemsize == 1 else np.uint16)).view(dtype)
+    check_one_hot(backend, narrow, torch.empty(len(narrow), 0, dtype=torch.int8), VALUES[dtype][patterns])
+
+
+def test_every_int8_value_times_a_power_of_two(backend):
+    exponents = np.array([-120, -119, -9, -1, 0, 1, 30, 121])
+    q = np.tile(np.arange(-128, 128), (8, 1))
+    expected = np.where(q == -128, np.nan, q * 2.0 ** exponents[:, None])
+    both = torch.from_numpy(np.stack([exponents, exponents], axis=1).astype(np.int8))
+    check_one_hot(backend, torch.from_numpy(q.astype(np.int8)), both, expected)
+
+
+def check_one_hot(backend: Kernels, narrow: Tensor, exponents: Tensor, expected: np.ndarray) -> None:
+    """Looking up each row by itself gives these values."""
+    n = len(narrow)
+    rows = Rows(torch.empty(0, narrow.shape[1]), narrow, exponents, torch.tensor([[0, 0, 0, 0]]))
+    features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]])
+    offsets = torch.empty(0, n + 1, dtype=torch.int64)
+    out = looked_up(backend, rows, BagLayout(torch.arange(n), features, offsets, None, n, n, False, 1))
+    assert np.array_equal(out[:, 0].numpy(), expected.astype(np.float32), equal_nan=True)
+    zero = expected == 0
+    assert np.array_equal(np.signbit(out[:, 0].numpy()[zero]), np.signbit(expected[zero]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -56,15 +159,16 @@ def test_occurrences(backend, name):
     bags = CASES[name].layout()
     found = backend.ops.occurrences(backend.put(bags))
     slots, owners, scale = [], [], []
-    for f, of_feature in enumerate(naive_bags(bags)):
+    for place, of_feature in zip(places_of(bags), naive_bags(bags), strict=True):
         for b, (bag, weights, mean) in enumerate(of_feature):
             slots += bag
-            owners += [b * len(bags.features) + f] * len(bag)
-            scale += [w / len(bag) if mean else w for w in weights]
+            owners += [b * bags.width + place] * len(bag)
+            scale += [np.float32(w) / np.float32(len(bag)) if mean else np.float32(w) for w in weights]
     assert found.slots.dtype == found.bags.dtype == torch.int64
     assert found.slots.tolist() == slots
     assert found.bags.tolist() == owners
     if bags.weights is None and not bags.has_mean:
         assert found.scale is None
     else:
-        torch.testing.assert_close(found.scale.cpu(), torch.tensor(scale, dtype=torch.float32), **CLOSE)
+        assert found.scale.dtype == torch.float32
+        assert found.scale.tolist() == [float(s) for s in scale]

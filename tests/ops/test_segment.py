@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotbed.ops import Occurrences
+
 from .cases import RUN, naive_runs, valid
 
 SLOTS = {
@@ -55,3 +57,15 @@ def test_groups_partition_the_occurrences(backend, slots):
         assert {slots[i] for i in members} == {row}
         lengths = [run_starts[r + 1] - run_starts[r] for r in range(first, last)]
         assert all(length == RUN for length in lengths[:-1]) and 0 < lengths[-1] <= RUN
+
+
+def test_occurrences_of_several_batches_follow_each_other():
+    """Bags are numbered through; where only some have factors, those of the others are 1."""
+    first = Occurrences(torch.tensor([4, 2]), torch.tensor([0, 5]), None)
+    second = Occurrences(torch.tensor([2]), torch.tensor([1]), torch.tensor([0.5]))
+    assert Occurrences.concatenate([first], [6]) is first
+    both = Occurrences.concatenate([first, second, first], [6, 3, 6])
+    assert both.slots.tolist() == [4, 2, 2, 4, 2]
+    assert both.bags.tolist() == [0, 5, 7, 9, 14]
+    assert both.scale.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert Occurrences.concatenate([first, first], [6, 6]).scale is None

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from hotbed.ops import RuleStep, select
-from hotbed.optim import RowWiseAdagrad
+from hotbed.ops import BagLayout, Occurrences, select
 
-from .cases import CASES, Kernels
-from .test_update import Arena
+from .arenas import OPTIONS, Arena, assert_same
+from .cases import CASES, Kernels, random_rows, values_of
+from .formats import DTYPES
+from .naive_rules import RULES
 
 KERNELS = {
     "_initial_kernel",
     "_lookup_kernel",
+    "_weight_gradient_kernel",
     "_occurrences_kernel",
     "_mark_groups_kernel",
     "_place_groups_kernel",
@@ -44,28 +47,35 @@ def test_kernels_compile_for_hopper():
     assert {line.split(":")[0] for line in done.stdout.splitlines()} == KERNELS
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.fixture
+def gpu() -> Kernels:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return Kernels("triton", torch.device("cuda"), select("cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("name", ["one_hot", "weighted"])
-def test_a_step_runs_as_a_cuda_graph(name):
+def test_a_step_runs_as_a_cuda_graph(gpu, name, rule, dtype):
     """Captured once, replayed with other ids: no size is read back by the host, in any operation of a step."""
     case = CASES[name]
-    backend = Kernels("triton", torch.device("cuda"), select("cuda"))
-    before = Arena.make(RowWiseAdagrad.rule, 40, tables=case.tables, active=(1,) * len(case.tables))
-    arena, bags = backend.put(before), backend.put(case.layout())
-    grad = torch.randn(case.batch * len(case.features), 40, device="cuda")
-    inv_scale, gate = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
+    before = Arena.make(RULES[rule], 40, dtype, tables=case.tables, wide=case.wide, options=OPTIONS["mixed"])
+    arena, bags = gpu.put(before), gpu.put(case.layout())
+    grad = torch.randn(case.batch * case.width, 40, device="cuda")
+    one = torch.ones((), device="cuda")
 
-    def step(arena: Arena) -> torch.Tensor:
-        out = backend.ops.lookup(arena.weight, bags)
-        found = backend.ops.occurrences(bags)
-        groups = backend.ops.group(found.slots)
-        backend.ops.update(
-            RuleStep(rule=arena.rule, bases=arena.bases, hyper=arena.hyper, inv_scale=inv_scale, gate=gate),
-            arena.weight, arena.moments, found, groups, grad,
-        )  # fmt: skip
-        return out
+    def step(arena: Arena) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.zeros(case.batch, case.width, 40, dtype=torch.bfloat16, device="cuda")
+        weights = torch.zeros(len(bags.ids), device="cuda")
+        gpu.ops.lookup(arena.rows, bags, out)
+        gpu.ops.weight_gradient(arena.rows, bags, grad, weights)
+        found = gpu.ops.occurrences(bags)
+        groups = gpu.ops.group(found.slots)
+        gpu.ops.update(arena.step(arena.seeds, one, one), arena.rows, arena.moments, found, groups, grad)
+        return out, weights
 
-    step(backend.put(before))
+    step(gpu.put(before))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
@@ -76,9 +86,35 @@ def test_a_step_runs_as_a_cuda_graph(name):
         torch.cuda.set_sync_debug_mode("default")
     for seed in range(3):
         bags.ids.copy_(case.layout(seed).ids)
-        eager = backend.put(arena)
-        out = step(eager)
+        eager = gpu.put(arena)
+        expected = step(eager)
         graph.replay()
-        assert torch.equal(captured, out)
-        assert torch.equal(arena.weight, eager.weight)
-        assert torch.equal(arena.moments["sum_of_squares"], eager.moments["sum_of_squares"])
+        assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+        assert_same(gpu.back(arena), gpu.back(eager))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_rows_beyond_two_billion_elements_are_reached(gpu, dtype):
+    """Offsets are 64 bits wide: the last rows of an arena of 2³¹ elements are read and written, and no others."""
+    rows, dim, few = 2**31 // 128 + 8, 128, 8
+    small = random_rows([few], [0], dim, dtype)
+    names = ("wide",) if dtype == torch.float32 else ("narrow", "exponents")
+    large = gpu.put(small)
+    for name in names:
+        tensor = torch.zeros(rows, getattr(small, name).shape[1], dtype=getattr(small, name).dtype, device="cuda")
+        tensor[-few:] = getattr(small, name).cuda()
+        large = replace(large, **{name: tensor})
+    ids = torch.arange(rows - few, rows, device="cuda")
+    features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device="cuda")
+    offsets = torch.empty(0, few + 1, dtype=torch.int64, device="cuda")
+    out = torch.zeros(few, 1, dim, device="cuda")
+    gpu.ops.lookup(large, BagLayout(ids, features, offsets, None, few, few, False, 1), out)
+    assert torch.equal(out[:, 0].cpu(), torch.from_numpy(values_of(small)).float())
+
+    arena = gpu.put(Arena.make(RULES["sgd"], dim, dtype, tables=[few], wide=[0], active=(1,), options={"decay": [1.0]}))
+    one = torch.ones((), device="cuda")
+    found = Occurrences(ids, torch.zeros_like(ids), None)
+    step = arena.step(arena.seeds, one, one)
+    gpu.ops.update(step, large, {}, found, gpu.ops.group(ids), torch.zeros(1, dim, device="cuda"))
+    for name in names[:1]:
+        assert not getattr(large, name)[-few:].any() and not getattr(large, name)[:few].any()

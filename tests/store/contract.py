@@ -1,133 +1,291 @@
 """What every `RowStore` must do. A store's test module subclasses `StoreContract` and says how to make one."""
 
+from typing import NamedTuple
+
+import pytest
 import torch
 
 from hotbed.ops import BagLayout, RuleStep
 from hotbed.ops import reference as oracle
-from hotbed.optim import SGD, Moment, RowWiseAdagrad
+from hotbed.optim import Adam, Moment, RowWiseAdagrad
+from hotbed.optim.sgd import PLAIN
+from hotbed.specs import RowDtype
+from hotbed.store import Span
 
-SLOTS, DIM = 40, 20
+DIM = 130
+"""Two blocks of an int8 row, the second of 2 columns."""
+
+SLOTS = 40
+FIRST = (0, 13)
+"""First slot of each span."""
+
+
+class Format(NamedTuple):
+    """What the rows of a store are."""
+
+    dtype: RowDtype
+    fp32_rows: tuple[int, int]
+
+    @property
+    def spans(self):
+        return [Span(13, self.fp32_rows[0]), Span(27, self.fp32_rows[1])]
+
+    def narrow(self):
+        """Whether each slot's row is narrow."""
+        wide = [s.rows if self.dtype == "fp32" else s.fp32_rows for s in self.spans]
+        return torch.tensor([row >= w for span, w in zip(self.spans, wide, strict=True) for row in range(span.rows)])
+
+    def held(self, values, slots):
+        """Float32 values rounded to what these slots, which were 0 before, can hold."""
+        return torch.where(self.narrow()[slots, None], nearest(values, self.dtype), values)
+
+
+FORMATS = [Format(d, wide) for d in ("fp32", "bf16", "fp16", "int8", "fp8") for wide in ((0, 0), (5, 8))]
+FORMATS.append(Format("int8", (0, 27)))
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+BYTES = {"fp32": 4 * DIM, "bf16": 2 * DIM, "fp16": 2 * DIM, "int8": DIM + 2, "fp8": DIM}
+OWN = {"sgd": [], "rowwise_adagrad": [1e-8], "adam": [0.9, 0.99, 1e-8, 0.1, 0.01]}
+"""Own hyperparameters of the rules, those of a first step."""
+
+
+def nearest(values, dtype):
+    """Float32 values rounded to a dtype; an int8 block has the smallest power of two as its scale."""
+    if dtype != "int8":
+        return values.to(FLOATS[dtype]).float()
+    blocks = []
+    for block in values.double().split(128, dim=1):
+        largest = block.abs().amax(1, keepdim=True)
+        quantum = 2.0 ** torch.ceil(torch.log2(largest / 127)).clamp(min=-120)
+        blocks.append((block / quantum).round() * quantum)
+    return torch.cat(blocks, dim=1).float()
+
+
+def spacing(values, dtype):
+    """At least the distance of the two values between which a value of a row ``[D]`` lies."""
+    if dtype == "int8":
+        return torch.cat([(2 / 127 * block.abs().amax()).expand(len(block)) for block in values.split(128)])
+    digits, smallest = {"fp32": (21, 0.0), "bf16": (7, 0.0), "fp16": (10, 2**-24), "fp8": (3, 2**-9)}[dtype]
+    return values.abs() * 2.0**-digits + smallest
+
+
+def bits(store):
+    """Everything that is kept of each slot's row."""
+    out = []
+    for span in (0, 1):
+        raw = {name: [bytes(row) for row in t.view(torch.uint8).cpu().numpy()] for name, t in store.raw(span).items()}
+        out += raw.get("fp32_weight", [])
+        exponents = raw.get("exponents", [b""] * len(raw["weight"]))
+        out += [weight + more for weight, more in zip(raw["weight"], exponents, strict=True)]
+    return out
 
 
 class StoreContract:
-    def make(self, slots: int, dim: int):
+    @pytest.fixture(params=FORMATS, ids=lambda f: f"{f.dtype}-{f.fp32_rows[0]}-{f.fp32_rows[1]}")
+    def format(self, request):
+        return request.param
+
+    def make(self, spans, dim, dtype):
         """An empty store."""
         raise AssertionError("a subclass says how to make its store")
 
-    def filled(self):
-        store = self.make(SLOTS, DIM)
-        store.initialize(0, seed=5, rows=range(SLOTS), cols=range(DIM), bound=0.5)
+    def filled(self, format, seed=5):
+        store = self.make(format.spans, DIM, format.dtype)
+        store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(DIM), bound=0.5)
         return store
 
     @staticmethod
-    def all_slots(store):
-        return torch.arange(SLOTS, device=store.device)
+    def read_all(store, moment=None):
+        return store.read(torch.arange(SLOTS, device=store.device), moment).cpu()
 
     @staticmethod
-    def bags(store, ids):
-        """One ragged sum feature over the whole store; `ids` is a list of bags."""
-        lengths = torch.tensor([0, *map(len, ids)])
+    def bags(store, ids, weights=None):
+        """A ragged sum feature of each span; `ids` is a list of bags of slots, each within one span."""
+        lengths = [[len(bag) * (f == any(i >= 13 for i in bag)) for bag in ids] for f in (0, 1)]
+        values = [[i - FIRST[f] for bag, n in zip(ids, lengths[f], strict=True) for i in bag[:n]] for f in (0, 1)]
+        features = [[0, -1, 0, 0, 0, 0, 0], [len(values[0]), -1, 1, 13, 0, 1, 1]]
         return BagLayout(
-            torch.tensor([i for bag in ids for i in bag], dtype=torch.int64, device=store.device),
-            torch.tensor([[0, -1, 0, 0, 0]], device=store.device),
-            lengths.cumsum(0)[None].to(store.device),
-            None,
+            torch.tensor(values[0] + values[1], dtype=torch.int64, device=store.device),
+            torch.tensor(features, device=store.device),
+            torch.tensor([[0, *n] for n in lengths], device=store.device).cumsum(1),
+            None if weights is None else torch.tensor(weights, device=store.device),
             len(ids),
-            int(lengths.sum()),
+            sum(map(len, ids)),
             False,
+            width=2,
         )
 
-    def step(self, store, optimizer, ids, grad, gate=1.0):
-        hyper = [1.0, 0.1, 1e-8][: 1 + len(optimizer.rule.hyper)]
+    def pooled(self, store, ids, dtype=torch.float32, weights=None):
+        out = torch.full((len(ids), 2, DIM), torch.nan, dtype=dtype, device=store.device)
+        store.lookup(self.bags(store, ids, weights), out)
+        return out.cpu()
+
+    def step(self, store, rule, ids, grad, *, gate=1.0, active=(1.0, 1.0), seeds=(3, 4)):
+        """One step with learning rate 0.1; `grad` has a row per bag."""
+        for moment in rule.moments:
+            store.add_moment(moment)
+        common = [0.1, torch.inf, torch.inf, 0.0, 0.0]
         step = RuleStep(
-            rule=optimizer.rule,
-            bases=torch.tensor([0], device=store.device),
-            hyper=torch.tensor([hyper], device=store.device),
+            rule=rule,
+            hyper=torch.tensor([[a, *common, *OWN[rule.name]] for a in active], device=store.device),
+            seeds=torch.tensor(seeds, device=store.device),
+            uses=frozenset(),
             inv_scale=torch.ones((), device=store.device),
             gate=torch.tensor(gate, device=store.device),
         )
-        store.update(step, store.occurrences(self.bags(store, ids)), grad.to(store.device))
+        store.update(step, store.occurrences(self.bags(store, ids)), grad.repeat_interleave(2, dim=0).to(store.device))
 
-    def test_initial_values_are_those_of_the_table_cells(self):
-        store = self.make(10, 8)
-        store.initialize(2, seed=9, rows=range(3, 9, 2), cols=range(16, 24), bound=0.25)
-        expected = torch.empty(3, 8)
-        oracle.initial_values_(expected, seed=9, rows=range(3, 9, 2), cols=range(16, 24), bound=0.25)
-        assert torch.equal(store.read(torch.tensor([2, 3, 4], device=store.device)).cpu(), expected)
+    # -- rows ------------------------------------------------------------------------------------------------------
 
-    def test_lookup_pools_the_rows_that_read_returns(self):
-        store = self.filled()
-        rows = store.read(self.all_slots(store))
-        out = store.lookup(self.bags(store, [[3, 7], [], [39]]))
-        assert out.shape == (3, 1, DIM)
-        assert torch.equal(out[:, 0], torch.stack([rows[3] + rows[7], torch.zeros_like(rows[0]), rows[39]]))
+    def test_initial_values_are_those_of_the_table_cells_rounded_to_the_nearest(self, format):
+        store = self.make(format.spans, DIM, format.dtype)
+        cells = {"rows": range(3, 43, 2), "cols": range(16, 16 + DIM)}
+        store.initialize(2, seed=9, **cells, bound=0.25)
+        expected = torch.zeros(SLOTS, DIM)
+        oracle.initial_values_(expected[2:22], seed=9, **cells, bound=0.25)
+        assert torch.equal(self.read_all(store), format.held(expected, torch.arange(SLOTS)))
 
-    def test_write_then_read(self):
-        store = self.filled()
-        slots = torch.tensor([5, 1], device=store.device)
-        values = torch.rand(2, DIM, device=store.device)
-        before = store.read(self.all_slots(store))
-        store.write(slots, values)
-        assert torch.equal(store.read(slots), values)
-        before[slots] = values
-        assert torch.equal(store.read(self.all_slots(store)), before)
+    def test_what_was_written_is_read_rounded_to_the_nearest(self, format):
+        store = self.make(format.spans, DIM, format.dtype)
+        slots = torch.tensor([38, 2, 13, 12, 20])
+        values = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
+        store.write(slots.to(store.device), values.to(store.device))
+        expected = torch.zeros(SLOTS, DIM)
+        expected[slots] = format.held(values, slots)
+        assert torch.equal(self.read_all(store), expected)
 
-    def test_view_shares_memory(self):
-        store = self.filled()
-        store.view(slice(4, 6)).fill_(2.0)
-        assert torch.equal(
-            store.read(torch.tensor([4, 5], device=store.device)), torch.full((2, DIM), 2.0).to(store.device)
-        )
+    def test_writing_what_was_read_changes_no_bit(self, format):
+        store = self.filled(format)
+        before = bits(store)
+        slots = torch.arange(SLOTS, device=store.device)
+        store.write(slots, store.read(slots))
+        assert bits(store) == before
 
-    def test_moments_start_at_zero_and_adding_twice_keeps_them(self):
-        store = self.filled()
-        before = store.nbytes
+    def test_raw_says_what_rows_are_stored_as(self, format):
+        store = self.filled(format)
+        for span, (rows, wide) in enumerate(format.spans):
+            raw = {name: (t.dtype, tuple(t.shape)) for name, t in store.raw(span).items()}
+            if format.dtype == "fp32" or wide == rows:
+                assert raw == {"weight": (torch.float32, (rows, DIM))}
+                continue
+            expected = {"weight": (FLOATS.get(format.dtype, torch.int8), (rows - wide, DIM))}
+            if format.dtype == "int8":
+                expected["exponents"] = (torch.int8, (rows - wide, 2))
+            if wide:
+                expected["fp32_weight"] = (torch.float32, (wide, DIM))
+            assert raw == expected
+
+    def test_raw_shares_memory_so_copying_it_copies_the_rows_to_the_bit(self, format):
+        store, other = self.filled(format), self.filled(format, seed=6)
+        assert not torch.equal(self.read_all(store), self.read_all(other))
+        for span in (0, 1):
+            for name, tensor in other.raw(span).items():
+                tensor.copy_(store.raw(span)[name])
+            last = FIRST[span] + format.spans[span].rows
+            assert torch.equal(self.read_all(store)[:last], self.read_all(other)[:last])
+        assert bits(store) == bits(other)
+
+    def test_bytes_are_counted(self, format):
+        narrow = int(format.narrow().sum())
+        expected = narrow * BYTES[format.dtype] + (SLOTS - narrow) * 4 * DIM
+        store = self.filled(format)
+        assert store.nbytes == expected
+        store.add_moment(Moment("row", "row"))
+        store.add_moment(Moment("element", "element"))
+        assert store.nbytes == expected + SLOTS * 4 * (1 + DIM)
+
+    # -- lookups ---------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_lookup_pools_the_rows_that_read_returns(self, format, dtype):
+        store = self.filled(format)
+        rows = self.read_all(store)
+        out = self.pooled(store, [[3, 7], [], [39]], dtype)
+        zero = torch.zeros(DIM)
+        expected = [[rows[3] + rows[7], zero], [zero, zero], [zero, rows[39]]]
+        assert torch.equal(out, torch.stack([torch.stack(pair) for pair in expected]).to(dtype))
+
+    def test_lookup_and_gradient_of_weights(self, format):
+        store = self.filled(format)
+        rows = self.read_all(store)
+        ids, weights = [[3, 7], [39, 13]], [2.0, 0.5, 1.0, 3.0]
+        out = self.pooled(store, ids, weights=weights)
+        torch.testing.assert_close(out[0, 0], 2 * rows[3] + 0.5 * rows[7])
+        torch.testing.assert_close(out[1, 1], rows[39] + 3 * rows[13])
+        grad = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+        of_weights = torch.empty(4, device=store.device)
+        store.weight_gradient(self.bags(store, ids, weights), grad.to(store.device), of_weights)
+        torch.testing.assert_close(of_weights.cpu(), (rows[[3, 7, 39, 13]] * grad[[0, 0, 3, 3]]).sum(1))
+
+    # -- moments ---------------------------------------------------------------------------------------------------
+
+    def test_moments_start_at_zero_and_adding_twice_keeps_them(self, format):
+        store = self.filled(format)
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
-        slots = self.all_slots(store)
-        assert not store.read(slots, "row").any() and store.read(slots, "row").shape == (SLOTS,)
-        assert not store.read(slots, "element").any() and store.read(slots, "element").shape == (SLOTS, DIM)
-        assert store.nbytes == before + SLOTS * 4 * (1 + DIM)
-        store.write(slots[:1], torch.ones(1, device=store.device), "row")
+        assert torch.equal(self.read_all(store, "row"), torch.zeros(SLOTS))
+        assert torch.equal(self.read_all(store, "element"), torch.zeros(SLOTS, DIM))
+        store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
         store.add_moment(Moment("row", "row"))
-        assert store.read(slots, "row")[0] == 1
+        assert self.read_all(store, "row").nonzero().tolist() == [[4]]
 
-    def test_update_touches_each_distinct_row_once_and_no_other(self):
-        store = self.filled()
-        store.add_moment(RowWiseAdagrad.rule.moments[0])
-        slots = self.all_slots(store)
-        before = store.read(slots)
-        grad = torch.rand(3, DIM)
-        self.step(store, RowWiseAdagrad, [[3, 7], [3], [9]], grad)
-        g3 = grad[0] + grad[1]
-        moment = store.read(slots, "sum_of_squares").cpu()
-        assert moment.nonzero().flatten().tolist() == [3, 7, 9]
-        torch.testing.assert_close(moment[3], (g3 * g3).mean())
-        expected = before[3].cpu() - 0.1 * g3 / (moment[3].sqrt() + 1e-8)
-        after = store.read(slots)
-        torch.testing.assert_close(after[3].cpu(), expected)
-        untouched = [s for s in range(SLOTS) if s not in (3, 7, 9)]
-        assert torch.equal(after[untouched], before[untouched])
+    def test_moments_of_a_span_share_memory(self, format):
+        store = self.filled(format)
+        for moment in (Moment("row", "row"), Moment("element", "element")):
+            store.add_moment(moment)
+            store.view(1, moment.name).fill_(2.0)
+            assert store.view(0, moment.name).shape[0] == 13
+            assert not self.read_all(store, moment.name)[:13].any()
+            assert (self.read_all(store, moment.name)[13:] == 2).all()
 
-    def test_a_closed_gate_touches_nothing(self):
-        store = self.filled()
-        before = store.read(self.all_slots(store))
-        self.step(store, SGD, [[1]], torch.rand(1, DIM), gate=0.0)
-        assert torch.equal(store.read(self.all_slots(store)), before)
+    # -- updates ---------------------------------------------------------------------------------------------------
 
-    def test_repeated_runs_give_the_same_bits(self):
-        torch.manual_seed(3)
-        ids = torch.randint(0, 5, (20, 8)).tolist()
-        grad = torch.randn(20, DIM)
+    @pytest.mark.parametrize("rule", [PLAIN, RowWiseAdagrad.rule, Adam.rule], ids=lambda rule: rule.name)
+    def test_update_touches_each_distinct_row_once_and_no_other(self, format, rule):
+        store = self.filled(format)
+        before, bits_before = self.read_all(store), bits(store)
+        grad = torch.rand(4, DIM, generator=torch.Generator().manual_seed(1)) + 0.5
+        self.step(store, rule, [[3, 7], [3], [12], [13, 20]], grad)
+        total = {3: grad[0] + grad[1], 7: grad[0], 12: grad[2], 13: grad[3], 20: grad[3]}
+        after, bits_after = self.read_all(store), bits(store)
+        assert [i for i in range(SLOTS) if bits_after[i] != bits_before[i]] == list(total)
+        for slot, g in total.items():
+            down = {"sgd": g, "rowwise_adagrad": g / g.square().mean().sqrt(), "adam": g.sign()}[rule.name]
+            expected = before[slot] - 0.1 * down
+            dtype = format.dtype if format.narrow()[slot] else "fp32"
+            assert ((after[slot] - expected).abs() <= spacing(expected, dtype) + 1e-6).all(), slot
+        for moment in rule.moments:
+            touched = self.read_all(store, moment.name).view(SLOTS, -1).any(1)
+            assert touched.nonzero().flatten().tolist() == list(total)
 
-        def run():
-            store = self.filled()
-            store.add_moment(RowWiseAdagrad.rule.moments[0])
-            self.step(store, RowWiseAdagrad, ids, grad)
-            return store.read(self.all_slots(store))
+    @pytest.mark.parametrize("off", [{"gate": 0.0}, {"active": (0.0, 0.0)}])
+    def test_a_closed_gate_or_an_inactive_table_touches_nothing(self, format, off):
+        store = self.filled(format)
+        before = bits(store)
+        self.step(store, Adam.rule, [[1, 8], [38, 14]], torch.ones(2, DIM), **off)
+        assert bits(store) == before
+        assert not self.read_all(store, "exp_avg").any()
 
-        assert torch.equal(run(), run())
+    def test_only_active_tables_are_updated(self, format):
+        store = self.filled(format)
+        before = bits(store)
+        self.step(store, PLAIN, [[1, 8], [38, 14]], torch.ones(2, DIM), active=(0.0, 1.0))
+        assert [i for i in range(SLOTS) if bits(store)[i] != before[i]] == [14, 38]
 
-    def test_to_the_same_device_is_the_store_itself(self):
-        store = self.filled()
+    def test_the_same_seeds_give_the_same_bits_and_others_do_not(self, format):
+        draw = torch.Generator().manual_seed(3)
+        ids = (torch.randint(0, 5, (20, 8), generator=draw) + torch.tensor([[3], [19]]).repeat(10, 1)).tolist()
+        grad = torch.randn(20, DIM, generator=draw)
+
+        def run(seeds):
+            store = self.filled(format)
+            self.step(store, RowWiseAdagrad.rule, ids, grad, seeds=seeds)
+            return bits(store)
+
+        once, other = run((3, 4)), run((3, 5))
+        assert run((3, 4)) == once
+        rounded_otherwise = [i for i in range(SLOTS) if once[i] != other[i]]
+        assert rounded_otherwise == [i for i in range(19, 24) if format.narrow()[i]]
+
+    def test_to_the_same_device_is_the_store_itself(self, format):
+        store = self.filled(format)
         assert store.to(store.device) is store

@@ -4,38 +4,64 @@ import pytest
 import torch
 
 from hotbed.ops import cpu_memory, launches
-from hotbed.store import DenseStore
-from tests.store.contract import StoreContract
+from hotbed.optim import Moment
+from hotbed.optim.sgd import PLAIN
+from hotbed.store import DenseStore, Span
+from tests.store.contract import DIM, StoreContract, bits
 
 
 class TestDenseOnHost(StoreContract):
-    def make(self, slots, dim):
-        return DenseStore(slots, dim)
+    def make(self, spans, dim, dtype):
+        return DenseStore(spans, dim, dtype=dtype)
 
-    def test_it_is_served_by_the_cpu_kernels(self):
-        store = self.filled()
-        before = launches["cpu.lookup"]
-        store.lookup(self.bags(store, [[1]]))
-        assert launches["cpu.lookup"] == before + 1
+    def test_it_is_served_by_the_cpu_kernels(self, format):
+        store = self.filled(format)
+        launches.clear()
+        self.pooled(store, [[1]])
+        self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
+        assert {key.split(".")[0] for key in launches} == {"cpu"}
         assert store.tier == "host"
 
 
 class TestDenseWithReferenceKernels(StoreContract):
-    def make(self, slots, dim):
-        return DenseStore(slots, dim, backend="reference")
+    def make(self, spans, dim, dtype):
+        return DenseStore(spans, dim, dtype=dtype, backend="reference")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestDenseOnDevice(StoreContract):
-    def make(self, slots, dim):
-        return DenseStore(slots, dim, device="cuda")
+    def make(self, spans, dim, dtype):
+        return DenseStore(spans, dim, dtype=dtype, device="cuda")
 
-    def test_it_is_served_by_triton_and_moves_with_its_bits(self):
-        store = self.filled()
+    def test_it_is_served_by_triton_and_moves_with_its_bits(self, format):
+        store = self.filled(format)
+        store.add_moment(Moment("element", "element"))
+        store.view(1, "element").fill_(2.0)
         host = store.to(torch.device("cpu"))
         assert store.tier == "device" and host.tier == "host"
-        slots = torch.arange(store.slots)
-        assert torch.equal(store.read(slots.cuda()).cpu(), host.read(slots))
+        assert bits(store) == bits(host)
+        assert torch.equal(self.read_all(store, "element"), self.read_all(host, "element"))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8", "fp8"])
+def test_a_large_table_is_drawn_in_chunks_of_the_same_bits(dtype, monkeypatch):
+    def rows():
+        store = DenseStore([Span(50, 7)], 20, dtype=dtype)
+        store.initialize(0, seed=3, rows=range(1, 101, 2), cols=range(20), bound=0.5)
+        return {name: t.view(torch.uint8) for name, t in store.raw(0).items()}
+
+    whole = rows()
+    monkeypatch.setattr("hotbed.store.dense.INITIAL_CHUNK", 9 * 20)
+    for name, chunked in rows().items():
+        assert torch.equal(chunked, whole[name]), name
+
+
+def test_an_exponent_never_falls():
+    store = DenseStore([Span(1)], 4, dtype="int8")
+    for scale, quantum in ((1.0, 2**-6), (8.0, 2**-3), (1.0, 2**-3)):
+        store.write(torch.tensor([0]), scale * torch.tensor([[1.0, 0.3, -0.6, 0.0]]))
+        assert store.raw(0)["exponents"].double().exp2().item() == quantum
+    assert store.read(torch.tensor([0])).tolist() == [[1.0, 0.25, -0.625, 0.0]]
 
 
 def test_large_arenas_are_zeroed_and_aligned_to_huge_pages():

@@ -1,112 +1,102 @@
-"""From backward to the optimizer: gradients of pooled vectors wait in an updater until the step."""
+"""The lookup as autograd sees it: forward pools rows, backward leaves gradients with the optimizer's updaters."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hotbed.bags import version
 from hotbed.embed.arena import Arena
+from hotbed.embed.updater import TableUpdater, Waiting
 from hotbed.errors import OptimizerError
-from hotbed.ops import BagLayout, Occurrences, RuleStep
-from hotbed.optim import Rule
+from hotbed.ops import BagLayout
+
+
+class Request(NamedTuple):
+    """Bags of one arena that one launch pools into output ``output``; ``trained``: whether gradients are wanted."""
+
+    arena: Arena
+    bags: BagLayout
+    output: int
+    trained: bool
 
 
 class PooledLookup(torch.autograd.Function):
-    """Forward: one lookup of an arena. Backward: hand layout and gradient to the updaters; tables get no gradient."""
+    """Forward: one launch per request. Backward: hand bags and gradients to the updaters; tables get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, arena: Arena, bags: BagLayout, updaters: Iterable[TableUpdater]) -> Tensor:
-        """Pooled vectors ``[B, F, D]``; ``anchor`` only makes autograd record the call."""
-        ctx.arena, ctx.bags, ctx.updaters = arena, bags, updaters
-        ctx.version = version(bags.ids)
-        return arena.store.lookup(bags)
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weights: Tensor | None,
+        requests: Sequence[Request],
+        outputs: Sequence[Tensor],
+        updaters: Iterable[TableUpdater],
+    ) -> tuple[Tensor, ...]:
+        """Fill the outputs ``[B, width, D]`` and return each without its room.
+
+        Parameters
+        ----------
+        anchor
+            Makes autograd record the call if it requires a gradient.
+        weights
+            Per-id weights of the batch, in case they require a gradient; requests carry their values.
+        requests
+            What to look up.
+        outputs
+            Uninitialised; in a list, so that autograd takes what is returned for new tensors.
+        updaters
+            Who is to receive gradients.
+        """
+        ctx.requests, ctx.updaters = requests, updaters
+        ctx.versions = requests[0].bags.versions()
+        ctx.updates = [request.arena.updates for request in requests]
+        ctx.weights = weights
+        ctx.set_materialize_grads(False)
+        for arena, bags, output, _ in requests:
+            arena.store.lookup(bags, outputs[output])
+        room = {output: bags.room for _, bags, output, _ in requests}
+        return tuple(out[:, room[i] :] for i, out in enumerate(outputs))
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[None, None, None, None]:
-        """Leave the gradient where the optimizer's step finds it."""
-        grad = grad_outputs[0].flatten(0, 1).contiguous()
-        for updater in ctx.updaters:
-            updater.receive(ctx.arena, Waiting(ctx.bags, ctx.version, grad))
-        return None, None, None, None
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Leave the gradients where the optimizer's step finds them."""
+        by_arena: dict[Arena, list[Waiting]] = {}
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            of_weights = torch.zeros(ctx.weights.shape, dtype=torch.float32, device=ctx.weights.device)
+        for (arena, bags, output, trained), updates in zip(ctx.requests, ctx.updates, strict=True):
+            grad = grad_outputs[output]
+            if grad is None:
+                continue  # nothing depends on this output
+            rows, width = _rows_of(grad)
+            bags = replace(bags, width=width, room=0)
+            if of_weights is not None:
+                if arena.updates != updates:
+                    raise OptimizerError(
+                        "rows were updated between the lookup and its backward, which needs them as they were for the "
+                        "gradient of the per-id weights; call backward before the optimizer's step"
+                    )
+                arena.store.weight_gradient(bags, rows, of_weights)
+            if trained and ctx.needs_input_grad[0]:
+                by_arena.setdefault(arena, []).append(Waiting(bags, ctx.versions, rows))
+        for arena, waiting in by_arena.items():
+            for updater in ctx.updaters:
+                updater.receive(arena, waiting)
+        return None, None if of_weights is None else of_weights.to(ctx.weights.dtype), None, None, None
 
 
-class Waiting(NamedTuple):
-    """A gradient that waits for the step: its bags, the version of their ids at lookup, and ``[B · F, D]``."""
-
-    bags: BagLayout
-    version: int
-    grad: Tensor
-
-
-class TableUpdater:
-    """One optimizer's end of a collection; see `hotbed.optim.Updater`."""
-
-    def __init__(
-        self, rule: Rule, tables: Sequence[str], arenas: Sequence[Arena], on_grad: Callable[[Tensor], None]
-    ) -> None:
-        self.rule = rule
-        self.tables = set(tables)
-        self._arena_of = {t: arena for arena in arenas for t in arena.tables if t in self.tables}
-        self._on_grad = on_grad
-        self._waiting: dict[Arena, list[Waiting]] = defaultdict(list)
-
-    def receive(self, arena: Arena, waiting: Waiting) -> None:
-        """Keep a gradient for the step, if it concerns a table of this optimizer."""
-        if not self.tables.isdisjoint(arena.tables):
-            self._waiting[arena].append(waiting)
-            self._on_grad(waiting.grad)
-
-    @torch.no_grad()
-    def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
-        """Coalesce everything that waits and apply the rule once per row; then forget it."""
-        for table in hyper:
-            if table not in self.tables:
-                raise OptimizerError(
-                    f"table '{table}' is trained by an optimizer that was made later; make one optimizer, and use its "
-                    "`groups` to treat tables differently"
-                )
-        for waiting in self._waiting.values():
-            if any(version(w.bags.ids) != w.version for w in waiting):
-                raise OptimizerError(
-                    "ids were changed in place between the lookup and the step, so it is lost which rows the gradients "
-                    "belong to; give every batch its own tensor, or step before reusing it"
-                )
-        for arena, waiting in self._waiting.items():
-            store = arena.store
-            one = torch.ones((), dtype=torch.float32, device=store.device)
-            idle = [0.0] * (1 + len(self.rule.hyper))
-            rows = [[1.0, *hyper[t]] if t in hyper else idle for t in arena.tables]
-            step = RuleStep(
-                rule=self.rule,
-                bases=arena.bases,
-                hyper=torch.tensor(rows, dtype=torch.float32, device=store.device),
-                inv_scale=one if inv_scale is None else inv_scale,
-                gate=one if gate is None else gate,
-            )
-            found = Occurrences.concatenate(
-                [store.occurrences(w.bags) for w in waiting], [len(w.grad) for w in waiting]
-            )
-            store.update(step, found, waiting[0].grad if len(waiting) == 1 else torch.cat([w.grad for w in waiting]))
-        self._waiting.clear()
-
-    def clear(self) -> None:
-        """Forget everything that waits."""
-        self._waiting.clear()
-
-    def finite(self) -> Tensor:
-        """0-d bool: whether every waiting gradient is finite."""
-        flags = [torch.isfinite(w.grad).all() for waiting in self._waiting.values() for w in waiting]
-        return torch.stack(flags).all() if flags else torch.tensor(True)
-
-    def moment(self, table: str, name: str) -> Tensor:
-        """A view of a moment of a table, ``[R]`` or ``[R, D]``."""
-        return self._arena_of[table].view(table, name)
+def _rows_of(grad: Tensor) -> tuple[Tensor, int]:
+    """A gradient ``[B, F, D]`` as rows ``[…, D]`` and how many of them there are per sample; copied only if it must."""
+    batch, features, dim = grad.shape
+    if batch == 0 or grad.stride(2) != 1 or grad.stride(1) != dim or grad.stride(0) % dim:
+        return grad.contiguous().view(batch * features, dim), features
+    width = grad.stride(0) // dim if batch > 1 else features
+    return grad.as_strided(((batch - 1) * width + features, dim), (dim, 1)), width

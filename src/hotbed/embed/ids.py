@@ -1,10 +1,10 @@
-"""Every id is checked before a kernel reads memory with it; what is out of range is refused, dropped or hashed."""
+"""Every id is checked before a kernel reads memory with it; what breaks a limit is refused, dropped, hashed or cut."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,8 +15,17 @@ from hotbed.jagged import Jagged
 from hotbed.specs import Feature
 
 
-def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], bad: Counter[str]) -> Jagged:
-    """Return ids that are all valid rows.
+class Discarded(NamedTuple):
+    """Ids that were not used as they came, by feature."""
+
+    bad: Counter[str]
+    """Out of range, and dropped or hashed."""
+    truncated: Counter[str]
+    """Beyond ``max_len`` of their bag, and cut off."""
+
+
+def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
+    """Return ids that are all valid rows, in bags that are not too long.
 
     Parameters
     ----------
@@ -26,32 +35,77 @@ def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int
         Whose ids to check; others are left alone.
     rows
         Rows by table.
-    bad
-        By feature, how many ids were dropped or hashed; counted up here.
+    discarded
+        Counted up here.
 
     Raises
     ------
     BatchError
-        For a missing feature, or an id out of range of a feature with ``on_bad_id="error"``.
+        For a missing feature, an id out of range of a feature with ``on_bad_id="error"``, or a bag too long of one with
+        ``on_too_long="error"``.
     """
-    wanted = {(f.name, rows[f.table]) for f in features}
+    wanted = _claims(features, rows)
     if wanted <= ids.verified:
         return ids
+    for feature in _features_too_long(ids, features):
+        ids = _truncated(ids, feature, discarded.truncated)
     for feature in _features_out_of_range(ids, features, rows):
-        ids = _repaired(ids, feature, rows[feature.table], bad)
+        ids = _repaired(ids, feature, rows[feature.table], discarded.bad)
     ids.mark_verified(wanted)
     return ids
 
 
 def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> bool:
-    """Mark ids as verified if all are in range; raise as `checked_ids` does, but repair nothing."""
-    out_of_range = _features_out_of_range(ids, features, rows)
+    """Mark ids as verified if nothing is to be repaired; raise as `checked_ids` does, but repair nothing."""
+    out_of_range, too_long = _features_out_of_range(ids, features, rows), _features_too_long(ids, features)
     for feature in out_of_range:
         if feature.on_bad_id == "error":
             _refuse(ids, feature, rows[feature.table])
-    if not out_of_range:
-        ids.mark_verified({(f.name, rows[f.table]) for f in features})
-    return not out_of_range
+    for feature in too_long:
+        if feature.on_too_long == "error":
+            _refuse_length(ids, feature)
+    if not out_of_range and not too_long:
+        ids.mark_verified(_claims(features, rows))
+    return not out_of_range and not too_long
+
+
+def _claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[str, int]]:
+    """What `Jagged.verified` must contain."""
+    return {(f.name, rows[f.table]) for f in features} | {
+        (f.name, -f.max_len) for f in features if f.max_len is not None
+    }
+
+
+def _features_too_long(ids: Jagged, features: Sequence[Feature]) -> list[Feature]:
+    return [f for f in features if f.max_len is not None and _longest(ids[f.name]) > f.max_len]
+
+
+def _longest(bags: Bags) -> int:
+    if bags.batch_size == 0:
+        return 0
+    return int(bags.lengths().max()) if bags.fixed is None else bags.fixed
+
+
+def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Jagged:
+    if feature.on_too_long == "error":
+        _refuse_length(ids, feature)
+    bags = ids[feature.name]
+    lengths = bags.lengths()
+    first = lengths.cumsum(0) - lengths
+    place = torch.arange(len(bags.values), device=lengths.device) - torch.repeat_interleave(first, lengths)
+    keep = place < (feature.max_len or 0)
+    count[feature.name] += int((~keep).sum())
+    return ids.with_feature(feature.name, _kept(bags, keep))
+
+
+def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
+    """Raise for the first bag that is too long."""
+    lengths = ids[feature.name].lengths()
+    sample = int((lengths > (feature.max_len or 0)).nonzero()[0])
+    raise BatchError(
+        f"feature {feature.name}: {int(lengths[sample]):,} ids at sample {sample}, more than max_len "
+        f"{feature.max_len:,}; raise `max_len`, or set on_too_long='truncate'"
+    )
 
 
 def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int]) -> list[Feature]:
@@ -80,11 +134,15 @@ def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Ja
     bad[feature.name] += int(wrong.sum())
     if feature.on_bad_id == "hash":
         return ids.with_feature(feature.name, bags._replace(values=hashed(bags.values, rows).where(wrong, bags.values)))
-    sample = _sample_of_each(bags)
-    kept = torch.zeros(len(ids) + 1, dtype=torch.int64, device=wrong.device)
-    kept[1:] = torch.bincount(sample[~wrong], minlength=len(ids)).cumsum(0)
-    weights = None if bags.weights is None else bags.weights[~wrong]
-    return ids.with_feature(feature.name, Bags(bags.values[~wrong], len(ids), None, kept, weights))
+    return ids.with_feature(feature.name, _kept(bags, ~wrong))
+
+
+def _kept(bags: Bags, keep: Tensor) -> Bags:
+    """The ids where ``keep`` is set."""
+    offsets = torch.zeros(bags.batch_size + 1, dtype=torch.int64, device=keep.device)
+    offsets[1:] = torch.bincount(_sample_of_each(bags)[keep], minlength=bags.batch_size).cumsum(0)
+    weights = None if bags.weights is None else bags.weights[keep]
+    return Bags(bags.values[keep], bags.batch_size, None, offsets, weights)
 
 
 def _refuse(ids: Jagged, feature: Feature, rows: int) -> NoReturn:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from hotbed import ops
 from hotbed.errors import BatchError, SpecError
 from hotbed.ops import BackendName
-from hotbed.ops.untraced import untraced
+from hotbed.untraced import untraced
 
 
 class MLP(nn.Sequential):
@@ -39,7 +39,7 @@ class MLP(nn.Sequential):
             linear = cast(nn.Linear, nn.utils.skip_init(nn.Linear, fan_in, fan_out, device=torch.get_default_device()))
             _draw(linear.weight, math.sqrt(2.0 / (fan_in + fan_out)))
             _draw(linear.bias, math.sqrt(1.0 / fan_out))
-            layers += [linear, nn.ReLU()]
+            layers += [linear, nn.ReLU(inplace=True)]
         super().__init__(*(layers if last_relu else layers[:-1]))
 
 
@@ -50,12 +50,12 @@ def _draw(parameter: Tensor, std: float) -> None:
 
 
 class DotInteraction(nn.Module):
-    """Dot interaction of DLRM: all pairwise dot products of a sample's vectors, after the dense vector.
+    """Dot interaction of DLRM: all pairwise dot products of a sample's vectors, after its first vector.
 
     Parameters
     ----------
-    features
-        Number of embedding vectors ``F``.
+    vectors
+        Number of vectors ``n`` per sample: the dense one and those of the features.
     dim
         Columns ``D`` of every vector.
     multiple_of
@@ -64,47 +64,47 @@ class DotInteraction(nn.Module):
         Kernels, as in `EmbeddingCollection`.
     """
 
-    def __init__(self, features: int, dim: int, *, multiple_of: int = 8, backend: BackendName = "auto") -> None:
+    def __init__(self, vectors: int, dim: int, *, multiple_of: int = 8, backend: BackendName = "auto") -> None:
         super().__init__()
-        self.features, self.dim = features, dim
-        used = dim + (features + 1) * features // 2
+        self.vectors, self.dim = vectors, dim
+        used = dim + vectors * (vectors - 1) // 2
         self.width = -(-used // multiple_of) * multiple_of
         self.backend_name: BackendName = backend
 
     @untraced
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, dense: Tensor, embeddings: Tensor
-    ) -> Tensor:
-        """``[B, D]`` and ``[B, F, D]`` to ``[B, width]``: dense, the strict lower triangle row by row, zeros.
+    def forward(self, vectors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """``[B, n, D]`` to ``[B, width]``: the first vector, the strict lower triangle row by row, zeros.
+
+        Under autocast in the dtype of autocast, as a matrix product is.
 
         Raises
         ------
         BatchError
-            If a shape is another one: the kernels trust it.
+            If the shape is another one: the kernels trust it.
         """
-        if dense.shape != (len(dense), self.dim) or embeddings.shape != (len(dense), self.features, self.dim):
+        if vectors.shape != (len(vectors), self.vectors, self.dim):
             raise BatchError(
-                f"DotInteraction({self.features}, {self.dim}) needs dense [B, {self.dim}] and embeddings "
-                f"[B, {self.features}, {self.dim}], got {list(dense.shape)} and {list(embeddings.shape)}"
+                f"DotInteraction({self.vectors}, {self.dim}) needs vectors [B, {self.vectors}, {self.dim}], got "
+                f"{list(vectors.shape)}"
             )
-        # Under autocast: float32 on the CPU, where kernels know nothing narrower; the dense dtype on the accelerator.
-        dtype = torch.float32 if dense.device.type == "cpu" else dense.dtype
-        kernels = ops.select(dense.device, self.backend_name)
-        with torch.autocast(dense.device.type, enabled=False):
-            return _DotInteraction.apply(dense.to(dtype), embeddings.to(dtype), self.width, kernels)
+        kind = vectors.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else vectors.dtype
+        kernels = ops.select(vectors.device, self.backend_name)
+        with torch.autocast(kind, enabled=False):
+            return _DotInteraction.apply(vectors.to(dtype), self.width, kernels)
 
 
 class _DotInteraction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dense: Tensor, embeddings: Tensor, width: int, kernels: ops.Backend) -> Tensor:
-        ctx.save_for_backward(dense, embeddings)
+    def forward(ctx: Any, vectors: Tensor, width: int, kernels: ops.Backend) -> Tensor:
+        ctx.save_for_backward(vectors)
         ctx.kernels = kernels
-        return kernels.interaction(dense, embeddings, width)
+        return kernels.interaction(vectors, width)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
-        dense, embeddings = ctx.saved_tensors
-        return *ctx.kernels.interaction_backward(grad_outputs[0], dense, embeddings), None, None
+    ) -> tuple[Tensor, None, None]:
+        (vectors,) = ctx.saved_tensors
+        return ctx.kernels.interaction_backward(grad_outputs[0], vectors), None, None

@@ -61,7 +61,7 @@ class DLRM(nn.Module):
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.bottom = MLP(max(dense_features, 1), bottom)
-        self.interaction = DotInteraction(len(features), dim, backend=backend)
+        self.interaction = DotInteraction(1 + len(features), dim, backend=backend)
         self.top = MLP(self.interaction.width, top, last_relu=False)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -69,7 +69,7 @@ class DLRM(nn.Module):
         got = 0 if batch.dense is None else batch.dense.shape[1]
         if got != self.dense_features:
             raise BatchError(f"DLRM was built for {self.dense_features} dense inputs, the batch has {got}")
-        vectors = self.embeddings(batch.sparse).stack()
-        dense = batch.dense if got else vectors.new_ones(len(batch), 1)
-        hidden = self.interaction(self.bottom(dense), vectors)
-        return self.top(hidden).to(torch.float32)
+        embeddings = self.embeddings(batch.sparse, room=1)
+        dense = batch.dense if got else torch.ones(len(batch), 1, device=batch.sparse.values.device)
+        vectors = embeddings.stack(lead=self.bottom(dense))
+        return self.top(self.interaction(vectors)).to(torch.float32)

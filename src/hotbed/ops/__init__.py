@@ -5,6 +5,6 @@ are Triton. `select` picks one by device; nothing ever falls back to another sil
 """
 
 from hotbed.ops.backend import Backend, BackendName, launches, select
-from hotbed.ops.layout import BagLayout, Groups, Occurrences, RuleStep
+from hotbed.ops.layout import BagLayout, Groups, Occurrences, Rows, RuleStep
 
-__all__ = ["Backend", "BackendName", "BagLayout", "Groups", "Occurrences", "RuleStep", "launches", "select"]
+__all__ = ["Backend", "BackendName", "BagLayout", "Groups", "Occurrences", "Rows", "RuleStep", "launches", "select"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import BackendError, did_you_mean
-from hotbed.ops.layout import BagLayout, Groups, Occurrences, RuleStep
+from hotbed.ops.layout import BagLayout, Groups, Occurrences, Rows, RuleStep
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -31,8 +31,12 @@ class Backend(Protocol):
         """Fill ``out [rows, cols]`` with the table's initial values."""
         ...
 
-    def lookup(self, weight: Tensor, bags: BagLayout) -> Tensor:
-        """Pool the rows of each bag: ``[B, F, D]``."""
+    def lookup(self, rows: Rows, bags: BagLayout, out: Tensor) -> None:
+        """Pool the rows of each bag into ``out [B, width, D]``."""
+        ...
+
+    def weight_gradient(self, rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+        """Gradient of the per-id weights, into ``out [N]``."""
         ...
 
     def occurrences(self, bags: BagLayout) -> Occurrences:
@@ -46,7 +50,7 @@ class Backend(Protocol):
     def update(
         self,
         step: RuleStep,
-        weight: Tensor,
+        rows: Rows,
         state: Mapping[str, Tensor],
         occurrences: Occurrences,
         groups: Groups,
@@ -55,12 +59,12 @@ class Backend(Protocol):
         """Sum the gradient of each distinct slot and apply the rule to its row, once."""
         ...
 
-    def interaction(self, dense: Tensor, embeddings: Tensor, width: int) -> Tensor:
-        """Dot interaction: ``[B, width]``."""
+    def interaction(self, vectors: Tensor, width: int) -> Tensor:
+        """Dot interaction: ``[B, n, D] → [B, width]``."""
         ...
 
-    def interaction_backward(self, grad: Tensor, dense: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the dot interaction for dense and embeddings."""
+    def interaction_backward(self, grad: Tensor, vectors: Tensor) -> Tensor:
+        """Gradient of the dot interaction ``[B, n, D]``."""
         ...
 
 

@@ -2,10 +2,20 @@
 
 from hotbed.ops.cpu_initial import initial_values_
 from hotbed.ops.cpu_interaction import interaction, interaction_backward
-from hotbed.ops.cpu_lookup import lookup
+from hotbed.ops.cpu_lookup import lookup, weight_gradient
 from hotbed.ops.cpu_segment import group, occurrences
 from hotbed.ops.cpu_update import update
 
 NAME = "cpu"
 
-__all__ = ["NAME", "group", "initial_values_", "interaction", "interaction_backward", "lookup", "occurrences", "update"]
+__all__ = [
+    "NAME",
+    "group",
+    "initial_values_",
+    "interaction",
+    "interaction_backward",
+    "lookup",
+    "occurrences",
+    "update",
+    "weight_gradient",
+]

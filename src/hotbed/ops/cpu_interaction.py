@@ -1,95 +1,67 @@
 # pyright: basic, reportCallIssue=false
-"""Dot interaction on the CPU, one sample at a time in cache; float32 only (autocast is undone for it)."""
+"""Dot interaction on the CPU: batched matrix products of torch (AMX or AVX-512 where there is), triangles in Numba."""
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.cpu_memory import empty
-from hotbed.ops.cpu_runtime import dot_rows, kernel, launch
-from hotbed.ops.layout import BLOCK
-
-SAMPLES_PER_TASK = 16
-UNROLL = 4
-"""Rows that `_add_rows` adds at once."""
+from hotbed.ops.cpu_runtime import kernel, launch
 
 
-def interaction(dense: Tensor, embeddings: Tensor, width: int) -> Tensor:
+def interaction(vectors: Tensor, width: int) -> Tensor:
     """Dot interaction ``[B, width]``; see the reference."""
     launches["cpu.interaction"] += 1
-    out = empty((len(dense), width))
-    launch(_forward, dense.contiguous().numpy(), embeddings.contiguous().numpy(), out.numpy())
+    vectors = vectors.contiguous()
+    gram = torch.bmm(vectors, vectors.mT)
+    out = empty((len(vectors), width), vectors.dtype)
+    launch(_gather, _bits(vectors), _bits(gram), _bits(out))
     return out
 
 
-def interaction_backward(grad: Tensor, dense: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `interaction` for dense and embeddings; see the reference."""
+def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Gradient ``[B, n, D]`` of `interaction`; see the reference."""
     launches["cpu.interaction_backward"] += 1
-    d_dense, d_embeddings = empty(dense.shape), empty(embeddings.shape)
-    launch(
-        _backward,
-        grad.contiguous().numpy(),
-        dense.contiguous().numpy(),
-        embeddings.contiguous().numpy(),
-        d_dense.numpy(),
-        d_embeddings.numpy(),
-    )
-    return d_dense, d_embeddings
+    samples, n, dim = vectors.shape
+    gram = torch.empty(samples, n, n, dtype=vectors.dtype)
+    grad = grad.contiguous()
+    launch(_scatter, _bits(grad), dim, _bits(gram))
+    out = torch.bmm(gram, vectors, out=empty(vectors.shape, vectors.dtype))
+    out[:, 0] += grad[:, :dim]
+    return out
+
+
+def _bits(t: Tensor):
+    """As integers of the same size: the kernels only move values."""
+    return t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).numpy()
 
 
 @kernel(parallel=True)
-def _forward(dense, embeddings, out):
-    samples, features, dim = embeddings.shape
-    blocks = (dim + BLOCK - 1) // BLOCK
-    stride = blocks * BLOCK
-    used = dim + (features + 1) * features // 2
-    for task in prange((samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK):
-        vectors = np.zeros((features + 1) * stride, np.float32)
-        for b in range(task * SAMPLES_PER_TASK, min((task + 1) * SAMPLES_PER_TASK, samples)):
-            for d in range(dim):
-                vectors[d] = dense[b, d]
-                out[b, d] = dense[b, d]
-            for f in range(features):
-                for d in range(dim):
-                    vectors[(f + 1) * stride + d] = embeddings[b, f, d]
-            at = dim
-            for i in range(1, features + 1):
-                for j in range(i):
-                    out[b, at] = dot_rows(vectors, i * stride, j * stride, blocks)
-                    at += 1
-            out[b, used:] = 0
+def _gather(vectors, gram, out):
+    samples, n, dim = vectors.shape
+    for b in prange(samples):
+        for d in range(dim):
+            out[b, d] = vectors[b, 0, d]
+        at = dim
+        for i in range(1, n):
+            for j in range(i):
+                out[b, at + j] = gram[b, i, j]
+            at += i
+        for d in range(at, out.shape[1]):
+            out[b, d] = 0
 
 
 @kernel(parallel=True)
-def _backward(grad, dense, embeddings, d_dense, d_embeddings):
-    samples, features, dim = embeddings.shape
-    count = features + 1
-    padded = (count + UNROLL - 1) // UNROLL * UNROLL
-    for task in prange((samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK):
-        vectors = np.zeros((padded, dim), np.float32)
-        gram = np.zeros((count, padded), np.float32)  # gradient of the whole Gram matrix; the diagonal stays 0
-        for b in range(task * SAMPLES_PER_TASK, min((task + 1) * SAMPLES_PER_TASK, samples)):
-            vectors[0] = dense[b]
-            vectors[1:count] = embeddings[b]
-            at = dim
-            for i in range(1, count):
-                for j in range(i):
-                    gram[i, j] = grad[b, at]
-                    gram[j, i] = grad[b, at]
-                    at += 1
-            d_dense[b] = grad[b, :dim]
-            d_embeddings[b] = 0
-            for i in range(count):
-                out = d_dense[b] if i == 0 else d_embeddings[b, i - 1]
-                for j in range(0, padded, UNROLL):
-                    _add_rows(out, vectors, j, gram[i, j], gram[i, j + 1], gram[i, j + 2], gram[i, j + 3])
-
-
-@kernel()
-def _add_rows(out, rows, j, g0, g1, g2, g3):
-    """Add four scaled rows, in order; four at a time, so that ``out`` is loaded and stored a quarter as often."""
-    for d in range(out.shape[0]):
-        out[d] = (((out[d] + g0 * rows[j, d]) + g1 * rows[j + 1, d]) + g2 * rows[j + 2, d]) + g3 * rows[j + 3, d]
+def _scatter(grad, dim, gram):
+    samples, n, _ = gram.shape
+    for b in prange(samples):
+        at = dim
+        for i in range(n):
+            for j in range(i):
+                gram[b, i, j] = grad[b, at + j]
+                gram[b, j, i] = grad[b, at + j]
+            gram[b, i, i] = 0
+            at += i

@@ -4,25 +4,58 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_memory import empty
-from hotbed.ops.cpu_runtime import LINE, PREFETCH_BAGS, kernel, launch, prefetch
-from hotbed.ops.layout import BASE, FIXED, MEAN, RAGGED_ROW, START, BagLayout
+from hotbed.ops.cpu_instructions import load, prefetch_bytes, store, sum_of_products
+from hotbed.ops.cpu_rows import WIDE, place, prefetch_row, read_narrow, row_arrays
+from hotbed.ops.cpu_runtime import PREFETCH_BAGS, flat, kernel, launch
+from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE, BagLayout, Rows
 
 NO_WEIGHTS = np.empty(0, np.float32)
 SAMPLES_PER_TASK = 64
 
 
-def lookup(weight: Tensor, bags: BagLayout) -> Tensor:
-    """Pool the rows of each bag: ``[B, F, D]``; see the reference."""
+def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
+    """Pool the rows of each bag into ``out [B, width, D]``; see the reference."""
     launches["cpu.lookup"] += 1
-    out = empty((bags.batch_size, len(bags.features), weight.shape[1]))
+    if out.dtype == torch.float16:  # which Numba does not know
+        wide = out.float()
+        lookup(rows, bags, wide)
+        out.copy_(wide)
+        return
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
-    launch(_lookup, weight.numpy(), bags.ids.numpy(), bags.features.numpy(), bags.offsets.numpy(), per_id, out.numpy())
-    return out
+    launch(
+        _lookup,
+        row_arrays(rows),
+        bags.ids.numpy(),
+        bags.features.numpy(),
+        bags.offsets.numpy(),
+        per_id,
+        bags.batch_size,
+        bags.width,
+        bags.room,
+        flat(out),
+    )
+
+
+def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+    """Gradient of the per-id weights, into ``out [N]``; see the reference."""
+    launches["cpu.weight_gradient"] += 1
+    launch(
+        _weight_gradient,
+        row_arrays(rows),
+        bags.ids.numpy(),
+        bags.features.numpy(),
+        bags.offsets.numpy(),
+        bags.batch_size,
+        bags.width,
+        bags.room,
+        flat(grad),
+        out.numpy(),
+    )
 
 
 @kernel(inline="always")
@@ -36,52 +69,108 @@ def bag_bounds(features, offsets, f, b):
     return start + offsets[row, b], start + offsets[row, b + 1]
 
 
+@kernel(inline="always")
+def _find(rows, features, f, id):
+    """Where the row of an id is, see `place`."""
+    if rows.kind == WIDE:
+        return True, np.int64(id) + features[f, BASE]
+    return place(rows, features[f, TABLE], np.int64(id))
+
+
 @kernel(parallel=True)
-def _lookup(weight, ids, features, offsets, per_id, out):
-    samples, count, dim = out.shape
+def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out):
+    count = features.shape[0]
+    dim, kind, wide_rows = rows.dim, rows.kind, rows.wide
     tasks = (samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK
     for task in prange(tasks):
+        acc = np.empty(rows.dim, np.float32)
+        row = np.empty(rows.dim, np.float32)
         first = task * SAMPLES_PER_TASK * count
         last = min((task + 1) * SAMPLES_PER_TASK, samples) * count
         for q in range(first, last):
             ahead = min(q + PREFETCH_BAGS, last - 1)
             at, stop = bag_bounds(features, offsets, ahead % count, ahead // count)
             if at < stop:
-                row = (np.int64(ids[at]) + features[ahead % count, BASE]) * dim
-                for d in range(0, dim, LINE):
-                    prefetch(weight, row + d)
+                if kind == WIDE:
+                    prefetch_bytes(wide_rows, (np.int64(ids[at]) + features[ahead % count, BASE]) * dim, dim * 4)
+                else:
+                    wide, slot = _find(rows, features, ahead % count, ids[at])
+                    prefetch_row(rows, wide, slot)
             b = q // count
             f = q % count
-            _pool(weight, ids, features, offsets, per_id, out, b, f)
+            to = (b * width + room + features[f, OUT]) * dim
+            start, stop = bag_bounds(features, offsets, f, b)
+            if kind == WIDE and stop - start == 1 and not per_id.shape[0]:
+                at = (np.int64(ids[start]) + features[f, BASE]) * dim
+                for d in range(dim):
+                    store(out, to + d, load(wide_rows, at + d))
+                continue
+            _pool(rows, ids, features, offsets, per_id, f, b, out, to, acc, row)
 
 
 @kernel()
-def _pool(weight, ids, features, offsets, per_id, out, b, f):
-    dim = out.shape[2]
+def _pool(rows, ids, features, offsets, per_id, f, b, out, to, acc, row):
+    """Pool one bag into ``out[to:]``; ``acc`` and ``row`` are scratch."""
+    dim = rows.dim
     start, stop = bag_bounds(features, offsets, f, b)
-    base = features[f, BASE]
     if start == stop:
-        out[b, f, :] = 0
+        for d in range(dim):
+            store(out, to + d, np.float32(0))
         return
-    slot = np.int64(ids[start]) + base
-    if per_id.shape[0]:
+    wide, at = _find(rows, features, f, ids[start])
+    if stop - start == 1 and wide and not per_id.shape[0]:
         for d in range(dim):
-            out[b, f, d] = weight[slot, d] * per_id[start]
-    else:
-        for d in range(dim):
-            out[b, f, d] = weight[slot, d]
-    for i in range(start + 1, stop):
-        ahead = (np.int64(ids[min(i + PREFETCH_BAGS, stop - 1)]) + base) * dim
-        for d in range(0, dim, LINE):
-            prefetch(weight, ahead + d)
-        slot = np.int64(ids[i]) + base
-        if per_id.shape[0]:
-            for d in range(dim):
-                out[b, f, d] += weight[slot, d] * per_id[i]
+            store(out, to + d, load(rows.wide, at * dim + d))
+        return
+    for i in range(start, stop):
+        if i + PREFETCH_BAGS < stop:
+            next_wide, next_at = _find(rows, features, f, ids[i + PREFETCH_BAGS])
+            prefetch_row(rows, next_wide, next_at)
+        wide, at = _find(rows, features, f, ids[i])
+        factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit
+        if wide:
+            _add(acc, rows.wide, at * dim, factor, i == start)
         else:
-            for d in range(dim):
-                out[b, f, d] += weight[slot, d]
+            read_narrow(rows, at, row)
+            _add(acc, row, 0, factor, i == start)
     if features[f, MEAN]:
         length = np.float32(stop - start)
         for d in range(dim):
-            out[b, f, d] /= length
+            acc[d] /= length
+    for d in range(dim):
+        store(out, to + d, acc[d])
+
+
+@kernel(inline="always")
+def _add(acc, row, at, factor, first):
+    # `load` and not an index: Numba asks of an index whether it is negative, and then no loop becomes vector code.
+    if first:
+        for d in range(acc.shape[0]):
+            acc[d] = load(row, at + d) * factor
+    else:
+        for d in range(acc.shape[0]):
+            acc[d] += load(row, at + d) * factor
+
+
+@kernel(parallel=True)
+def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, out):
+    count = features.shape[0]
+    blocks = (rows.dim + BLOCK - 1) // BLOCK
+    for task in prange((samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK):
+        row = np.zeros(blocks * BLOCK, np.float32)
+        g = np.zeros(blocks * BLOCK, np.float32)
+        for b in range(task * SAMPLES_PER_TASK, min((task + 1) * SAMPLES_PER_TASK, samples)):
+            for f in range(count):
+                start, stop = bag_bounds(features, offsets, f, b)
+                of_bag = (b * width + room + features[f, OUT]) * rows.dim
+                for d in range(rows.dim):
+                    g[d] = load(grad, of_bag + d)
+                for i in range(start, stop):
+                    wide, at = _find(rows, features, f, ids[i])
+                    if wide:
+                        for d in range(rows.dim):
+                            row[d] = load(rows.wide, at * rows.dim + d)
+                    else:
+                        read_narrow(rows, at, row)
+                    dot = sum_of_products(row, 0, g, 0, blocks)
+                    out[i] = dot / np.float32(stop - start) if features[f, MEAN] else dot

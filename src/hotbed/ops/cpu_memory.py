@@ -33,19 +33,19 @@ _free: list[mmap.mmap] = []
 _lock = threading.Lock()
 
 
-def zeros(shape: Sequence[int]) -> Tensor:
-    """Zero-filled float32 CPU tensor, in huge pages where it is large and the system is Linux."""
-    nbytes = math.prod(shape) * 4
+def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zero-filled CPU tensor, in huge pages where it is large and the system is Linux."""
+    nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
-        return torch.zeros(*shape, dtype=torch.float32, device="cpu")
-    return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(*shape)
+        return torch.zeros(*shape, dtype=dtype, device="cpu")
+    return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(dtype).view(*shape)
 
 
-def empty(shape: Sequence[int]) -> Tensor:
-    """Uninitialised float32 CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
-    nbytes = math.prod(shape) * 4
+def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
+    nbytes = math.prod(shape) * dtype.itemsize
     if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
-        return torch.empty(*shape, dtype=torch.float32, device="cpu")
+        return torch.empty(*shape, dtype=dtype, device="cpu")
     with _lock:
         while _returned:
             _free.append(_returned.popleft())
@@ -60,7 +60,7 @@ def empty(shape: Sequence[int]) -> Tensor:
     array = _aligned(block, nbytes)
     # torch holds the array for as long as any tensor shares its storage.
     weakref.finalize(array, _returned.append, block).atexit = False
-    return torch.from_numpy(array).view(*shape)
+    return torch.from_numpy(array).view(dtype).view(*shape)
 
 
 def _map(nbytes: int) -> mmap.mmap:
@@ -70,7 +70,7 @@ def _map(nbytes: int) -> mmap.mmap:
     return block
 
 
-def _aligned(block: mmap.mmap, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def _aligned(block: mmap.mmap, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     whole = np.frombuffer(block, np.uint8)
     skip = -whole.ctypes.data % HUGE_PAGE_BYTES
-    return whole[skip : skip + nbytes].view(np.float32)
+    return whole[skip : skip + nbytes]

@@ -1,5 +1,10 @@
 # pyright: basic, reportCallIssue=false
-"""Occurrences and groups on the CPU."""
+"""Occurrences and groups on the CPU.
+
+Slots are sorted by a stable radix sort of 11 bits a pass: the number of passes follows from the largest slot, so a sort
+of 106k ids over 26M slots reads and writes them three times. (`torch.sort` compares 64-bit keys and took three times as
+long, see docs/log.md.)
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,12 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
+from hotbed.ops.cpu_instructions import peek, poke
 from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds
 from hotbed.ops.cpu_runtime import kernel, launch
-from hotbed.ops.layout import BASE, FIXED, MEAN, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
+from hotbed.ops.layout import BASE, FIXED, MEAN, OUT, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
+
+RADIX_BITS = 11
 
 
 def occurrences(bags: BagLayout) -> Occurrences:
@@ -29,6 +37,8 @@ def occurrences(bags: BagLayout) -> Occurrences:
         bags.offsets.numpy(),
         per_id,
         bags.batch_size,
+        bags.width,
+        bags.room,
         slots.numpy(),
         owners.numpy(),
         scale.numpy(),
@@ -37,7 +47,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
 
 
 @kernel(parallel=True)
-def _occurrences(ids, features, offsets, per_id, samples, slots, owners, scale):
+def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, owners, scale):
     count = features.shape[0]
     firsts = np.zeros(count + 1, np.int64)
     for f in range(count):
@@ -50,7 +60,7 @@ def _occurrences(ids, features, offsets, per_id, samples, slots, owners, scale):
             start, stop = bag_bounds(features, offsets, f, b)
             for i in range(start, stop):
                 slots[i + shift] = np.int64(ids[i]) + features[f, BASE]
-                owners[i + shift] = b * count + f
+                owners[i + shift] = b * width + room + features[f, OUT]
                 if scale.shape[0]:
                     factor = per_id[i] if per_id.shape[0] else np.float32(1)
                     scale[i + shift] = factor / np.float32(stop - start) if features[f, MEAN] else factor
@@ -60,13 +70,64 @@ def group(slots: Tensor) -> Groups:
     """Group equal slots by a stable sort and cut each group into runs; see the reference."""
     launches["cpu.group"] += 1
     total = len(slots)
-    ordered, order = torch.sort(slots, stable=True)
+    order = torch.empty(total, dtype=torch.int64, device="cpu")
     rows = torch.empty(total, dtype=torch.int64, device="cpu")
     run_starts = torch.empty(total + 1, dtype=torch.int64, device="cpu")
     group_runs = torch.empty(total + 1, dtype=torch.int64, device="cpu")
     counts = torch.empty(2, dtype=torch.int64, device="cpu")
-    _cut(ordered.numpy(), rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
+    slot_bits = int(slots.max()).bit_length() if total else 0
+    place_bits = total.bit_length()
+    if slot_bits + place_bits > 63:
+        raise OverflowError(f"{total:,} ids over {2**slot_bits:,} slots: their product must be below 2^63")
+    ordered = launch(_sort, slots.numpy(), order.numpy(), slot_bits, place_bits, torch.get_num_threads())
+    _cut(ordered, rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
     return Groups(order, rows, run_starts, group_runs, counts)
+
+
+@kernel(parallel=True)
+def _sort(slots, order, slot_bits, place_bits, chunks):
+    """Stable order of the slots into ``order``, by ``chunks`` threads; returns the slots in this order.
+
+    What is moved is ``slot · 2^place_bits + place``, so a pass moves one number per id.
+    """
+    total = slots.shape[0]
+    size = (total + chunks - 1) // chunks
+    passes = (slot_bits + RADIX_BITS - 1) // RADIX_BITS
+    buckets = 1 << RADIX_BITS
+    mask = buckets - 1
+    keys, spare = np.empty(total, np.int64), np.empty(total, np.int64)
+    for c in prange(chunks):
+        for p in range(c * size, min((c + 1) * size, total)):
+            poke(keys, p, (peek(slots, p) << place_bits) | p)
+    for i in range(passes):
+        shift = place_bits + i * RADIX_BITS
+        starts = np.zeros((chunks, buckets), np.int64)
+        for c in prange(chunks):
+            own = starts[c]
+            for p in range(c * size, min((c + 1) * size, total)):
+                bucket = (peek(keys, p) >> shift) & mask
+                poke(own, bucket, peek(own, bucket) + 1)
+        before = 0
+        for bucket in range(buckets):
+            for c in range(chunks):
+                count = starts[c, bucket]
+                starts[c, bucket] = before
+                before += count
+        for c in prange(chunks):
+            own = starts[c]
+            for p in range(c * size, min((c + 1) * size, total)):
+                key = peek(keys, p)
+                bucket = (key >> shift) & mask
+                to = peek(own, bucket)
+                poke(own, bucket, to + 1)
+                poke(spare, to, key)
+        keys, spare = spare, keys
+    for c in prange(chunks):
+        for p in range(c * size, min((c + 1) * size, total)):
+            key = peek(keys, p)
+            poke(order, p, key & ((1 << place_bits) - 1))
+            poke(spare, p, key >> place_bits)
+    return spare
 
 
 @kernel()

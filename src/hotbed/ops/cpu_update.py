@@ -16,38 +16,33 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_runtime import LINE, PREFETCH_BAGS, kernel, launch, prefetch, sum_of_squares
-from hotbed.ops.layout import BLOCK, Groups, Occurrences, RuleStep
-
-SGD, ROWWISE_ADAGRAD = range(2)
-_RULES = {"sgd": SGD, "rowwise_adagrad": ROWWISE_ADAGRAD}
+from hotbed.ops.cpu_instructions import load, prefetch_bytes
+from hotbed.ops.cpu_rows import place, prefetch_row, read_narrow, row_arrays, write_narrow
+from hotbed.ops.cpu_rules import RULES, apply_rule
+from hotbed.ops.cpu_runtime import PREFETCH_BAGS, flat, kernel, launch
+from hotbed.ops.layout import ACTIVE, BLOCK, FIRST_SLOT, Groups, Occurrences, Rows, RuleStep
 
 NO_SCALE = np.empty(0, np.float32)
-NO_MOMENT = np.empty((0, 1), np.float32)
+NO_MOMENT = np.empty(0, np.float32)
 RUNS_PER_TASK = 512
 
 
 def update(
-    step: RuleStep,
-    weight: Tensor,
-    state: Mapping[str, Tensor],
-    occurrences: Occurrences,
-    groups: Groups,
-    grad: Tensor,
+    step: RuleStep, rows: Rows, state: Mapping[str, Tensor], occurrences: Occurrences, groups: Groups, grad: Tensor
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once; see the reference."""
     launches["cpu.update"] += 1
     if not bool(step.gate):
         return
-    moment = NO_MOMENT
-    if step.rule.moments:
-        first = state[step.rule.moments[0].name]
-        moment = (first[:, None] if first.dim() == 1 else first).numpy()
+    moments = [state[moment.name] for moment in step.rule.moments]
+    flat_moments = [m.view(-1).numpy() for m in moments] + [NO_MOMENT] * (2 - len(moments))
+    strides = [1 if m.dim() == 1 else rows.dim for m in moments] + [0] * (2 - len(moments))
     launch(
         _update,
-        _RULES[step.rule.name],
-        weight.numpy(),
-        moment,
+        RULES[step.rule.name],
+        row_arrays(rows),
+        *flat_moments,
+        *strides,
         groups.order.numpy(),
         groups.rows.numpy(),
         groups.run_starts.numpy(),
@@ -55,64 +50,54 @@ def update(
         groups.counts.numpy(),
         occurrences.bags.numpy(),
         NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
-        grad.numpy(),
-        step.bases.numpy(),
+        flat(grad),
         step.hyper.numpy(),
+        step.seeds.numpy(),
         np.float32(step.inv_scale.item()),
     )
 
 
 @kernel(inline="always")
-def _add_run(acc, grad, order, bags, scale, start, stop):
+def _add_run(acc, dim, grad, order, bags, scale, start, stop):
     """Sum the occurrences ``start … stop − 1`` of the sorted order, left to right, into ``acc``."""
-    dim = grad.shape[1]
     for p in range(start, stop):
+        ahead = min(p + PREFETCH_BAGS, order.shape[0] - 1)  # in later groups, too: they lie one after the other
+        prefetch_bytes(grad, bags[order[ahead]] * dim, dim * grad.itemsize)
         at = order[p]
-        bag = bags[at]
-        if scale.shape[0]:
-            factor = scale[at]
-            if p == start:
-                for d in range(dim):
-                    acc[d] = grad[bag, d] * factor
-            else:
-                for d in range(dim):
-                    acc[d] += grad[bag, d] * factor
-        elif p == start:
+        bag = bags[at] * dim
+        factor = scale[at] if scale.shape[0] else np.float32(1)  # times 1 changes no bit
+        if p == start:
             for d in range(dim):
-                acc[d] = grad[bag, d]
+                acc[d] = load(grad, bag + d) * factor
         else:
             for d in range(dim):
-                acc[d] += grad[bag, d]
-
-
-@kernel(inline="always")
-def _prefetch_row(matrix, row):
-    dim = matrix.shape[1]
-    for d in range(0, dim, LINE):
-        prefetch(matrix, row * dim + d)
-
-
-@kernel()
-def _apply(rule, weight, moment, row, g, h):
-    """Apply a rule to one row; ``g`` is the summed gradient, zero-padded to whole blocks, ``h`` the hyperparameters."""
-    dim = weight.shape[1]
-    if rule == SGD:
-        step = h[1]
-    else:
-        v = moment[row, 0] + sum_of_squares(g, g.shape[0] // BLOCK) / np.float32(dim)
-        moment[row, 0] = v
-        step = h[1] / (np.sqrt(v) + h[2])
-    for d in range(dim):
-        weight[row, d] -= step * g[d]
+                acc[d] += load(grad, bag + d) * factor
 
 
 @kernel(parallel=True)
 def _update(
-    rule, weight, moment, order, rows, run_starts, group_runs, counts, bags, scale, grad, bases, hyper, inv_scale
+    rule,
+    rows,
+    m0,
+    m1,
+    m0_stride,
+    m1_stride,
+    order,
+    slots,
+    run_starts,
+    group_runs,
+    counts,
+    bags,
+    scale,
+    grad,
+    hyper,
+    seeds,
+    inv_scale,
 ):
     groups, runs = counts[0], counts[1]
-    dim = weight.shape[1]
+    dim = rows.dim
     padded = (dim + BLOCK - 1) // BLOCK * BLOCK
+    first_slots = rows.tables[:, FIRST_SLOT].copy()
 
     # Pass 1: runs of long groups.
     long_runs = np.empty(2 * (runs - groups), np.int64)  # k ≥ 2 runs of a group are at most 2 · (k − 1)
@@ -124,36 +109,55 @@ def _update(
             for r in range(group_runs[g], group_runs[g + 1]):
                 long_runs[count] = r
                 count += 1
-    scratch = np.empty((count, dim), np.float32)
+    partials = np.empty((count, dim), np.float32)
     for i in prange(count):
         r = long_runs[i]
-        _add_run(scratch[i], grad, order, bags, scale, run_starts[r], run_starts[r + 1])
+        _add_run(partials[i], dim, grad, order, bags, scale, run_starts[r], run_starts[r + 1])
 
     # Pass 2: every group.
     tasks = (runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK
     for task in prange(tasks):
         acc = np.zeros(padded, np.float32)
+        scratch = np.zeros(padded, np.float32)
+        row_values = np.zeros(padded, np.float32)
         begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
         end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
         for g in range(begin, end):
             ahead = g + PREFETCH_BAGS
             if ahead < end:
-                _prefetch_row(weight, rows[ahead])
-                _prefetch_row(grad, bags[order[run_starts[group_runs[ahead]]]])
-            row = rows[g]
-            h = hyper[np.searchsorted(bases, row, side="right") - 1]
-            if h[0] == 0:
+                slot = slots[ahead]
+                table = np.searchsorted(first_slots, slot, side="right") - 1
+                wide, at = place(rows, table, slot - first_slots[table])
+                prefetch_row(rows, wide, at)
+                if m0_stride:
+                    prefetch_bytes(m0, slot * m0_stride, m0_stride * 4)
+                if m1_stride:
+                    prefetch_bytes(m1, slot * m1_stride, m1_stride * 4)
+            slot = slots[g]
+            table = np.searchsorted(first_slots, slot, side="right") - 1
+            if hyper[table, ACTIVE] == 0:
                 continue
             first, last = group_runs[g], group_runs[g + 1]
             if last - first == 1:
-                _add_run(acc, grad, order, bags, scale, run_starts[first], run_starts[last])
+                _add_run(acc, dim, grad, order, bags, scale, run_starts[first], run_starts[last])
             else:
-                at = scratch_of[g]
+                from_run = scratch_of[g]
                 for d in range(dim):
-                    acc[d] = scratch[at, d]
-                for i in range(at + 1, at + last - first):
+                    acc[d] = partials[from_run, d]
+                for i in range(from_run + 1, from_run + last - first):
                     for d in range(dim):
-                        acc[d] += scratch[i, d]
+                        acc[d] += partials[i, d]
             for d in range(dim):
                 acc[d] *= inv_scale
-            _apply(rule, weight, moment, row, acc, h)
+            row = slot - first_slots[table]
+            wide, at = place(rows, table, row)
+            own_m0 = m0[slot * m0_stride : (slot + 1) * m0_stride]
+            own_m1 = m1[slot * m1_stride : (slot + 1) * m1_stride]
+            if wide:
+                w = rows.wide[at * dim : (at + 1) * dim]
+                apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
+            else:
+                w = row_values[:dim]
+                read_narrow(rows, at, w)
+                apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
+                write_narrow(rows, at, w, np.uint32(seeds[table]), row)

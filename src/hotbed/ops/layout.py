@@ -1,4 +1,4 @@
-"""What the kernels take and give: bags of an arena, occurrences of slots, groups of equal slots."""
+"""What the kernels take and give: rows and bags of an arena, occurrences of slots, groups of equal slots."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hotbed.bags import version
 from hotbed.optim import Rule
 
 RUN = 32
@@ -16,8 +17,49 @@ RUN = 32
 BLOCK = 16
 """Columns per block of a reduction over columns: block partials first, then the partials in column order."""
 
-START, FIXED, RAGGED_ROW, BASE, MEAN = range(5)
+SCALE_BLOCK = 128
+"""Columns of an int8 row that share a scale."""
+
+START, FIXED, RAGGED_ROW, BASE, MEAN, OUT, TABLE = range(7)
 """Columns of `BagLayout.features`."""
+
+FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW = range(4)
+"""Columns of `Rows.tables`."""
+
+ACTIVE, LR, MAX_GRAD_NORM, MAX_NORM, L2, DECAY, OWN = range(7)
+"""Columns of `RuleStep.hyper`: whether the table is updated, those of `hotbed.optim.COMMON`, the rule's own."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an arena.
+
+    Slots of a table are numbered in row order. Its first rows may be float32 ("wide") while the others have the
+    arena's dtype; a table of a float32 arena has wide rows only.
+
+    Attributes
+    ----------
+    wide
+        ``[W, D]`` float32.
+    narrow
+        ``[S − W, D]`` bfloat16, float16, int8 or float8_e4m3fn; ``[0, D]`` float32 where all rows are wide.
+    exponents
+        ``[S − W, ⌈D / 128⌉]`` int8 where ``narrow`` is int8, else ``[0, 0]``: a block of 128 columns has the values
+        ``narrow · 2^exponent``; −128 in ``narrow`` is NaN.
+    tables
+        ``[T, 4]`` int64, one row per table, slots ascending: first slot; number of wide rows; its first row in
+        ``wide``; in ``narrow``.
+    """
+
+    wide: Tensor
+    narrow: Tensor
+    exponents: Tensor
+    tables: Tensor
+
+    @property
+    def dim(self) -> int:
+        """Columns ``D``."""
+        return self.wide.shape[1]
 
 
 @dataclass(frozen=True)
@@ -29,8 +71,9 @@ class BagLayout:
     ids
         All ids of the batch, int32 or int64; features of other arenas may lie between.
     features
-        ``[F, 5]`` int64, one row per feature: position of its first id; ids per sample, or −1 where it is ragged; its
-        row of ``offsets``; slot of its table's row 0; 1 for mean pooling.
+        ``[F, 7]`` int64, one row per feature: position of its first id; ids per sample, or −1 where it is ragged; its
+        row of ``offsets``; slot of its table's row 0; 1 for mean pooling; position of its vector among those of a
+        sample; its table, as in `Rows.tables`.
     offsets
         ``[ragged features, B + 1]`` int64, relative to the feature's first id.
     weights
@@ -41,6 +84,10 @@ class BagLayout:
         Ids ``N`` of these features.
     has_mean
         Whether any feature uses mean pooling.
+    width
+        Vectors per sample of the tensor that the bags are pooled into (or whose gradient is read), ``[B, width, D]``.
+    room
+        How many of them come before the one of position 0.
     """
 
     ids: Tensor
@@ -50,6 +97,12 @@ class BagLayout:
     batch_size: int
     total: int
     has_mean: bool
+    width: int
+    room: int = 0
+
+    def versions(self) -> tuple[int, int]:
+        """Counts of in-place changes of ids and weights."""
+        return version(self.ids), 0 if self.weights is None else version(self.weights)
 
 
 @dataclass(frozen=True)
@@ -61,7 +114,7 @@ class Occurrences:
     slots
         ``[N]`` int64, in feature, then sample, then bag order.
     bags
-        ``[N]`` int64, ``sample · F + feature``: the row of the gradient ``[B · F, D]``.
+        ``[N]`` int64, ``sample · width + room + position``: the row of the gradient ``[…, D]``.
     scale
         ``[N]`` float32 factor of the gradient (weight, mean divisor), or None where it is 1 everywhere.
     """
@@ -96,11 +149,13 @@ class RuleStep:
     ----------
     rule
         Which optimizer.
-    bases
-        ``[T]`` int64: first slot of each table of the arena, ascending.
     hyper
-        ``[T, 1 + H]`` float32, one row per table: 1 where the table is to be updated (else 0), then the rule's
-        hyperparameters in the order of ``rule.hyper``.
+        ``[T, 6 + H + C]`` float32, one row per table: 1 where the table is to be updated (else 0); `COMMON`
+        hyperparameters; those of ``rule.hyper``; ``1 − β^step`` for those of ``rule.corrected``.
+    seeds
+        ``[T]`` int64, 32 bits each: seeds of this step's stochastic rounding.
+    uses
+        Which of `COMMON` (besides ``lr``) any table has switched on; kernels may leave out the others.
     inv_scale
         0-d float32 factor of all gradients (1 / loss scale).
     gate
@@ -108,8 +163,9 @@ class RuleStep:
     """
 
     rule: Rule
-    bases: Tensor
     hyper: Tensor
+    seeds: Tensor
+    uses: frozenset[str]
     inv_scale: Tensor
     gate: Tensor
 

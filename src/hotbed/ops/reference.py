@@ -8,7 +8,25 @@ import torch
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences, RuleStep
+from hotbed.ops.layout import (
+    ACTIVE,
+    BASE,
+    FIRST_SLOT,
+    FIXED,
+    MEAN,
+    OUT,
+    RAGGED_ROW,
+    RUN,
+    START,
+    BagLayout,
+    Groups,
+    Occurrences,
+    Rows,
+    RuleStep,
+)
+from hotbed.ops.random import random_bits
+from hotbed.ops.reference_rules import apply_rule, block_sum
+from hotbed.ops.rows import read_rows, table_of, write_rows
 
 NAME = "reference"
 
@@ -19,8 +37,7 @@ def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: 
     """Fill ``out`` with the initial values of a rectangle of a table.
 
     Cell (r, c) is ``float(k − 2²³) · float32(bound / 2²³)`` where k is the upper 24 bits of a 32-bit hash of
-    (seed, r, c): two rounds of MurmurHash3's finalizer over the halves of r, a third over the column added as a
-    multiple of the golden ratio. One float32 multiply, so every backend gets the same bits.
+    (seed, r, c), see `hotbed.ops.random`. One float32 multiply, so every backend gets the same bits.
 
     Parameters
     ----------
@@ -36,54 +53,70 @@ def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: 
     launches["reference.initial_values"] += 1
     row = torch.arange(rows.start, rows.stop, rows.step, dtype=torch.int64, device=out.device)
     col = torch.arange(cols.start, cols.stop, cols.step, dtype=torch.int64, device=out.device)
-    key = _mix32(_mix32((row & 0xFFFFFFFF) ^ seed) ^ (row >> 32) ^ 0x9E3779B9)
-    k = _mix32((key[:, None] + col * 0x9E3779B9) & 0xFFFFFFFF) >> 8
+    k = random_bits(torch.tensor(seed, device=out.device), row, col) >> 8
     out.copy_((k - (1 << 23)).float() * torch.tensor(bound / (1 << 23), dtype=torch.float32, device=out.device))
-
-
-def _mix32(x: Tensor) -> Tensor:
-    """MurmurHash3's 32-bit finalizer on int64 tensors (torch lacks unsigned arithmetic)."""
-    x = x & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 # -- lookup --------------------------------------------------------------------------------------------------------
 
 
-def lookup(weight: Tensor, bags: BagLayout) -> Tensor:
+def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
     """Pool the rows of each bag.
 
-    A bag's vector is the sum of its rows (times their weights) in bag order, starting from the first; mean pooling
-    then divides by the number of ids. An empty bag gives zeros.
+    A bag's vector is the sum of its rows as float32 (times their weights) in bag order, starting from the first; mean
+    pooling then divides by the number of ids. An empty bag gives zeros. The vector is rounded to the nearest of
+    ``out``'s dtype.
 
     Parameters
     ----------
-    weight
-        Arena ``[S, D]``.
+    rows
+        The arena.
     bags
         Bags of ``F`` features × ``B`` samples.
-
-    Returns
-    -------
-    Tensor
-        ``[B, F, D]``.
+    out
+        ``[B, width, D]`` float32, bfloat16 or float16; the vector of a feature goes to ``room + position``, other
+        places stay as they are.
     """
     launches["reference.lookup"] += 1
-    out = weight.new_zeros(bags.batch_size, len(bags.features), weight.shape[1])
-    for f, feature in enumerate(bags.features.tolist()):
+    for feature in bags.features.tolist():
         first, lengths = _bounds(bags, feature)
+        pooled = torch.zeros(bags.batch_size, rows.dim, dtype=torch.float32, device=out.device)
         for j in range(int(lengths.max()) if len(lengths) else 0):
             live = lengths > j
             at = first[live] + j
-            rows = weight[bags.ids[at].long() + feature[BASE]]
+            each = read_rows(rows, bags.ids[at].long() + feature[BASE])
             if bags.weights is not None:
-                rows = rows * bags.weights[at, None]
-            out[live, f] = rows if j == 0 else out[live, f] + rows
+                each = each * bags.weights[at, None]
+            pooled[live] = each if j == 0 else pooled[live] + each
         if feature[MEAN]:
-            out[:, f] /= lengths.clamp(min=1)[:, None]
-    return out
+            pooled /= lengths.clamp(min=1)[:, None]
+        out[:, bags.room + feature[OUT]] = pooled.to(out.dtype)
+
+
+def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+    """Gradient of the per-id weights: for each id, its row times the gradient of its bag's vector.
+
+    Columns are added as `block_sum` does; for mean pooling the sum is divided by the number of ids.
+
+    Parameters
+    ----------
+    rows
+        The arena.
+    bags
+        As in the lookup, but ``width`` and ``room`` describe ``grad``.
+    grad
+        Gradient ``[…, D]`` of the pooled vectors, row ``sample · width + room + position``.
+    out
+        Float32, parallel to ``bags.ids``; ids of other arenas stay as they are.
+    """
+    launches["reference.weight_gradient"] += 1
+    for feature in bags.features.tolist():
+        _, lengths = _bounds(bags, feature)
+        sample = torch.repeat_interleave(torch.arange(bags.batch_size, device=out.device), lengths)
+        at = slice(feature[START], feature[START] + len(sample))
+        each = read_rows(rows, bags.ids[at].long() + feature[BASE])
+        dots = block_sum(each * grad[sample * bags.width + bags.room + feature[OUT]].float())
+        out[at] = dots / lengths[sample] if feature[MEAN] else dots
 
 
 def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:
@@ -104,13 +137,12 @@ def occurrences(bags: BagLayout) -> Occurrences:
     slots: list[Tensor] = []
     owners: list[Tensor] = []
     scales: list[Tensor] = []
-    for f, feature in enumerate(bags.features.tolist()):
+    for feature in bags.features.tolist():
         first, lengths = _bounds(bags, feature)
         sample = torch.repeat_interleave(torch.arange(bags.batch_size, device=first.device), lengths)
-        start = int(first[0]) if len(first) else 0
-        at = slice(start, start + len(sample))
+        at = slice(feature[START], feature[START] + len(sample))
         slots.append(bags.ids[at].long() + feature[BASE])
-        owners.append(sample * len(bags.features) + f)
+        owners.append(sample * bags.width + bags.room + feature[OUT])
         scale = (
             torch.ones(len(sample), dtype=torch.float32, device=first.device)
             if bags.weights is None
@@ -150,41 +182,42 @@ def group(slots: Tensor) -> Groups:
 
 
 def update(
-    step: RuleStep,
-    weight: Tensor,
-    state: Mapping[str, Tensor],
-    occurrences: Occurrences,
-    groups: Groups,
-    grad: Tensor,
+    step: RuleStep, rows: Rows, state: Mapping[str, Tensor], occurrences: Occurrences, groups: Groups, grad: Tensor
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once.
 
-    The gradient of a row is the canonical sum: its occurrences (times their factors) left to right in runs of `RUN`,
-    then the runs left to right, then times ``step.inv_scale``.
+    The gradient of a row is the canonical sum: its occurrences as float32 (times their factors) left to right in runs
+    of `RUN`, then the runs left to right, then times ``step.inv_scale``. The rule is `apply_rule`. A narrow row is then
+    rounded stochastically (`round_stochastic`) with the bits of `random_bits` keyed by (``step.seeds``, row, column).
 
     Parameters
     ----------
     step
-        The rule (its formulas are those of ``_RULES`` below), hyperparameters, gradient factor and gate.
-    weight
-        Arena ``[S, D]``, updated in place.
+        The rule, hyperparameters, gradient factor and gate.
+    rows
+        The arena, updated in place.
     state
         The rule's moments by name, ``[S]`` or ``[S, D]``, updated in place.
     occurrences, groups
         From `occurrences` and `group` of the same ids.
     grad
-        Gradient of the pooled vectors ``[B · F, D]``.
+        Gradient of the pooled vectors ``[…, D]``, float32, bfloat16 or float16.
     """
     launches["reference.update"] += 1
     count = int(groups.counts[0])
     if count == 0 or not bool(step.gate):
         return
-    rows = groups.rows[:count]
-    total = _canonical_sum(occurrences, groups, grad) * step.inv_scale
-    values = step.hyper[torch.searchsorted(step.bases, rows, right=True) - 1]
-    active = values[:, 0] != 0
-    rows, total, values = rows[active], total[active], values[active]
-    _RULES[step.rule.name](weight, state, rows, total, *(values[:, 1 + i] for i in range(len(step.rule.hyper))))
+    slots = groups.rows[:count]
+    total = _canonical_sum(occurrences, groups, grad.float()) * step.inv_scale
+    table = table_of(rows, slots)
+    active = step.hyper[table, ACTIVE] != 0
+    slots, total, table = slots[active], total[active], table[active]
+    moments = {m.name: state[m.name][slots] for m in step.rule.moments}
+    new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table])
+    for name, moment in moments.items():
+        state[name][slots] = moment
+    row = slots - rows.tables[table, FIRST_SLOT]
+    write_rows(rows, slots, new, random_bits(step.seeds[table], row, torch.arange(rows.dim, device=slots.device)))
 
 
 def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Tensor:
@@ -207,71 +240,41 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
     return left_to_right(per_run, group_runs[:-1], group_runs.diff())
 
 
-def block_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim ``D``: halving trees inside blocks of `BLOCK` columns, then the blocks in column order."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = x[..., :half] + x[..., half:]
-    total = x[..., 0, 0]
-    for b in range(1, x.shape[-2]):
-        total = total + x[..., b, 0]
-    return total
-
-
-def _sgd(weight: Tensor, state: Mapping[str, Tensor], rows: Tensor, g: Tensor, lr: Tensor) -> None:
-    weight[rows] -= lr[:, None] * g
-
-
-def _rowwise_adagrad(
-    weight: Tensor, state: Mapping[str, Tensor], rows: Tensor, g: Tensor, lr: Tensor, eps: Tensor
-) -> None:
-    v = state["sum_of_squares"][rows] + block_sum(g * g) / g.shape[1]
-    state["sum_of_squares"][rows] = v
-    weight[rows] -= (lr / (v.sqrt() + eps))[:, None] * g
-
-
-_RULES = {"sgd": _sgd, "rowwise_adagrad": _rowwise_adagrad}
-
-
 # -- interaction ---------------------------------------------------------------------------------------------------
 
 
-def interaction(dense: Tensor, embeddings: Tensor, width: int) -> Tensor:
+def interaction(vectors: Tensor, width: int) -> Tensor:
     """Dot interaction of DLRM (Naumov et al. 2019).
 
-    The n = F + 1 vectors of a sample (``dense`` first) are multiplied pairwise; the strict lower triangle of the Gram
-    matrix, row by row, follows ``dense``; zeros fill up to ``width``.
+    The n vectors of a sample (the dense one first) are multiplied pairwise; the strict lower triangle of the Gram
+    matrix, row by row, follows the first vector; zeros fill up to ``width``.
 
     Parameters
     ----------
-    dense
-        ``[B, D]``.
-    embeddings
-        ``[B, F, D]``.
+    vectors
+        ``[B, n, D]``.
     width
         Columns of the result, at least ``D + n (n − 1) / 2``.
 
     Returns
     -------
     Tensor
-        ``[B, width]``.
+        ``[B, width]`` in the dtype of the vectors.
     """
     launches["reference.interaction"] += 1
-    vectors = torch.cat([dense[:, None], embeddings], dim=1)
     gram = vectors @ vectors.transpose(1, 2)
-    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=dense.device)
-    out = torch.cat([dense, gram[:, i, j]], dim=1)
+    i, j = torch.tril_indices(vectors.shape[1], vectors.shape[1], -1, device=vectors.device)
+    out = torch.cat([vectors[:, 0], gram[:, i, j]], dim=1)
     return torch.nn.functional.pad(out, (0, width - out.shape[1]))
 
 
-def interaction_backward(grad: Tensor, dense: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients ``[B, D]``, ``[B, F, D]`` of `interaction` from ``grad [B, width]``."""
+def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
+    """Gradient ``[B, n, D]`` of `interaction` from ``grad [B, width]``."""
     launches["reference.interaction_backward"] += 1
-    vectors = torch.cat([dense[:, None], embeddings], dim=1)
     n, dim = vectors.shape[1:]
-    i, j = torch.tril_indices(n, n, -1, device=dense.device)
+    i, j = torch.tril_indices(n, n, -1, device=vectors.device)
     gram = grad.new_zeros(len(grad), n, n)
     gram[:, i, j] = grad[:, dim : dim + len(i)]
     out = (gram + gram.transpose(1, 2)) @ vectors
-    return out[:, 0] + grad[:, :dim], out[:, 1:]
+    out[:, 0] += grad[:, :dim]
+    return out

@@ -2,7 +2,7 @@
 
 from hotbed.ops.triton_initial import initial_values_
 from hotbed.ops.triton_interaction import interaction, interaction_backward
-from hotbed.ops.triton_lookup import lookup
+from hotbed.ops.triton_lookup import lookup, weight_gradient
 from hotbed.ops.triton_segment import group, occurrences
 from hotbed.ops.triton_update import update
 
@@ -17,4 +17,5 @@ __all__ = [
     "lookup",
     "occurrences",
     "update",
+    "weight_gradient",
 ]

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
-
-
-@triton.jit
-def _mix32(x):
-    """MurmurHash3's 32-bit finalizer; ``x`` is uint32, so products wrap and shifts are logical."""
-    x = (x ^ (x >> 16)) * 0x85EBCA6B
-    x = (x ^ (x >> 13)) * 0xC2B2AE35
-    return x ^ (x >> 16)
+from hotbed.ops.triton_random import random_bits
 
 
 @triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])
@@ -40,10 +33,8 @@ def _initial_kernel(
     at_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     at_col = tl.arange(0, BLOCK_COLS)
     row = row_start.to(tl.int64) + at_row * row_step
-    col = (col_start.to(tl.int64) + at_col.to(tl.int64) * col_step).to(tl.uint32)
-    key = _mix32((row & 0xFFFFFFFF).to(tl.uint32) ^ seed.to(tl.uint32))
-    key = _mix32(key ^ (row >> 32).to(tl.uint32) ^ 0x9E3779B9)
-    k = _mix32(key[:, None] + (col * 0x9E3779B9)[None, :]) >> 8
+    col = col_start.to(tl.int64) + at_col.to(tl.int64) * col_step
+    k = random_bits(seed, row, col) >> 8
     value = (k.to(tl.int32) - (1 << 23)).to(tl.float32) * scale
     mask = (at_row < rows)[:, None] & (at_col < COLS)[None, :]
     tl.store(out + at_row[:, None] * row_stride + at_col[None, :] * col_stride, value, mask=mask)

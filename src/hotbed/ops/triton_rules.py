@@ -6,21 +6,35 @@ A rule is a pure function of a tile of ``R`` rows::
     w, m0, m1 = rule(w, m0, m1, g, hyper, D, BLOCK_D)
 
 ``w`` and ``g`` are ``[R, BLOCK_D]``, zero beyond column ``D``; ``m0``, ``m1`` are the rule's moments, ``[R]`` per row
-or ``[R, BLOCK_D]`` per element (what a rule does not have is passed through); ``hyper`` ``[R]`` points at each row's
-line of hyperparameters, entry 0 being the table's "active" flag. Loading, storing and masking is the caller's. To add
-an optimizer, write its function and list it in `RULES`.
+or ``[R, BLOCK_D]`` per element (what a rule does not have is passed through); `value` reads each row's hyperparameters,
+of which the rule's own begin at ``OWN``, with the bias corrections behind them. Loading, storing and masking is the
+caller's. To add an optimizer, write its function and list it in `RULES`.
+
+Divisions and roots are correctly rounded (`_div`, ``sqrt_rn``), and each line adds in the order of
+`hotbed.ops.reference_rules`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from hotbed.ops import layout
+from hotbed.ops.triton_layout import BLOCK, LR, OWN
 
-_BLOCK = tl.constexpr(layout.BLOCK)
+
+class Hyper(NamedTuple):
+    """Hyperparameters of the rows of a tile, ``[R, 1]`` each."""
+
+    line: Any  # points at each row's line of `RuleStep.hyper`
+    live: Any  # whether the row is to be updated
+
+
+@triton.jit
+def value(hyper, column):
+    """One hyperparameter of each row ``[R, 1]``; 1 where it is not live, so that nobody divides by a 0 there."""
+    return tl.load(hyper.line + column, mask=hyper.live, other=1.0)
 
 
 @triton.jit
@@ -31,7 +45,7 @@ def block_sum(x, BLOCK_D: tl.constexpr):
     here and not left to the compiler.
     """
     R: tl.constexpr = x.shape[0]
-    BLOCKS: tl.constexpr = BLOCK_D // _BLOCK
+    BLOCKS: tl.constexpr = BLOCK_D // BLOCK
     x = tl.reshape(x, [R, BLOCKS, 2, 8])
     x = tl.reshape(tl.sum(x, axis=2), [R, BLOCKS, 2, 4])
     x = tl.reshape(tl.sum(x, axis=2), [R, BLOCKS, 2, 2])
@@ -45,21 +59,129 @@ def block_sum(x, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def norm(x, BLOCK_D: tl.constexpr):
+    """``‖x‖`` of each row ``[R, 1]``."""
+    return tl.sqrt_rn(block_sum(x * x, BLOCK_D))[:, None]
+
+
+@triton.jit
+def _div(x, y):
+    """``x / y``, correctly rounded, after broadcasting."""
+    x, y = tl.broadcast(x, y)
+    return tl.div_rn(x, y)
+
+
+@triton.jit
+def _ratio(x, y, where):
+    """``x / y`` there, 1 elsewhere."""
+    return _div(tl.where(where, x, 1.0), tl.where(where, y, 1.0))
+
+
+@triton.jit
+def limited(x, limit, BLOCK_D: tl.constexpr):
+    """Rows scaled down to norms of at most ``limit [R, 1]``; the others as they are."""
+    length = norm(x, BLOCK_D)
+    return x * _ratio(limit, length, length > limit)
+
+
+@triton.jit
+def _mean_square(g, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    square = block_sum(g * g, BLOCK_D)
+    return tl.div_rn(square, tl.full(square.shape, D, tl.float32))
+
+
+@triton.jit
 def _sgd(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """``w ← w − lr · g``."""
-    lr = tl.load(hyper + 1)
-    return w - lr[:, None] * g, m0, m1
+    lr = value(hyper, LR)
+    return w - lr * g, m0, m1
+
+
+@triton.jit
+def _momentum(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``m ← μ · m + g``, ``w ← w − lr · m``."""
+    lr = value(hyper, LR)
+    m = value(hyper, OWN) * m0 + g
+    return w - lr * m, m, m1
+
+
+@triton.jit
+def _adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``v ← v + g²``, ``w ← w − lr · g / (√v + ε)``."""
+    lr = value(hyper, LR)
+    v = m0 + g * g
+    return w - _div(lr * g, tl.sqrt_rn(v) + value(hyper, OWN)), v, m1
 
 
 @triton.jit
 def _rowwise_adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``v ← v + mean_d(g_d²)``, ``w ← w − lr · g / (√v + ε)``."""
-    lr = tl.load(hyper + 1)
-    eps = tl.load(hyper + 2)
-    square = block_sum(g * g, BLOCK_D)
-    v = m0 + tl.div_rn(square, tl.full(square.shape, D, tl.float32))
-    step = tl.div_rn(lr, tl.sqrt_rn(v) + eps)
-    return w - step[:, None] * g, v, m1
+    """``v ← v + mean_d(g_d²)``, ``w ← w − lr / (√v + ε) · g``."""
+    lr = value(hyper, LR)
+    v = m0 + _mean_square(g, D, BLOCK_D)
+    return w - _div(lr, tl.sqrt_rn(v)[:, None] + value(hyper, OWN)) * g, v, m1
 
 
-RULES: dict[str, Any] = {"sgd": _sgd, "rowwise_adagrad": _rowwise_adagrad}
+@triton.jit
+def _direction(m, v, hyper, CORRECTIONS: tl.constexpr):
+    """``m̂ / (√v̂ + ε)`` with the bias of m ``[R, BLOCK_D]`` and v ``[R, BLOCK_D]`` or ``[R, 1]`` corrected."""
+    first = _div(m, value(hyper, CORRECTIONS))
+    return _div(first, tl.sqrt_rn(_div(v, value(hyper, CORRECTIONS + 1))) + value(hyper, OWN + 2))
+
+
+@triton.jit
+def _decayed(m, beta, x):
+    """``β · m + (1 − β) · x``."""
+    return beta * m + (1 - beta) * x
+
+
+@triton.jit
+def _adam(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``m ← β₁m + (1 − β₁)g``, ``v ← β₂v + (1 − β₂)g²``, ``w ← w − lr · m̂ / (√v̂ + ε)``."""
+    lr = value(hyper, LR)
+    m = _decayed(m0, value(hyper, OWN), g)
+    v = _decayed(m1, value(hyper, OWN + 1), g * g)
+    return w - lr * _direction(m, v, hyper, OWN + 3), m, v
+
+
+@triton.jit
+def _partial_rowwise_adam(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """As `_adam` with ``v ← β₂v + (1 − β₂) mean_d(g_d²)``."""
+    lr = value(hyper, LR)
+    m = _decayed(m0, value(hyper, OWN), g)
+    v = _decayed(m1[:, None], value(hyper, OWN + 1), _mean_square(g, D, BLOCK_D)[:, None])
+    return w - lr * _direction(m, v, hyper, OWN + 3), m, tl.reshape(v, m1.shape)
+
+
+@triton.jit
+def _lamb(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``r = m̂ / (√v̂ + ε) + λ · w``, ``w ← w − lr · (‖w‖ / ‖r‖) · r``."""
+    lr = value(hyper, LR)
+    m = _decayed(m0, value(hyper, OWN), g)
+    v = _decayed(m1, value(hyper, OWN + 1), g * g)
+    r = _direction(m, v, hyper, OWN + 4) + value(hyper, OWN + 3) * w
+    w_norm, r_norm = norm(w, BLOCK_D), norm(r, BLOCK_D)
+    trust = _ratio(w_norm, r_norm, (w_norm > 0) & (r_norm > 0))
+    return w - lr * trust * r, m, v
+
+
+@triton.jit
+def _ftrl(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``z ← z + (g − (√(n + g²) − √n) / lr · w)``; ``w`` follows from z and n."""
+    lr = value(hyper, LR)
+    beta, l1, l2 = value(hyper, OWN), value(hyper, OWN + 1), value(hyper, OWN + 2)
+    n = m1 + g * g
+    z = m0 + (g - _div(tl.sqrt_rn(n) - tl.sqrt_rn(m1), lr) * w)
+    shrunk = tl.where(z < 0, -l1, l1) - z
+    return tl.where(tl.abs(z) > l1, _div(shrunk, _div(beta + tl.sqrt_rn(n), lr) + l2), 0.0), z, n
+
+
+RULES: dict[str, Any] = {
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "adam": _adam,
+    "partial_rowwise_adam": _partial_rowwise_adam,
+    "lamb": _lamb,
+    "ftrl": _ftrl,
+}

@@ -16,29 +16,31 @@ from torch import Tensor
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import RUN, BagLayout, Groups, Occurrences
 from hotbed.ops.triton_launch import STRICT, ceil_div, power_of_two
+from hotbed.ops.triton_layout import BASE, FEATURE, FIXED, MEAN, OUT, RAGGED_ROW, START
 
 _BLOCK = 1024
 """Positions per program: eight per thread of four warps."""
 
 
-@triton.jit(do_not_specialize=["batch_size", "steps"])
+@triton.jit(do_not_specialize=["batch_size", "width", "room", "steps"])
 def _occurrences_kernel(
     slots,  # [N]
     owners,  # [N]
     scale,  # [N]; written where WEIGHTED or HAS_MEAN
     ids,
-    features,  # [F, 5], see BagLayout
+    features,  # [F, 7], see BagLayout
     offsets,  # [ragged features, B + 1]
     weights,  # parallel to ids; read where WEIGHTED
     batch_size,
+    width,
+    room,
     steps,  # halvings that shrink B + 1 candidates to one
-    F: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     HAS_MEAN: tl.constexpr,
 ):
-    """``slots[i] = ids[i] + base``, ``owners[i] = b · F + f``, ``scale[i] = weights[i] / count``: id i of bag (b, f).
+    """Slot ``ids[i] + base``, owner ``b · width + position``, scale ``weights[i] / count`` of every id i of bag (b, f).
 
     The programs of one feature take its ids in turn, so a feature with long bags keeps as many programs busy as one
     with single ids; which bag an id belongs to is a division where the feature is fixed, a binary search where it is
@@ -47,17 +49,18 @@ def _occurrences_kernel(
     f = tl.program_id(1)
     others = tl.arange(0, BLOCK_F)
     before = others < f
-    fixed_before = tl.load(features + others * 5 + 1, mask=before, other=0)
-    row_before = tl.load(features + others * 5 + 2, mask=before, other=0)
+    fixed_before = tl.load(features + others * FEATURE + FIXED, mask=before, other=0)
+    row_before = tl.load(features + others * FEATURE + RAGGED_ROW, mask=before, other=0)
     ragged_before = before & (fixed_before < 0)
     total_before = tl.load(offsets + row_before * (batch_size + 1) + batch_size, mask=ragged_before, other=0)
     out_start = tl.sum(tl.where(ragged_before, total_before, fixed_before * batch_size), axis=0)
 
-    feature = features + f * 5
-    start = tl.load(feature)
-    fixed = tl.load(feature + 1)
-    row = offsets + tl.load(feature + 2) * (batch_size + 1)
-    base = tl.load(feature + 3)
+    feature = features + f * FEATURE
+    start = tl.load(feature + START)
+    fixed = tl.load(feature + FIXED)
+    row = offsets + tl.load(feature + RAGGED_ROW) * (batch_size + 1)
+    base = tl.load(feature + BASE)
+    position = room + tl.load(feature + OUT)
     total = fixed * batch_size
     halvings = 0
     if fixed < 0:
@@ -81,13 +84,15 @@ def _occurrences_kernel(
         length = tl.where(ragged, end - begin, fixed)
         to = out_start + i
         tl.store(slots + to, tl.load(ids + start + i, mask=live, other=0).to(tl.int64) + base, mask=live)
-        tl.store(owners + to, sample * F + f, mask=live)
+        tl.store(owners + to, sample * width + position, mask=live)
         if WEIGHTED or HAS_MEAN:
             factor = tl.full([BLOCK], 1.0, tl.float32)
             if WEIGHTED:
                 factor = tl.load(weights + start + i, mask=live, other=0.0)
             if HAS_MEAN:
-                factor = tl.div_rn(factor, tl.where(tl.load(feature + 4) != 0, tl.maximum(length, 1), 1).to(tl.float32))
+                factor = tl.div_rn(
+                    factor, tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1), 1).to(tl.float32)
+                )
             tl.store(scale + to, factor, mask=live)
 
 
@@ -110,8 +115,9 @@ def occurrences(bags: BagLayout) -> Occurrences:
                 bags.offsets,
                 bags.ids if bags.weights is None else bags.weights,
                 bags.batch_size,
+                bags.width,
+                bags.room,
                 (bags.batch_size + 1).bit_length(),
-                F=features,
                 BLOCK_F=power_of_two(features),
                 BLOCK=_BLOCK,
                 WEIGHTED=bags.weights is not None,

@@ -26,78 +26,17 @@ import triton.language as tl
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences, RuleStep
+from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.triton_apply import apply, target_of
 from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
-from hotbed.ops.triton_rules import RULES
-
-_NONE, _PER_ROW, _PER_ELEMENT = 0, 1, 2
-
-
-@triton.jit
-def _load_moment(moment, slot, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
-    """A moment of a tile of rows: ``[R]``, ``[R, BLOCK_D]``, or a zero where the rule has none."""
-    if KIND == 1:
-        return tl.load(moment + slot, mask=mask, other=0.0)
-    elif KIND == 2:
-        col = tl.arange(0, BLOCK_D)[None, :]
-        return tl.load(moment + slot[:, None] * D + col, mask=mask[:, None] & (col < D), other=0.0)
-    else:
-        return 0.0
-
-
-@triton.jit
-def _store_moment(moment, value, slot, mask, D: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr):
-    if KIND == 1:
-        tl.store(moment + slot, value, mask=mask)
-    elif KIND == 2:
-        col = tl.arange(0, BLOCK_D)[None, :]
-        tl.store(moment + slot[:, None] * D + col, value, mask=mask[:, None] & (col < D))
-
-
-@triton.jit
-def _apply(
-    slot,  # [R]
-    g,  # [R, BLOCK_D] summed gradient
-    mask,  # [R]
-    weight,
-    moment0,
-    moment1,
-    bases,
-    hyper,
-    inv_scale,
-    tables,
-    RULE: tl.constexpr,
-    HYPER: tl.constexpr,
-    KIND0: tl.constexpr,
-    KIND1: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Apply the rule to the masked rows whose table is active."""
-    table = tl.full(slot.shape, -1, tl.int32)
-    for t in range(0, tables, BLOCK_T):
-        at = t + tl.arange(0, BLOCK_T)
-        base = tl.load(bases + at, mask=at < tables, other=0x7FFFFFFFFFFFFFFF)
-        table += tl.sum((base[None, :] <= slot[:, None]).to(tl.int32), axis=1)
-    line = hyper + tl.maximum(table, 0) * HYPER
-    mask = mask & (tl.load(line) != 0)
-    col = tl.arange(0, BLOCK_D)[None, :]
-    cells = mask[:, None] & (col < D)
-    w = tl.load(weight + slot[:, None] * D + col, mask=cells, other=0.0)
-    m0 = _load_moment(moment0, slot, mask, D, BLOCK_D, KIND0)
-    m1 = _load_moment(moment1, slot, mask, D, BLOCK_D, KIND1)
-    w, m0, m1 = RULE(w, m0, m1, g * tl.load(inv_scale), line, D, BLOCK_D)
-    tl.store(weight + slot[:, None] * D + col, w, mask=cells)
-    _store_moment(moment0, m0, slot, mask, D, BLOCK_D, KIND0)
-    _store_moment(moment1, m1, slot, mask, D, BLOCK_D, KIND1)
+from hotbed.ops.triton_rows import as_float32
 
 
 @triton.jit
 def _gradient(grad, scale, at, bag, D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr):
     """Gradient rows ``[R, BLOCK_D]`` of occurrences ``at``, times their factors; zeros where ``at``, ``bag`` are −1."""
     col = tl.arange(0, BLOCK_D)[None, :]
-    g = tl.load(grad + bag[:, None] * D + col, mask=(bag >= 0)[:, None] & (col < D), other=0.0).to(tl.float32)
+    g = as_float32(tl.load(grad + bag[:, None] * D + col, mask=(bag >= 0)[:, None] & (col < D), other=0.0))
     if SCALED:
         g = g * tl.load(scale + at, mask=at >= 0, other=0.0)[:, None]
     return g
@@ -105,28 +44,23 @@ def _gradient(grad, scale, at, bag, D: tl.constexpr, BLOCK_D: tl.constexpr, SCAL
 
 @triton.jit(do_not_specialize=["total", "tables"])
 def _runs_kernel(
-    weight,  # [S, D]
-    moment0,  # [S], [S, D] or unused
-    moment1,
+    target,
+    tables,  # T
     slots,  # [N]
     bags,  # [N]
     scale,  # [N]; read where SCALED
     order,  # [N]
     run_starts,  # [N + 1]
     counts,  # [2]
-    grad,  # [B · F, D]
+    grad,  # [bags, D] of any float dtype
     partials,  # [2 · windows, D]
-    bases,  # [T]
-    hyper,  # [T, HYPER]
-    inv_scale,
-    gate,
     total,  # N
-    tables,  # T
     RULE: tl.constexpr,
+    USES: tl.constexpr,
     HYPER: tl.constexpr,
-    KIND0: tl.constexpr,
-    KIND1: tl.constexpr,
+    KINDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
@@ -135,7 +69,7 @@ def _runs_kernel(
 ):
     """``p_r = Σ grad[bag(i)] · scale(i)`` over the occurrences i of run r; slots of one run: the rule at once."""
     runs = tl.load(counts + 1)
-    if tl.load(gate) == 0:
+    if tl.load(target.gate) == 0:
         runs = runs * 0
     for tile in range(tl.program_id(0).to(tl.int64) * R, runs, tl.num_programs(0).to(tl.int64) * R):
         run = tile + tl.arange(0, R)
@@ -172,14 +106,13 @@ def _runs_kernel(
 
         is_first = slot_behind != slot
         is_last = slot_ahead != slot
-        only = (slot >= 0) & is_first & is_last
+        only = is_first & is_last
+        # First the rule: its loads do not wait for the gradients, as storing partial sums does.
+        alone = tl.where(only, slot, -1)
+        apply(target, tables, alone, acc, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
         col = tl.arange(0, BLOCK_D)[None, :]
         to = 2 * (start // RUN) + is_last.to(tl.int64)
         tl.store(partials + to[:, None] * D + col, acc, mask=((slot >= 0) & ~only)[:, None] & (col < D))
-        _apply(
-            slot, acc, only, weight, moment0, moment1, bases, hyper, inv_scale, tables,
-            RULE, HYPER, KIND0, KIND1, BLOCK_T, D, BLOCK_D,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -202,30 +135,25 @@ def _partial(partials, window, k, runs, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tables"])
 def _long_kernel(
-    weight,  # [S, D]
-    moment0,  # [S], [S, D] or unused
-    moment1,
+    target,
+    tables,  # T
     long,  # [windows]: a group, or −1
     rows,  # [N]
     group_runs,  # [N + 1]
     partials,  # [2 · windows, D]
-    bases,  # [T]
-    hyper,  # [T, HYPER]
-    inv_scale,
-    gate,
-    tables,  # T
     RULE: tl.constexpr,
+    USES: tl.constexpr,
     HYPER: tl.constexpr,
-    KIND0: tl.constexpr,
-    KIND1: tl.constexpr,
+    KINDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """``g = Σ_r p_r`` over the runs r of a slot, left to right; then the rule."""
     window = tl.program_id(0).to(tl.int64)
     group = tl.load(long + window)
-    if (group >= 0) & (tl.load(gate) != 0):
+    if (group >= 0) & (tl.load(target.gate) != 0):
         runs = tl.load(group_runs + group + 1) - tl.load(group_runs + group)
         acc = _partial(partials, window, 0, runs, D, BLOCK_D)
         # Eight partial sums are in flight together; they are still added one by one.
@@ -247,47 +175,26 @@ def _long_kernel(
             acc = tl.where(k + 6 < runs, acc + p6, acc)
             acc = tl.where(k + 7 < runs, acc + p7, acc)
         slot = tl.zeros([1], tl.int64) + tl.load(rows + group)
-        _apply(
-            slot, acc, slot >= 0, weight, moment0, moment1, bases, hyper, inv_scale, tables,
-            RULE, HYPER, KIND0, KIND1, BLOCK_T, D, BLOCK_D,
-        )  # fmt: skip
+        apply(target, tables, slot, acc, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
 
 
 def update(
-    step: RuleStep,
-    weight: Tensor,
-    state: Mapping[str, Tensor],
-    occurrences: Occurrences,
-    groups: Groups,
-    grad: Tensor,
+    step: RuleStep, rows: Rows, state: Mapping[str, Tensor], occurrences: Occurrences, groups: Groups, grad: Tensor
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, see `hotbed.ops.reference.update`."""
     launches["triton.update"] += 1
-    total, dim = len(groups.order), weight.shape[1]
+    total, dim, tables = len(groups.order), rows.dim, len(rows.tables)
     if total == 0:
         return
     block_d = max(power_of_two(dim), BLOCK)
     tile_rows = rows_per_program(block_d, TILE // 2)
     windows = ceil_div(total, RUN)
-    kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in step.rule.moments]
-    moments = [state[moment.name] for moment in step.rule.moments]
-    kinds += [_NONE] * (2 - len(kinds))
-    moments += [weight] * (2 - len(moments))
-    shared = {
-        "RULE": RULES[step.rule.name],
-        "HYPER": step.hyper.shape[1],
-        "KIND0": kinds[0],
-        "KIND1": kinds[1],
-        "BLOCK_T": min(power_of_two(len(step.bases)), 32),
-        "D": dim,
-        "BLOCK_D": block_d,
-        **STRICT,
-    }
-    with torch.cuda.device_of(weight):
-        partials = torch.empty(2 * windows, dim, dtype=torch.float32, device=weight.device)
-        _runs_kernel[(min(ceil_div(total, tile_rows), programs(weight.device)),)](
-            weight,
-            *moments,
+    pointers, compiled = target_of(step, rows, state)
+    with torch.cuda.device_of(grad):
+        partials = torch.empty(2 * windows, dim, dtype=torch.float32, device=grad.device)
+        _runs_kernel[(min(ceil_div(total, tile_rows), programs(grad.device)),)](
+            pointers,
+            tables,
             occurrences.slots,
             occurrences.bags,
             occurrences.slots if occurrences.scale is None else occurrences.scale,
@@ -296,35 +203,31 @@ def update(
             groups.counts,
             grad.contiguous(),
             partials,
-            step.bases,
-            step.hyper,
-            step.inv_scale,
-            step.gate,
             total,
-            len(step.bases),
+            **compiled,
+            D=dim,
+            BLOCK_D=block_d,
             R=tile_rows,
             RUN=RUN,
             SCALED=occurrences.scale is not None,
-            **shared,
+            **STRICT,
         )
         if total <= RUN:
             return
-        long = torch.full((windows,), -1, dtype=torch.int64, device=weight.device)
+        long = torch.full((windows,), -1, dtype=torch.int64, device=grad.device)
         _announce_kernel[(ceil_div(total, 1024),)](
             long, groups.run_starts, groups.group_runs, groups.counts, total, RUN=RUN, BLOCK=1024, **STRICT
         )
         _long_kernel[(windows,)](
-            weight,
-            *moments,
+            pointers,
+            tables,
             long,
             groups.rows,
             groups.group_runs,
             partials,
-            step.bases,
-            step.hyper,
-            step.inv_scale,
-            step.gate,
-            len(step.bases),
+            **compiled,
+            D=dim,
+            BLOCK_D=block_d,
             num_warps=max(min(block_d // 128, 4), 1),
-            **shared,
+            **STRICT,
         )

@@ -1,13 +1,15 @@
 """The contract of a row store.
 
-A store holds ``slots`` rows of ``dim`` float32 columns and, beside each row, the moments an optimizer asked for. It
-knows neither tables nor hyperparameters: callers say which slots, and pass rule and hyperparameters with each update.
+A store holds ``slots`` rows of ``dim`` columns in one dtype (the first rows of a span may be float32) and, beside each
+row, the moments an optimizer asked for. It knows no hyperparameters: callers pass rule and hyperparameters with each
+update.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, Self
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +18,13 @@ from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 
 Tier = Literal["device", "host"]
+
+
+class Span(NamedTuple):
+    """Consecutive slots that hold the rows of one table, the first ``fp32_rows`` of them as float32."""
+
+    rows: int
+    fp32_rows: int = 0
 
 
 class RowStore(ABC):
@@ -41,15 +50,26 @@ class RowStore(ABC):
 
     @abstractmethod
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
-        """Give ``len(rows)`` slots from ``slot`` on the initial values of these cells of a table."""
+        """Give ``len(rows)`` slots from ``slot`` on the initial values of these cells of a table.
+
+        Narrow rows are rounded to the nearest.
+        """
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised tensor for `lookup` to write to."""
 
     @abstractmethod
     def occurrences(self, bags: BagLayout) -> Occurrences:
         """Slot, bag and gradient factor of every id, as `update` takes them."""
 
     @abstractmethod
-    def lookup(self, bags: BagLayout) -> Tensor:
-        """Pooled vectors ``[B, F, D]``."""
+    def lookup(self, bags: BagLayout, out: Tensor) -> None:
+        """Pooled vectors into ``out [B, width, D]``; see `hotbed.ops.reference.lookup`."""
+
+    @abstractmethod
+    def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+        """Gradient of the per-id weights into ``out [N]``; see `hotbed.ops.reference.weight_gradient`."""
 
     @abstractmethod
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
@@ -61,16 +81,24 @@ class RowStore(ABC):
 
     @abstractmethod
     def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
-        """Copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64."""
+        """Float32 copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64."""
 
     @abstractmethod
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None) -> None:
-        """Overwrite the rows (or a moment) at these distinct slots."""
+        """Overwrite the rows (or a moment) at these distinct slots; narrow rows are rounded to the nearest."""
 
     @abstractmethod
     def to(self, device: torch.device) -> Self:
         """The same rows and moments on another device; the store itself if it is there already."""
 
     @abstractmethod
-    def view(self, slots: slice, moment: str | None = None) -> Tensor:
-        """The rows (or a moment) of a range of slots as one tensor that shares the store's memory."""
+    def view(self, span: int, moment: str) -> Tensor:
+        """A moment of the slots of a span, sharing the store's memory."""
+
+    @abstractmethod
+    def raw(self, span: int) -> dict[str, Tensor]:
+        """What the rows of a span are stored as, sharing the store's memory.
+
+        ``weight`` ``[R, D]`` float32 where all rows are; else ``weight`` (narrow rows), ``exponents`` of int8 rows, and
+        ``fp32_weight`` of the rows that are float32, if any.
+        """

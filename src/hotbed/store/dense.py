@@ -1,8 +1,9 @@
-"""All rows in one tensor, in the memory of the device or of the host."""
+"""All rows in plain tensors, in the memory of the device or of the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -10,18 +11,35 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
-from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep, cpu_memory
+from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep, cpu_memory
+from hotbed.ops.narrow import MIN_EXPONENT, block_count
+from hotbed.ops.rows import read_rows, write_rows
 from hotbed.optim import Moment
-from hotbed.store.base import RowStore, Tier
+from hotbed.specs import RowDtype
+from hotbed.store.base import RowStore, Span, Tier
+
+TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+INITIAL_CHUNK = 1 << 22
+"""Cells that are drawn at once before they are rounded to a narrow dtype."""
 
 
 class DenseStore(RowStore):
-    """Rows ``[slots, dim]`` and moments as plain tensors on one device.
+    """Rows and moments as plain tensors on one device.
 
     Parameters
     ----------
-    slots, dim
-        Size; ``dim`` in float32 columns.
+    spans
+        Tables, one after the other.
+    dim
+        Columns.
+    dtype
+        Of the rows that are not float32 by their span; with ``"fp32"`` all are.
     device
         ``cpu`` (tier ``host``; huge pages on Linux) or ``cuda`` (tier ``device``).
     backend
@@ -29,82 +47,148 @@ class DenseStore(RowStore):
     """
 
     def __init__(
-        self, slots: int, dim: int, *, device: torch.device | str = "cpu", backend: BackendName = "auto"
+        self,
+        spans: Sequence[Span],
+        dim: int,
+        *,
+        dtype: RowDtype = "fp32",
+        device: torch.device | str = "cpu",
+        backend: BackendName = "auto",
     ) -> None:
-        self.slots = slots
+        self.spans = [Span(s.rows, s.rows) for s in spans] if dtype == "fp32" else list(spans)
+        self.slots = sum(s.rows for s in spans)
         self.dim = dim
         self.backend_name: BackendName = backend
-        self.weight = _zeros((slots, dim), torch.device(device))
+        place = torch.device(device)
+        wide = sum(s.fp32_rows for s in self.spans)
+        narrow = self.slots - wide
+        exponents = (narrow, block_count(dim)) if dtype == "int8" else (0, 0)
+        first_slot = [0, *accumulate(s.rows for s in self.spans)]
+        first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
+        self.rows = Rows(
+            wide=_zeros((wide, dim), torch.float32, place),
+            narrow=_zeros((narrow, dim), TORCH_DTYPES[dtype], place),
+            exponents=torch.full(exponents, MIN_EXPONENT, dtype=torch.int8, device=place),
+            tables=torch.tensor(
+                [
+                    [slot, span.fp32_rows, at, slot - at]
+                    for slot, at, span in zip(first_slot, first_wide, self.spans, strict=False)
+                ],
+                dtype=torch.int64,
+                device=place,
+            ).view(-1, 4),
+        )
         self.moments: dict[str, Tensor] = {}
 
     @property
     def ops(self) -> ops.Backend:
         """The kernels that serve this store."""
-        return ops.select(self.weight.device, self.backend_name)
+        return ops.select(self.device, self.backend_name)
 
     @property
     @override
     def device(self) -> torch.device:
-        return self.weight.device
+        return self.rows.wide.device
 
     @property
     @override
     def tier(self) -> Tier:
-        return "host" if self.weight.device.type == "cpu" else "device"
+        return "host" if self.device.type == "cpu" else "device"
 
     @property
     @override
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.weight, *self.moments.values()))
+        tensors = (self.rows.wide, self.rows.narrow, self.rows.exponents, *self.moments.values())
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
-        self.ops.initial_values_(self.weight[slot : slot + len(rows)], seed=seed, rows=rows, cols=cols, bound=bound)
+        if not len(self.rows.narrow):  # then slots are positions in `wide`
+            out = self.rows.wide[slot : slot + len(rows)]
+            self.ops.initial_values_(out, seed=seed, rows=rows, cols=cols, bound=bound)
+            return
+        chunk = max(INITIAL_CHUNK // self.dim, 1)
+        for start in range(0, len(rows), chunk):
+            part = rows[start : start + chunk]
+            values = torch.empty(len(part), self.dim, dtype=torch.float32, device=self.device)
+            self.ops.initial_values_(values, seed=seed, rows=part, cols=cols, bound=bound)
+            self.write(torch.arange(slot + start, slot + start + len(part), device=self.device), values)
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu":
+            return cpu_memory.empty(shape, dtype)
+        return torch.empty(*shape, dtype=dtype, device=self.device)
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
         return self.ops.occurrences(bags)
 
     @override
-    def lookup(self, bags: BagLayout) -> Tensor:
-        return self.ops.lookup(self.weight, bags)
+    def lookup(self, bags: BagLayout, out: Tensor) -> None:
+        self.ops.lookup(self.rows, bags, out)
+
+    @override
+    def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+        self.ops.weight_gradient(self.rows, bags, grad, out)
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         groups = self.ops.group(occurrences.slots)
-        self.ops.update(step, self.weight, self.moments, occurrences, groups, grad)
+        self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
     @override
     def add_moment(self, moment: Moment) -> None:
         if moment.name not in self.moments:
             shape = (self.slots,) if moment.per == "row" else (self.slots, self.dim)
-            self.moments[moment.name] = _zeros(shape, self.weight.device)
+            self.moments[moment.name] = _zeros(shape, torch.float32, self.device)
 
     @override
     def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
-        return self._tensor(moment)[slots]
+        return read_rows(self.rows, slots) if moment is None else self.moments[moment][slots]
 
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None) -> None:
-        self._tensor(moment)[slots] = values
+        if moment is None:
+            write_rows(self.rows, slots, values, None)
+        else:
+            self.moments[moment][slots] = values
 
     @override
-    def view(self, slots: slice, moment: str | None = None) -> Tensor:
-        return self._tensor(moment)[slots]
+    def view(self, span: int, moment: str) -> Tensor:
+        first = sum(s.rows for s in self.spans[:span])
+        return self.moments[moment][first : first + self.spans[span].rows]
+
+    @override
+    def raw(self, span: int) -> dict[str, Tensor]:
+        rows, fp32_rows = self.spans[span]
+        first_wide = sum(s.fp32_rows for s in self.spans[:span])
+        wide = self.rows.wide[first_wide : first_wide + fp32_rows]
+        if fp32_rows == rows:
+            return {"weight": wide}
+        first = sum(s.rows - s.fp32_rows for s in self.spans[:span])
+        narrow = slice(first, first + rows - fp32_rows)
+        raw = {"weight": self.rows.narrow[narrow]}
+        if self.rows.narrow.dtype == torch.int8:
+            raw["exponents"] = self.rows.exponents[narrow]
+        if fp32_rows:
+            raw["fp32_weight"] = wide
+        return raw
 
     @override
     def to(self, device: torch.device) -> Self:
-        if device == self.weight.device:
+        if device == self.device:
             return self
-        moved = type(self)(0, self.dim, device=device, backend=self.backend_name)
-        moved.slots = self.slots
-        moved.weight = _zeros(self.weight.shape, device).copy_(self.weight)
-        moved.moments = {name: _zeros(t.shape, device).copy_(t) for name, t in self.moments.items()}
+        moved = type(self)([], self.dim, device=device, backend=self.backend_name)
+        moved.spans, moved.slots = self.spans, self.slots
+        moved.rows = Rows(**{name: _moved(t, device) for name, t in vars(self.rows).items()})
+        moved.moments = {name: _moved(t, device) for name, t in self.moments.items()}
         return moved
 
-    def _tensor(self, moment: str | None) -> Tensor:
-        return self.weight if moment is None else self.moments[moment]
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return cpu_memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
 
 
-def _zeros(shape: Sequence[int], device: torch.device) -> Tensor:
-    return cpu_memory.zeros(shape) if device.type == "cpu" else torch.zeros(*shape, dtype=torch.float32, device=device)
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    return _zeros(t.shape, t.dtype, device).copy_(t)

@@ -17,74 +17,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
+from hotbed.optim.rules import Rule, SparseModule, Updater
 
-
-@dataclass(frozen=True)
-class Moment:
-    """State that a rule keeps: one float32 per row, or one per element."""
-
-    name: str
-    per: Literal["row", "element"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What the kernels need to know of an optimizer: its name, hyperparameters in kernel order, and moments."""
-
-    name: str
-    hyper: tuple[str, ...]
-    moments: tuple[Moment, ...] = ()
-
-
-class Updater(Protocol):
-    """One optimizer's end of a collection: gradients wait here until the step."""
-
-    def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
-        """Apply everything that waits to the tables named in ``hyper``, and forget it."""
-        ...
-
-    def clear(self) -> None:
-        """Forget everything that waits."""
-        ...
-
-    def finite(self) -> Tensor:
-        """0-d bool: whether every waiting gradient is finite."""
-        ...
-
-    def moment(self, table: str, name: str) -> Tensor:
-        """A view of a moment of a table, ``[R]`` or ``[R, D]``."""
-        ...
-
-
-@runtime_checkable
-class SparseModule(Protocol):
-    """A module with embedding tables, as optimizers see it."""
-
-    handles: dict[str, Tensor]
-
-    def connect(
-        self, rule: Rule, tables: Sequence[str], fill: Mapping[str, float], on_grad: Callable[[Tensor], None]
-    ) -> Updater:
-        """Let an optimizer train these tables; their moments start at ``fill`` (by table)."""
-        ...
+WeightDecayMode = Literal["l2", "decoupled"]
 
 
 class SparseOptimizer(torch.optim.Optimizer):
-    """Base of the sparse optimizers; use `SGD` or `RowWiseAdagrad`.
+    """Base of the sparse optimizers.
+
+    What happens to a row, once the gradients of all its occurrences are summed: clip the norm of its gradient
+    (``max_grad_norm``), L2 or decoupled weight decay, the optimizer's rule, scale the row down to ``max_norm``, round
+    to the table's dtype. Rows that a batch does not touch stay as they are, to the bit.
 
     Parameters
     ----------
     model
         Any module that contains embedding collections.
     defaults
-        Hyperparameters of the default group.
+        Options of the default group. These mean the same for every optimizer: ``lr``; ``weight_decay``;
+        ``max_grad_norm``, the largest norm of a row's summed gradient (a longer one is scaled down; None: any);
+        ``max_norm``, the largest norm of a row after its update (None: any).
     groups
         Groups of tables with their own hyperparameters, ``[{"tables": ["users"], "lr": 0.01}]``. Tables are named as
         in the collection, or ``path.to.collection.table`` where a name occurs in several collections. All tables that
@@ -96,13 +54,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         If the model has no collection, a group names an unknown table or option, or a hyperparameter is out of range.
     """
 
-    rule: ClassVar[Rule]
-    initial_moment: ClassVar[str | None] = None
-    """Name of the hyperparameter that the moments start at; None where they start at 0."""
+    rule: Rule
+    weight_decay_mode: Literal["l2", "decoupled", "own"] = "l2"
+    """Whether ``weight_decay`` is added to the gradient, taken off the row, or a hyperparameter of the rule."""
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, model: nn.Module, defaults: dict[str, float], groups: Sequence[Mapping[str, Any]] | None = None
+        self, model: nn.Module, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
         collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
         if not collections:
@@ -130,21 +88,44 @@ class SparseOptimizer(torch.optim.Optimizer):
         self._updaters: dict[str, Updater] = {}
         for path, collection in collections.items():
             fill = {
-                places[name][1]: group[self.initial_moment] if self.initial_moment else 0.0
+                places[name][1]: {m.name: float(group[m.initial]) if m.initial else 0.0 for m in self.rule.moments}
                 for group in self.param_groups
                 for name in group["tables"]
                 if places[name][0] == path
             }
-            self._updaters[path] = collection.connect(self.rule, list(fill), fill, self._on_grad)
+            self._updaters[path] = collection.connect(self.rule, fill, self._on_grad)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise `SpecError` if a hyperparameter of a group is out of range."""
+        """Raise `SpecError` if an option of a group is out of range."""
+        tables = ", ".join(group["tables"])
         for name in self.defaults:
-            if not 0 <= float(group[name]) < math.inf:
-                tables = ", ".join(group["tables"])
+            value = group[name]
+            if name in ("max_grad_norm", "max_norm"):
+                if value is not None and not 0 < float(value) < math.inf:
+                    raise SpecError(
+                        f"{type(self).__name__}: {name} is {value} for {tables}; it must be positive, or None for no "
+                        "limit"
+                    )
+            elif isinstance(value, (int, float)) and not 0 <= float(value) < math.inf:
                 raise SpecError(
-                    f"{type(self).__name__}: {name} is {group[name]} for {tables}; it must be finite and not negative"
+                    f"{type(self).__name__}: {name} is {value} for {tables}; it must be finite and not negative"
                 )
+
+    def trains(self, group: Mapping[str, Any]) -> bool:
+        """Whether a step with these options changes rows."""
+        return True
+
+    def own(self, group: Mapping[str, Any]) -> list[float]:
+        """The rule's own hyperparameters, in kernel order."""
+        return [float(group[name]) for name in self.rule.hyper]
+
+    def _hyper(self, group: Mapping[str, Any]) -> list[float]:
+        """`COMMON` and own hyperparameters, in kernel order."""
+        lr, decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
+        limits = [math.inf if group.get(n) is None else float(group[n]) for n in ("max_grad_norm", "max_norm")]
+        l2 = decay if self.weight_decay_mode == "l2" else 0.0
+        decoupled = lr * decay if self.weight_decay_mode == "decoupled" else 0.0
+        return [lr, *limits, l2, decoupled, *self.own(group)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for torch's own constructor: every table is in a group from the start.
@@ -172,7 +153,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         inv_scale, gate = self._amp_factors()
         hyper: dict[str, dict[str, list[float]]] = {path: {} for path in self._updaters}
         for group in self.param_groups:
-            values = [float(group[name]) for name in self.rule.hyper]
+            if not self.trains(group):
+                continue
+            values = self._hyper(group)
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]
                 if handle.requires_grad:
@@ -242,75 +225,10 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def _refresh_state(self) -> None:
         self.state.clear()
-        if not self.rule.moments:
-            return
         for group in self.param_groups:
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]
-                self.state[handle] = {m.name: self._updaters[path].moment(table, m.name) for m in self.rule.moments}
-
-
-class SGD(SparseOptimizer):
-    """Plain gradient descent on the touched rows: ``w ← w − lr · g``.
-
-    Parameters
-    ----------
-    model
-        Any module that contains embedding collections.
-    lr
-        Learning rate; there is no default.
-    groups
-        Groups of tables with their own ``lr``.
-    """
-
-    rule = Rule("sgd", hyper=("lr",))
-
-    def __init__(self, model: nn.Module, lr: float, *, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
-        super().__init__(model, {"lr": lr}, groups)
-
-
-class RowWiseAdagrad(SparseOptimizer):
-    """AdaGrad with one moment per row: ``v ← v + mean_d(g_d²)``, ``w ← w − lr · g / (√v + ε)``.
-
-    Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row;
-    mean_d sums 16-column blocks in column order.
-
-    Parameters
-    ----------
-    model
-        Any module that contains embedding collections.
-    lr
-        Learning rate; there is no default.
-    eps
-        ε, outside the root.
-    initial_accumulator
-        Value that every v starts at.
-    groups
-        Groups of tables with their own ``lr``, ``eps``, ``initial_accumulator``.
-    """
-
-    rule = Rule("rowwise_adagrad", hyper=("lr", "eps"), moments=(Moment("sum_of_squares", "row"),))
-    initial_moment = "initial_accumulator"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        *,
-        eps: float = 1e-8,
-        initial_accumulator: float = 0.0,
-        groups: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        super().__init__(model, {"lr": lr, "eps": eps, "initial_accumulator": initial_accumulator}, groups)
-
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Raise `SpecError` if a hyperparameter is out of range, or a zero gradient would divide 0 by 0."""
-        super().check(group)
-        if not float(group["eps"]) + float(group["initial_accumulator"]) > 0:
-            tables = ", ".join(group["tables"])
-            raise SpecError(
-                f"RowWiseAdagrad: eps and initial_accumulator are both 0 for {tables}; one must be positive"
-            )
+                self.state[handle] = self._updaters[path].state(table)
 
 
 def _resolve_groups(

@@ -1,0 +1,175 @@
+# pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+"""The few instructions Numba has no words for: prefetching, narrow floats, sums in a fixed order of vector lanes.
+
+*Order of sums.* No kernel is compiled with ``fastmath``: LLVM may not reorder a sum. Where a sum over columns is to be
+fast, the 16 lanes are written out as vector instructions below, so the order is part of the source.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LINE_BYTES = 64
+"""Bytes per cache line."""
+
+_VECTOR = ir.VectorType(ir.FloatType(), 16)
+
+
+def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Pointer to element ``index`` of a C-contiguous array, counted over its flat data."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [index])
+
+
+def _load16(builder: Any, pointer: Any) -> Any:
+    return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4, typ=_VECTOR)
+
+
+def _halving_sum(builder: Any, vector: Any) -> Any:
+    """Sum 16 lanes as `hotbed.ops.reference.block_sum` does: upper half onto lower half, four times."""
+    width = 16
+    while width > 1:
+        width //= 2
+        mask = ir.VectorType(ir.IntType(32), width)
+        undef = ir.Constant(vector.type, ir.Undefined)
+        low = builder.shuffle_vector(vector, undef, ir.Constant(mask, list(range(width))))
+        high = builder.shuffle_vector(vector, undef, ir.Constant(mask, list(range(width, 2 * width))))
+        vector = builder.fadd(low, high)
+    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+
+@intrinsic
+def prefetch_bytes(typingctx: Any, array: Any, index: Any, nbytes: Any) -> Any:
+    """Bring the cache lines of ``nbytes`` bytes from flat element i of a C-contiguous array on closer."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte_pointer = ir.IntType(8).as_pointer()
+        int32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
+        first = builder.bitcast(_address(context, builder, signature.args[0], *args[:2]), byte_pointer)
+        lines = builder.udiv(builder.add(args[2], args[2].type(LINE_BYTES - 1)), args[2].type(LINE_BYTES))
+        with cgutils.for_range(builder, lines) as loop:
+            pointer = builder.gep(first, [builder.mul(loop.index, loop.index.type(LINE_BYTES))])
+            builder.call(function, [pointer, int32(0), int32(3), int32(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def peek(typingctx: Any, array: Any, index: Any) -> Any:
+    """``peek(array, i)``: flat element i. Numba's own index asks whether it is negative, and so no vector code."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_address(context, builder, signature.args[0], *args))
+
+    return array.dtype(array, types.intp), codegen
+
+
+@intrinsic
+def poke(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """``poke(array, i, x)``: set flat element i, as `peek` reads it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], _address(context, builder, signature.args[0], *args[:2]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), codegen
+
+
+@intrinsic
+def load(typingctx: Any, array: Any, index: Any) -> Any:
+    """``load(array, i)``: flat element i as float32; an array of uint16 holds the bits of bfloat16."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(_address(context, builder, signature.args[0], *args))
+        if signature.args[0].dtype == types.float32:
+            return value
+        wide = builder.shl(builder.zext(value, ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(array, types.intp), codegen
+
+
+@intrinsic
+def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
+    """``store(array, i, x)``: float32 into flat element i; into uint16 as bfloat16, rounded to the nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, value = _address(context, builder, signature.args[0], *args[:2]), args[2]
+        if signature.args[0].dtype == types.float32:
+            builder.store(value, pointer)
+            return context.get_dummy_value()
+        int32 = ir.IntType(32)
+        bits = builder.bitcast(value, int32)
+        odd = builder.and_(builder.lshr(bits, int32(16)), int32(1))
+        rounded = builder.add(bits, builder.add(odd, int32(0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", value, value)
+        rounded = builder.select(is_nan, builder.or_(bits, int32(0x400000)), rounded)
+        builder.store(builder.trunc(builder.lshr(rounded, int32(16)), ir.IntType(16)), pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32), codegen
+
+
+@intrinsic
+def bits_of(typingctx: Any, value: Any) -> Any:
+    """Bits of a float32 as uint32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def float_of(typingctx: Any, bits: Any) -> Any:
+    """The float32 with these bits (uint32)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def half_to_float(typingctx: Any, bits: Any) -> Any:
+    """The float16 with these bits (uint16) as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def float_to_half(typingctx: Any, value: Any) -> Any:
+    """Bits (uint16) of a float32 as float16, rounded to the nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def sum_of_products(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, blocks: Any) -> Any:
+    """``Σ x[x_at + i] · y[y_at + i]`` over 16 · b flat elements: halving trees inside blocks, blocks in order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        total = cgutils.alloca_once_value(builder, ir.FloatType()(0.0))
+        with cgutils.for_range(builder, args[4]) as loop:
+            at = builder.mul(loop.index, loop.index.type(16))
+            a = _load16(builder, _address(context, builder, signature.args[0], args[0], builder.add(args[1], at)))
+            b = _load16(builder, _address(context, builder, signature.args[2], args[2], builder.add(args[3], at)))
+            partial = _halving_sum(builder, builder.fmul(a, b))
+            builder.store(builder.fadd(builder.load(total), partial), total)
+        return builder.load(total)
+
+    return types.float32(x, types.intp, y, types.intp, types.intp), codegen

@@ -1,0 +1,128 @@
+# pyright: basic, reportCallIssue=false
+"""The optimizers' rules in Numba: one row, in place; definitions in `hotbed.ops.reference_rules`.
+
+All rules are one compiled function that switches at run time: a variant per rule would cost a second of compilation
+each, and one more predictable branch per row costs nothing (docs/decisions/0003).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hotbed.ops.cpu_instructions import sum_of_products
+from hotbed.ops.cpu_runtime import kernel
+from hotbed.ops.layout import BLOCK, DECAY, L2, LR, MAX_GRAD_NORM, MAX_NORM, OWN
+
+SGD, MOMENTUM, ADAGRAD, ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB, FTRL = range(8)
+RULES = {
+    "sgd": SGD,
+    "momentum": MOMENTUM,
+    "adagrad": ADAGRAD,
+    "rowwise_adagrad": ROWWISE_ADAGRAD,
+    "adam": ADAM,
+    "partial_rowwise_adam": PARTIAL_ROWWISE_ADAM,
+    "lamb": LAMB,
+    "ftrl": FTRL,
+}
+
+
+@kernel()
+def apply_rule(rule, w, m0, m1, g, h, scratch):
+    """One step of a row.
+
+    ``w`` is the row, ``m0`` and ``m1`` are its moments, of one or ``dim`` values; ``g`` is the summed gradient,
+    zero-padded to whole blocks, and is used up; ``h`` is the row's line of `RuleStep.hyper`; ``scratch`` is as long as
+    ``g`` and zero beyond ``dim``.
+    """
+    dim = w.shape[0]
+    blocks = g.shape[0] // BLOCK
+    lr = h[LR]
+    if h[MAX_GRAD_NORM] < np.inf:
+        norm = np.sqrt(sum_of_products(g, 0, g, 0, blocks))
+        if norm > h[MAX_GRAD_NORM]:
+            factor = h[MAX_GRAD_NORM] / norm
+            for d in range(dim):
+                g[d] *= factor
+    if h[L2] != 0:
+        for d in range(dim):
+            g[d] += h[L2] * w[d]
+    if h[DECAY] != 0:
+        for d in range(dim):
+            w[d] -= h[DECAY] * w[d]
+
+    if rule == SGD:
+        for d in range(dim):
+            w[d] -= lr * g[d]
+    elif rule == MOMENTUM:
+        for d in range(dim):
+            m0[d] = h[OWN] * m0[d] + g[d]
+            w[d] -= lr * m0[d]
+    elif rule == ADAGRAD:
+        for d in range(dim):
+            m0[d] += g[d] * g[d]
+            w[d] -= lr * g[d] / (np.sqrt(m0[d]) + h[OWN])
+    elif rule == ROWWISE_ADAGRAD:
+        m0[0] += sum_of_products(g, 0, g, 0, blocks) / np.float32(dim)
+        step = lr / (np.sqrt(m0[0]) + h[OWN])
+        for d in range(dim):
+            w[d] -= step * g[d]
+    elif rule == FTRL:
+        _ftrl(w, m0, m1, g, lr, h[OWN], h[OWN + 1], h[OWN + 2])
+    else:
+        corrections = OWN + 4 if rule == LAMB else OWN + 3
+        _adam_direction(rule == PARTIAL_ROWWISE_ADAM, dim, m0, m1, g, h, h[corrections], h[corrections + 1])
+        if rule == LAMB:
+            for d in range(dim):
+                g[d] += h[OWN + 3] * w[d]
+            r_norm = np.sqrt(sum_of_products(g, 0, g, 0, blocks))
+            w_norm = _norm(w, scratch)
+            lr *= w_norm / r_norm if w_norm > 0 and r_norm > 0 else np.float32(1)
+        for d in range(dim):
+            w[d] -= lr * g[d]
+
+    if h[MAX_NORM] < np.inf:
+        norm = _norm(w, scratch)
+        if norm > h[MAX_NORM]:
+            factor = h[MAX_NORM] / norm
+            for d in range(dim):
+                w[d] *= factor
+
+
+@kernel()
+def _norm(w, scratch):
+    for d in range(w.shape[0]):
+        scratch[d] = w[d]
+    return np.sqrt(sum_of_products(scratch, 0, scratch, 0, scratch.shape[0] // BLOCK))
+
+
+@kernel()
+def _adam_direction(per_row, dim, m, v, g, h, correction1, correction2):
+    """``m̂ / (√v̂ + ε)`` in the place of ``g``."""
+    beta1, beta2, eps = h[OWN], h[OWN + 1], h[OWN + 2]
+    one = np.float32(1)
+    if per_row:
+        square = sum_of_products(g, 0, g, 0, g.shape[0] // BLOCK) / np.float32(dim)
+        v[0] = beta2 * v[0] + (one - beta2) * square
+        denominator = np.sqrt(v[0] / correction2) + eps
+        for d in range(dim):
+            m[d] = beta1 * m[d] + (one - beta1) * g[d]
+            g[d] = m[d] / correction1 / denominator
+        return
+    for d in range(dim):
+        m[d] = beta1 * m[d] + (one - beta1) * g[d]
+        v[d] = beta2 * v[d] + (one - beta2) * (g[d] * g[d])
+        g[d] = m[d] / correction1 / (np.sqrt(v[d] / correction2) + eps)
+
+
+@kernel()
+def _ftrl(w, z, n, g, lr, beta, l1, l2):
+    for d in range(w.shape[0]):
+        grown = n[d] + g[d] * g[d]
+        sigma = (np.sqrt(grown) - np.sqrt(n[d])) / lr
+        z[d] += g[d] - sigma * w[d]
+        n[d] = grown
+        if np.abs(z[d]) > l1:
+            shrunk = np.copysign(l1, z[d]) - z[d]
+            w[d] = shrunk / ((beta + np.sqrt(grown)) / lr + l2)
+        else:
+            w[d] = 0

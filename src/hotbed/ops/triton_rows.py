@@ -1,0 +1,274 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+"""Rows of an arena in Triton: where a slot lies, loading it as float32, rounding into it; see `hotbed.ops.narrow`.
+
+The element type of ``narrow`` says what its bits mean; float8_e4m3fn travels as uint8, because it is decoded and
+encoded by integer arithmetic, which needs no GPU that knows it. So is bfloat16, whose conversions the interpreter gets
+wrong, and so is all stochastic rounding: bits are the same on every device.
+
+Three kinds of arena are compiled apart: float32 ones have wide rows only, others narrow rows, and ``HAS_WIDE`` says
+whether they have wide rows as well. A row of either kind is then a masked load from each of two arrays, of which one
+has an empty mask and moves nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from hotbed.ops import narrow
+from hotbed.ops.layout import Rows
+from hotbed.ops.triton_layout import FIRST_NARROW, FIRST_SLOT, FIRST_WIDE, SCALE_BLOCK, TABLE_ENTRY, WIDE_ROWS
+from hotbed.ops.triton_random import random_bits
+
+_MIN_EXPONENT = tl.constexpr(narrow.MIN_EXPONENT)
+_INT8_NAN = tl.constexpr(narrow.INT8_NAN)
+_MANTISSA = tl.constexpr(0x7FFFFF)
+_LARGEST_MANTISSA = tl.constexpr(0x7E0000)  # of 127 / 64
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+_QUIET = tl.constexpr(0x400000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+class RowPointers(NamedTuple):
+    """What kernels get of `Rows`."""
+
+    wide: Any  # [W, D] float32
+    narrow: Any  # [S − W, D] bfloat16, float16, int8, uint8 (float8_e4m3fn), or float32 where all rows are wide
+    exponents: Any  # [S − W, ⌈D / 128⌉] int8
+    tables: Any  # [T, 4] int64
+
+
+class Places(NamedTuple):
+    """Where the rows of a tile are, ``[R]`` int64 each."""
+
+    wide: Any  # row of `RowPointers.wide`, −1 where it is not there
+    narrow: Any  # the same of `RowPointers.narrow`
+    row: Any  # row of its table
+
+
+def row_pointers(rows: Rows) -> RowPointers:
+    """What kernels get of an arena."""
+    bits = rows.narrow.view(torch.uint8) if rows.narrow.dtype == torch.float8_e4m3fn else rows.narrow
+    return RowPointers(rows.wide, bits, rows.exponents, rows.tables)
+
+
+@triton.jit
+def locate(rows, slot, table, HAS_WIDE: tl.constexpr):
+    """Places of the slots ``[R]`` of ``table`` (scalar or ``[R]``); slots below 0 are nowhere."""
+    # The store numbers the wide rows of a float32 arena as their slots.
+    if rows.narrow.dtype.element_ty == tl.float32:
+        return Places(slot, slot, slot)
+    else:
+        entry = rows.tables + table * TABLE_ENTRY
+        row = slot - tl.load(entry + FIRST_SLOT)
+        if HAS_WIDE:
+            wide_rows = tl.load(entry + WIDE_ROWS)
+            wide = tl.where((slot >= 0) & (row < wide_rows), tl.load(entry + FIRST_WIDE) + row, -1)
+            narrow = tl.where((slot >= 0) & (row >= wide_rows), tl.load(entry + FIRST_NARROW) + row - wide_rows, -1)
+            return Places(wide, narrow, row)
+        else:
+            return Places(slot, tl.where(slot >= 0, tl.load(entry + FIRST_NARROW) + row, -1), row)
+
+
+@triton.jit
+def load_rows(rows, places, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
+    """Rows ``[R, BLOCK_D]`` as float32; zeros beyond column D and where a row is nowhere."""
+    if rows.narrow.dtype.element_ty == tl.float32:
+        return _load(rows.wide, places.wide, D, BLOCK_D)
+    elif HAS_WIDE:
+        wide = _load(rows.wide, places.wide, D, BLOCK_D)
+        return tl.where((places.wide >= 0)[:, None], wide, _widen(rows, places.narrow, D, BLOCK_D))
+    else:
+        return _widen(rows, places.narrow, D, BLOCK_D)
+
+
+@triton.jit
+def store_rows(rows, places, values, seed, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
+    """Overwrite rows with ``values [R, BLOCK_D]`` (zeros beyond D); narrow ones are rounded stochastically.
+
+    Their random bits follow from ``seed [R]``, row and column. Exponents of int8 rows only grow.
+    """
+    element: tl.constexpr = rows.narrow.dtype.element_ty
+    if HAS_WIDE:
+        _store(rows.wide, places.wide, values, D, BLOCK_D)
+    if element != tl.float32:
+        random = random_bits(seed, places.row, tl.arange(0, BLOCK_D))
+    if element == tl.bfloat16:
+        _store(rows.narrow, places.narrow, _stochastic_bfloat16(values, random), D, BLOCK_D)
+    if element == tl.float16:
+        bits = _stochastic_float(values, random, -14, 10, 0x7C00, 0x7E00).to(tl.uint16)
+        sign = (_bits(values) >> 31 << 15).to(tl.uint16)
+        _store(rows.narrow, places.narrow, (bits | sign).to(tl.float16, bitcast=True), D, BLOCK_D)
+    if element == tl.uint8:
+        bits = _stochastic_float(values, random, -6, 3, 0x7F, 0x7F).to(tl.uint8)
+        sign = (_bits(values) >> 31 << 7).to(tl.uint8)
+        _store(rows.narrow, places.narrow, bits | sign, D, BLOCK_D)
+    if element == tl.int8:
+        exponents = tl.maximum(_load_exponents(rows, places.narrow, D, BLOCK_D), _exponents_of(values, BLOCK_D))
+        _store_exponents(rows, places.narrow, exponents, D, BLOCK_D)
+        _store(rows.narrow, places.narrow, _stochastic_int8(values, random, _by_column(exponents, BLOCK_D)), D, BLOCK_D)
+
+
+@triton.jit
+def as_float32(x):
+    """Float32, bfloat16 or float16 as float32, exactly."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def round_nearest(x, dtype: tl.constexpr):
+    """Float32 as float32, bfloat16 or float16, ties to even."""
+    if dtype == tl.bfloat16:
+        bits = _bits(x)
+        rounded = tl.where(_is_nan(bits), _NAN, bits + 0x7FFF + (bits >> 16 & 1))
+        return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+# -- loading and storing -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(array, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Elements ``[R, BLOCK_D]`` of these rows; zeros beyond column D and where ``at`` is −1."""
+    col = tl.arange(0, BLOCK_D)[None, :]
+    return tl.load(array + at[:, None] * D + col, mask=(at >= 0)[:, None] & (col < D), other=0)
+
+
+@triton.jit
+def _store(array, at, values, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    col = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(array + at[:, None] * D + col, values, mask=(at >= 0)[:, None] & (col < D))
+
+
+@triton.jit
+def _widen(rows, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Narrow rows as float32, exactly."""
+    raw = _load(rows.narrow, at, D, BLOCK_D)
+    if raw.dtype == tl.int8:
+        scale = _power_of_two(_by_column(_load_exponents(rows, at, D, BLOCK_D), BLOCK_D))
+        return tl.where(raw == _INT8_NAN, float("nan"), raw.to(tl.float32)) * scale
+    elif raw.dtype == tl.uint8:
+        code = raw.to(tl.int32) & 0x7F
+        digits = (code & 7) + tl.where(code >= 8, 8, 0)
+        values = digits.to(tl.float32) * _power_of_two(tl.maximum(code >> 3, 1) - 10)
+        bits = tl.where(code == 0x7F, _NAN, _bits(values)) | raw.to(tl.uint32) >> 7 << 31
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return as_float32(raw)
+
+
+# -- exponents of int8 rows, [R, blocks] int32 ---------------------------------------------------------------------
+
+
+@triton.jit
+def _exponent_cells(at, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Offsets of the exponents of these rows, and which of them exist."""
+    BLOCKS: tl.constexpr = (D + SCALE_BLOCK - 1) // SCALE_BLOCK
+    block = tl.arange(0, (BLOCK_D + SCALE_BLOCK - 1) // SCALE_BLOCK)[None, :]
+    return at[:, None] * BLOCKS + block, (at >= 0)[:, None] & (block < BLOCKS)
+
+
+@triton.jit
+def _load_exponents(rows, at, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    cell, mask = _exponent_cells(at, D, BLOCK_D)
+    return tl.load(rows.exponents + cell, mask=mask, other=0).to(tl.int32)
+
+
+@triton.jit
+def _store_exponents(rows, at, exponents, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    cell, mask = _exponent_cells(at, D, BLOCK_D)
+    tl.store(rows.exponents + cell, exponents.to(tl.int8), mask=mask)
+
+
+@triton.jit
+def _exponents_of(values, BLOCK_D: tl.constexpr):
+    """Smallest exponents that hold the values; infinities and NaN do not count."""
+    BLOCKS: tl.constexpr = (BLOCK_D + SCALE_BLOCK - 1) // SCALE_BLOCK
+    bits = tl.where(_is_finite(_bits(values)), _bits(values) & _MAGNITUDE, 0).to(tl.int32)
+    largest = tl.max(tl.reshape(bits, [values.shape[0], BLOCKS, BLOCK_D // BLOCKS]), axis=2)
+    needed = (largest >> 23) - 127 - 6 + ((largest & _MANTISSA) > _LARGEST_MANTISSA).to(tl.int32)
+    return tl.maximum(needed, _MIN_EXPONENT)
+
+
+@triton.jit
+def _by_column(exponents, BLOCK_D: tl.constexpr):
+    """Exponents ``[R, blocks]`` as ``[R, BLOCK_D]``."""
+    R: tl.constexpr = exponents.shape[0]
+    BLOCKS: tl.constexpr = exponents.shape[1]
+    return tl.reshape(tl.broadcast_to(exponents[:, :, None], [R, BLOCKS, BLOCK_D // BLOCKS]), [R, BLOCK_D])
+
+
+# -- rounding ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _stochastic_bfloat16(values, random):
+    bits = _bits(values)
+    rounded = tl.where(_is_finite(bits), bits + (random >> 16), bits | tl.where(_is_nan(bits), _QUIET, 0))
+    return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _stochastic_float(
+    values, random, SMALLEST: tl.constexpr, DIGITS: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
+):
+    """Magnitude bits, int32, in a format of smallest exponent ``SMALLEST`` and ``DIGITS`` digits behind the point.
+
+    ``q`` quanta at exponent e, of which ``2^DIGITS`` are the leading bit, are ``(e − SMALLEST) · 2^DIGITS + q``: also
+    where q is so small that there is no leading bit, and where it was rounded up to the next exponent.
+    """
+    bits = _bits(values)
+    finite = _is_finite(bits)
+    exponent = tl.maximum((bits >> 23 & 0xFF).to(tl.int32) - 127, SMALLEST)
+    quanta = _quanta(tl.where(finite, values, 0.0), random, tl.where(finite, exponent, 0) - DIGITS)
+    code = tl.minimum((exponent - SMALLEST << DIGITS) + quanta, LARGEST)
+    return tl.where(_is_nan(bits), NAN, code)
+
+
+@triton.jit
+def _stochastic_int8(values, random, exponents):
+    finite = _is_finite(_bits(values))
+    quanta = _quanta(tl.where(finite, values, 0.0), random, exponents)
+    return tl.where(finite, tl.where(values < 0, -quanta, quanta), _INT8_NAN).to(tl.int8)
+
+
+@triton.jit
+def _quanta(values, random, exponent):
+    """``|values| / 2^exponent`` as int32, rounded up with the probability that makes the mean right."""
+    y = tl.abs(values) * _power_of_two(-exponent)
+    low = tl.floor(y)
+    up = (random >> 8).to(tl.int32).to(tl.float32) * (1.0 / (1 << 24)) < y - low
+    return low.to(tl.int32) + up.to(tl.int32)
+
+
+# -- bits of float32 -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _is_finite(bits):
+    return (bits & _INFINITY) != _INFINITY
+
+
+@triton.jit
+def _is_nan(bits):
+    return (bits & _MAGNITUDE) > _INFINITY
+
+
+@triton.jit
+def _power_of_two(exponent):
+    """``2^exponent``, exactly, for int32 exponents from −126 to 127."""
+    return (exponent + 127 << 23).to(tl.float32, bitcast=True)

@@ -1,0 +1,26 @@
+"""Sparse optimizers: they update the rows of embedding tables that a batch touched; see `hotbed.optim.base`."""
+
+from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
+from hotbed.optim.adam import Adam, AdamW, PartialRowWiseAdam
+from hotbed.optim.base import SparseOptimizer
+from hotbed.optim.ftrl import FTRL
+from hotbed.optim.lamb import LAMB
+from hotbed.optim.rules import COMMON, Moment, Rule, SparseModule, Updater
+from hotbed.optim.sgd import SGD
+
+__all__ = [
+    "COMMON",
+    "FTRL",
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Moment",
+    "PartialRowWiseAdam",
+    "RowWiseAdagrad",
+    "Rule",
+    "SparseModule",
+    "SparseOptimizer",
+    "Updater",
+]

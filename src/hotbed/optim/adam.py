@@ -1,0 +1,135 @@
+"""Adam and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from hotbed.errors import SpecError
+from hotbed.optim.base import SparseOptimizer
+from hotbed.optim.rules import Moment, Rule
+
+FIRST = Moment("exp_avg", "element")
+BETAS = ("beta1", "beta2")
+
+
+class AdamBase(SparseOptimizer):
+    """Options and checks of optimizers that keep decaying means of g and g²."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        max_norm: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        options = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)
+
+    @override
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        tables = ", ".join(group["tables"])
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0 <= float(b) < 1 for b in betas):
+            raise SpecError(f"{type(self).__name__}: betas is {betas} for {tables}; it must be two values in [0, 1)")
+        if not float(group["eps"]) > 0:
+            raise SpecError(f"{type(self).__name__}: eps is {group['eps']} for {tables}; it must be positive")
+
+    @override
+    def own(self, group: Mapping[str, Any]) -> list[float]:
+        return [*map(float, group["betas"]), float(group["eps"]), *(float(group[n]) for n in self.rule.hyper[3:])]
+
+
+class Adam(AdamBase):
+    """Adam on the touched rows.
+
+    ``m ← β₁m + (1 − β₁)g``, ``v ← β₂v + (1 − β₂)g²``, ``w ← w − lr · m̂ / (√v̂ + ε)`` with ``m̂ = m / (1 − β₁ᵗ)``,
+    ``v̂ = v / (1 − β₂ᵗ)``; t counts the steps of the table.
+
+    Source: Kingma and Ba 2015. *Lazy*, as `torch.optim.SparseAdam` and FBGEMM: m and v of a row decay only in steps
+    that touch the row, although t goes on; dense Adam would decay them, and move the row, in every step.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    lr
+        Learning rate; there is no default.
+    betas
+        β₁, β₂.
+    eps
+        ε, outside the root.
+    weight_decay
+        λ of ``g ← g + λ · w``, for touched rows; see `AdamW` for the decoupled kind.
+    max_grad_norm, max_norm, groups
+        As for every `SparseOptimizer`.
+    """
+
+    rule = Rule("adam", hyper=(*BETAS, "eps"), moments=(FIRST, Moment("exp_avg_sq", "element")), corrected=BETAS)
+
+
+class AdamW(Adam):
+    """`Adam` with decoupled weight decay: ``w ← w − lr · λ · w`` before the rule, for touched rows.
+
+    Source: Loshchilov and Hutter 2019, as in `torch.optim.AdamW`; FBGEMM's Adam decays in this way, too.
+
+    Parameters
+    ----------
+    model, lr, betas, eps, max_grad_norm, max_norm, groups
+        As for `Adam`.
+    weight_decay
+        λ.
+    """
+
+    weight_decay_mode = "decoupled"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_grad_norm: float | None = None,
+        max_norm: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            max_norm=max_norm,
+            groups=groups,
+        )
+
+
+class PartialRowWiseAdam(AdamBase):
+    """`Adam` with one second moment per row: ``v ← β₂v + (1 − β₂) mean_d(g_d²)``.
+
+    Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``. Saves nearly half of Adam's state. *Lazy* as `Adam` is.
+
+    Parameters
+    ----------
+    model, lr, betas, eps, max_grad_norm, max_norm, groups
+        As for `Adam`.
+    weight_decay
+        λ of ``w ← w − lr · λ · w`` (decoupled, as in FBGEMM), for touched rows.
+    """
+
+    rule = Rule(
+        "partial_rowwise_adam", hyper=(*BETAS, "eps"), moments=(FIRST, Moment("exp_avg_sq", "row")), corrected=BETAS
+    )
+    weight_decay_mode = "decoupled"

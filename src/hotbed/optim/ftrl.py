@@ -1,0 +1,71 @@
+"""Follow the regularised leader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from hotbed.errors import SpecError
+from hotbed.optim.base import SparseOptimizer
+from hotbed.optim.rules import Moment, Rule
+
+
+class FTRL(SparseOptimizer):
+    """FTRL-Proximal: sparse weights for linear and wide parts.
+
+    ``σ = (√(n + g²) − √n) / lr``, ``z ← z + g − σ · w``, ``n ← n + g²``; then ``w = 0`` where ``|z| ≤ λ₁``, elsewhere
+    ``w = (sgn(z) · λ₁ − z) / ((β + √n) / lr + λ₂)``.
+
+    Source: McMahan et al. 2013, Algorithm 1. A weight is a function of z and n, so the initial value of a row counts
+    only through the first σ: use `Table(init_bound=0)`. Equal to its dense form: a zero gradient changes nothing.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    lr
+        α of the paper; there is no default. A weight depends on the present α, so a schedule rescales it; a step with
+        lr 0 is left out.
+    beta
+        β.
+    l1, l2
+        λ₁ and λ₂.
+    initial_accumulator
+        Value that every n starts at.
+    max_grad_norm, groups
+        As for every `SparseOptimizer`.
+    """
+
+    rule = Rule(
+        "ftrl",
+        hyper=("beta", "l1", "l2"),
+        moments=(Moment("z", "element"), Moment("n", "element", "initial_accumulator")),
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        beta: float = 1.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        initial_accumulator: float = 0.0,
+        max_grad_norm: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        options = {"lr": lr, "beta": beta, "l1": l1, "l2": l2, "initial_accumulator": initial_accumulator}
+        super().__init__(model, {**options, "max_grad_norm": max_grad_norm}, groups)
+
+    @override
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        if not float(group["lr"]) > 0:
+            raise SpecError(f"FTRL: lr is {group['lr']} for {', '.join(group['tables'])}; it must be positive")
+
+    @override
+    def trains(self, group: Mapping[str, Any]) -> bool:
+        return float(group["lr"]) > 0

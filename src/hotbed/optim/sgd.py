@@ -1,0 +1,51 @@
+"""Gradient descent, plain and with momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hotbed.optim.base import SparseOptimizer
+from hotbed.optim.rules import Moment, Rule
+
+PLAIN = Rule("sgd")
+MOMENTUM = Rule("momentum", hyper=("momentum",), moments=(Moment("momentum_buffer", "element"),))
+
+
+class SGD(SparseOptimizer):
+    """Gradient descent: ``w ← w − lr · g``; with momentum ``m ← μ · m + g``, ``w ← w − lr · m``.
+
+    Source: `torch.optim.SGD` (dampening 0). Lazy: the momentum of a row that a batch does not touch neither decays
+    nor moves the row. Without momentum in any group there is no state beside the rows.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    lr
+        Learning rate; there is no default.
+    momentum
+        μ.
+    weight_decay
+        λ of ``g ← g + λ · w``, for touched rows.
+    max_grad_norm, max_norm, groups
+        As for every `SparseOptimizer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        *,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        max_norm: float | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        used = momentum or any(group.get("momentum") for group in groups or ())
+        self.rule = MOMENTUM if used else PLAIN
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)

@@ -1,0 +1,78 @@
+"""Gradients of every memory layout that autograd produces reach the rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotbed.embed import EmbeddingCollection
+from hotbed.jagged import Jagged
+from hotbed.optim import SGD
+from hotbed.specs import Feature, Table
+
+ROWS = 7
+UPSTREAM = torch.randn(6, 4, 16, generator=torch.Generator().manual_seed(1))
+
+
+def like(x: Tensor) -> Tensor:
+    """Different numbers, in the shape of x."""
+    return UPSTREAM[: x.shape[0], : x.shape[1], : x.shape[2]]
+
+
+LOSSES = {
+    "sum": lambda x: x.sum(),
+    "mean_over_samples": lambda x: (x.mean(0) * like(x)[0]).sum(),
+    "sum_over_features": lambda x: (x.sum(1) * like(x)[:, 0]).sum(),
+    "sum_over_columns": lambda x: (x.sum(2) * like(x)[:, :, 0]).sum(),
+    "contiguous": lambda x: (x * like(x)).sum(),
+    "features_first": lambda x: (x.transpose(0, 1).contiguous() * like(x).transpose(0, 1)).sum(),
+    "columns_first": lambda x: (x.permute(2, 0, 1).reshape(x.shape[2], -1) ** 2).sum(),
+    "flat": lambda x: (x.flatten(1) * like(x).flatten(1)).sum(),
+    "flat_sum": lambda x: x.flatten(1).sum(),
+    "first_feature": lambda x: (x[:, 0] * like(x)[:, 0]).sum(),
+    "last_sample": lambda x: (x[-1:] * like(x)[-1:]).sum(),
+    "every_other_column": lambda x: (x[:, :, ::2] * like(x)[:, :, ::2]).sum(),
+    "joined_in_front": lambda x: (torch.cat([x, x[:, :1]], 1) ** 2).sum(),
+    "joined_behind": lambda x: (torch.cat([x[:, :1], x], 1) ** 2).sum(),
+    "matrix_product": lambda x: (x @ x.mT).square().sum(),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("samples", "features", "dim"), [(6, 3, 16), (1, 3, 5), (5, 1, 4), (4, 2, 1)])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_a_gradient_of_any_layout_is_read_right(loss, samples, features, dim, backend):
+    names = [f"f{i}" for i in range(features)]
+    collection = EmbeddingCollection(
+        [Table("t", rows=ROWS, dim=dim)], [Feature(n, table="t") for n in names], backend=backend
+    )
+    optimizer = SGD(collection, lr=1.0)
+    weight = collection.weight("t").clone().requires_grad_()
+    ids = torch.randint(0, ROWS, (features, samples), generator=torch.Generator().manual_seed(2))
+    loss(collection(Jagged.from_dict(dict(zip(names, ids, strict=True)))).stack()).backward()
+    optimizer.step()
+    loss(weight[ids.T]).backward()
+    torch.testing.assert_close(weight.detach() - collection.weight("t"), weight.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("room", [0, 1])
+def test_a_gradient_of_any_layout_behind_a_lead_and_of_weights(room, backend):
+    for name, loss in LOSSES.items():
+        collection = EmbeddingCollection(
+            [Table("t", rows=ROWS, dim=16)], [Feature("a", table="t"), Feature("b", table="t")], backend=backend
+        )
+        optimizer = SGD(collection, lr=1.0)
+        weight = collection.weight("t").clone().requires_grad_()
+        ids = torch.randint(0, ROWS, (2, 5), generator=torch.Generator().manual_seed(2))
+        leads = [torch.full((5, 16), 0.5, requires_grad=True) for _ in range(2)]
+        factors = [torch.full((2, 5), 0.5, requires_grad=True) for _ in range(2)]
+        batch = Jagged.from_dict({"a": ids[0], "b": ids[1]}, {"a": factors[0][0], "b": factors[0][1]})
+        loss(collection(batch, room=room).stack(leads[0])).backward()
+        optimizer.step()
+        loss(torch.cat([leads[1][:, None], weight[ids.T] * factors[1].T[:, :, None]], 1)).backward()
+        for got, expected in (
+            (weight.detach() - collection.weight("t"), weight.grad),
+            (leads[0].grad, leads[1].grad),
+            (factors[0].grad, factors[1].grad),
+        ):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
