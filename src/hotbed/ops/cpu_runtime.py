@@ -75,7 +75,8 @@ class _SayOnce(numba_event.Listener):
     said = False
 
     def on_start(self, event: numba_event.Event) -> None:
-        if not self.said and (event.data or {})["dispatcher"].py_func.__module__.startswith("hotbed."):
+        module = (event.data or {})["dispatcher"].py_func.__module__ or ""
+        if not self.said and module.startswith("hotbed."):
             self.said = True
             _log.warning("compiling CPU kernels, once for this machine and version; they are kept in %s", _CACHE_DIR)
 

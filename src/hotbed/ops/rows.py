@@ -16,7 +16,7 @@ def table_of(rows: Rows, slots: Tensor) -> Tensor:
 
 def read_rows(rows: Rows, slots: Tensor) -> Tensor:
     """Rows ``[n, D]`` as float32."""
-    wide, at = _places(rows, slots)
+    wide, at = places(rows, slots)
     out = torch.empty(len(slots), rows.dim, dtype=torch.float32, device=slots.device)
     out[wide] = rows.wide[at[wide]]
     at = at[~wide]
@@ -29,7 +29,7 @@ def write_rows(rows: Rows, slots: Tensor, values: Tensor, random: Tensor | None)
 
     ``random [n, D]`` (see `random_bits`) rounds stochastically, None to the nearest. Exponents of int8 rows only grow.
     """
-    wide, at = _places(rows, slots)
+    wide, at = places(rows, slots)
     rows.wide[at[wide]] = values[wide]
     at, values = at[~wide], values[~wide]
     exponents = _exponents(rows, at)
@@ -44,7 +44,7 @@ def write_rows(rows: Rows, slots: Tensor, values: Tensor, random: Tensor | None)
     _bits(rows.narrow)[at] = _bits(narrow)
 
 
-def _places(rows: Rows, slots: Tensor) -> tuple[Tensor, Tensor]:
+def places(rows: Rows, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Which slots are wide, and the position of each in ``wide`` or ``narrow``."""
     table = rows.tables[table_of(rows, slots)]
     row = slots - table[:, FIRST_SLOT]

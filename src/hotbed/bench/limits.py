@@ -1,0 +1,235 @@
+# pyright: basic, reportCallIssue=false
+"""How fast this machine moves rows and streams: the limits that kernels are held against.
+
+A lookup has to read each row that a batch names and write pooled vectors (*gather*); an update has to read a gradient
+per bag and read, change and write each distinct row and its moments (*scatter*). The kernels below do that and nothing
+else: no sort, no sum over duplicates, no rule, no scales of int8 rows. They work in the memory of the arena itself and
+leave its bits as they are: all is moved as integers, and what the scatter adds is zero.
+
+On a GPU torch's own kernels move the same rows. They move somewhat other bytes, so their seconds are scaled by bytes
+(see `hotbed.bench.meter.Way`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from hotbed.bench.meter import Limit, Way, buffer
+from hotbed.ops import Rows, cpu_memory
+from hotbed.ops.cpu_instructions import prefetch_bytes
+from hotbed.ops.cpu_runtime import PREFETCH_BAGS, kernel, launch
+from hotbed.ops.rows import places
+
+COPY_BYTES = 256 << 20
+"""Size of what the streaming copy copies."""
+
+ROWS_PER_TASK = 1024
+NO_MOMENT = np.empty((1, 0), np.int32)
+
+
+class Part(NamedTuple):
+    """Rows to move that lie in one matrix.
+
+    Attributes
+    ----------
+    matrix
+        ``[R, words]`` int32: the memory of rows.
+    at
+        ``[n]`` int64: which of them.
+    slots
+        ``[n]`` int64: their slots, which are the rows of their moments.
+    bags
+        How many pooled vectors, or gradients, go with them.
+    pieces
+        How many times as wide as a row these are.
+    """
+
+    matrix: Tensor
+    at: Tensor
+    slots: Tensor
+    bags: int
+    pieces: int
+
+    def vectors(self) -> Tensor:
+        """Uninitialised ``[bags, pieces, words]``."""
+        shape = (self.bags, self.pieces, self.matrix.shape[1])
+        if self.matrix.is_cpu:
+            return cpu_memory.empty(shape, torch.int32)
+        return torch.empty(*shape, dtype=torch.int32, device=self.matrix.device)
+
+
+def row_parts(rows: Rows, slots: Tensor, pooling: int) -> list[Part]:
+    """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a bag."""
+    wide, at = places(rows, slots)
+    parts = [
+        Part(matrix.view(torch.int32), at[own], slots[own], -(-int(own.sum()) // pooling), 4 // matrix.element_size())
+        for matrix, own in ((rows.wide, wide), (rows.narrow, ~wide))
+    ]
+    return [part for part in parts if len(part.at)]
+
+
+def gather_limit(parts: Sequence[Part], pooling: int, nbytes: int) -> Limit:
+    """Reading rows at random and writing pooled vectors.
+
+    Parameters
+    ----------
+    parts
+        Of `row_parts`.
+    pooling
+        Rows per vector.
+    nbytes
+        What the call must move that is compared.
+    """
+    if not parts[0].matrix.is_cpu:
+        return Limit("gather", [torch_gather(parts, nbytes)])
+    outs = [part.vectors() for part in parts]
+
+    def move() -> None:
+        for part, out in zip(parts, outs, strict=True):
+            launch(_gather, part.matrix.numpy(), part.at.numpy(), pooling, out.numpy())
+
+    ways = [Way(move)]
+    if len(parts) == pooling == parts[0].pieces == 1:
+        ways.append(Way(lambda: torch.index_select(parts[0].matrix, 0, parts[0].at, out=outs[0][:, 0])))
+    return Limit("gather", ways)
+
+
+def scatter_limit(parts: Sequence[Part], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
+    """Reading a gradient per bag; reading, changing and writing distinct rows and their moments.
+
+    Parameters
+    ----------
+    parts
+        Of `row_parts`.
+    moments
+        ``[S]`` or ``[S, D]`` float32, at most two.
+    nbytes
+        What the call must move that is compared.
+    """
+    distinct = [part._replace(at=part.at.unique(), slots=part.slots.unique()) for part in parts]
+    beside = [moment.view(len(moment), -1).view(torch.int32) for moment in moments.values()]
+    if not parts[0].matrix.is_cpu:
+        return Limit("scatter", torch_scatters(distinct, beside, nbytes))
+    grads = [part.vectors().zero_() for part in distinct]
+    m0, m1 = [m.numpy() for m in beside] + [NO_MOMENT] * (2 - len(beside))
+
+    def move() -> None:
+        for part, grad in zip(distinct, grads, strict=True):
+            launch(_scatter, part.matrix.numpy(), part.at.numpy(), m0, m1, part.slots.numpy(), grad.numpy())
+
+    return Limit("scatter", [Way(move)])
+
+
+def copy_way(device: torch.device) -> Way:
+    """A streaming copy; its scaled seconds are those per byte read or written."""
+    source, target = buffer(COPY_BYTES, device), buffer(COPY_BYTES, device)
+    return Way(lambda: target.copy_(source), 1 / (2 * COPY_BYTES))
+
+
+def copy_limit(copy: Way, nbytes: int) -> Limit:
+    """As many bytes, streamed."""
+    return Limit("copy", [copy._replace(scale=copy.scale * nbytes)])
+
+
+# -- by torch ------------------------------------------------------------------------------------------------------
+
+
+def torch_gather(parts: Sequence[Part], nbytes: int) -> Way:
+    """Gather by ``torch.index_select``."""
+    outs = [torch.empty_like(part.matrix[part.at]) for part in parts]
+    moved = sum(_row_bytes(p.matrix) * (len(p.at.unique()) + len(p.at)) + 8 * len(p.at) for p in parts)
+
+    def move() -> None:
+        for part, out in zip(parts, outs, strict=True):
+            torch.index_select(part.matrix, 0, part.at, out=out)
+
+    return Way(move, nbytes / moved)
+
+
+def torch_scatters(parts: Sequence[Part], moments: Sequence[Tensor], nbytes: int) -> list[Way]:
+    """Scatter by ``index_add_``, which adds zeros, and by ``index_copy_``, which writes what is there."""
+    targets = [(matrix, at) for p in parts for matrix, at in ((p.matrix, p.at), *((m, p.slots) for m in moments))]
+    values = [matrix[at] for matrix, at in targets]
+    zeros = [torch.zeros_like(v) for v in values]
+    row_bytes = sum(_row_bytes(matrix) * len(at) for matrix, at in targets)
+    index_bytes = sum(8 * len(at) for _, at in targets)
+
+    def add() -> None:
+        for (matrix, at), zero in zip(targets, zeros, strict=True):
+            matrix.index_add_(0, at, zero)
+
+    def copy() -> None:
+        for (matrix, at), value in zip(targets, values, strict=True):
+            matrix.index_copy_(0, at, value)
+
+    return [Way(add, nbytes / (3 * row_bytes + index_bytes)), Way(copy, nbytes / (2 * row_bytes + index_bytes))]
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    return matrix.shape[1] * matrix.element_size()
+
+
+# -- by Numba ------------------------------------------------------------------------------------------------------
+
+# Rows are indexed by two indices and not in flat arrays: of a sum of indices Numba asks whether it is negative, and
+# then no loop becomes vector code.
+
+
+@kernel(parallel=True)
+def _gather(matrix, at, pooling, out):
+    """Bag i's rows ``at[i · pooling : (i + 1) · pooling]`` into ``out[i]``: the first is written, others are added.
+
+    ``out [bags, pieces, words]`` takes each row as many times as fill a vector.
+    """
+    count, words = at.shape[0], matrix.shape[1]
+    per_task = max(ROWS_PER_TASK // pooling, 1) * pooling
+    for task in prange((count + per_task - 1) // per_task):
+        stop = min((task + 1) * per_task, count)
+        for i in range(task * per_task, stop):
+            prefetch_bytes(matrix, at[min(i + PREFETCH_BAGS, stop - 1)] * words, words * 4)
+            row, bag = at[i], i // pooling
+            for piece in range(out.shape[1]):
+                if i % pooling == 0:
+                    for d in range(words):
+                        out[bag, piece, d] = matrix[row, d]
+                else:
+                    for d in range(words):
+                        out[bag, piece, d] += matrix[row, d]
+
+
+@kernel(parallel=True)
+def _scatter(matrix, at, m0, m1, slots, grad):
+    """Add gradient i to row ``at[i]``, going round where rows outnumber gradients; read the gradients that are left.
+
+    ``grad [bags, pieces, words]`` is added piece by piece. Of the moments only the memory is touched.
+    """
+    rows, grads, words = at.shape[0], grad.shape[0], matrix.shape[1]
+    tasks = (max(rows, grads) + ROWS_PER_TASK - 1) // ROWS_PER_TASK
+    unused = np.zeros((tasks, words), np.int32)
+    for task in prange(tasks):
+        first, stop = task * ROWS_PER_TASK, (task + 1) * ROWS_PER_TASK
+        for i in range(first, min(stop, rows)):
+            ahead = min(i + PREFETCH_BAGS, rows - 1)
+            prefetch_bytes(matrix, at[ahead] * words, words * 4)
+            prefetch_bytes(m0, slots[ahead] * m0.shape[1], m0.shape[1] * 4)
+            prefetch_bytes(m1, slots[ahead] * m1.shape[1], m1.shape[1] * 4)
+            row, slot, g = at[i], slots[i], i % grads
+            for piece in range(grad.shape[1]):
+                for d in range(words):
+                    matrix[row, d] += grad[g, piece, d]
+            nothing = grad[g, 0, 0]
+            for d in range(m0.shape[1]):
+                m0[slot, d] += nothing
+            for d in range(m1.shape[1]):
+                m1[slot, d] += nothing
+        for i in range(max(first, rows), min(stop, grads)):
+            for piece in range(grad.shape[1]):
+                for d in range(words):
+                    unused[task, d] += grad[i, piece, d]
+    return unused

@@ -1,0 +1,112 @@
+"""Times calls, each with cold caches, and the limit it is compared with right after it.
+
+A machine is rarely at rest, so a call and its limit alternate: each repeat gives a ratio of two measurements that are
+neighbours in time, and the median of the ratios is reported with the smallest and the largest. Before every call a
+buffer larger than the caches is read, so that whatever a call needs comes from memory, and nothing waits to be written
+back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hotbed.ops import cpu_memory
+
+EVICT_BYTES = 512 << 20
+"""Size of the buffer: no last-level cache is larger."""
+
+
+class Way(NamedTuple):
+    """One way to move the bytes of a limit; its seconds times ``scale`` count."""
+
+    move: Callable[[], object]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a call cannot beat: the fastest of some ways to move the same bytes with nothing else to do."""
+
+    name: str
+    ways: Sequence[Way]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each repeat, of a call and of its limit."""
+
+    seconds: Sequence[float]
+    limit_seconds: Sequence[float]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of the call."""
+        return statistics.median(self.seconds)
+
+    def to_dict(self) -> dict[str, float]:
+        """Median, smallest and largest seconds; median seconds of the limit; share of it that is reached."""
+        shares = [limit / s for s, limit in zip(self.seconds, self.limit_seconds, strict=True)]
+        return {
+            **spread("s", self.seconds),
+            "limit_s": statistics.median(self.limit_seconds),
+            **spread("share", shares),
+        }
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``median_NAME``, ``min_NAME``, ``max_NAME``."""
+    return {f"median_{name}": statistics.median(values), f"min_{name}": min(values), f"max_{name}": max(values)}
+
+
+class Meter:
+    """Times calls on a device.
+
+    Parameters
+    ----------
+    device
+        On ``cuda`` the time is that of the device, without the launch.
+    repeats
+        Measurements of each call; one more, which compiles and allocates, comes before them.
+    """
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device = device
+        self.repeats = repeats
+        self._evicting = buffer(EVICT_BYTES, device)
+
+    def compare(self, call: Callable[[], object], limit: Limit) -> Timing:
+        """Time a call and its limit in turn."""
+        pairs = [(self.seconds(call), self.limit_seconds(limit)) for _ in range(1 + self.repeats)][1:]
+        return Timing([s for s, _ in pairs], [s for _, s in pairs])
+
+    def limit_seconds(self, limit: Limit) -> float:
+        """Seconds of the fastest way."""
+        return min(self.seconds(way.move) * way.scale for way in limit.ways)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Time one call."""
+        self._evicting.sum()
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        # The device still reads the buffer while the call is being launched.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        call()
+        events[1].record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+
+def buffer(nbytes: int, device: torch.device) -> Any:
+    """Float32 ones, in huge pages on the CPU, as arenas are."""
+    shape = (nbytes // 4,)
+    made = cpu_memory.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
+    return made.fill_(1.0)

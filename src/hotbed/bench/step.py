@@ -1,0 +1,191 @@
+"""A whole training step of a DLRM: rate, time by part, and the share of what the machine could do.
+
+The limit of a step is the time of its matrix products alone plus the time of its rows at the machine's speed for random
+rows. It leaves out activations, casts, losses, sorting and optimizers, and it overlaps nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hotbed import ops
+from hotbed.batch import Batch
+from hotbed.bench.limits import gather_limit, row_parts, scatter_limit
+from hotbed.bench.memory import check_memory
+from hotbed.bench.meter import Meter, spread
+from hotbed.bench.options import LEARNING_RATE, StepOptions
+from hotbed.bench.timeline import PARTS, Timeline, watch
+from hotbed.bench.traffic import Traffic
+from hotbed.bench.workload import Workload
+from hotbed.nn import DLRM
+from hotbed.store import DenseStore
+from hotbed.train.metrics import to_device
+
+WARM_UP = 2
+"""Steps that are not counted: they compile and allocate."""
+
+
+def bench_step(options: StepOptions, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure steps, alternating with what limits them.
+
+    Parameters
+    ----------
+    options
+        What to measure with; ids follow Zipf's law, every step has a batch of its own.
+    progress
+        Told what comes next.
+
+    Returns
+    -------
+    dict
+        ``step``, ``parts`` and ``roofline``, see `hotbed.bench`.
+
+    Raises
+    ------
+    HotbedError
+        If an option cannot be right, or the model does not fit into memory.
+    """
+    device = options.place()
+    ops.select(device, options.backend)
+    with device:
+        outline = DLRM(*options.specs(rows=1), **_shape(options))
+    optimizer = options.make_optimizer(outline)
+    check_memory(options, optimizer.rule, device, _other_bytes(options, outline))
+    progress("making the model")
+    torch.manual_seed(options.seed)
+    with device:
+        model = DLRM(*options.specs(), **_shape(options))
+    workload = Workload(options)
+    batches = [to_device(batch, model, device) for batch in _batches(options, workload)]
+    step = _Step(options, model)
+    limits = _Roofline(options, model, workload, batches[0])
+    times: list[dict[str, float]] = []
+    roof: list[dict[str, float]] = []
+    for i, batch in enumerate(batches):
+        progress("warming up" if i < WARM_UP else f"step {i + 1 - WARM_UP} of {options.repeats}")
+        times.append(step(batch))
+        roof.append(limits.seconds())
+    times, roof = times[WARM_UP:], roof[WARM_UP:]
+    totals = [sum(t.values()) for t in times]
+    median = statistics.median(totals)
+    return {
+        "step": {"samples_per_s": options.batch_size / median, **spread("s", totals)},
+        "parts": [{"part": part, **spread("s", [t[part] for t in times])} for part in PARTS],
+        "roofline": {
+            **{f"{name}_s": statistics.median(r[name] for r in roof) for name in roof[0]},
+            **spread("share", [sum(r.values()) / total for r, total in zip(roof, totals, strict=True)]),
+        },
+    }
+
+
+def _shape(options: StepOptions) -> dict[str, Any]:
+    return {
+        "dense_features": options.dense_features,
+        "bottom": options.bottom_widths,
+        "top": options.top,
+        "seed": options.seed,
+        "backend": options.backend,
+    }
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    return [m for m in model.modules() if isinstance(m, nn.Linear)]
+
+
+def _other_bytes(options: StepOptions, outline: DLRM) -> int:
+    """Roughly what there is besides tables: parameters, activations, vectors, the buffers of limits, and batches."""
+    columns = sum(m.in_features + m.out_features for m in _linears(outline)) + 6 * options.tables * options.dim
+    parameters = sum(p.nbytes for p in outline.parameters())
+    ids = options.batch_size * options.tables * options.pooling
+    return 4 * parameters + 16 * options.batch_size * columns + (8 * (options.repeats + WARM_UP) + 128) * ids
+
+
+def _batches(options: StepOptions, workload: Workload) -> Iterator[Batch]:
+    """One per step, in host memory."""
+    generator = torch.Generator().manual_seed(options.seed)
+    for ids in workload.draw(options.zipf, options.repeats + WARM_UP):
+        dense = torch.randn(options.batch_size, options.dense_features, generator=generator)
+        labels = torch.rand(options.batch_size, options.top[-1], generator=generator).round()
+        yield Batch(sparse=ids, dense=dense if options.dense_features else None, labels=labels)
+
+
+class _Step:
+    """A training step, as a program of a user's would write it, with marks."""
+
+    def __init__(self, options: StepOptions, model: DLRM) -> None:
+        self._model = model
+        self._device = model.embeddings.device
+        self._autocast = options.precision == "bf16"
+        self._dense = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        self._sparse = options.make_optimizer(model)
+        self._timeline = Timeline(self._device)
+        watch(model, self._timeline)
+
+    def __call__(self, batch: Batch) -> dict[str, float]:
+        """Train on a batch; seconds by part."""
+        assert batch.labels is not None
+        mark = self._timeline.mark
+        self._timeline.start()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            logits = self._model(batch)
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
+        self._dense.zero_grad()
+        self._sparse.zero_grad()
+        loss.backward()
+        mark("lookup backward")
+        self._dense.step()
+        mark("dense optimizer")
+        self._sparse.step()
+        mark("sparse update")
+        return self._timeline.seconds()
+
+
+class _Roofline:
+    """The matrix products and the rows of a step, without the rest."""
+
+    def __init__(self, options: StepOptions, model: DLRM, workload: Workload, batch: Batch) -> None:
+        (arena,) = model.embeddings._arenas
+        assert isinstance(arena.store, DenseStore)
+        rows, moments = arena.store.rows, arena.store.moments
+        bags, slots = workload.layout(batch.sparse), workload.slots(batch.sparse)
+        traffic = Traffic.of(rows, moments, bags, arena.store.ops.group(slots))
+        parts = row_parts(rows, slots, options.pooling)
+        self._gather = gather_limit(parts, options.pooling, traffic.lookup)
+        self._scatter = scatter_limit(parts, moments, traffic.update)
+        self._meter = Meter(model.embeddings.device, options.repeats)
+        self._matmuls = _matmuls(options, model)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of matrix products, of gathering rows, of scattering them."""
+        return {
+            "matmul": self._meter.seconds(lambda: [torch.matmul(a, b, out=out) for a, b, out in self._matmuls]),
+            "gather": self._meter.limit_seconds(self._gather),
+            "scatter": self._meter.limit_seconds(self._scatter),
+        }
+
+
+def _matmuls(options: StepOptions, model: DLRM) -> Sequence[tuple[Tensor, Tensor, Tensor]]:
+    """Factors and results of all products of a step: every linear layer and the interaction, forward and backward."""
+    samples, first = options.batch_size, next(model.bottom.children())
+    kind: dict[str, Any] = {
+        "device": model.embeddings.device,
+        "dtype": torch.bfloat16 if options.precision == "bf16" else torch.float32,
+    }
+    products: list[tuple[Tensor, Tensor]] = []
+    for layer in _linears(model):
+        x, w = (
+            torch.randn(samples, layer.in_features, **kind),
+            torch.randn(layer.out_features, layer.in_features, **kind),
+        )
+        g = torch.randn(samples, layer.out_features, **kind)
+        products += [(x, w.t()), (g.t(), x)] + ([] if layer is first else [(g, w)])
+    vectors = torch.randn(samples, 1 + options.tables, options.dim, **kind)
+    gram = torch.randn(samples, 1 + options.tables, 1 + options.tables, **kind)
+    products += [(vectors, vectors.mT), (gram, vectors)]
+    return [(a, b, a @ b) for a, b in products]
