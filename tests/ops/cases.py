@@ -66,7 +66,7 @@ def random_rows(tables: list[int], wide: list[int], dim: int, dtype: torch.dtype
     return Rows(
         torch.randn(sum(wide), dim, generator=gen),
         q if dtype == torch.int8 else torch.randn(sum(narrow), dim, generator=gen).to(dtype),
-        exponents if dtype == torch.int8 else torch.empty(sum(narrow), 0, dtype=torch.int8),
+        exponents if dtype == torch.int8 else torch.empty(0, 0, dtype=torch.int8),
         torch.tensor([list(place) for place in places]),
     )
 

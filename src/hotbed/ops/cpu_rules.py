@@ -121,8 +121,8 @@ def _ftrl(w, z, n, g, lr, beta, l1, l2):
         sigma = (np.sqrt(grown) - np.sqrt(n[d])) / lr
         z[d] += g[d] - sigma * w[d]
         n[d] = grown
-        if np.abs(z[d]) > l1:
+        if np.abs(z[d]) <= l1:
+            w[d] = 0
+        else:
             shrunk = np.copysign(l1, z[d]) - z[d]
             w[d] = shrunk / ((beta + np.sqrt(grown)) / lr + l2)
-        else:
-            w[d] = 0

@@ -35,14 +35,14 @@ class Rows:
     """The rows of an arena.
 
     Slots of a table are numbered in row order. Its first rows may be float32 ("wide") while the others have the
-    arena's dtype; a table of a float32 arena has wide rows only.
+    arena's dtype; a table of a float32 arena has wide rows only, and there a slot is a position in ``wide``.
 
     Attributes
     ----------
     wide
         ``[W, D]`` float32.
     narrow
-        ``[S − W, D]`` bfloat16, float16, int8 or float8_e4m3fn; ``[0, D]`` float32 where all rows are wide.
+        ``[S − W, D]`` bfloat16, float16, int8 or float8_e4m3fn; ``[0, D]`` float32 in a float32 arena.
     exponents
         ``[S − W, ⌈D / 128⌉]`` int8 where ``narrow`` is int8, else ``[0, 0]``: a block of 128 columns has the values
         ``narrow · 2^exponent``; −128 in ``narrow`` is NaN.

@@ -120,7 +120,7 @@ def _ftrl(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) 
     z.copy_(z + (g - sigma * w))
     n.copy_(grown)
     shrunk = torch.copysign(l1.expand_as(z), z) - z
-    return torch.where(z.abs() > l1, shrunk / ((beta + sqrt(grown)) / lr + l2), 0.0)
+    return torch.where(z.abs() <= l1, 0.0, shrunk / ((beta + sqrt(grown)) / lr + l2))
 
 
 _RULES: dict[str, Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor], Tensor]] = {

@@ -172,7 +172,7 @@ def _ftrl(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
     n = m1 + g * g
     z = m0 + (g - _div(tl.sqrt_rn(n) - tl.sqrt_rn(m1), lr) * w)
     shrunk = tl.where(z < 0, -l1, l1) - z
-    return tl.where(tl.abs(z) > l1, _div(shrunk, _div(beta + tl.sqrt_rn(n), lr) + l2), 0.0), z, n
+    return tl.where(tl.abs(z) <= l1, 0.0, _div(shrunk, _div(beta + tl.sqrt_rn(n), lr) + l2)), z, n
 
 
 RULES: dict[str, Any] = {

@@ -55,7 +55,7 @@ class Adagrad(SparseOptimizer):
     @override
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
-        if not float(group["eps"]) + float(group["initial_accumulator"]) > 0:
+        if not self.number(group, "eps") + self.number(group, "initial_accumulator") > 0:
             tables = ", ".join(group["tables"])
             raise SpecError(
                 f"{type(self).__name__}: eps and initial_accumulator are both 0 for {tables}; one must be positive"

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from hotbed.errors import SpecError
 from hotbed.optim.base import SparseOptimizer
 from hotbed.optim.rules import Moment, Rule
 
@@ -31,18 +30,18 @@ class AdamBase(SparseOptimizer):
         max_norm: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        options = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
-        tables = ", ".join(group["tables"])
         betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= float(b) < 1 for b in betas):
-            raise SpecError(f"{type(self).__name__}: betas is {betas} for {tables}; it must be two values in [0, 1)")
-        if not float(group["eps"]) > 0:
-            raise SpecError(f"{type(self).__name__}: eps is {group['eps']} for {tables}; it must be positive")
+        numbers = isinstance(betas, (tuple, list)) and all(isinstance(b, (int, float)) for b in betas)
+        if not numbers or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+            self.refuse(group, "betas", "it must be two values in [0, 1)")
+        if not self.number(group, "eps") > 0:
+            self.refuse(group, "eps", "it must be positive")
 
     @override
     def own(self, group: Mapping[str, Any]) -> list[float]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -97,19 +97,27 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise `SpecError` if an option of a group is out of range."""
-        tables = ", ".join(group["tables"])
         for name in self.defaults:
             value = group[name]
             if name in ("max_grad_norm", "max_norm"):
-                if value is not None and not 0 < float(value) < math.inf:
-                    raise SpecError(
-                        f"{type(self).__name__}: {name} is {value} for {tables}; it must be positive, or None for no "
-                        "limit"
-                    )
-            elif isinstance(value, (int, float)) and not 0 <= float(value) < math.inf:
-                raise SpecError(
-                    f"{type(self).__name__}: {name} is {value} for {tables}; it must be finite and not negative"
-                )
+                if value is not None and not 0 < self.number(group, name) < math.inf:
+                    self.refuse(group, name, "it must be positive, or None for no limit")
+            elif name != "betas" and not 0 <= self.number(group, name) < math.inf:
+                self.refuse(group, name, "it must be finite and not negative")
+
+    def number(self, group: Mapping[str, Any], name: str) -> float:
+        """An option as a number; `SpecError` if it is none."""
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.refuse(group, name, "it must be a number")
+        return float(value)
+
+    def refuse(self, group: Mapping[str, Any], name: str, rule: str) -> NoReturn:
+        """Raise `SpecError` for an option of a group."""
+        tables = ", ".join(group["tables"])
+        raise SpecError(f"{type(self).__name__}: {name} is {group[name]!r} for {tables}; {rule}")
 
     def trains(self, group: Mapping[str, Any]) -> bool:
         """Whether a step with these options changes rows."""

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
-from hotbed.errors import SpecError
 from hotbed.optim.base import SparseOptimizer
 from hotbed.optim.rules import Moment, Rule
 
@@ -63,8 +62,8 @@ class FTRL(SparseOptimizer):
     @override
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
-        if not float(group["lr"]) > 0:
-            raise SpecError(f"FTRL: lr is {group['lr']} for {', '.join(group['tables'])}; it must be positive")
+        if not self.number(group, "lr") > 0:
+            self.refuse(group, "lr", "it must be positive")
 
     @override
     def trains(self, group: Mapping[str, Any]) -> bool:
