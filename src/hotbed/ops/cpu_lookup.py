@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Pooled lookup on the CPU: one pass over all bags of an arena, rows prefetched ahead."""
+"""Pooled lookup on the CPU: one pass over the bags of an arena, feature by feature, rows prefetched ahead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotbed.ops.cpu_runtime import PREFETCH_BAGS, flat, kernel, launch
 from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE, BagLayout, Rows
 
 NO_WEIGHTS = np.empty(0, np.float32)
-SAMPLES_PER_TASK = 64
+SAMPLES_PER_TASK = 256
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
@@ -81,64 +81,72 @@ def _find(rows, features, f, id):
 def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out):
     count = features.shape[0]
     dim, kind, wide_rows = rows.dim, rows.kind, rows.wide
-    tasks = (samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK
-    for task in prange(tasks):
-        acc = np.empty(rows.dim, np.float32)
-        row = np.empty(rows.dim, np.float32)
-        first = task * SAMPLES_PER_TASK * count
-        last = min((task + 1) * SAMPLES_PER_TASK, samples) * count
-        for q in range(first, last):
-            ahead = min(q + PREFETCH_BAGS, last - 1)
-            at, stop = bag_bounds(features, offsets, ahead % count, ahead // count)
-            if at < stop:
-                if kind == WIDE:
-                    prefetch_bytes(wide_rows, (np.int64(ids[at]) + features[ahead % count, BASE]) * dim, dim * 4)
-                else:
-                    wide, slot = _find(rows, features, ahead % count, ids[at])
-                    prefetch_row(rows, wide, slot)
-            b = q // count
-            f = q % count
-            to = (b * width + room + features[f, OUT]) * dim
+    chunks = (samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK
+    for task in prange(chunks * count):
+        # Neighbouring samples of one feature: their ids lie one after the other, so rows are prefetched across bags.
+        f = task % count
+        first_sample = task // count * SAMPLES_PER_TASK
+        last_sample = min(first_sample + SAMPLES_PER_TASK, samples)
+        first, _ = bag_bounds(features, offsets, f, first_sample)
+        _, last = bag_bounds(features, offsets, f, last_sample - 1)
+        base = features[f, BASE]
+        copied = kind == WIDE and not per_id.shape[0]
+        acc = np.empty(dim, np.float32)
+        row = np.empty(dim, np.float32)
+        for i in range(first, min(first + PREFETCH_BAGS, last)):
+            wide, at = _find(rows, features, f, ids[i])
+            prefetch_row(rows, wide, at)
+        for b in range(first_sample, last_sample):
             start, stop = bag_bounds(features, offsets, f, b)
-            if kind == WIDE and stop - start == 1 and not per_id.shape[0]:
-                at = (np.int64(ids[start]) + features[f, BASE]) * dim
+            to = (b * width + room + features[f, OUT]) * dim
+            if stop - start == 1 and copied:
+                at = (np.int64(ids[start]) + base) * dim
+                if start + PREFETCH_BAGS < last:
+                    prefetch_bytes(wide_rows, (np.int64(ids[start + PREFETCH_BAGS]) + base) * dim, dim * 4)
                 for d in range(dim):
                     store(out, to + d, load(wide_rows, at + d))
                 continue
-            _pool(rows, ids, features, offsets, per_id, f, b, out, to, acc, row)
+            if kind == WIDE:
+                _pool_wide(wide_rows, base, ids, per_id, start, stop, last, acc)
+            else:
+                _pool(rows, features, f, ids, per_id, start, stop, last, acc, row)
+            if features[f, MEAN] and start < stop:
+                length = np.float32(stop - start)
+                for d in range(dim):
+                    acc[d] /= length
+            for d in range(dim):
+                store(out, to + d, acc[d])
 
 
 @kernel()
-def _pool(rows, ids, features, offsets, per_id, f, b, out, to, acc, row):
-    """Pool one bag into ``out[to:]``; ``acc`` and ``row`` are scratch."""
-    dim = rows.dim
-    start, stop = bag_bounds(features, offsets, f, b)
+def _pool_wide(wide_rows, base, ids, per_id, start, stop, last, acc):
+    """Sum the rows of ids ``start … stop − 1`` into ``acc``, in an arena of float32 rows only."""
+    dim = acc.shape[0]
     if start == stop:
-        for d in range(dim):
-            store(out, to + d, np.float32(0))
-        return
-    wide, at = _find(rows, features, f, ids[start])
-    if stop - start == 1 and wide and not per_id.shape[0]:
-        for d in range(dim):
-            store(out, to + d, load(rows.wide, at * dim + d))
-        return
+        acc[:] = 0
     for i in range(start, stop):
-        if i + PREFETCH_BAGS < stop:
-            next_wide, next_at = _find(rows, features, f, ids[i + PREFETCH_BAGS])
-            prefetch_row(rows, next_wide, next_at)
+        if i + PREFETCH_BAGS < last:
+            prefetch_bytes(wide_rows, (np.int64(ids[i + PREFETCH_BAGS]) + base) * dim, dim * 4)
+        factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit
+        _add(acc, wide_rows, (np.int64(ids[i]) + base) * dim, factor, i == start)
+
+
+@kernel()
+def _pool(rows, features, f, ids, per_id, start, stop, last, acc, row):
+    """Sum the rows of ids ``start … stop − 1`` into ``acc``; ``row`` is scratch."""
+    if start == stop:
+        acc[:] = 0
+    for i in range(start, stop):
+        if i + PREFETCH_BAGS < last:
+            wide, at = _find(rows, features, f, ids[i + PREFETCH_BAGS])
+            prefetch_row(rows, wide, at)
         wide, at = _find(rows, features, f, ids[i])
         factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit
         if wide:
-            _add(acc, rows.wide, at * dim, factor, i == start)
+            _add(acc, rows.wide, at * rows.dim, factor, i == start)
         else:
             read_narrow(rows, at, row)
             _add(acc, row, 0, factor, i == start)
-    if features[f, MEAN]:
-        length = np.float32(stop - start)
-        for d in range(dim):
-            acc[d] /= length
-    for d in range(dim):
-        store(out, to + d, acc[d])
 
 
 @kernel(inline="always")

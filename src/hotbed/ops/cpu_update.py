@@ -97,7 +97,8 @@ def _update(
     groups, runs = counts[0], counts[1]
     dim = rows.dim
     padded = (dim + BLOCK - 1) // BLOCK * BLOCK
-    first_slots = rows.tables[:, FIRST_SLOT].copy()
+    first_slots = np.full(rows.tables.shape[0] + 1, np.iinfo(np.int64).max)
+    first_slots[:-1] = rows.tables[:, FIRST_SLOT]
 
     # Pass 1: runs of long groups.
     long_runs = np.empty(2 * (runs - groups), np.int64)  # k ≥ 2 runs of a group are at most 2 · (k − 1)
@@ -122,19 +123,22 @@ def _update(
         row_values = np.zeros(padded, np.float32)
         begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
         end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
+        table = table_ahead = 0  # slots rise, so tables do
         for g in range(begin, end):
             ahead = g + PREFETCH_BAGS
             if ahead < end:
                 slot = slots[ahead]
-                table = np.searchsorted(first_slots, slot, side="right") - 1
-                wide, at = place(rows, table, slot - first_slots[table])
+                while first_slots[table_ahead + 1] <= slot:
+                    table_ahead += 1
+                wide, at = place(rows, table_ahead, slot - first_slots[table_ahead])
                 prefetch_row(rows, wide, at)
                 if m0_stride:
                     prefetch_bytes(m0, slot * m0_stride, m0_stride * 4)
                 if m1_stride:
                     prefetch_bytes(m1, slot * m1_stride, m1_stride * 4)
             slot = slots[g]
-            table = np.searchsorted(first_slots, slot, side="right") - 1
+            while first_slots[table + 1] <= slot:
+                table += 1
             if hyper[table, ACTIVE] == 0:
                 continue
             first, last = group_runs[g], group_runs[g + 1]
@@ -155,9 +159,9 @@ def _update(
             own_m1 = m1[slot * m1_stride : (slot + 1) * m1_stride]
             if wide:
                 w = rows.wide[at * dim : (at + 1) * dim]
-                apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
             else:
                 w = row_values[:dim]
                 read_narrow(rows, at, w)
-                apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
+            apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
+            if not wide:
                 write_narrow(rows, at, w, np.uint32(seeds[table]), row)
