@@ -1,7 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PEERS := benchmarks/peers/.venv
 
-.PHONY: help setup demo test check format gpu-suite clean
+.PHONY: help setup demo test check format gpu-suite bench-peers clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -34,5 +35,15 @@ format: .venv/ready  ## apply the formatter
 gpu-suite: .venv/ready  ## correctness and bandwidth on a GPU (or tiny, under the interpreter)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/gpu_suite.sh
 
+bench-peers: $(PEERS)/ready  ## against FBGEMM, TorchRec and plain PyTorch on this CPU: make bench-peers [ARGS="--only step"]
+	$(PEERS)/bin/python -m benchmarks.peers --json benchmarks/results/peers_cpu.json $(ARGS)
+
+$(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	touch $@
+
 clean:  ## remove what setup and runs made
-	rm -rf .venv runs
+	rm -rf .venv $(PEERS) runs

@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_type_hints
 
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
-from hotbed.specs import OnBadId, is_int
+from hotbed.specs import OnBadId, RowDtype, is_int
 
 Precision = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -113,6 +113,11 @@ class DataRecipe:
     """File or directory of the source."""
     dim: int | dict[str, int] = 16
     """Columns of every embedding table, or of each table by name."""
+    dtype: RowDtype | dict[str, RowDtype] = "fp32"
+    """What rows are stored as: of every table, or by table name; a table that is not named is fp32. See `Table`."""
+    fp32_rows: int | dict[str, int] = 0
+    """First rows that are float32 whatever the dtype: of every table, or by table name (0 for a table not named).
+    A number above a table's rows means all of them, so that one number serves tables of any size."""
     on_bad_id: OnBadId = "error"
     """What to do with ids that are negative or not below a table's rows."""
     train_split: str = "train"
@@ -133,8 +138,12 @@ class DataRecipe:
     def __post_init__(self) -> None:
         if not self.path:
             raise RecipeError("data.path is empty; give a file or directory, for example --data.path prepared/")
-        for table, dim in self.dim.items() if isinstance(self.dim, dict) else [("", self.dim)]:
-            _at_least(f"data.dim{'.' * bool(table)}{table}", dim, 1)
+        for key, dim in _by_table("data.dim", self.dim):
+            _at_least(key, dim, 1)
+        for key, dtype in _by_table("data.dtype", self.dtype):
+            _one_of(key, dtype, get_args(RowDtype))
+        for key, rows in _by_table("data.fp32_rows", self.fp32_rows):
+            _at_least(key, rows, 0)
         for name in ("window", "workers", "prefetch"):
             _at_least(f"data.{name}", getattr(self, name), 1)
         _one_of("data.on_bad_id", self.on_bad_id, get_args(OnBadId))
@@ -312,6 +321,11 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
             raise
         # A component does not know which of the recipe's components it is.
         raise RecipeError(f"{where}{error}") from None
+
+
+def _by_table(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Dotted keys and values of an option that may be given by table."""
+    return [(f"{key}.{table}", v) for table, v in value.items()] if isinstance(value, dict) else [(key, value)]
 
 
 def _at_least(key: str, value: object, limit: int, what: str = "") -> None:

@@ -51,7 +51,7 @@ class Table:
     dtype
         What rows are stored as. Arithmetic and optimizer state are float32 always; a narrower row is rounded
         stochastically after each update, so tiny updates arrive in the mean. ``"int8"`` has a power-of-two scale per
-        row and 128 columns; ``"fp8"`` is e4m3. See docs/quality.md for what each costs.
+        row and 128 columns; ``"fp8"`` is e4m3. ``benchmarks/quality.py`` measures what each costs.
     fp32_rows
         Rows ``0 … fp32_rows − 1`` are float32 whatever ``dtype`` says. Ids in order of falling frequency, as `prepare`
         makes them, put there the rows that are updated most and suffer most from rounding.

@@ -79,3 +79,10 @@ def test_kernels_are_compiled_once_and_again_when_a_helper_is_edited(tmp_path):
     helper = tmp_path / "hotbed" / "ops" / "cpu_hash.py"
     helper.write_text(helper.read_text() + "\n# edited\n")
     assert compiles()
+
+
+def test_a_launch_leaves_the_number_of_threads_as_the_user_set_it():
+    code = FILL + "import numba; print(torch.get_num_threads(), numba.get_num_threads())"
+    assert python(code, OMP_NUM_THREADS="1").stdout == "1 1\n"
+    set_later = FILL.replace("import torch", "import torch; torch.set_num_threads(1)")
+    assert python(set_later + "print(torch.get_num_threads())", OMP_NUM_THREADS="2").stdout == "1\n"

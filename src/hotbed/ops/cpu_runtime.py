@@ -109,7 +109,10 @@ if numba.config.THREADING_LAYER not in ("omp", "tbb"):
 
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:
     """Run a parallel kernel on torch's number of threads."""
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)  # Numba's first start sets OpenMP's number of threads, which is torch's, too
     with _turns:
         return compiled(*args)
 

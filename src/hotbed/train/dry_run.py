@@ -11,10 +11,12 @@ from rich.table import Table as RichTable
 
 from hotbed.config import Recipe
 from hotbed.errors import RecipeError
+from hotbed.ops.narrow import block_count
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
+from hotbed.store.dense import TORCH_DTYPES
 from hotbed.train.report import size
-from hotbed.train.run import build, open_source
+from hotbed.train.run import build, open_source, tables_of
 from hotbed.train.trainer import resolve_device
 
 
@@ -30,13 +32,13 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     optimizer = recipe.sparse_optimizer.load()
     if not issubclass(optimizer, SparseOptimizer):
         raise RecipeError(f"sparse_optimizer is {recipe.sparse_optimizer.class_path}, not one of hotbed.optim")
-    tables = source.schema.tables(recipe.data.dim)
+    tables = tables_of(source, recipe.data)
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
     # The dense part does not depend on rows, so a model with tables of one row has the same.
     small = build(
         "model",
         recipe.model,
-        tables=[replace(table, rows=1) for table in tables],
+        tables=[replace(table, rows=1, fp32_rows=0) for table in tables],
         features=source.schema.features(recipe.data.on_bad_id),
         dense_features=len(source.schema.dense),
         seed=recipe.train.seed,
@@ -58,9 +60,15 @@ def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> di
         "rows": table.rows,
         "dim": table.dim,
         "tier": tier,
-        "weight_bytes": 4 * table.rows * table.dim,
+        "weight_bytes": _weight_bytes(table),
         "moment_bytes": 4 * sum(moments),
     }
+
+
+def _weight_bytes(table: Table) -> int:
+    exponents = block_count(table.dim) if table.dtype == "int8" else 0
+    narrow = TORCH_DTYPES[table.dtype].itemsize * table.dim + exponents
+    return 4 * table.dim * table.fp32_rows + narrow * (table.rows - table.fp32_rows)
 
 
 def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:

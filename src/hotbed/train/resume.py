@@ -46,9 +46,9 @@ def refuse_another_recipe(checkpoint: Path, recipe: Recipe) -> None:
     stored = read_manifest(checkpoint)["recipe"]
     if stored is None:
         return
-    before = _by_key(stored)
-    # Through JSON as the stored one went, which has no tuples.
-    now = _by_key(json.loads(json.dumps(recipe.to_dict())))
+    # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which
+    # has no tuples.
+    before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
     differing = [key for key in {**before, **now} if key not in MAY_DIFFER and before.get(key) != now.get(key)]
     if differing:
         lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hotbed.config import Component, DataRecipe, Recipe
 from hotbed.data import Loader, Source
 from hotbed.errors import CheckpointError, RecipeError, SpecError, did_you_mean
+from hotbed.specs import Table
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
 from hotbed.train.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.train.metrics import Metrics, evaluate
@@ -140,6 +141,23 @@ def open_source(data: DataRecipe) -> Source:
     return source
 
 
+def tables_of(source: Source, data: DataRecipe) -> list[Table]:
+    """The source's tables, with rows stored as the recipe says; a `RecipeError` names a table that there is not."""
+    tables = source.schema.tables(data.dim)
+    known = [table.name for table in tables]
+    for key, given in (("data.dtype", data.dtype), ("data.fp32_rows", data.fp32_rows)):
+        for name in given if isinstance(given, dict) else ():
+            if name not in known:
+                raise RecipeError(f"{key} names table '{name}', which does not exist{did_you_mean(name, known)}")
+
+    def stored(table: Table) -> Table:
+        dtype = data.dtype.get(table.name, "fp32") if isinstance(data.dtype, dict) else data.dtype
+        fp32_rows = data.fp32_rows.get(table.name, 0) if isinstance(data.fp32_rows, dict) else data.fp32_rows
+        return replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows))
+
+    return [stored(table) for table in tables]
+
+
 def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
     """The recipe's model with the tables of a source, seeded; its parameters and tables are made on the device."""
     torch.manual_seed(recipe.train.seed)
@@ -147,7 +165,7 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
         model = build(
             "model",
             recipe.model,
-            tables=source.schema.tables(recipe.data.dim),
+            tables=tables_of(source, recipe.data),
             features=source.schema.features(recipe.data.on_bad_id),
             dense_features=len(source.schema.dense),
             seed=recipe.train.seed,

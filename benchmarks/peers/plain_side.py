@@ -1,0 +1,66 @@
+"""Plain PyTorch: ``nn.EmbeddingBag(sparse=True)`` and ``torch.optim.SGD``, its fastest way to train tables on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import hotbed as hb
+from benchmarks.peers import hotbed_side
+from benchmarks.peers.workloads import LR, Workload
+from benchmarks.plain_pytorch import PlainDLRM
+
+
+class Embedding:
+    """One module per table."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag.from_pretrained(
+                torch.empty(workload.rows, workload.dim).uniform_(-workload.bound, workload.bound),
+                freeze=False,
+                mode="sum",
+                sparse=True,
+            )
+            for _ in workload.names
+        )
+        self.optimizer = torch.optim.SGD(self.tables.parameters(), lr=LR)
+
+    def prepare(self, ids: Tensor) -> list[Tensor]:
+        shape = (self.workload.tables, self.workload.batch, self.workload.pooling)
+        return list(ids.view(shape).unbind())
+
+    def lookup(self, batch: list[Tensor]) -> Tensor:
+        return torch.stack([table(ids) for table, ids in zip(self.tables, batch, strict=True)], 1)
+
+    def update(self, pooled: Tensor, grad: Tensor) -> None:
+        self.optimizer.zero_grad()
+        pooled.backward(grad)
+        self.optimizer.step()
+
+
+class Step:
+    """The model of ``benchmarks/plain_pytorch.py``."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.model = PlainDLRM(hotbed_side.dlrm(workload))
+        self.optimizers = [
+            torch.optim.SGD(self.model.bags.parameters(), lr=LR),
+            torch.optim.SGD([*self.model.bottom.parameters(), *self.model.top.parameters()], lr=LR),
+        ]
+
+    def prepare(self, ids: Tensor, dense: Tensor, labels: Tensor) -> hb.Batch:
+        return hb.Batch(sparse=hotbed_side.jagged(self.workload, ids), dense=dense, labels=labels)
+
+    def logits(self, batch: hb.Batch) -> Tensor:
+        return self.model(batch)
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()

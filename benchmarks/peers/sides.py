@@ -1,0 +1,69 @@
+"""The contenders, and what each has to be able to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Embedding(Protocol):
+    """Embedding tables with an optimizer. Made from a `Workload`."""
+
+    def prepare(self, ids: Tensor) -> Any:
+        """A new batch from ids ``[tables · batch · pooling]``; not timed."""
+        ...
+
+    def lookup(self, batch: Any) -> Tensor:
+        """Pooled vectors, ``[B, tables, D]`` or the same memory ``[B, tables · D]``; timed."""
+        ...
+
+    def update(self, pooled: Tensor, grad: Tensor) -> None:
+        """Backward from the gradient ``[B, tables, D]``, and the optimizer's step; timed."""
+        ...
+
+
+class Step(Protocol):
+    """A DLRM with its optimizers. Made from a `Workload`."""
+
+    def prepare(self, ids: Tensor, dense: Tensor, labels: Tensor) -> Any:
+        """A new batch; not timed."""
+        ...
+
+    def logits(self, batch: Any) -> Tensor:
+        """Logits ``[B, 1]``; timed, as is all that follows."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        ...
+
+    def update(self) -> None:
+        """Step of all optimizers that do not work in backward."""
+        ...
+
+
+@dataclass(frozen=True)
+class Side:
+    """A contender: the module with its classes ``Embedding`` and ``Step``, and its environment."""
+
+    module: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Set to 1, torch asks for transparent huge pages for what it allocates."""
+
+EMBEDDING_SIDES = {
+    "hotbed": Side("hotbed_side"),
+    "hotbed_one_thread": Side("hotbed_side", {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}),
+    "fbgemm_default": Side("fbgemm_side"),
+    "fbgemm_hugepages": Side("fbgemm_side", {HUGE_PAGES: "1"}),
+    "plain": Side("plain_side"),
+}
+STEP_SIDES = {
+    "hotbed": Side("hotbed_side"),
+    "torchrec": Side("torchrec_side"),
+    "plain": Side("plain_side"),
+}

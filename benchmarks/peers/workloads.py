@@ -1,0 +1,90 @@
+"""What is computed: sizes, ids and dense inputs, the same for all sides.
+
+Imports no contender, so that every worker holds only its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DENSE_FEATURES = 13
+BOTTOM = (512, 256, 128)
+TOP = (1024, 1024, 512, 256, 1)
+LR = 0.01
+EPS = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Sizes of one comparison; all tables are alike, and every feature has its own.
+
+    Attributes
+    ----------
+    rows, dim, tables
+        Of the tables.
+    batch, pooling
+        Samples, and ids per sample and feature.
+    warmup, steps
+        Batches that are not timed, and that are; per precision where whole steps are timed.
+    limit
+        Batches for the row limit, before the timed steps and again after them.
+    """
+
+    rows: int
+    dim: int
+    tables: int = 26
+    batch: int = 4096
+    pooling: int = 1
+    warmup: int = 3
+    steps: int = 10
+    limit: int = 7
+
+    @property
+    def names(self) -> list[str]:
+        """Names of tables, and of their features."""
+        return [f"t{i}" for i in range(self.tables)]
+
+    @property
+    def bound(self) -> float:
+        """Initial values are uniform between −bound and bound."""
+        return self.rows**-0.5
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.tables * self.rows * self.dim * 4
+
+    def __str__(self) -> str:
+        size = f"{self.tables} tables × {self.rows:,} × {self.dim}, batch {self.batch:,}"
+        return f"{size}, {self.pooling} id{'s' * (self.pooling > 1)} per bag"
+
+
+WORKLOADS = {
+    "embedding": Workload(rows=1_000_000, dim=128),
+    "multi_hot": Workload(rows=100_000, dim=128, batch=1024, pooling=20),
+    "narrow": Workload(rows=1_000_000, dim=16),
+    "step": Workload(rows=200_000, dim=128),
+}
+"""By section of the result."""
+
+
+def tiny(workload: Workload) -> Workload:
+    """Small enough to see in seconds whether everything runs; timings mean nothing."""
+    return replace(workload, rows=500, tables=4, batch=64, warmup=1, steps=2, limit=4)
+
+
+def read_ids(path: Path) -> list[Tensor]:
+    """Ids of each batch ``[tables · batch · pooling]``, copied from the file."""
+    return [torch.from_numpy(batch.flatten()) for batch in np.load(path, mmap_mode="r")]
+
+
+def dense_inputs(workload: Workload) -> tuple[Tensor, Tensor]:
+    """Dense inputs ``[B, 13]`` and labels ``[B, 1]``."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(workload.batch, DENSE_FEATURES, generator=generator)
+    return dense, torch.randint(0, 2, (workload.batch, 1), generator=generator).float()
