@@ -176,6 +176,7 @@ def test_errors_in_threads_reach_the_consumer(shuffle: bool) -> None:
     if not shuffle:  # what precedes the damage is delivered
         it = iter(Loader(source, "train", 10, prefetch=9))
         assert ids([next(it) for _ in range(6)]) == list(range(60))
+        it.close()
 
 
 def test_memory_is_bounded() -> None:
