@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what is missing; then print, draw and render everything that there is."""
     args = _arguments(argv)
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # of a log file; the tables are wide
     results = Results(args.json)
     if not args.render and args.only != "real":
         run_planted(console, results, args)
