@@ -49,7 +49,10 @@ class Config:
 
 
 BASELINE = Config("fp32")
-NARROW = (Config("bf16"), Config("fp16"), Config("fp8"), Config("int8"), Config("int8", hot=True))
+NARROW = (
+    *(Config("bf16"), Config("fp16")),
+    *(Config("fp8"), Config("fp8", hot=True), Config("int8"), Config("int8", hot=True)),
+)
 CONFIGS = {
     config.name: config
     for config in (
