@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.ops import BagLayout, Rows
+from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_memory
 
 from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
 from .formats import DTYPES, NARROW, VALUES
@@ -172,3 +172,30 @@ def test_occurrences(backend, name):
     else:
         assert found.scale.dtype == torch.float32
         assert found.scale.tolist() == [float(s) for s in scale]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=["to_fp32", "to_bf16"])
+@pytest.mark.parametrize("name", ["one_hot", "weighted", "empty_bags"])
+def test_vectors_written_past_the_caches(monkeypatch, name, out, dtype):
+    """The CPU streams large results; here everything of whole cache lines counts as large."""
+    case = CASES[name]
+    rows, bags = case.rows(64, dtype), case.layout()
+    values = torch.from_numpy(naive_lookup(values_of(rows), bags)).to(out)
+    for elements, streamed in ((0, True), (1, False)):  # from a whole line on, and from elsewhere
+        memory = torch.full((64 + bags.batch_size * bags.width * 64,), SENTINEL, dtype=out)
+        skip = -memory.data_ptr() % cpu_lookup.LINE_BYTES // memory.element_size() + elements
+        whole = memory[skip : skip + bags.batch_size * bags.width * 64].view(bags.batch_size, bags.width, 64)
+        assert not cpu_lookup.streams(whole)  # it is not large
+        with monkeypatch.context() as patched:
+            patched.setattr(cpu_lookup, "STREAM_BYTES", 0)
+            assert cpu_lookup.streams(whole) == streamed
+            cpu_lookup.lookup(rows, bags, whole)
+        assert torch.equal(whole[:, places_of(bags)], values)
+        others = [i for i in range(bags.width) if i not in places_of(bags)]
+        assert (whole[:, others] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("dim, whole_lines", [(16, True), (8, False), (24, False), (32, True)])
+def test_only_whole_lines_are_written_past_the_caches(dim, whole_lines):
+    assert cpu_lookup.streams(cpu_memory.empty((1 << 17, 2, dim))) == whole_lines

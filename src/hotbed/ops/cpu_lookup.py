@@ -9,13 +9,16 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_instructions import load, prefetch_bytes, store, sum_of_products
+from hotbed.ops.cpu_instructions import LINE_BYTES, load, prefetch_bytes, store, stream16, streams_end, sum_of_products
 from hotbed.ops.cpu_rows import WIDE, place, prefetch_row, read_narrow, row_arrays
 from hotbed.ops.cpu_runtime import PREFETCH_BAGS, flat, kernel, launch
 from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE, BagLayout, Rows
 
 NO_WEIGHTS = np.empty(0, np.float32)
 SAMPLES_PER_TASK = 256
+STREAM_BYTES = 8 << 20
+"""From this size on pooled vectors are written past the caches, which would not keep them and would first read what is
+overwritten (docs/log.md)."""
 
 
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
@@ -38,7 +41,14 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
         bags.width,
         bags.room,
         flat(out),
+        streams(out),
     )
+
+
+def streams(out: Tensor) -> bool:
+    """Whether pooled vectors ``[B, width, D]`` are written past the caches: many whole cache lines."""
+    line = out.shape[2] * out.element_size() % LINE_BYTES == 0 and out.data_ptr() % LINE_BYTES == 0
+    return line and out.nbytes >= STREAM_BYTES
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
@@ -78,7 +88,7 @@ def _find(rows, features, f, id):
 
 
 @kernel(parallel=True)
-def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out):
+def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, streamed):
     count = features.shape[0]
     dim, kind, wide_rows = rows.dim, rows.kind, rows.wide
     chunks = (samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK
@@ -103,8 +113,7 @@ def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out):
                 at = (np.int64(ids[start]) + base) * dim
                 if start + PREFETCH_BAGS < last:
                     prefetch_bytes(wide_rows, (np.int64(ids[start + PREFETCH_BAGS]) + base) * dim, dim * 4)
-                for d in range(dim):
-                    store(out, to + d, load(wide_rows, at + d))
+                _write(out, to, wide_rows, at, dim, streamed)
                 continue
             if kind == WIDE:
                 _pool_wide(wide_rows, base, ids, per_id, start, stop, last, acc)
@@ -114,8 +123,19 @@ def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out):
                 length = np.float32(stop - start)
                 for d in range(dim):
                     acc[d] /= length
-            for d in range(dim):
-                store(out, to + d, acc[d])
+            _write(out, to, acc, 0, dim, streamed)
+        if streamed:
+            streams_end()
+
+
+@kernel(inline="always")
+def _write(out, to, values, at, dim, streamed):
+    if streamed:
+        for d in range(0, dim, 16):
+            stream16(out, to + d, values, at + d)
+    else:
+        for d in range(dim):
+            store(out, to + d, load(values, at + d))
 
 
 @kernel()

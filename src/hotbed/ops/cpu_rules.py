@@ -26,7 +26,7 @@ RULES = {
 }
 
 
-@kernel()
+@kernel(inline="always")
 def apply_rule(rule, w, m0, m1, g, h, scratch):
     """One step of a row.
 
