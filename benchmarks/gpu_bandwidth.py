@@ -34,7 +34,8 @@ from torch import Tensor
 
 from benchmarks.workload import (
     DTYPES,
-    RULES,
+    INCOMPLETE,
+    UPDATES,
     Distribution,
     Sizes,
     draw_ids,
@@ -45,8 +46,6 @@ from benchmarks.workload import (
     row_bytes,
 )
 from hotbed.ops import BagLayout, Groups, Occurrences, Rows, select
-from hotbed.optim import RowWiseAdagrad, Rule
-from hotbed.optim.sgd import PLAIN
 
 Job = tuple[str, dict[str, object], int, Callable[[], object]]
 """Name, conditions, bytes that must move, what to time."""
@@ -78,6 +77,7 @@ class Meter:
     deadline: float
     results: list[dict[str, object]] = field(default_factory=list)
     copy_gb_s: float | None = None
+    complete: bool = True
 
     def __post_init__(self) -> None:
         self.flush = torch.empty(1 << (20 if self.sizes.tiny else 30), dtype=torch.uint8, device=self.sizes.device)
@@ -106,7 +106,8 @@ class Meter:
     def run(self, jobs: Iterator[Job]) -> None:
         for name, conditions, size, call in jobs:
             if time.monotonic() > self.deadline:
-                print("  time is up; the rest is left out")
+                print(f"  time is up; left out: {name} {conditions} and what follows it")
+                self.complete = False
                 return
             times = sorted(self.seconds(call))
             median = statistics.median(times)
@@ -165,7 +166,7 @@ def embedding_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
         bags = one_hot(tables, sizes.batch, draw_ids(tables, sizes.batch, kind, 0, sizes.device))
         found = ops.occurrences(bags)
         batches[kind] = batch = Batch(bags, found, ops.group(found.slots))
-        n, about = bags.total, {"dim": dim, "ids": kind, "distinct": batch.distinct}
+        n, about = bags.total, {"dim": dim, "rows": slots, "ids": kind, "distinct": batch.distinct}
         yield "occurrences", about, (4 + 16) * n, lambda b=bags: ops.occurrences(b)
         size = 16 * n + 16 * batch.distinct + 8 * batch.runs
         yield "group", about, size, lambda o=found: ops.group(o.slots)
@@ -173,13 +174,14 @@ def embedding_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
         rows = make_rows(tables, dim, DTYPES[dtype], sizes.device, hot)
         yield from lookup_jobs(sizes, rows, batches, dtype if hot == 0 else f"{dtype}+{hot:.0%} fp32")
     # The rarest last: where time runs out, they are what is left out.
-    for rule in RULES.values():
-        moments = make_moments(rule, slots, dim, sizes.device)
-        for dtype in DTYPES if dim == max(sizes.dims) or rule is RowWiseAdagrad.rule else ("fp32",):
+    for name, update in UPDATES.items():
+        moments = make_moments(update.rule, slots, dim, sizes.device)
+        for dtype in DTYPES if dim == max(sizes.dims) or name == "rowwise_adagrad" else ("fp32",):
             rows = make_rows(tables, dim, DTYPES[dtype], sizes.device)
-            kinds: tuple[Distribution, ...] = ("zipf", "uniform") if rule in (PLAIN, RowWiseAdagrad.rule) else ("zipf",)
+            kinds: tuple[Distribution, ...] = ("zipf", "uniform") if name in ("sgd", "rowwise_adagrad") else ("zipf",)
             for kind in kinds:
-                yield update_job(sizes, rule, rows, moments, batches[kind], {"dim": dim, "ids": kind, "dtype": dtype})
+                about = {"dim": dim, "ids": kind, "dtype": dtype}
+                yield update_job(sizes, name, rows, moments, batches[kind], about)
 
 
 def lookup_jobs(sizes: Sizes, rows: Rows, batches: dict[Distribution, Batch], dtype: str) -> Iterator[Job]:
@@ -200,20 +202,20 @@ def lookup_jobs(sizes: Sizes, rows: Rows, batches: dict[Distribution, Batch], dt
 
 
 def update_job(
-    sizes: Sizes, rule: Rule, rows: Rows, moments: dict[str, Tensor], batch: Batch, about: dict[str, object]
+    sizes: Sizes, name: str, rows: Rows, moments: dict[str, Tensor], batch: Batch, about: dict[str, object]
 ) -> Job:
-    """One step of a rule."""
+    """One step of one of `UPDATES`."""
     ops = select(sizes.device, "triton")
     n, dim = batch.bags.total, rows.dim
-    step = make_step(rule, len(rows.tables), sizes.device)
+    step = make_step(UPDATES[name], len(rows.tables), sizes.device)
     grad = torch.randn(sizes.batch * batch.bags.width, dim, device=sizes.device)
-    of_moments = sum(4 * dim if m.per == "element" else 4 for m in rule.moments)
+    of_moments = sum(4 * dim if m.per == "element" else 4 for m in step.rule.moments)
     size = 24 * n + 8 * batch.runs + 4 * dim * n + round(2 * (row_bytes(rows) + of_moments) * batch.distinct)
 
     def call() -> None:
         ops.update(step, rows, moments, batch.found, batch.groups, grad)
 
-    return f"update_{rule.name}", about, size, call
+    return f"update_{name}", {**about, "rows": len(rows.wide) + len(rows.narrow)}, size, call
 
 
 def interaction_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
@@ -237,6 +239,8 @@ def main(out: Path, budget_s: float) -> None:
     for jobs in (interaction_jobs, initial_jobs, embedding_jobs):
         for dim in reversed(sizes.dims):
             meter.run(jobs(sizes, dim))
+    if not meter.complete:
+        sys.exit(INCOMPLETE)
 
 
 if __name__ == "__main__":

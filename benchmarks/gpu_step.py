@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 
 import hotbed as hb
-from benchmarks.workload import Sizes, draw_ids
+from benchmarks.workload import INCOMPLETE, Sizes, draw_ids
 
 CONDITIONS = (
     ("bf16", "SGD", "fp32"),
@@ -143,6 +143,7 @@ def measure(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[st
         "optimizer": optimizer,
         "dtype": dtype,
         "batch": sizes.batch,
+        "rows": sum(table.rows for table in model.embeddings.tables.values()),
         "samples_per_s": sizes.batch / step_s,
         "step_s": step_s,
         "parts_s": {name: statistics.median(times) for name, times in parts.items()},
@@ -157,8 +158,8 @@ def main(out: Path, budget_s: float) -> None:
     results: list[dict[str, object]] = []
     for conditions in CONDITIONS:
         if time.monotonic() > deadline:
-            print("  time is up; the rest is left out")
-            break
+            print(f"  time is up; left out: {' '.join(conditions)} and what follows it")
+            sys.exit(INCOMPLETE)
         if sizes.device.type == "cuda":
             gc.collect()  # optimizers and tables refer to each other
             torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import Sizes
+from benchmarks.workload import INCOMPLETE, Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_FOLDERS = ("ops", "store", "embed", "nn", "equivalence")
@@ -53,11 +53,11 @@ def environment(sizes: Sizes) -> dict[str, Any]:
 
 
 def run(command: list[str], budget_s: float, env: dict[str, str]) -> tuple[str, float]:
-    """Run a part; how it ended (``ok``, ``failed``, ``timed out``) and its seconds."""
+    """Run a part; how it ended (``ok``, ``incomplete``, ``failed``, ``timed out``) and its seconds."""
     start = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:
-        status = "ok" if process.wait(budget_s) == 0 else "failed"
+        status = {0: "ok", INCOMPLETE: "incomplete"}.get(process.wait(budget_s), "failed")
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,6 +1,6 @@
 """What do narrow rows and bf16 compute cost in quality? ΔAUC with intervals, on planted logs and on real ones.
 
-    python -m benchmarks.quality --json benchmarks/results/quality_cpu.json      # from the repository's root
+    python -m benchmarks.quality --real_log LOG --json benchmarks/results/quality_cpu.json  # from the repository's root
 
 For each seed, all configurations (row dtype × compute dtype) are trained on the same batches from the same initial
 values and scored on the same test samples, so that what they share cancels in the differences; `quality_stats` says how
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -39,7 +40,6 @@ from hotbed.train.demo import TEST_FRACTION, THRESHOLD
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).parent.parent
-REAL_LOG = ROOT.parent / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
 NOT_PLANTED = ("fp16/bf16", "fp8/bf16", "fp8+hot/bf16", "int8/bf16", "int8+hot/bf16")
 """Configurations that the planted log leaves out unless they are named, because a run takes minutes as it is."""
 
@@ -70,7 +70,7 @@ def run_planted(console: Console, results: Results, args: argparse.Namespace) ->
     log = PlantedLog(settings.rows)
     best = log.attainable(settings.test_samples)
     facts = {"attainable AUC": best.auc, "attainable logloss": best.logloss}
-    results.begin("planted", asdict(settings), facts | environment(torch.device("cpu")))
+    results.begin("planted", asdict(settings), facts)
     configs = args.configs or [config for name, config in CONFIGS.items() if name not in NOT_PLANTED]
 
     def train(missing: Sequence[Config], seed: int, advance: Callable[[int], None]) -> list[Trained]:
@@ -81,9 +81,11 @@ def run_planted(console: Console, results: Results, args: argparse.Namespace) ->
 
 def run_real(console: Console, results: Results, args: argparse.Namespace) -> None:
     """Train what is missing on the real log; its prepared form is deleted afterwards."""
-    if not args.real_log.exists():
-        console.print(f"real log skipped: {args.real_log} does not exist, and its licence forbids shipping it")
+    if args.real_log is None:
+        console.print("real log skipped: its licence forbids shipping it; give yours as --real_log FILE")
         return
+    if not args.real_log.exists():
+        raise SystemExit(f"--real_log {args.real_log} does not exist")
     settings = RealSettings()
     with tempfile.TemporaryDirectory(prefix="hotbed-quality-") as directory:
         data = Path(directory) / "prepared"
@@ -91,7 +93,7 @@ def run_real(console: Console, results: Results, args: argparse.Namespace) -> No
         source = SplitBinarySource(data)
         samples = source.samples("train")
         facts = {"samples": samples, "test samples": source.samples("test")}
-        results.begin("real", asdict(settings), facts | environment(torch.device("cpu")))
+        results.begin("real", asdict(settings), facts)
 
         def train(missing: Sequence[Config], seed: int, advance: Callable[[int], None]) -> list[Trained]:
             return train_real(missing, data, settings, seed, workers=args.workers, advance=advance)
@@ -119,11 +121,19 @@ def _run(
             trained = train(missing, seed, advance)
         seconds = time.perf_counter() - start
         for config, (scores, row_bytes) in zip(missing, trained, strict=True):
-            results.add(log, seed, config, scores, row_bytes=row_bytes)
+            results.add(log, seed, config, scores, row_bytes=row_bytes, measured_on=measured_on())
         console.print(
             f"{log} log, seed {seed}: {len(missing)} models of {samples:,} samples in {seconds:.0f} s, "
             f"{total / seconds:,.0f} samples/s in all"
         )
+
+
+def measured_on() -> str:
+    """Commit, hardware and torch."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    about = environment(torch.device("cpu"))
+    return f"commit {commit or 'unknown'}, {about['hardware']}, torch {about['torch']}"
 
 
 @contextmanager
@@ -165,7 +175,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="ROWS/COMPUTE",
         help=f"besides {BASELINE.name}: {', '.join(CONFIGS)}",
     )
-    parser.add_argument("--real_log", type=Path, default=REAL_LOG, help="raw Criteo log")
+    parser.add_argument("--real_log", type=Path, help="raw Criteo log; left out without it")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="models trained at once")
     parser.add_argument("--json", type=Path, help="file to add results to")
     parser.add_argument("--render", action="store_true", help="train nothing; put the file's tables into the page")

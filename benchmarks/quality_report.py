@@ -112,7 +112,8 @@ def _scaled(value: float, sign: str = "") -> str:
 def _caption(results: Results, log: Log) -> str:
     section: dict[str, Any] = results.data[log]
     facts = {**section["about"], **{k: v for k, v in section["settings"].items() if k in ("samples", "test_samples")}}
-    return "; ".join(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in facts.items())
+    where = sorted({run["measured_on"] for run in section["runs"]})
+    return "; ".join([*(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in facts.items()), *where])
 
 
 def _fact(value: object) -> str:

@@ -101,9 +101,10 @@ class Results:
         done = {run["config"] for run in self.runs(log) if run["seed"] == seed}
         return [config for config in configs if config.name not in done]
 
-    def add(self, log: Log, seed: int, config: Config, scores: Scores, **measured: float) -> None:
+    def add(self, log: Log, seed: int, config: Config, scores: Scores, *, row_bytes: float, measured_on: str) -> None:
         """Add a run to a log that was begun, and write the file."""
-        run = {"seed": seed, "config": config.name, **asdict(scores), **measured}
+        about = {"row_bytes": row_bytes, "measured_on": measured_on}
+        run = {"seed": seed, "config": config.name, **asdict(scores), **about}
         self.data[log]["runs"].append(run)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotbed.ops import BagLayout, Rows, RuleStep
 from hotbed.ops.layout import SCALE_BLOCK
-from hotbed.optim import FTRL, LAMB, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad, Rule
+from hotbed.optim import COMMON, FTRL, LAMB, Adagrad, Adam, AdamW, PartialRowWiseAdam, RowWiseAdagrad, Rule
 from hotbed.optim.sgd import MOMENTUM, PLAIN
 
 ROWS = (
@@ -23,16 +24,27 @@ ROWS = (
 
 ZIPF = 1.05
 
-RULES: dict[str, Rule] = {
-    "sgd": PLAIN,
-    "rowwise_adagrad": RowWiseAdagrad.rule,
-    "adam": Adam.rule,
-    "momentum": MOMENTUM,
-    "adagrad": Adagrad.rule,
-    "partial_rowwise_adam": PartialRowWiseAdam.rule,
-    "lamb": LAMB.rule,
-    "ftrl": FTRL.rule,
+
+class Update(NamedTuple):
+    """A rule, and those of `hotbed.optim.COMMON` that are switched on."""
+
+    rule: Rule
+    limits: Mapping[str, float] = {}
+
+
+UPDATES = {
+    "sgd": Update(PLAIN),
+    "rowwise_adagrad": Update(RowWiseAdagrad.rule),
+    "adam": Update(Adam.rule),
+    "adamw": Update(AdamW.rule, {"decay": 1e-6}),
+    "momentum": Update(MOMENTUM),
+    "adagrad": Update(Adagrad.rule),
+    "partial_rowwise_adam": Update(PartialRowWiseAdam.rule),
+    "lamb": Update(LAMB.rule),
+    "ftrl": Update(FTRL.rule),
+    "rowwise_adagrad_limited": Update(RowWiseAdagrad.rule, {"max_grad_norm": 1.0, "max_norm": 10.0, "l2": 1e-6}),
 }
+"""Every optimizer; the rarest last, because they are what is left out where time runs out."""
 OWN = {"eps": 1e-8, "momentum": 0.9, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "beta": 1.0}
 """Hyperparameters of the rules; others are 0."""
 
@@ -43,6 +55,9 @@ DTYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
+
+INCOMPLETE = 3
+"""Exit status of a part that had no time for everything."""
 
 Distribution = Literal["uniform", "zipf"]
 
@@ -131,15 +146,19 @@ def one_hot(tables: tuple[int, ...], batch: int, ids: Tensor) -> BagLayout:
     )
 
 
-def make_step(rule: Rule, tables: int, device: torch.device, *, lr: float = 1e-4, inv_scale: float = 1.0) -> RuleStep:
-    """A step of a rule with equal hyperparameters for all tables, no limits and no decay."""
+def make_step(
+    update: Update, tables: int, device: torch.device, *, lr: float = 1e-4, inv_scale: float = 1.0
+) -> RuleStep:
+    """A step with equal hyperparameters for all tables."""
+    rule = update.rule
+    common = {"lr": lr, "max_grad_norm": torch.inf, "max_norm": torch.inf, "l2": 0.0, "decay": 0.0, **update.limits}
     own = [OWN.get(name, 0.0) for name in rule.hyper]
-    line = [1.0, lr, torch.inf, torch.inf, 0.0, 0.0, *own, *(1 - OWN[name] for name in rule.corrected)]
+    line = [1.0, *(common[name] for name in COMMON), *own, *(1 - OWN[name] for name in rule.corrected)]
     return RuleStep(
         rule=rule,
         hyper=torch.tensor([line] * tables, device=device),
         seeds=torch.arange(tables, device=device),
-        uses=frozenset(),
+        uses=frozenset(update.limits),
         inv_scale=torch.tensor(inv_scale, device=device),
         gate=torch.tensor(True, device=device),
     )

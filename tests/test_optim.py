@@ -244,7 +244,7 @@ def test_there_is_no_default_learning_rate(kind):
 
 TABLES = "embeddings.a, embeddings.b"
 BAD_OPTIONS = [
-    (SGD, {"lr": -1.0}, f"SGD: lr is -1.0 for {TABLES}; it must be finite and not negative"),
+    (SGD, {"lr": -1.0}, f"SGD: lr is -1.0 for {TABLES}; it must be finite as a float32, and not negative"),
     (SGD, {"lr": float("nan")}, "SGD: lr is nan"),
     (SGD, {"lr": float("inf")}, "SGD: lr is inf"),
     (SGD, {"lr": torch.tensor(float("nan"))}, r"SGD: lr is tensor\(nan\)"),
@@ -254,7 +254,11 @@ BAD_OPTIONS = [
     (Adam, {"lr": 1.0, "betas": 0.9}, rf"Adam: betas is 0.9 for {TABLES}; it must be two values in \[0, 1\)"),
     (SGD, {"momentum": -0.5}, "SGD: momentum is -0.5"),
     (SGD, {"weight_decay": -0.1}, "SGD: weight_decay is -0.1"),
-    (SGD, {"max_norm": 0.0}, f"SGD: max_norm is 0.0 for {TABLES}; it must be positive, or None for no limit"),
+    (
+        SGD,
+        {"max_norm": 0.0},
+        f"SGD: max_norm is 0.0 for {TABLES}; it must be positive as a float32, or None for",
+    ),
     (SGD, {"max_grad_norm": -1.0}, "SGD: max_grad_norm is -1.0"),
     (SGD, {"max_grad_norm": float("nan")}, "SGD: max_grad_norm is nan"),
     (SGD, {"groups": [{"tables": ["b"], "max_norm": 0}]}, "SGD: max_norm is 0 for embeddings.b"),
@@ -293,3 +297,37 @@ def test_bad_options_are_refused(kind, options, message):
 def test_a_model_without_tables_is_refused():
     with pytest.raises(SpecError, match=r"Linear has no hotbed\.EmbeddingCollection"):
         SGD(nn.Linear(2, 2), lr=1.0)
+
+
+def test_options_that_are_changed_are_checked_at_the_next_step():
+    model = Tower()
+    optimizer = Adam(model, lr=0.1)
+    before = [t.clone() for t in model.values()]
+    loss(model, batch()).backward()
+    optimizer.param_groups[0]["betas"] = (0.9, 1.0)
+    with pytest.raises(SpecError, match=r"betas is \(0.9, 1.0\) .*; it must be two values in \[0, 1\) as float32"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.values(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Adam, {"betas": (0.9, 0.99999999)}, "it must be two values in"),
+        (Adam, {"eps": 1e-46}, "eps is 1e-46 .*; it must be positive as a float32"),
+        (Adagrad, {"eps": 1e-46}, "eps and initial_accumulator are both 0 as float32"),
+        (SGD, {"lr": 1e39}, "lr is 1e[+]39 .*; it must be finite as a float32"),
+    ],
+)
+def test_options_must_be_right_as_the_float32_of_the_kernels(kind, options, message):
+    with pytest.raises(SpecError, match=message):
+        kind(Tower(), **{"lr": 0.1, **options})
+
+
+def test_momentum_from_a_schedule_is_not_ignored():
+    model = Tower()
+    optimizer = SGD(model, lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)  # cycles momentum unless told not to
+    loss(model, batch()).backward()
+    with pytest.raises(SpecError, match=r"momentum is 0\.95 .* was 0 when the optimizer was made"):
+        optimizer.step()

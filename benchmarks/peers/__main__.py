@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.peers import report
 from benchmarks.peers.ids import write_ids
+from benchmarks.peers.results import Results
 from benchmarks.peers.sides import EMBEDDING_SIDES, HUGE_PAGES, STEP_SIDES, Side
 from benchmarks.peers.worker import batches_needed
 from benchmarks.peers.workloads import WORKLOADS, Workload, tiny
@@ -76,17 +77,18 @@ def undisturbed(kind: str, side: Side, workload: Workload, ids: Path, attempts: 
 
 
 def alternate(section: str, workload: Workload, rounds: int, attempts: int, progress: Progress) -> list[report.Round]:
-    """All sides in turn, ``rounds`` times, on the same ids."""
+    """All sides in turn, ``rounds`` times, on the same ids; each round begins with another side."""
     kind = "step" if section == "step" else "embedding"
-    sides = STEP_SIDES if kind == "step" else EMBEDDING_SIDES
+    sides = list((STEP_SIDES if kind == "step" else EMBEDDING_SIDES).items())
     task = progress.add_task(f"{section}: ids", total=rounds * len(sides))
     measured: list[report.Round] = []
     with tempfile.TemporaryDirectory() as folder:
         ids = Path(folder) / "ids.npy"
         write_ids(workload, batches_needed(kind, workload), ids)
-        for _ in range(rounds):
+        for i in range(rounds):
+            first = i % len(sides)
             of_round: dict[str, Mapping[str, float]] = {}
-            for name, side in sides.items():
+            for name, side in sides[first:] + sides[:first]:
                 progress.update(task, description=f"{section}: {name}")
                 of_round[name] = undisturbed(kind, side, workload, ids, attempts)
                 progress.advance(task)
@@ -97,7 +99,6 @@ def alternate(section: str, workload: Workload, rounds: int, attempts: int, prog
 
 def environment() -> dict[str, Any]:
     """What was measured, on what."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     cpu = [line for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if "model name" in line]
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
@@ -106,9 +107,14 @@ def environment() -> dict[str, Any]:
         "transparent_hugepage": pages.read_text(encoding="utf-8").strip() if pages.exists() else "none",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "fbgemm-gpu-cpu", "torchrec", "numba")},
-        "commit": commit.stdout.strip(),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": _git("status", "--porcelain", "--", "src", "benchmarks") != "",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def arguments() -> argparse.Namespace:
@@ -125,54 +131,31 @@ def main() -> int:
     """Run what is asked for; the exit status is 1 where hotbed and FBGEMM disagree."""
     args = arguments()
     parts = (args.only,) if args.only else PARTS
-    sections = [section for part in parts for section in SECTIONS[part]]
-    workloads = {section: tiny(WORKLOADS[section]) if args.quick else WORKLOADS[section] for section in sections}
-    titles = {section: str(workload) for section, workload in workloads.items()}
+    about = {**environment(), "rounds": args.rounds, "quick": args.quick, "attempts": 1 if args.quick else ATTEMPTS}
     console = Console(width=None if sys.stdout.isatty() else 120)
+    found = Results(args.json)
+    passed = True
 
-    agreement: dict[str, Any] = {}
     if "numerics" in parts:  # first: how fast something else is computed would say nothing
         from benchmarks.peers import numerics  # imports FBGEMM
 
-        agreement = {"numerics": numerics.run()}
-        console.print(report.numerics_table(agreement["numerics"]))
+        agreement = numerics.run()
+        passed = agreement["passed"]
+        found.add("numerics", agreement, about)
+        console.print(report.numerics_table(agreement))
 
-    raw: dict[str, list[report.Round]] = {}
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        for section, workload in workloads.items():
-            raw[section] = alternate(section, workload, args.rounds, 1 if args.quick else ATTEMPTS, progress)
-    results = {
-        section: report.step_summary(rounds, workloads[section].batch)
-        if section == "step"
-        else report.embedding_summary(rounds)
-        for section, rounds in raw.items()
-    }
-    for table in report.tables(results, titles):
-        console.print(table)
-    if raw:
-        wait = max(
-            side["cpu_wait_share"] for rounds in raw.values() for of_round in rounds for side in of_round.values()
-        )
-        console.print(f"threads waited for a core up to {wait:.0%} of the time; over a few percent means noise")
-
+        for section in (section for part in parts for section in SECTIONS[part]):
+            workload = tiny(WORKLOADS[section]) if args.quick else WORKLOADS[section]
+            rounds = alternate(section, workload, args.rounds, about["attempts"], progress)
+            found.add_rounds(section, workload, rounds, about)
+            console.print(report.table(section, found.data[section], str(workload)))
+            wait = max(side["cpu_wait_share"] for of_round in rounds for side in of_round.values())
+            console.print(f"threads waited for a core up to {wait:.0%} of the time; over a few percent means noise")
     if args.json:
-        about = {
-            "definitions": report.DEFINITIONS,
-            "environment": environment(),
-            "settings": {
-                "rounds": args.rounds,
-                "disturbed_above_cpu_wait_share": DISTURBED,
-                "attempts": 1 if args.quick else ATTEMPTS,
-                "quick": args.quick,
-                "workloads": {section: asdict(workload) for section, workload in workloads.items()},
-            },
-            "raw": raw,
-        }
-        args.json.write_text(json.dumps({**results, **agreement, **about}, indent=2) + "\n", encoding="utf-8")
-        if results:
-            report.chart(results, titles, args.json.with_suffix(".png"))
-    return 0 if all(outcome["passed"] for outcome in agreement.values()) else 1
+        found.draw(args.json.with_suffix(".png"))
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
 
 import hotbed as hb
 from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Workload
-from benchmarks.row_limit import row_limit_seconds
+from hotbed.bench.limits import gather_limit, row_parts, scatter_limit
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Time one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def tables(workload: Workload) -> list[hb.Table]:
@@ -48,17 +58,26 @@ class Embedding:
         pooled.backward(grad)
         self.optimizer.step()
 
-    def row_limit(self, batches: Sequence[Tensor], grad: Tensor) -> tuple[float, float]:
-        """What the machine could do with the same rows in the same memory; see `row_limit_seconds`."""
+    def row_limit(self, batches: Sequence[Tensor]) -> tuple[float, float]:
+        """Seconds in which this machine could look up and update the same rows in the same memory.
+
+        Medians over batches, at least six. The ways to gather take turns from batch to batch, because rows that one of
+        them has just read are no longer cold for the other; the first time of each is left out, and the fastest counts.
+        """
         w = self.workload
-        views = [self.collection.weight(name) for name in w.names]
-        first_slots = [(view.data_ptr() - views[0].data_ptr()) // (4 * w.dim) for view in views]
-        if first_slots != [i * w.rows for i in range(w.tables)]:
-            raise RuntimeError("the tables are not one after the other in memory, so there is no arena to measure")
-        arena = torch.as_strided(views[0], (w.tables * w.rows, w.dim), (w.dim, 1))
-        base = torch.tensor(first_slots)[:, None, None]
-        slots = [(ids.view(w.tables, w.batch, w.pooling) + base).transpose(0, 1).flatten() for ids in batches]
-        return row_limit_seconds(arena, slots, grad.flatten(0, 1))
+        (arena,) = self.collection._arenas
+        store = arena.store
+        first_slots = torch.arange(w.tables)[:, None] * w.rows
+        gathers: dict[int, list[float]] = defaultdict(list)
+        scatters: list[float] = []
+        for i, ids in enumerate(batches):
+            slots = (ids.view(w.tables, -1) + first_slots).flatten()
+            parts = row_parts(store.rows, slots, w.pooling)
+            ways = gather_limit(parts, w.pooling, nbytes=0).ways  # how many bytes is of interest on GPUs only
+            (scatter,) = scatter_limit(parts, store.moments, nbytes=0).ways
+            gathers[i % len(ways)].append(seconds(ways[i % len(ways)].move))
+            scatters.append(seconds(scatter.move))
+        return min(median(times[1:]) for times in gathers.values()), median(scatters[1:])
 
 
 class Step:

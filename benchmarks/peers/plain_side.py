@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hotbed as hb
 from benchmarks.peers import hotbed_side
 from benchmarks.peers.workloads import LR, Workload
-from benchmarks.plain_pytorch import PlainDLRM
+
+
+class PlainDLRM(nn.Module):
+    """hotbed's DLRM, with its initial values, in modules of torch."""
+
+    def __init__(self, model: hb.nn.DLRM) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag.from_pretrained(
+                model.embeddings.weight(name).clone(), freeze=False, mode="sum", sparse=True
+            )
+            for name in model.embeddings.tables
+        )
+        self.bottom, self.top = nn.Sequential(*model.bottom), nn.Sequential(*model.top)
+        self.width = model.interaction.width
+        self.register_buffer("pairs", torch.tril_indices(len(self.bags) + 1, len(self.bags) + 1, -1))
+
+    def forward(self, batch: hb.Batch) -> Tensor:
+        size = len(batch)
+        hidden = self.bottom(batch.dense)
+        vectors = [bag(batch.sparse.values[i * size : (i + 1) * size].view(-1, 1)) for i, bag in enumerate(self.bags)]
+        stacked = torch.stack([hidden, *vectors], 1)
+        gram = torch.bmm(stacked, stacked.mT)
+        flat = gram[:, self.pairs[0], self.pairs[1]]
+        return self.top(F.pad(torch.cat([hidden, flat], 1), (0, self.width - hidden.shape[1] - flat.shape[1])))
 
 
 class Embedding:
@@ -41,7 +66,7 @@ class Embedding:
 
 
 class Step:
-    """The model of ``benchmarks/plain_pytorch.py``."""
+    """`PlainDLRM`, with sparse and dense SGD."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload

@@ -51,8 +51,8 @@ DEFINITIONS = {
     "ratio_fbgemm_hugepages": "the same with THP_MEM_ALLOC_ENABLE=1: transparent huge pages, for which hotbed always "
     "asks",
     "share_of_row_limit": "seconds that this machine needs to read one row per id at random, write the pooled vectors, "
-    "read a gradient row per id and change each distinct row (benchmarks/row_limit.py) ÷ hotbed's seconds for lookup, "
-    "backward and update; measured in the same process on the same memory",
+    "read a gradient per bag and change each distinct row and its moment (hotbed.bench.limits) ÷ hotbed's seconds for "
+    "lookup, backward and update; measured in the same process on the same memory",
     "step": "forward, loss, backward and update of a whole DLRM; row-wise AdaGrad on the tables (plain PyTorch: SGD), "
     "SGD on the MLPs",
     "step.ratio_*_fp32": "hotbed as recommended (bf16 autocast) against the peer as installed (float32): NOT the same "
@@ -119,27 +119,24 @@ def compared(section: str, summary: Mapping[str, float]) -> dict[str, tuple[str,
     }
 
 
-def tables(results: Results, titles: Mapping[str, str]) -> list[Table]:
-    """One table per section, one row per ratio."""
+def table(section: str, summary: Mapping[str, float], title: str) -> Table:
+    """One row per ratio of a section."""
 
     def milliseconds(seconds: float) -> str:
         return f"{seconds * 1e3:.1f} ms"
 
-    def shown(summary: Mapping[str, float], ratio: str) -> str:
+    def shown(ratio: str) -> str:
         return f"{summary[ratio]:.2f} ({summary[f'{ratio}_min']:.2f}–{summary[f'{ratio}_max']:.2f})"
 
-    made: list[Table] = []
-    for section, summary in results.items():
-        embeddings = section != "step"
-        heads = ("peer ÷ hotbed", *(("of lookups", "of updates") if embeddings else ()))
-        made.append(Table(section, "hotbed", "peer", *heads, title=titles[section], title_justify="left"))
-        for ratio, (name, ours, theirs) in compared(section, summary).items():
-            parts = (f"{summary[ratio + suffix]:.2f}" for suffix in list(TIMES)[1:]) if embeddings else ()
-            seconds = milliseconds(summary[ours]), milliseconds(summary[theirs])
-            made[-1].add_row(name, *seconds, shown(summary, ratio), *parts)
-        if embeddings:
-            limit, share = milliseconds(summary["row_limit_s"]), shown(summary, "share_of_row_limit")
-            made[-1].add_row("limit of random rows", milliseconds(summary["hotbed_s"]), limit, f"share: {share}")
+    embeddings = section != "step"
+    heads = ("peer ÷ hotbed", *(("of lookups", "of updates") if embeddings else ()))
+    made = Table(section, "hotbed", "peer", *heads, title=title, title_justify="left")
+    for ratio, (name, ours, theirs) in compared(section, summary).items():
+        parts = (f"{summary[ratio + suffix]:.2f}" for suffix in list(TIMES)[1:]) if embeddings else ()
+        made.add_row(name, milliseconds(summary[ours]), milliseconds(summary[theirs]), shown(ratio), *parts)
+    if embeddings:
+        limit, share = milliseconds(summary["row_limit_s"]), shown("share_of_row_limit")
+        made.add_row("limit of random rows", milliseconds(summary["hotbed_s"]), limit, f"share: {share}")
     return made
 
 

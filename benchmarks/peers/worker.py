@@ -48,10 +48,10 @@ def measure_embedding(side: Embedding, workload: Workload, batches: list[Tensor]
     steps = workload.warmup + workload.steps
     limits: list[tuple[float, float]] = []
     if hasattr(side, "row_limit"):
-        limits.append(side.row_limit(batches[steps : steps + workload.limit], grad))
+        limits.append(side.row_limit(batches[steps : steps + workload.limit]))
     times = [embedding_seconds(side, ids, grad) for ids in batches[:steps]][workload.warmup :]
     if hasattr(side, "row_limit"):
-        limits.append(side.row_limit(batches[steps + workload.limit :], grad))
+        limits.append(side.row_limit(batches[steps + workload.limit :]))
     totals = [lookup + update for lookup, update, _ in times]
     return {
         "lookup_s": statistics.median(lookup for lookup, _, _ in times),

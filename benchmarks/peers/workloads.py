@@ -42,7 +42,7 @@ class Workload:
     pooling: int = 1
     warmup: int = 3
     steps: int = 10
-    limit: int = 7
+    limit: int = 12
 
     @property
     def names(self) -> list[str]:

@@ -232,8 +232,9 @@ class _Lead(torch.autograd.Function):
     def forward(ctx: Any, lead: Tensor, vectors: Tensor, buffer: list[Tensor]) -> Tensor:
         ctx.dtype = lead.dtype
         # .data: vectors, which may be saved for some backward, are not changed, so their version must not be either.
-        whole = buffer[0].data
-        whole[:, 0] = lead
+        # What is returned shares their version, so that changing it in place is noticed.
+        whole = buffer[0].detach()
+        whole.data[:, 0] = lead
         return whole
 
     @staticmethod

@@ -67,7 +67,7 @@ class Jagged:
         self.weights = None if weights is None else weights.contiguous()
         self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
         self._index = {name: i for i, name in enumerate(self.names)}
-        self._verified: tuple[Tensor, int, frozenset[tuple[str, int]]] | None = None
+        self._verified: tuple[Tensor, tuple[int, int], frozenset[tuple[str, int]]] | None = None
 
     def _validated_starts(self) -> tuple[int, ...]:
         values, names, batch_size = self.values, self.names, self.batch_size
@@ -134,14 +134,18 @@ class Jagged:
 
         ``(feature, n)``: every id is in ``0 … n − 1``; ``(feature, −n)``: no bag has more than n ids.
         """
-        if self._verified is None or self._verified[0] is not self.values or self._verified[1] != version(self.values):
+        if self._verified is None or self._verified[0] is not self.values or self._verified[1] != self._versions():
             return frozenset()
         return self._verified[2]
 
     def mark_verified(self, pairs: Iterable[tuple[str, int]]) -> None:
         """Remember that these claims hold, see `verified`."""
         if not self.values.is_inference():  # whose changes nobody counts
-            self._verified = (self.values, version(self.values), self.verified.union(pairs))
+            self._verified = (self.values, self._versions(), self.verified.union(pairs))
+
+    def _versions(self) -> tuple[int, int]:
+        """Counts of in-place changes of ids and offsets."""
+        return version(self.values), 0 if self.offsets is None else version(self.offsets)
 
     def ragged_row(self, i: int) -> int:
         """Row of ``offsets`` that belongs to feature ``i``."""

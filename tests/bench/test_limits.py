@@ -14,6 +14,7 @@ from hotbed.bench.limits import (
     torch_gather,
     torch_scatters,
 )
+from hotbed.ops import cpu_memory
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import DenseStore, Span
 
@@ -29,9 +30,37 @@ def test_gather_is_a_sum_of_selected_rows(pooling: int, pieces: int) -> None:
     bags = 2100  # more than two tasks
     matrix, at = numbers(50, 6), torch.randint(0, 50, (bags * pooling,))
     out = numbers(bags, pieces, 6)
-    launch(limits._gather, matrix.numpy(), at.numpy(), pooling, out.numpy())
+    launch(limits._gather, matrix.numpy(), at.numpy(), pooling, out.numpy(), False)
     sums = torch.index_select(matrix, 0, at).view(bags, pooling, 6).sum(1, dtype=torch.int32)
     assert torch.equal(out, sums[:, None].expand(-1, pieces, -1))
+
+
+def test_wide_rows_are_folded_into_narrow_vectors() -> None:
+    matrix, at, out = numbers(50, 6), torch.randint(0, 50, (4200,)), numbers(2100, 1, 3)
+    launch(limits._gather, matrix.numpy(), at.numpy(), 2, out.numpy(), False)
+    assert torch.equal(out[:, 0], matrix[at].view(2100, 4, 3).sum(1, dtype=torch.int32))
+    grad, distinct = numbers(2100, 1, 3), torch.arange(50)
+    expected = matrix + grad[:50].view(50, 1, 3).expand(-1, 2, -1).reshape(50, 6)
+    launch(limits._scatter, matrix.numpy(), distinct.numpy(), NO_MOMENT, NO_MOMENT, distinct.numpy(), grad.numpy())
+    assert torch.equal(matrix, expected)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_rows_are_gathered_past_the_caches(pieces: int) -> None:
+    matrix, at = numbers(50, 32), torch.randint(0, 50, (2100,))
+    out = cpu_memory.empty((1 << 15, pieces, 32), torch.int32)[:2100]
+    launch(limits._gather, matrix.numpy(), at.numpy(), 1, out.numpy(), True)
+    assert torch.equal(out, torch.index_select(matrix, 0, at)[:, None].expand(-1, pieces, -1))
+
+
+@pytest.mark.parametrize(("bags", "pooling", "ways"), [(100, 1, 2), (1 << 17, 1, 3), (1 << 17, 2, 1)])
+def test_a_large_gather_may_go_past_the_caches(bags: int, pooling: int, ways: int) -> None:
+    store = DenseStore([Span(1000, 0)], 16, dtype="fp32")
+    parts = row_parts(store.rows, torch.randint(0, 1000, (bags * pooling,)), pooling)
+    limit = gather_limit(parts, pooling, 0)
+    assert len(limit.ways) == ways
+    for way in limit.ways:
+        way.move()
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -56,18 +85,29 @@ def test_scatter_takes_fewer_or_more_gradients_than_rows(grads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fp32_rows", "words", "pieces"),
-    [("fp32", 0, [8], [1]), ("bf16", 0, [4], [2]), ("int8", 2, [8, 2], [1, 4]), ("fp8", 5, [8, 2], [1, 4])],
+    ("dtype", "fp32_rows", "words", "vectors", "bf16_vectors"),
+    [
+        ("fp32", 0, [8], [(4, 1, 8)], [(4, 1, 4)]),
+        ("bf16", 0, [4], [(4, 2, 4)], [(4, 1, 4)]),
+        ("int8", 2, [8, 2], [(3, 1, 8), (1, 4, 2)], [(3, 1, 4), (1, 2, 2)]),
+        ("fp8", 5, [8, 2], [(3, 1, 8), (1, 4, 2)], [(3, 1, 4), (1, 2, 2)]),
+    ],
 )
-def test_parts_are_the_rows_that_ids_name(dtype: str, fp32_rows: int, words: list[int], pieces: list[int]) -> None:
+def test_parts_are_the_rows_that_ids_name(
+    dtype: str, fp32_rows: int, words: list[int], vectors: list[tuple[int, ...]], bf16_vectors: list[tuple[int, ...]]
+) -> None:
     store = DenseStore([Span(10, fp32_rows), Span(10, fp32_rows)], 8, dtype=dtype)
     slots = torch.arange(20)
     store.write(slots, slots[:, None].expand(-1, 8).float())
     named = torch.tensor([11, 19, 0, 0])
     parts = row_parts(store.rows, named, 1)
     assert [p.matrix.shape[1] for p in parts] == words
-    assert [p.pieces for p in parts] == pieces
-    found = [p.matrix[p.at].view(store.rows.wide.dtype if p.pieces == 1 else store.rows.narrow.dtype) for p in parts]
+    assert [tuple(p.vectors().shape) for p in parts] == vectors
+    assert [tuple(p.vectors().shape) for p in row_parts(store.rows, named, 1, torch.bfloat16)] == bf16_vectors
+    found = [
+        p.matrix[p.at].view(store.rows.wide.dtype if width == 8 else store.rows.narrow.dtype)
+        for p, width in zip(parts, words, strict=True)
+    ]
     if dtype != "int8":
         assert [row[0].item() for t in found for row in t.float()] == store.read(torch.cat([p.slots for p in parts]))[
             :, 0
@@ -75,8 +115,9 @@ def test_parts_are_the_rows_that_ids_name(dtype: str, fp32_rows: int, words: lis
     assert sorted(torch.cat([p.slots for p in parts]).tolist()) == [0, 0, 11, 19]
 
 
+@pytest.mark.parametrize("vectors", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dtype", "fp32_rows"), [("fp32", 0), ("int8", 3)])
-def test_limits_leave_every_bit_as_it_is(dtype: str, fp32_rows: int) -> None:
+def test_limits_leave_every_bit_as_it_is(dtype: str, fp32_rows: int, vectors: torch.dtype) -> None:
     store = DenseStore([Span(40, fp32_rows)], 8, dtype=dtype)
     store.initialize(0, seed=1, rows=range(40), cols=range(8), bound=0.5)
     store.moments["v"] = torch.rand(40)
@@ -84,7 +125,7 @@ def test_limits_leave_every_bit_as_it_is(dtype: str, fp32_rows: int) -> None:
     tensors = [*vars(store.rows).values(), *store.moments.values()]
     before = [t.clone() for t in tensors]
     slots = torch.randint(0, 40, (60,))
-    parts = row_parts(store.rows, slots, 2)
+    parts = row_parts(store.rows, slots, 2, vectors)
     distinct = [p._replace(at=p.at.unique(), slots=p.slots.unique()) for p in parts]
     beside = [m.view(40, -1).view(torch.int32) for m in store.moments.values()]
     ways = [
@@ -99,7 +140,7 @@ def test_limits_leave_every_bit_as_it_is(dtype: str, fp32_rows: int) -> None:
 
 
 def test_torch_ways_are_scaled_by_bytes() -> None:
-    part = Part(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 1)
+    part = Part(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 16)
     assert torch_gather([part], 1000).scale == 1000 / (2 * 16 + 3 * 16 + 3 * 8)
     distinct = part._replace(at=torch.tensor([1, 3]), slots=torch.tensor([1, 3]))
     add, copy = torch_scatters([distinct], [numbers(10, 1)], 1000)
@@ -109,10 +150,10 @@ def test_torch_ways_are_scaled_by_bytes() -> None:
 
 
 def test_index_select_competes_where_it_does_the_same() -> None:
-    part = Part(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 1)
+    part = Part(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 16)
     assert len(gather_limit([part], 1, 1).ways) == 2
     assert len(gather_limit([part], 3, 1).ways) == 1
-    assert len(gather_limit([part._replace(pieces=2)], 1, 1).ways) == 1
+    assert len(gather_limit([part._replace(vector_bytes=32)], 1, 1).ways) == 1
     assert len(gather_limit([part, part], 1, 1).ways) == 1
 
 

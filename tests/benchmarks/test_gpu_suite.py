@@ -10,9 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.workload import DTYPES, RULES
+from benchmarks.workload import DTYPES, UPDATES
+from hotbed.optim import COMMON
+from hotbed.optim.sgd import MOMENTUM, PLAIN
+from tests.optim_cases import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_no_optimizer_and_no_option_is_missing():
+    assert {u.rule for u in UPDATES.values()} == {kind.rule for kind in OPTIMIZERS if hasattr(kind, "rule")} | {
+        *(PLAIN, MOMENTUM)
+    }
+    assert {name for u in UPDATES.values() for name in u.limits} == {*COMMON} - {"lr"}
+    decoupled = {kind.rule for kind in OPTIMIZERS if kind.weight_decay_mode == "decoupled"}
+    assert decoupled == {u.rule for u in UPDATES.values() if "decay" in u.limits}
 
 
 def test_tiny_suite(tmp_path):
@@ -34,10 +46,10 @@ def test_tiny_suite(tmp_path):
     measured = {r["kernel"] for r in parts["bandwidth"]["results"]}
     assert measured == {
         "copy", "gather", "initial_values", "lookup", "lookup_to_bf16", "weight_gradient", "occurrences", "group",
-        "interaction", "interaction_backward", *(f"update_{rule}" for rule in RULES),
+        "interaction", "interaction_backward", *(f"update_{name}" for name in UPDATES),
     }  # fmt: skip
     updates = {(r["kernel"], r["dtype"]) for r in parts["bandwidth"]["results"] if r["kernel"].startswith("update")}
-    assert updates == {(f"update_{rule}", dtype) for rule in RULES for dtype in DTYPES}
+    assert updates == {(f"update_{name}", dtype) for name in UPDATES for dtype in DTYPES}
     assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_per_s"] > 0 for r in parts["bandwidth"]["results"])
     for r in parts["step"]["results"]:
         assert r["samples_per_s"] > 0 and min(r["parts_s"].values()) > 0

@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import row_limit
-from benchmarks.peers import report
+from benchmarks.peers import hotbed_side, report
+from benchmarks.peers.results import Results
+from benchmarks.peers.workloads import Workload
 
 ROOT = Path(__file__).parents[2]
 OWN_PYTHON = ROOT / "benchmarks" / "peers" / ".venv" / "bin" / "python"
@@ -55,7 +56,6 @@ RESULTS = {
     "embedding": report.embedding_summary(EMBEDDING_ROUNDS),
     "step": report.step_summary(STEP_ROUNDS, batch=100),
 }
-TITLES = {"embedding": "26 tables", "step": "DLRM"}
 
 
 def test_a_ratio_is_of_one_round_and_the_median_of_rounds():
@@ -85,8 +85,8 @@ def test_steps_say_which_precisions_they_compare():
 
 def test_every_ratio_is_in_a_table():
     console = Console(width=120, record=True, file=io.StringIO())
-    for table in report.tables(RESULTS, TITLES):
-        console.print(table)
+    for section, summary in RESULTS.items():
+        console.print(report.table(section, summary, "26 tables"))
     text = console.export_text()
     for shown in (
         "FBGEMM, as installed",
@@ -106,18 +106,29 @@ def test_every_figure_is_defined():
             assert any(fnmatch.fnmatch(n, p) for p in patterns for n in (bare, f"{section}.{bare}")), name
 
 
+def test_what_is_measured_later_is_added(tmp_path):
+    path = tmp_path / "peers.json"
+    workload = Workload(rows=50, dim=16)
+    Results(path).add_rounds("embedding", workload, EMBEDDING_ROUNDS, {"commit": "a"})
+    later = Results(path)
+    later.add_rounds("step", workload, STEP_ROUNDS, {"commit": "b"})
+    later.add("numerics", {"passed": True}, {"commit": "b"})
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [found["measured"][s]["commit"] for s in ("embedding", "step", "numerics")] == ["a", "b", "b"]
+    assert found["embedding"] == RESULTS["embedding"] and found["step"]["ratio_torchrec_bf16"] == 3
+    assert found["raw"] == {"embedding": EMBEDDING_ROUNDS, "step": STEP_ROUNDS}
+    assert found["measured"]["step"]["workload"]["rows"] == 50
+
+
 @pytest.mark.parametrize("pooling", [1, 3])
-def test_row_limit_kernels_move_every_row(pooling):
-    weight = torch.arange(40 * 24, dtype=torch.float32).view(40, 24)
-    slots = torch.tensor([3, 39, 3, 0, 7, 7])
-    out = torch.empty(len(slots) // pooling, 24)
-    assert row_limit.gather_seconds(weight, slots, out) > 0
-    assert torch.equal(out, weight[slots].view(-1, pooling, 24).sum(1))
-    first = torch.tensor([True, True, False, True, True, False])
-    grad = torch.ones(len(slots) // pooling, 24)
-    expected = weight.index_add(0, slots[first], torch.ones(4, 24))
-    assert row_limit.scatter_seconds(weight, slots, grad, first) > 0
-    assert torch.equal(weight, expected)
+def test_the_row_limit_is_measured_on_the_arena_and_leaves_it_as_it_is(pooling):
+    workload = Workload(rows=50, dim=16, tables=3, batch=8, pooling=pooling)
+    side = hotbed_side.Embedding(workload)
+    before = [side.collection.weight(name).clone() for name in workload.names]
+    batches = [torch.randint(50, (3 * 8 * pooling,)) for _ in range(6)]
+    gather, scatter = side.row_limit(batches)
+    assert gather > 0 and scatter > 0
+    assert all(torch.equal(side.collection.weight(n), b) for n, b in zip(workload.names, before, strict=True))
 
 
 def has_peers(python: Path) -> bool:
@@ -138,6 +149,8 @@ def test_the_whole_comparison_tiny(tmp_path):
         for section in ("embedding", "multi_hot", "narrow"):
             assert found[section][f"ratio_{ratio}"] > 0
     assert found["embedding"]["share_of_row_limit"] > 0
+    assert found["step"]["samples_per_s"] > 0 and found["numerics"]["passed"]
+    assert (tmp_path / "peers.png").exists()
     for name in ("ratio_torchrec_fp32", "ratio_torchrec_fp32_like_for_like", "ratio_torchrec_bf16", "samples_per_s"):
         assert found["step"][name] > 0
     assert found["numerics"]["passed"]

@@ -155,7 +155,7 @@ def test_results_are_kept_and_what_is_there_is_not_missing(tmp_path: Path) -> No
     path = tmp_path / "new" / "r.json"
     results = Results(path)
     results.begin("planted", {"rows": (1, 2)}, {})
-    results.add("planted", 0, BASELINE, Scores(0.7, 0.5, [0.7], [0.5]), row_bytes=68)
+    results.add("planted", 0, BASELINE, Scores(0.7, 0.5, [0.7], [0.5]), row_bytes=68, measured_on="here")
     again = Results(path)
     again.begin("planted", {"rows": (1, 2)}, {})
     int8 = CONFIGS["int8/fp32"]
@@ -243,9 +243,14 @@ def test_a_tiny_run_on_a_raw_log(tmp_path: Path) -> None:
     runs = parsed(file)["real"]["runs"]
     assert [(run["seed"], run["config"]) for run in runs] == [(0, "fp32/fp32"), (0, "int8+hot/bf16")]
     assert all(len(run["block_auc"]) == 20 and run["auc"] > 0.5 for run in runs)
+    assert all("commit" in run["measured_on"] and "torch" in run["measured_on"] for run in runs)
     assert runs[1]["auc"] != runs[0]["auc"] and runs[1]["row_bytes"] < runs[0]["row_bytes"]
 
 
 def test_without_the_real_log_it_is_skipped_with_a_reason(tmp_path: Path) -> None:
-    said = run_benchmark("--only", "real", "--real_log", tmp_path / "none.tsv")
-    assert "real log skipped" in said and "does not exist" in said
+    assert "real log skipped: its licence forbids shipping it" in run_benchmark("--only", "real")
+
+
+def test_a_real_log_that_does_not_exist_is_said(tmp_path: Path) -> None:
+    said = run_benchmark("--only", "real", "--real_log", tmp_path / "none.tsv", ok=False)
+    assert f"--real_log {tmp_path / 'none.tsv'} does not exist" in said

@@ -1,11 +1,13 @@
 import copy
 import sys
+from collections import Counter
 
 import pytest
 import torch
 
 from hotbed import ops
 from hotbed.embed import EmbeddingCollection
+from hotbed.embed.ids import Discarded, checked_ids
 from hotbed.errors import BackendError, BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.ops import reference
@@ -373,3 +375,50 @@ def test_a_kernel_is_at_most_five_frames_from_the_module(monkeypatch):
     first = frames[: frames.index(__file__, 1) if __file__ in frames[1:] else None]
     own = [name for name in first if "/hotbed/" in name]
     assert 1 <= len(own) <= 4  # and `launch` itself, which is replaced here
+
+
+def test_what_is_looked_up_can_be_changed_in_place():
+    collection = EmbeddingCollection([Table("t", rows=10, dim=4)], [Feature("a", table="t"), Feature("b", table="t")])
+    optimizer = SGD(collection, lr=1.0)
+    before = collection.weight("t").clone()
+    found = collection(Jagged.from_dict({"a": torch.tensor([1, 2]), "b": torch.tensor([3, 3])}))
+    found.stack().mul_(2).sum().backward()
+    optimizer.step()
+    moved = (before - collection.weight("t"))[:, 0]
+    torch.testing.assert_close(moved, torch.tensor([0.0, 2, 2, 4, 0, 0, 0, 0, 0, 0]))
+    found = collection(Jagged.from_dict({"a": torch.tensor([1, 2]), "b": torch.tensor([3, 3])}))
+    assert (torch.nn.functional.relu(found["a"], inplace=True) >= 0).all()
+
+
+@pytest.mark.parametrize("room", [-1, 2])
+def test_room_is_for_one_vector(room):
+    collection = EmbeddingCollection([Table("t", rows=10, dim=4)], [Feature("a", table="t")])
+    with pytest.raises(BatchError, match=f"room is {room}, must be 0 or 1"):
+        collection(Jagged.from_dict({"a": torch.tensor([1, 2])}), room=room)
+
+
+def test_a_stack_changed_in_place_is_noticed_where_its_vectors_are_needed():
+    collection = EmbeddingCollection([Table("t", rows=10, dim=4)], [Feature("a", table="t")])
+    found = collection(Jagged.from_dict({"a": torch.tensor([1, 2])}), room=1)
+    w = torch.ones(4, requires_grad=True)
+    side = found["a"] * w
+    stacked = found.stack(torch.zeros(2, 4))
+    stacked.mul_(10)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        (side.sum() + stacked.sum()).backward()
+
+
+def test_rows_of_a_parameter_are_loaded_without_its_graph():
+    collection = EmbeddingCollection([Table("t", rows=10, dim=4)], [Feature("a", table="t")])
+    rows = torch.nn.Embedding(10, 4).weight
+    collection.load_state_dict({"t.weight": rows})
+    assert torch.equal(collection.weight("t"), rows) and not collection.weight("t").requires_grad
+    copy.deepcopy(collection)
+
+
+def test_int32_ids_of_tables_with_more_rows_than_int32_counts():
+    feature = Feature("a", table="t", on_bad_id="drop")
+    ids = Jagged.from_dict({"a": (torch.tensor([1, -2, 7], dtype=torch.int32), torch.tensor([0, 3]))})
+    discarded = Discarded(Counter(), Counter())
+    kept = checked_ids(ids, [feature], {"t": 3_000_000_000}, discarded)
+    assert kept["a"].values.tolist() == [1, 7] and discarded.bad["a"] == 1

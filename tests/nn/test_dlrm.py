@@ -61,7 +61,9 @@ def test_under_autocast_all_is_computed_in_its_dtype_and_logits_are_float32(dtyp
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
 
 
-def test_a_sequence_is_refused():
-    model = DLRM(TABLES[:1], [Feature("C0", table="t0", pooling="none")], 0, bottom=(128,), top=(1,))
-    with pytest.raises(BatchError, match=r"stack\(\) needs pooled features, and C0 has pooling='none'"):
-        model(Batch(sparse=Jagged.from_dict({"C0": [[1, 2], []]})))
+def test_what_a_dlrm_cannot_be_made_of():
+    tables, pooled = [Table("t", rows=10, dim=4)], [Feature("a", table="t")]
+    with pytest.raises(SpecError, match="bottom is empty"):
+        DLRM(tables, pooled, bottom=())
+    with pytest.raises(SpecError, match="feature 'a' is not pooled; give it pooling='sum' or 'mean'"):
+        DLRM(tables, [Feature("a", table="t", pooling="none")], bottom=(4,))

@@ -94,3 +94,9 @@ def test_interaction_keeps_the_dtype_of_its_vectors_outside_autocast():
 def test_interaction_needs_an_existing_backend():
     with pytest.raises(BackendError, match="did you mean 'cpu'"):
         DotInteraction(2, 4, backend="cp")(torch.zeros(1, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_interaction_refuses_dtypes_that_kernels_do_not_know(dtype):
+    with pytest.raises(BatchError, match=f"DotInteraction got {dtype} vectors; give it float32"):
+        DotInteraction(3, 4)(torch.zeros(2, 3, 4, dtype=dtype))

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 import hotbed
@@ -66,10 +67,11 @@ cpu.initial_values_(torch.empty(2, 2), seed=1, rows=range(2), cols=range(2), bou
 """
 
 
-def test_kernels_are_compiled_once_and_again_when_a_helper_is_edited(tmp_path):
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
+def test_kernels_are_compiled_once_and_again_when_a_helper_is_edited(tmp_path, variable):
     """Numba's own cache would not notice: the kernel's file stays as it is, and only a helper's changes."""
     shutil.copytree(Path(hotbed.__file__).parent, tmp_path / "hotbed", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {"PYTHONPATH": str(tmp_path), variable: str(tmp_path / "cache")}
 
     def compiles() -> bool:
         return "compiling CPU kernels, once" in python(FILL, **env).stderr

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from numba import from_dtype, njit, types
 from torch import Tensor
 
 from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_memory
+from hotbed.ops.cpu_instructions import stream_line, streams_end
 
 from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
 from .formats import DTYPES, NARROW, VALUES
@@ -199,3 +202,18 @@ def test_vectors_written_past_the_caches(monkeypatch, name, out, dtype):
 @pytest.mark.parametrize("dim, whole_lines", [(16, True), (8, False), (24, False), (32, True)])
 def test_only_whole_lines_are_written_past_the_caches(dim, whole_lines):
     assert cpu_lookup.streams(cpu_memory.empty((1 << 17, 2, dim))) == whole_lines
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for instructions of x86")
+@pytest.mark.parametrize("kind", [np.float32, np.uint16])
+def test_streamed_lines_are_non_temporal_stores(kind):
+    """LLVM may lose the hint on the way, as it did for bfloat16 with AVX-512."""
+
+    @njit
+    def copy(out, values):
+        for i in range(0, out.shape[0], cpu_lookup.LINE_BYTES // out.itemsize):
+            stream_line(out, i, values, i)
+        streams_end()
+
+    copy.compile((types.Array(from_dtype(np.dtype(kind)), 1, "C"), types.Array(types.float32, 1, "C")))
+    assert any("movnt" in code for code in copy.inspect_asm().values())

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotbed.ops import Occurrences
+from hotbed.errors import BatchError
+from hotbed.ops import Occurrences, cpu
 
 from .cases import RUN, naive_runs, valid
 
@@ -69,3 +70,8 @@ def test_occurrences_of_several_batches_follow_each_other():
     assert both.bags.tolist() == [0, 5, 7, 9, 14]
     assert both.scale.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
     assert Occurrences.concatenate([first, first], [6, 6]).scale is None
+
+
+def test_a_sort_key_holds_slot_and_place():
+    with pytest.raises(BatchError, match=r"2 ids, .* slot 4,611,686,018,427,387,904: .* 63 \+ 2"):
+        cpu.group(torch.tensor([2**62, 0]))

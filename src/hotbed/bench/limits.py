@@ -22,8 +22,9 @@ from torch import Tensor
 
 from hotbed.bench.meter import Limit, Way, buffer
 from hotbed.ops import Rows, cpu_memory
-from hotbed.ops.cpu_instructions import prefetch_bytes
-from hotbed.ops.cpu_runtime import PREFETCH_BAGS, kernel, launch
+from hotbed.ops.cpu_instructions import prefetch_bytes, stream_line, streams_end
+from hotbed.ops.cpu_lookup import streams
+from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
 from hotbed.ops.rows import places
 
 COPY_BYTES = 256 << 20
@@ -46,29 +47,30 @@ class Part(NamedTuple):
         ``[n]`` int64: their slots, which are the rows of their moments.
     bags
         How many pooled vectors, or gradients, go with them.
-    pieces
-        How many times as wide as a row these are.
+    vector_bytes
+        Bytes of one of these.
     """
 
     matrix: Tensor
     at: Tensor
     slots: Tensor
     bags: int
-    pieces: int
+    vector_bytes: int
 
     def vectors(self) -> Tensor:
-        """Uninitialised ``[bags, pieces, words]``."""
-        shape = (self.bags, self.pieces, self.matrix.shape[1])
+        """Uninitialised ``[bags, pieces, words]`` int32; a vector wider than a row is in pieces as wide as that."""
+        words = max(min(self.matrix.shape[1], self.vector_bytes // 4), 1)
+        shape = (self.bags, max(self.vector_bytes // 4 // words, 1), words)
         if self.matrix.is_cpu:
             return cpu_memory.empty(shape, torch.int32)
         return torch.empty(*shape, dtype=torch.int32, device=self.matrix.device)
 
 
-def row_parts(rows: Rows, slots: Tensor, pooling: int) -> list[Part]:
-    """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a bag."""
+def row_parts(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype = torch.float32) -> list[Part]:
+    """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a vector of a dtype."""
     wide, at = places(rows, slots)
     parts = [
-        Part(matrix.view(torch.int32), at[own], slots[own], -(-int(own.sum()) // pooling), 4 // matrix.element_size())
+        Part(matrix.view(torch.int32), at[own], slots[own], -(-int(own.sum()) // pooling), rows.dim * vectors.itemsize)
         for matrix, own in ((rows.wide, wide), (rows.narrow, ~wide))
     ]
     return [part for part in parts if len(part.at)]
@@ -90,12 +92,15 @@ def gather_limit(parts: Sequence[Part], pooling: int, nbytes: int) -> Limit:
         return Limit("gather", [torch_gather(parts, nbytes)])
     outs = [part.vectors() for part in parts]
 
-    def move() -> None:
+    def move(streamed: bool) -> None:
         for part, out in zip(parts, outs, strict=True):
-            launch(_gather, part.matrix.numpy(), part.at.numpy(), pooling, out.numpy())
+            launch(_gather, part.matrix.numpy(), part.at.numpy(), pooling, out.numpy(), streamed)
 
-    ways = [Way(move)]
-    if len(parts) == pooling == parts[0].pieces == 1:
+    ways = [Way(lambda: move(streamed=False))]
+    whole = all(out.shape[2] == part.matrix.shape[1] for part, out in zip(parts, outs, strict=True))
+    if pooling == 1 and whole and all(streams(out) for out in outs):
+        ways.append(Way(lambda: move(streamed=True)))
+    if len(parts) == pooling == outs[0].shape[1] == 1 and whole:
         ways.append(Way(lambda: torch.index_select(parts[0].matrix, 0, parts[0].at, out=outs[0][:, 0])))
     return Limit("gather", ways)
 
@@ -182,47 +187,61 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 @kernel(parallel=True)
-def _gather(matrix, at, pooling, out):
+def _gather(matrix, at, pooling, out, streamed):
     """Bag i's rows ``at[i · pooling : (i + 1) · pooling]`` into ``out[i]``: the first is written, others are added.
 
-    ``out [bags, pieces, words]`` takes each row as many times as fill a vector.
+    ``out [bags, pieces, width]`` takes each row as many times as fill a vector, or where rows are wider the sum of
+    their parts. ``streamed``: past the caches, one row as wide as a piece per bag only.
     """
     count, words = at.shape[0], matrix.shape[1]
+    pieces, width = out.shape[1], out.shape[2]
     per_task = max(ROWS_PER_TASK // pooling, 1) * pooling
     for task in prange((count + per_task - 1) // per_task):
         stop = min((task + 1) * per_task, count)
         for i in range(task * per_task, stop):
-            prefetch_bytes(matrix, at[min(i + PREFETCH_BAGS, stop - 1)] * words, words * 4)
+            prefetch_bytes(matrix, at[min(i + PREFETCH_ROWS, stop - 1)] * words, words * 4)
             row, bag = at[i], i // pooling
-            for piece in range(out.shape[1]):
-                if i % pooling == 0:
-                    for d in range(words):
-                        out[bag, piece, d] = matrix[row, d]
-                else:
-                    for d in range(words):
-                        out[bag, piece, d] += matrix[row, d]
+            for piece in range(pieces):
+                if streamed:
+                    for d in range(0, words, 16):
+                        stream_line(out, (bag * pieces + piece) * words + d, matrix, row * words + d)
+                    continue
+                for first in range(0, words - width + 1, width):
+                    part = matrix[row, first : first + width]
+                    if i % pooling == 0 and first == 0:
+                        for d in range(width):
+                            out[bag, piece, d] = part[d]
+                    else:
+                        for d in range(width):
+                            out[bag, piece, d] += part[d]
+        if streamed:
+            streams_end()
 
 
 @kernel(parallel=True)
 def _scatter(matrix, at, m0, m1, slots, grad):
     """Add gradient i to row ``at[i]``, going round where rows outnumber gradients; read the gradients that are left.
 
-    ``grad [bags, pieces, words]`` is added piece by piece. Of the moments only the memory is touched.
+    ``grad [bags, pieces, width]`` is added piece by piece, to each part of a row that is wider. Of the moments only the
+    memory is touched.
     """
     rows, grads, words = at.shape[0], grad.shape[0], matrix.shape[1]
+    width = grad.shape[2]
     tasks = (max(rows, grads) + ROWS_PER_TASK - 1) // ROWS_PER_TASK
-    unused = np.zeros((tasks, words), np.int32)
+    unused = np.zeros((tasks, width), np.int32)
     for task in prange(tasks):
         first, stop = task * ROWS_PER_TASK, (task + 1) * ROWS_PER_TASK
         for i in range(first, min(stop, rows)):
-            ahead = min(i + PREFETCH_BAGS, rows - 1)
+            ahead = min(i + PREFETCH_ROWS, rows - 1)
             prefetch_bytes(matrix, at[ahead] * words, words * 4)
             prefetch_bytes(m0, slots[ahead] * m0.shape[1], m0.shape[1] * 4)
             prefetch_bytes(m1, slots[ahead] * m1.shape[1], m1.shape[1] * 4)
             row, slot, g = at[i], slots[i], i % grads
             for piece in range(grad.shape[1]):
-                for d in range(words):
-                    matrix[row, d] += grad[g, piece, d]
+                for begin in range(0, words - width + 1, width):
+                    part = matrix[row, begin : begin + width]
+                    for d in range(width):
+                        part[d] += grad[g, piece, d]
             nothing = grad[g, 0, 0]
             for d in range(m0.shape[1]):
                 m0[slot, d] += nothing
@@ -230,6 +249,6 @@ def _scatter(matrix, at, m0, m1, slots, grad):
                 m1[slot, d] += nothing
         for i in range(max(first, rows), min(stop, grads)):
             for piece in range(grad.shape[1]):
-                for d in range(words):
+                for d in range(width):
                     unused[task, d] += grad[i, piece, d]
     return unused

@@ -99,7 +99,7 @@ class OpsOptions:
         RecipeError
             If CUDA is asked for and absent.
         """
-        return resolve_device(self.device)
+        return resolve_device(self.device, "device")
 
     def make_optimizer(self, model: nn.Module) -> SparseOptimizer:
         """The sparse optimizer of a model.

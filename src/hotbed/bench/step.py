@@ -154,8 +154,9 @@ class _Roofline:
         assert isinstance(arena.store, DenseStore)
         rows, moments = arena.store.rows, arena.store.moments
         bags, slots = workload.layout(batch.sparse), workload.slots(batch.sparse)
-        traffic = Traffic.of(rows, moments, bags, arena.store.ops.group(slots))
-        parts = row_parts(rows, slots, options.pooling)
+        vectors = _dtype(options)
+        traffic = Traffic.of(rows, moments, bags, arena.store.ops.group(slots), vectors)
+        parts = row_parts(rows, slots, options.pooling, vectors)
         self._gather = gather_limit(parts, options.pooling, traffic.lookup)
         self._scatter = scatter_limit(parts, moments, traffic.update)
         self._meter = Meter(model.embeddings.device, options.repeats)
@@ -170,12 +171,17 @@ class _Roofline:
         }
 
 
+def _dtype(options: StepOptions) -> torch.dtype:
+    """Of the dense part: of pooled vectors and their gradients, too."""
+    return torch.bfloat16 if options.precision == "bf16" else torch.float32
+
+
 def _matmuls(options: StepOptions, model: DLRM) -> Sequence[tuple[Tensor, Tensor, Tensor]]:
     """Factors and results of all products of a step: every linear layer and the interaction, forward and backward."""
     samples, first = options.batch_size, next(model.bottom.children())
     kind: dict[str, Any] = {
         "device": model.embeddings.device,
-        "dtype": torch.bfloat16 if options.precision == "bf16" else torch.float32,
+        "dtype": _dtype(options),
     }
     products: list[tuple[Tensor, Tensor]] = []
     for layer in _linears(model):

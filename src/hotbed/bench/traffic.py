@@ -12,8 +12,8 @@ interaction          vectors; result written
 interaction_backward vectors, gradient of the result; gradient of the vectors written
 ==================== ================================================================================================
 
-Ids take 4 or 8 bytes; slots, bags, order and starts 8; weights, factors, moments, gradients and pooled vectors 4 per
-value. A row takes what it is stored in, scales included.
+Ids take 4 or 8 bytes; slots, bags, order and starts 8; weights, factors and moments 4; pooled vectors and their
+gradients what their dtype takes. A row takes what it is stored in, scales included.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from hotbed.ops import BagLayout, Groups, Rows
@@ -36,12 +37,10 @@ class Traffic:
     ----------
     ids, distinct, runs, bags
         Number of ids ``N``, of distinct rows ``U``, of runs, of bags.
-    dim
-        Columns ``D``.
     id_bytes
         Bytes of an id.
-    row_bytes, moment_bytes
-        Bytes of all distinct rows, and of their moments.
+    row_bytes, moment_bytes, vector_bytes
+        Bytes of all distinct rows, of their moments, and of all pooled vectors.
     weighted
         Whether ids have weights.
     """
@@ -50,15 +49,22 @@ class Traffic:
     distinct: int
     runs: int
     bags: int
-    dim: int
     id_bytes: int
     row_bytes: int
     moment_bytes: int
+    vector_bytes: int
     weighted: bool
 
     @classmethod
-    def of(cls, rows: Rows, moments: Mapping[str, Tensor], bags: BagLayout, groups: Groups) -> Self:
-        """Count."""
+    def of(
+        cls,
+        rows: Rows,
+        moments: Mapping[str, Tensor],
+        bags: BagLayout,
+        groups: Groups,
+        vectors: torch.dtype = torch.float32,
+    ) -> Self:
+        """Count; ``vectors`` is the dtype of pooled vectors and of their gradients."""
         distinct, runs = (int(n) for n in groups.counts)
         wide = int(places(rows, groups.rows[:distinct])[0].sum())
         narrow_bytes = rows.dim * rows.narrow.element_size() + rows.exponents.shape[1]
@@ -67,10 +73,10 @@ class Traffic:
             distinct=distinct,
             runs=runs,
             bags=bags.batch_size * len(bags.features),
-            dim=rows.dim,
             id_bytes=bags.ids.element_size(),
             row_bytes=wide * 4 * rows.dim + (distinct - wide) * narrow_bytes,
             moment_bytes=sum(distinct * m[0].numel() * m.element_size() for m in moments.values()),
+            vector_bytes=bags.batch_size * len(bags.features) * rows.dim * vectors.itemsize,
             weighted=bags.weights is not None,
         )
 
@@ -79,13 +85,9 @@ class Traffic:
         return 4 * self.weighted
 
     @property
-    def _vector_bytes(self) -> int:
-        return 4 * self.dim * self.bags
-
-    @property
     def lookup(self) -> int:
         """Bytes of a lookup."""
-        return self.ids * (self.id_bytes + self._weight_bytes) + self.row_bytes + self._vector_bytes
+        return self.ids * (self.id_bytes + self._weight_bytes) + self.row_bytes + self.vector_bytes
 
     @property
     def occurrences(self) -> int:
@@ -101,12 +103,12 @@ class Traffic:
     def update(self) -> int:
         """Bytes of an update."""
         index = self.ids * (16 + self._weight_bytes) + 16 * self.distinct + 8 * self.runs
-        return index + self._vector_bytes + 2 * (self.row_bytes + self.moment_bytes)
+        return index + self.vector_bytes + 2 * (self.row_bytes + self.moment_bytes)
 
     @property
     def weight_gradient(self) -> int:
         """Bytes of the gradient of the weights."""
-        return self.ids * (self.id_bytes + 4) + self.row_bytes + self._vector_bytes
+        return self.ids * (self.id_bytes + 4) + self.row_bytes + self.vector_bytes
 
 
 def interaction_bytes(batch_size: int, vectors: int, dim: int, width: int) -> tuple[int, int]:

@@ -53,14 +53,15 @@ class PooledLookup(torch.autograd.Function):
             Who is to receive gradients.
         """
         ctx.requests, ctx.updaters = requests, updaters
-        ctx.versions = requests[0].bags.versions()
+        ctx.versions = [request.bags.versions() for request in requests]
         ctx.updates = [request.arena.updates for request in requests]
         ctx.weights = weights
         ctx.set_materialize_grads(False)
         for arena, bags, output, _ in requests:
             arena.store.lookup(bags, outputs[output])
         room = {output: bags.room for _, bags, output, _ in requests}
-        return tuple(out[:, room[i] :] for i, out in enumerate(outputs))
+        # No view where there is no room: autograd lets nobody change a Function's view in place.
+        return tuple(out[:, room[i] :] if room[i] else out for i, out in enumerate(outputs))
 
     @staticmethod
     @once_differentiable
@@ -72,7 +73,8 @@ class PooledLookup(torch.autograd.Function):
         of_weights = None
         if ctx.needs_input_grad[1]:
             of_weights = torch.zeros(ctx.weights.shape, dtype=torch.float32, device=ctx.weights.device)
-        for (arena, bags, output, trained), updates in zip(ctx.requests, ctx.updates, strict=True):
+        for request, versions, updates in zip(ctx.requests, ctx.versions, ctx.updates, strict=True):
+            arena, bags, output, trained = request
             grad = grad_outputs[output]
             if grad is None:
                 continue  # nothing depends on this output
@@ -86,7 +88,7 @@ class PooledLookup(torch.autograd.Function):
                     )
                 arena.store.weight_gradient(bags, rows, of_weights)
             if trained and ctx.needs_input_grad[0]:
-                by_arena.setdefault(arena, []).append(Waiting(bags, ctx.versions, rows))
+                by_arena.setdefault(arena, []).append(Waiting(bags, versions, rows))
         for arena, waiting in by_arena.items():
             for updater in ctx.updaters:
                 updater.receive(arena, waiting)

@@ -163,13 +163,17 @@ class EmbeddingCollection(nn.Module):
         Returns
         -------
         Embeddings
-            By feature, ``[B, D]``: float32, under autocast in the dtype of autocast.
+            By feature, ``[B, D]``, or ``[B, lengths, D]`` (a nested tensor) where it is not pooled: float32, under
+            autocast in the dtype of autocast.
 
         Raises
         ------
         BatchError
-            If a feature is missing, an id is out of range, a bag is too long, or the ids are on another device.
+            If a feature is missing, an id is out of range, a bag is too long, the ids are on another device, or room is
+            neither 0 nor 1.
         """
+        if room not in (0, 1):
+            raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
         if ids.values.device != self.device:
             raise BatchError(
                 f"the ids are on {ids.values.device} but the tables on {self.device}; use batch.to('{self.device}')"
@@ -265,7 +269,7 @@ class EmbeddingCollection(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        device = fn(torch.empty(0, device=self.device)).device  # what fn does to a tensor; tables stay float32
+        device = fn(torch.empty(0, device=self.device)).device  # what fn does to a tensor; tables keep their dtype
         if device != self.device:
             for arena in self._arenas:
                 arena.to(device)
@@ -300,9 +304,13 @@ class EmbeddingCollection(nn.Module):
                 continue
             value = state_dict[key]
             if value.shape != own.shape or value.dtype != own.dtype:
-                error_msgs.append(f"table '{table}': {describe(value)} in the state_dict, {describe(own)} here")
+                error_msgs.append(
+                    f"table '{table}': {describe(value)} in the state_dict, {describe(own)} here; make rows, dim, "
+                    "dtype and fp32_rows of the table those it was saved with"
+                )
                 continue
-            own.copy_(value)
+            with torch.no_grad():
+                own.copy_(value)
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
 

@@ -158,7 +158,8 @@ def _refuse(ids: Jagged, feature: Feature, rows: int) -> NoReturn:
 
 
 def _out_of_range(bags: Bags, rows: int) -> Tensor:
-    return (bags.values < 0) | (bags.values >= rows)
+    ids = bags.values.long()  # int32 cannot be compared with more rows than it can count
+    return (ids < 0) | (ids >= rows)
 
 
 def _sample_of_each(bags: Bags) -> Tensor:

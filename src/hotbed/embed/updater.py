@@ -23,7 +23,7 @@ class Waiting(NamedTuple):
     """A gradient that waits for the step: its bags, what `BagLayout.versions` was at lookup, its rows ``[…, D]``."""
 
     bags: BagLayout
-    versions: tuple[int, int]
+    versions: tuple[int, int, int]
     grad: Tensor
 
 
@@ -60,8 +60,9 @@ class TableUpdater:
         for waiting in self._waiting.values():
             if any(w.bags.versions() != w.versions for w in waiting):
                 raise OptimizerError(
-                    "ids or per-id weights were changed in place between the lookup and the step, so it is lost which "
-                    "rows the gradients belong to; give every batch its own tensors, or step before reusing them"
+                    "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is "
+                    "lost which rows the gradients belong to; give every batch its own tensors, or step before reusing "
+                    "them"
                 )
         for arena in self._steps:
             store = arena.store

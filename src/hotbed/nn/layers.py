@@ -80,7 +80,7 @@ class DotInteraction(nn.Module):
         Raises
         ------
         BatchError
-            If the shape is another one: the kernels trust it.
+            If the shape or the dtype is another one: the kernels trust it.
         """
         if vectors.shape != (len(vectors), self.vectors, self.dim):
             raise BatchError(
@@ -89,6 +89,8 @@ class DotInteraction(nn.Module):
             )
         kind = vectors.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else vectors.dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise BatchError(f"DotInteraction got {dtype} vectors; give it float32, bfloat16 or float16")
         kernels = ops.select(vectors.device, self.backend_name)
         with torch.autocast(kind, enabled=False):
             return _DotInteraction.apply(vectors.to(dtype), self.width, kernels)

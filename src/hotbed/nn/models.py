@@ -52,6 +52,11 @@ class DLRM(nn.Module):
         backend: BackendName = "auto",
     ) -> None:
         super().__init__()
+        if not bottom:
+            raise SpecError("DLRM: bottom is empty; it needs at least one width, the dim of the tables")
+        for feature in features:
+            if feature.pooling == "none":
+                raise SpecError(f"DLRM: feature '{feature.name}' is not pooled; give it pooling='sum' or 'mean'")
         dim = bottom[-1]
         for table in tables:
             if table.dim != dim:

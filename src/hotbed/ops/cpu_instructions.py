@@ -31,7 +31,7 @@ def _load16(builder: Any, pointer: Any) -> Any:
 
 
 def _halving_sum(builder: Any, vector: Any) -> Any:
-    """Sum 16 lanes as `hotbed.ops.reference.block_sum` does: upper half onto lower half, four times."""
+    """Sum 16 lanes as `hotbed.ops.reference_rules.block_sum` does: upper half onto lower half, four times."""
     width = 16
     while width > 1:
         width //= 2
@@ -131,19 +131,22 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def stream16(typingctx: Any, array: Any, index: Any, values: Any, at: Any) -> Any:
-    """``stream16(array, i, values, j)``: `store` of 16 elements from float32 ``values[j]`` on, past the caches.
+def stream_line(typingctx: Any, array: Any, index: Any, values: Any, at: Any) -> Any:
+    """``stream_line(array, i, values, j)``: `store` a whole cache line from ``values[j]`` on, past the caches.
 
-    What is stored must begin at a multiple of its size; `streams_end` makes it visible to other threads.
+    ``values`` are of 32 bits each; ``array[i]`` must begin a line. `streams_end` makes lines visible to other threads.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = _load16(builder, _address(context, builder, signature.args[2], *args[2:]))
-        if signature.args[0].dtype != types.float32:
-            value = _bfloat16_bits(builder, value)
+        first = _address(context, builder, signature.args[2], *args[2:])
+        line = _load16(builder, first)
+        if signature.args[0].dtype == types.uint16:
+            # Both halves in one store: LLVM turns the store of one into one that truncates and is no longer special.
+            second = _load16(builder, builder.gep(first, [ir.Constant(ir.IntType(64), 16)]))
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
+            line = builder.shuffle_vector(_bfloat16_bits(builder, line), _bfloat16_bits(builder, second), lanes)
         pointer = _address(context, builder, signature.args[0], *args[:2])
-        align = 16 * context.get_abi_sizeof(context.get_data_type(signature.args[0].dtype))
-        stored = builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=align)
+        stored = builder.store(line, builder.bitcast(pointer, line.type.as_pointer()), align=LINE_BYTES)
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
         return context.get_dummy_value()
 

@@ -27,7 +27,7 @@ def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
     launches["cpu.interaction_backward"] += 1
     samples, n, dim = vectors.shape
     gram = torch.empty(samples, n, n, dtype=vectors.dtype)
-    grad = grad.contiguous()
+    grad = grad.to(vectors.dtype).contiguous()
     launch(_scatter, _bits(grad), dim, _bits(gram))
     out = torch.bmm(gram, vectors, out=empty(vectors.shape, vectors.dtype))
     out[:, 0] += grad[:, :dim]

@@ -9,9 +9,17 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_instructions import LINE_BYTES, load, prefetch_bytes, store, stream16, streams_end, sum_of_products
+from hotbed.ops.cpu_instructions import (
+    LINE_BYTES,
+    load,
+    prefetch_bytes,
+    store,
+    stream_line,
+    streams_end,
+    sum_of_products,
+)
 from hotbed.ops.cpu_rows import WIDE, place, prefetch_row, read_narrow, row_arrays
-from hotbed.ops.cpu_runtime import PREFETCH_BAGS, flat, kernel, launch
+from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE, BagLayout, Rows
 
 NO_WEIGHTS = np.empty(0, np.float32)
@@ -103,7 +111,7 @@ def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, str
         copied = kind == WIDE and not per_id.shape[0]
         acc = np.empty(dim, np.float32)
         row = np.empty(dim, np.float32)
-        for i in range(first, min(first + PREFETCH_BAGS, last)):
+        for i in range(first, min(first + PREFETCH_ROWS, last)):
             wide, at = _find(rows, features, f, ids[i])
             prefetch_row(rows, wide, at)
         for b in range(first_sample, last_sample):
@@ -111,8 +119,8 @@ def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, str
             to = (b * width + room + features[f, OUT]) * dim
             if stop - start == 1 and copied:
                 at = (np.int64(ids[start]) + base) * dim
-                if start + PREFETCH_BAGS < last:
-                    prefetch_bytes(wide_rows, (np.int64(ids[start + PREFETCH_BAGS]) + base) * dim, dim * 4)
+                if start + PREFETCH_ROWS < last:
+                    prefetch_bytes(wide_rows, (np.int64(ids[start + PREFETCH_ROWS]) + base) * dim, dim * 4)
                 _write(out, to, wide_rows, at, dim, streamed)
                 continue
             if kind == WIDE:
@@ -131,8 +139,8 @@ def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, str
 @kernel(inline="always")
 def _write(out, to, values, at, dim, streamed):
     if streamed:
-        for d in range(0, dim, 16):
-            stream16(out, to + d, values, at + d)
+        for d in range(0, dim, LINE_BYTES // out.itemsize):
+            stream_line(out, to + d, values, at + d)
     else:
         for d in range(dim):
             store(out, to + d, load(values, at + d))
@@ -145,8 +153,8 @@ def _pool_wide(wide_rows, base, ids, per_id, start, stop, last, acc):
     if start == stop:
         acc[:] = 0
     for i in range(start, stop):
-        if i + PREFETCH_BAGS < last:
-            prefetch_bytes(wide_rows, (np.int64(ids[i + PREFETCH_BAGS]) + base) * dim, dim * 4)
+        if i + PREFETCH_ROWS < last:
+            prefetch_bytes(wide_rows, (np.int64(ids[i + PREFETCH_ROWS]) + base) * dim, dim * 4)
         factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit
         _add(acc, wide_rows, (np.int64(ids[i]) + base) * dim, factor, i == start)
 
@@ -157,8 +165,8 @@ def _pool(rows, features, f, ids, per_id, start, stop, last, acc, row):
     if start == stop:
         acc[:] = 0
     for i in range(start, stop):
-        if i + PREFETCH_BAGS < last:
-            wide, at = _find(rows, features, f, ids[i + PREFETCH_BAGS])
+        if i + PREFETCH_ROWS < last:
+            wide, at = _find(rows, features, f, ids[i + PREFETCH_ROWS])
             prefetch_row(rows, wide, at)
         wide, at = _find(rows, features, f, ids[i])
         factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit

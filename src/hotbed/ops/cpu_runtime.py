@@ -25,8 +25,8 @@ import torch
 from numba.core import event as numba_event
 from torch import Tensor
 
-PREFETCH_BAGS = 12
-"""How many rows ahead kernels prefetch (8 to 16 measured equal within noise; see docs/log.md)."""
+PREFETCH_ROWS = 12
+"""How many rows ahead kernels prefetch (8 to 32 measured equal within noise; see docs/log.md)."""
 
 
 def _sources_hash() -> str:
@@ -38,9 +38,9 @@ def _sources_hash() -> str:
 
 
 def _cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/hotbed/…``, or where that is read-only a new temporary directory."""
-    name = f"numba-{_sources_hash()}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / name
+    """In ``$NUMBA_CACHE_DIR`` or ``$XDG_CACHE_HOME/hotbed``; where that is read-only, a new temporary directory."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed"
+    home = Path(os.environ.get("NUMBA_CACHE_DIR") or home) / f"numba-{_sources_hash()}"
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -60,7 +60,7 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         previous = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = previous or str(_CACHE_DIR)
+        numba.config.CACHE_DIR = str(_CACHE_DIR)
         try:
             return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
         finally:
@@ -108,7 +108,7 @@ if numba.config.THREADING_LAYER not in ("omp", "tbb"):
 
 
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:
-    """Run a parallel kernel on torch's number of threads."""
+    """Run a parallel kernel on torch's number of threads, as far as Numba has as many (``NUMBA_NUM_THREADS``)."""
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     if torch.get_num_threads() != threads:

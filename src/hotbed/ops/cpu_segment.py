@@ -13,6 +13,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from hotbed.errors import BatchError
 from hotbed.ops.backend import launches
 from hotbed.ops.cpu_instructions import peek, poke
 from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds
@@ -78,7 +79,10 @@ def group(slots: Tensor) -> Groups:
     slot_bits = int(slots.max()).bit_length() if total else 0
     place_bits = total.bit_length()
     if slot_bits + place_bits > 63:
-        raise OverflowError(f"{total:,} ids over {2**slot_bits:,} slots: their product must be below 2^63")
+        raise BatchError(
+            f"{total:,} ids, of which the largest names slot {int(slots.max()):,}: a sort key has 63 bits, and these "
+            f"take {slot_bits} + {place_bits}; use smaller batches"
+        )
     ordered = launch(_sort, slots.numpy(), order.numpy(), slot_bits, place_bits, torch.get_num_threads())
     _cut(ordered, rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
     return Groups(order, rows, run_starts, group_runs, counts)

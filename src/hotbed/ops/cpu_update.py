@@ -19,7 +19,7 @@ from hotbed.ops.backend import launches
 from hotbed.ops.cpu_instructions import load, prefetch_bytes
 from hotbed.ops.cpu_rows import place, prefetch_row, read_narrow, row_arrays, write_narrow
 from hotbed.ops.cpu_rules import RULES, apply_rule
-from hotbed.ops.cpu_runtime import PREFETCH_BAGS, flat, kernel, launch
+from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.layout import ACTIVE, BLOCK, FIRST_SLOT, Groups, Occurrences, Rows, RuleStep
 
 NO_SCALE = np.empty(0, np.float32)
@@ -61,7 +61,7 @@ def update(
 def _add_run(acc, dim, grad, order, bags, scale, start, stop):
     """Sum the occurrences ``start … stop − 1`` of the sorted order, left to right, into ``acc``."""
     for p in range(start, stop):
-        ahead = min(p + PREFETCH_BAGS, order.shape[0] - 1)  # in later groups, too: they lie one after the other
+        ahead = min(p + PREFETCH_ROWS, order.shape[0] - 1)  # in later groups, too: they lie one after the other
         prefetch_bytes(grad, bags[order[ahead]] * dim, dim * grad.itemsize)
         at = order[p]
         bag = bags[at] * dim
@@ -125,7 +125,7 @@ def _update(
         end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
         table = table_ahead = 0  # slots rise, so tables do
         for g in range(begin, end):
-            ahead = g + PREFETCH_BAGS
+            ahead = g + PREFETCH_ROWS
             if ahead < end:
                 slot = slots[ahead]
                 while first_slots[table_ahead + 1] <= slot:

@@ -100,9 +100,9 @@ class BagLayout:
     width: int
     room: int = 0
 
-    def versions(self) -> tuple[int, int]:
-        """Counts of in-place changes of ids and weights."""
-        return version(self.ids), 0 if self.weights is None else version(self.weights)
+    def versions(self) -> tuple[int, int, int]:
+        """Counts of in-place changes of ids, offsets and weights."""
+        return version(self.ids), version(self.offsets), 0 if self.weights is None else version(self.weights)
 
 
 @dataclass(frozen=True)

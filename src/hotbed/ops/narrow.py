@@ -103,7 +103,9 @@ def round_stochastic(values: Tensor, dtype: torch.dtype, exponents: Tensor, rand
 def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the nearest; what float8_e4m3fn cannot hold becomes NaN (versions of torch differ: some give ±448)."""
     if dtype == torch.float8_e4m3fn:
-        values = values.masked_fill(~(values.abs() <= _FP8_LIMIT), torch.nan)
+        values = torch.where(
+            values.abs() <= _FP8_LIMIT, values, torch.copysign(torch.full_like(values, torch.nan), values)
+        )
     return values.to(dtype)
 
 

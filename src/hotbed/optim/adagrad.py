@@ -58,7 +58,8 @@ class Adagrad(SparseOptimizer):
         if not self.number(group, "eps") + self.number(group, "initial_accumulator") > 0:
             tables = ", ".join(group["tables"])
             raise SpecError(
-                f"{type(self).__name__}: eps and initial_accumulator are both 0 for {tables}; one must be positive"
+                f"{type(self).__name__}: eps and initial_accumulator are both 0 as float32 for {tables}; "
+                "one must be positive"
             )
 
 

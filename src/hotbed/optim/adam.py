@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,10 +39,10 @@ class AdamBase(SparseOptimizer):
         super().check(group)
         betas = group["betas"]
         numbers = isinstance(betas, (tuple, list)) and all(isinstance(b, (int, float)) for b in betas)
-        if not numbers or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-            self.refuse(group, "betas", "it must be two values in [0, 1)")
+        if not numbers or len(betas) != 2 or not all(0 <= ctypes.c_float(b).value < 1 for b in betas):
+            self.refuse(group, "betas", "it must be two values in [0, 1) as float32")
         if not self.number(group, "eps") > 0:
-            self.refuse(group, "eps", "it must be positive")
+            self.refuse(group, "eps", "it must be positive as a float32")
 
     @override
     def own(self, group: Mapping[str, Any]) -> list[float]:

@@ -15,6 +15,7 @@ where they are not finite), which is how the optimizers work with ``torch.amp.Gr
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, overload
@@ -42,7 +43,8 @@ class SparseOptimizer(torch.optim.Optimizer):
     defaults
         Options of the default group. These mean the same for every optimizer: ``lr``; ``weight_decay``;
         ``max_grad_norm``, the largest norm of a row's summed gradient (a longer one is scaled down; None: any);
-        ``max_norm``, the largest norm of a row after its update (None: any).
+        ``max_norm``, the largest norm of a row after its update (None: any). Norms are float32: one beyond 1.8e19
+        overflows, and what has it is scaled to 0.
     groups
         Groups of tables with their own hyperparameters, ``[{"tables": ["users"], "lr": 0.01}]``. Tables are named as
         in the collection, or ``path.to.collection.table`` where a name occurs in several collections. All tables that
@@ -70,6 +72,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             )
         places = {f"{path}.{t}".lstrip("."): (path, t) for path, c in collections.items() for t in c.handles}
         self._check_finite = False
+        self._options = tuple(defaults)
         resolved = _resolve_groups(places, groups or (), known=set(defaults))
         super().__init__(
             [
@@ -97,22 +100,22 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise `SpecError` if an option of a group is out of range."""
-        for name in self.defaults:
+        for name in self._options:
             value = group[name]
             if name in ("max_grad_norm", "max_norm"):
                 if value is not None and not 0 < self.number(group, name) < math.inf:
-                    self.refuse(group, name, "it must be positive, or None for no limit")
+                    self.refuse(group, name, "it must be positive as a float32, or None for no limit")
             elif name != "betas" and not 0 <= self.number(group, name) < math.inf:
-                self.refuse(group, name, "it must be finite and not negative")
+                self.refuse(group, name, "it must be finite as a float32, and not negative")
 
     def number(self, group: Mapping[str, Any], name: str) -> float:
-        """An option as a number; `SpecError` if it is none."""
+        """An option as the float32 that kernels take; `SpecError` if it is no number."""
         value = group[name]
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             self.refuse(group, name, "it must be a number")
-        return float(value)
+        return ctypes.c_float(value).value
 
     def refuse(self, group: Mapping[str, Any], name: str, rule: str) -> NoReturn:
         """Raise `SpecError` for an option of a group."""
@@ -163,6 +166,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if not self.trains(group):
                 continue
+            self.check(group)  # schedules and users change options
             values = self._hyper(group)
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]

@@ -19,7 +19,8 @@ class FTRL(SparseOptimizer):
     ``w = (sgn(z) · λ₁ − z) / ((β + √n) / lr + λ₂)``.
 
     Source: McMahan et al. 2013, Algorithm 1. A weight is a function of z and n, so the initial value of a row counts
-    only through the first σ: use `Table(init_bound=0)`. Equal to its dense form: a zero gradient changes nothing.
+    only through the first σ: use `Table(init_bound=0)`. Then, and at a constant lr, it is equal to its dense form,
+    because a zero gradient changes nothing; otherwise a zero gradient, too, computes the weights of a row anew.
 
     Parameters
     ----------
@@ -63,7 +64,7 @@ class FTRL(SparseOptimizer):
     def check(self, group: Mapping[str, Any]) -> None:
         super().check(group)
         if not self.number(group, "lr") > 0:
-            self.refuse(group, "lr", "it must be positive")
+            self.refuse(group, "lr", "it must be positive as a float32")
 
     @override
     def trains(self, group: Mapping[str, Any]) -> bool:

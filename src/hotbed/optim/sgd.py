@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 from hotbed.optim.base import SparseOptimizer
 from hotbed.optim.rules import Moment, Rule
@@ -49,3 +50,14 @@ class SGD(SparseOptimizer):
         self.rule = MOMENTUM if used else PLAIN
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)
+
+    @override
+    def check(self, group: Mapping[str, Any]) -> None:
+        super().check(group)
+        if self.rule is PLAIN and self.number(group, "momentum") > 0:
+            self.refuse(
+                group,
+                "momentum",
+                "it was 0 when the optimizer was made, which therefore keeps no momentum; give it to the constructor "
+                "(a OneCycleLR sets it unless cycle_momentum=False)",
+            )

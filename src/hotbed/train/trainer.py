@@ -260,8 +260,8 @@ class _Fetched(NamedTuple):
     position: Mapping[str, Any] | None
 
 
-def resolve_device(device: str) -> torch.device:
-    """Device of a recipe; ``auto`` is CUDA where there is one.
+def resolve_device(device: str, option: str = "train.device") -> torch.device:
+    """Device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one.
 
     Raises
     ------
@@ -269,5 +269,5 @@ def resolve_device(device: str) -> torch.device:
         If CUDA is asked for and absent.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError("train.device is cuda, but torch finds no CUDA device here; use auto or cpu")
+        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
     return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
