@@ -39,7 +39,7 @@ UPDATES = {
     "adamw": Update(AdamW.rule, {"decay": 1e-6}),
     "momentum": Update(MOMENTUM),
     "adagrad": Update(Adagrad.rule),
-    "partial_rowwise_adam": Update(PartialRowWiseAdam.rule),
+    "partial_rowwise_adam": Update(PartialRowWiseAdam.rule, {"decay": 1e-6}),
     "lamb": Update(LAMB.rule),
     "ftrl": Update(FTRL.rule),
     "rowwise_adagrad_limited": Update(RowWiseAdagrad.rule, {"max_grad_norm": 1.0, "max_norm": 10.0, "l2": 1e-6}),

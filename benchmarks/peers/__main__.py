@@ -1,6 +1,6 @@
 """Run the comparison: workers take turns, then ratios, a table, a chart and JSON. See the package's docstring.
 
-python -m benchmarks.peers [--only embedding|step|numerics] [--rounds 5] [--json FILE] [--quick]
+python -m benchmarks.peers [--only embedding|step|numerics] [--rounds 5] [--rows N] [--json FILE] [--quick]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, help="one part; all by default")
     parser.add_argument("--rounds", type=int, default=5, help="alternations of the sides")
+    parser.add_argument("--rows", type=int, help="of each table of `embedding`, where its 13 GB do not fit into memory")
     parser.add_argument("--json", type=Path, help="write results here, and the chart next to it as .png")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     return parser.parse_args()
@@ -148,6 +149,8 @@ def main() -> int:
     with Progress(*columns, console=console) as progress:
         for section in (section for part in parts for section in SECTIONS[part]):
             workload = tiny(WORKLOADS[section]) if args.quick else WORKLOADS[section]
+            if section == "embedding" and args.rows:
+                workload = replace(workload, rows=args.rows)
             rounds = alternate(section, workload, args.rounds, about["attempts"], progress)
             found.add_rounds(section, workload, rounds, about)
             console.print(report.table(section, found.data[section], str(workload)))
