@@ -108,7 +108,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "fbgemm-gpu-cpu", "torchrec", "numba")},
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": _git("status", "--porcelain", "--", "src", "benchmarks") != "",
+        "uncommitted_changes": _git("status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results") != "",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
