@@ -257,7 +257,7 @@ BAD_OPTIONS = [
     (
         SGD,
         {"max_norm": 0.0},
-        f"SGD: max_norm is 0.0 for {TABLES}; it must be positive as a float32, or None for",
+        f"SGD: max_norm is 0.0 for {TABLES}; it must be positive as a float32, or None for no limit",
     ),
     (SGD, {"max_grad_norm": -1.0}, "SGD: max_grad_norm is -1.0"),
     (SGD, {"max_grad_norm": float("nan")}, "SGD: max_grad_norm is nan"),
