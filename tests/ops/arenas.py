@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotbed.ops import Occurrences, Rows, RuleStep
+from hotbed.ops import Occurrences, Rows, RuleStep, reference
 from hotbed.optim import COMMON, Rule
 
 from .cases import Kernels, naive_sum, random_rows, raw_of, values_of
@@ -142,6 +142,10 @@ class Arena:
     def with_values(self, values: Tensor) -> Arena:
         """With these float32 rows ``[S, D]``."""
         return replace(self, rows=replace(self.rows, wide=values, narrow=values[:0]))
+
+
+oracle = Kernels("reference", torch.device("cpu"), reference)
+"""What kernels are compared with, bit for bit."""
 
 
 def gradient(bags: int, dim: int) -> Tensor:

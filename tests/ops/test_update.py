@@ -14,7 +14,7 @@ from torch import Tensor
 from hotbed.ops import Occurrences
 from hotbed.ops.reference_rules import block_sum
 
-from .arenas import OPTIONS, SEGMENTS, Arena, assert_same, gradient, others
+from .arenas import OPTIONS, SEGMENTS, Arena, assert_same, gradient, oracle, others
 from .cases import (
     CASES,
     Kernels,
@@ -43,6 +43,7 @@ def check(backend: Kernels, before: Arena, occurrences: Occurrences, grad: Tenso
     torch.testing.assert_close(after.rows.wide, torch.from_numpy(values), **CLOSE)
     for name, moment in after.moments.items():
         torch.testing.assert_close(moment, torch.from_numpy(moments[name]), **CLOSE)
+    assert_same(after, before.updated(oracle, occurrences, grad, inv_scale=inv_scale))
     return after
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.ops import Occurrences, reference
+from hotbed.ops import Occurrences
 
-from .arenas import ALL, OPTIONS, SEGMENTS, WIDE, Arena, assert_same, gradient, others
+from .arenas import ALL, OPTIONS, SEGMENTS, WIDE, Arena, assert_same, gradient, oracle, others
 from .cases import DIMS, Kernels, is_narrow, occurrences_of, random_rows, values_of, without_narrow
 from .formats import NARROW, SCALE_BLOCK, decode, neighbours, smallest_exponents
 from .naive_rules import RULES
@@ -22,7 +22,6 @@ TOLERANCE = 1e-5
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 every_dtype = pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
-oracle = Kernels("reference", torch.device("cpu"), reference)
 
 
 def narrow_slots(arena: Arena) -> np.ndarray:
