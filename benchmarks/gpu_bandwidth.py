@@ -165,11 +165,11 @@ def embedding_jobs(sizes: Sizes, dim: int) -> Iterator[Job]:
     for kind in get_args(Distribution):
         bags = one_hot(tables, sizes.batch, draw_ids(tables, sizes.batch, kind, 0, sizes.device))
         found = ops.occurrences(bags)
-        batches[kind] = batch = Batch(bags, found, ops.group(found.slots))
+        batches[kind] = batch = Batch(bags, found, ops.group(found))
         n, about = bags.total, {"dim": dim, "rows": slots, "ids": kind, "distinct": batch.distinct}
         yield "occurrences", about, (4 + 16) * n, lambda b=bags: ops.occurrences(b)
         size = 16 * n + 16 * batch.distinct + 8 * batch.runs
-        yield "group", about, size, lambda o=found: ops.group(o.slots)
+        yield "group", about, size, lambda o=found: ops.group(o)
     for dtype, hot in [*((name, 0.0) for name in DTYPES), ("int8", 0.01)]:
         rows = make_rows(tables, dim, DTYPES[dtype], sizes.device, hot)
         yield from lookup_jobs(sizes, rows, batches, dtype if hot == 0 else f"{dtype}+{hot:.0%} fp32")

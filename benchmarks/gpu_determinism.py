@@ -53,7 +53,7 @@ def train(sizes: Sizes, dim: int, update: str, dtype: str, steps: int, *, distur
         out = ops.interaction(vectors, dim + n * (n - 1) // 2 + 1)
         grad = ops.interaction_backward(torch.tanh(out), vectors)
         found = ops.occurrences(bags)
-        ops.update(step_of, rows, moments, found, ops.group(found.slots), grad.view(-1, dim))
+        ops.update(step_of, rows, moments, found, ops.group(found), grad.view(-1, dim))
         hashes.append(digest([out, grad[:, 0]]))
     hashes.append(digest([rows.wide, rows.narrow, rows.exponents, *moments.values()]))
     return hashlib.sha256("".join(hashes).encode()).hexdigest()

@@ -35,7 +35,8 @@ from benchmarks.quality_planted import ROWS, PlantedLog
 from benchmarks.quality_report import draw, print_results, render
 from benchmarks.quality_results import BASELINE, CONFIGS, LOGS, Config, Log, Results
 from benchmarks.quality_training import PlantedSettings, RealSettings, Trained, train_planted, train_real
-from hotbed.data import SplitBinarySource, prepare
+from hotbed.data import SplitBinarySource
+from hotbed.data.prepare import prepare
 from hotbed.train.demo import TEST_FRACTION, THRESHOLD
 from hotbed.train.report import environment
 

@@ -1,14 +1,21 @@
 """Train recommendation models whose embedding tables outgrow the memory next to the compute."""
 
+from typing import TYPE_CHECKING
+
 from hotbed import nn, optim
 from hotbed.batch import Batch, Embeddings
 from hotbed.config import Recipe
-from hotbed.data import Loader, ParquetSource, Schema, Source, SplitBinarySource, prepare
+from hotbed.data import Loader, Schema, Source, SplitBinarySource
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import HotbedError
 from hotbed.jagged import Jagged
+from hotbed.lazy import lazy_getattr
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer, evaluate, load_checkpoint, save_checkpoint
+
+if TYPE_CHECKING:
+    from hotbed.data import ParquetSource
+    from hotbed.data.prepare import prepare
 
 __all__ = [
     "Batch",
@@ -33,3 +40,9 @@ __all__ = [
     "prepare",
     "save_checkpoint",
 ]
+
+__getattr__ = lazy_getattr(__name__, {"ParquetSource": "hotbed.data.parquet", "prepare": "hotbed.data.prepare"})
+
+
+def __dir__() -> list[str]:
+    return __all__

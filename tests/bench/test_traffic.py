@@ -18,7 +18,7 @@ def counted(store: DenseStore, **options: object) -> Traffic:
     jagged = Jagged(["t0", "t1"], ids, batch_size=3, fixed=[2, 2], weights=weights)
     bags = workload.layout(jagged)
     assert store.occurrences(bags).slots.tolist() == workload.slots(jagged).tolist()
-    return Traffic.of(store.rows, store.moments, bags, store.ops.group(workload.slots(jagged)))
+    return Traffic.of(store.rows, store.moments, bags, store.ops.group(store.occurrences(bags)))
 
 
 def store(dtype: str = "fp32", fp32_rows: int = 0, moments: tuple[str, ...] = ()) -> DenseStore:

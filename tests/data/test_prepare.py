@@ -1,5 +1,4 @@
 import errno
-import importlib
 import math
 import resource
 import subprocess
@@ -17,12 +16,11 @@ from hypothesis import strategies as st
 from source_contract import SourceContract
 
 from hotbed.batch import Batch
-from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, prepare, write_synthetic_log
+from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
 from hotbed.data.criteo import LineChecker, read_blocks
+from hotbed.data.prepare import prepare
 from hotbed.errors import DataError, SpecError
 
-# The module, which the function of the same name hides.
-PREPARE = importlib.import_module("hotbed.data.prepare")
 VALUES = ["0000000a", "0000000b", "0000000c"]
 
 
@@ -98,7 +96,7 @@ def test_against_a_plain_count(
     tmp_path = tmp_path_factory.mktemp("prepare")
     log = write_log(tmp_path / "log.tsv", [log_line(0, [], [v]) for v in values])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PREPARE, "read_blocks", lambda f, seen: read_blocks(f, seen, block_bytes))
+        patch.setattr("hotbed.data.prepare.read_blocks", lambda f, seen: read_blocks(f, seen, block_bytes))
         prepare(log, tmp_path / "out", threshold=threshold, test_fraction=0)
     counts = Counter(int(v, 16) for v in values if v)
     kept = sorted((v for v, n in counts.items() if n >= threshold), key=lambda v: (-counts[v], v))
@@ -157,7 +155,7 @@ BAD_LINES = {
 @pytest.mark.parametrize("kind", BAD_LINES)
 @pytest.mark.parametrize("block_bytes", [150, 1 << 20])
 def test_bad_line(tmp_path: Path, kind: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PREPARE, "read_blocks", lambda f, seen: read_blocks(f, seen, block_bytes))
+    monkeypatch.setattr("hotbed.data.prepare.read_blocks", lambda f, seen: read_blocks(f, seen, block_bytes))
     line, message = BAD_LINES[kind]
     log = tmp_path / "log.tsv"
     log.write_bytes("".join([GOOD] * 5 + [line] + [GOOD] * 3 + [line]).encode(errors="surrogateescape"))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from data_cases import write_log
 
-from hotbed.data import SplitBinarySource, prepare, write_synthetic_log
+from hotbed.data import SplitBinarySource, write_synthetic_log
+from hotbed.data.prepare import prepare
 from hotbed.data.synthetic import _auc
 from hotbed.errors import SpecError
 

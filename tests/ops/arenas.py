@@ -112,7 +112,7 @@ class Arena:
         """The arena after the step; this one stays as it is."""
         arena, found = backend.put(self), backend.put(occurrences)
         step = arena.step(arena.seeds, backend.put(torch.tensor(inv_scale)), backend.put(torch.tensor(gate)))
-        groups = backend.ops.group(found.slots)
+        groups = backend.ops.group(found)
         backend.ops.update(step, arena.rows, arena.moments, found, groups, backend.put(grad))
         return backend.back(arena)
 

@@ -68,7 +68,7 @@ def _compile_step(rule: str, dim: int, dtype: torch.dtype, wide: bool, grad: tor
     arena = Arena.make(RULES[rule], dim, dtype, wide=WIDE if wide else [0, 0, 0], options=OPTIONS[options])
     found = occurrences_of(SEGMENTS["one_row"], 12, scaled=options == "none")
     step = arena.step(arena.seeds, torch.tensor(1.0), torch.tensor(True))
-    groups = kernels.group(found.slots)
+    groups = kernels.group(found)
     kernels.update(step, arena.rows, arena.moments, found, groups, torch.zeros(12, dim, dtype=grad))
 
 

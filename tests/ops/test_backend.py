@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hotbed.errors import BackendError
+from hotbed.ops import Occurrences, launches, select
 from hotbed.ops import backend as module
-from hotbed.ops import launches, select
 
 OPERATIONS = (
     "initial_values_",
@@ -31,7 +31,7 @@ def test_auto_is_numba_on_the_cpu():
 def test_an_explicit_name_is_honoured_and_really_runs(backend):
     assert select(backend.device, backend.name) is backend.ops
     before = launches[f"{backend.name}.group"]
-    backend.ops.group(torch.tensor([1, 1, 0], device=backend.device))
+    backend.ops.group(backend.put(Occurrences(torch.tensor([1, 1, 0]), torch.tensor([0, 1, 2]), None)))
     assert launches[f"{backend.name}.group"] == before + 1
 
 

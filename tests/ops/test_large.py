@@ -62,7 +62,7 @@ def sgd_step() -> RuleStep:
 
 def update_and_look_up(rows: Rows, ids: list[int], grad: Tensor, step: RuleStep, state: dict[str, Tensor]) -> Tensor:
     found = cpu.occurrences(bag(ids))
-    cpu.update(step, rows, state, found, cpu.group(found.slots), grad)
+    cpu.update(step, rows, state, found, cpu.group(found), grad)
     out = torch.empty(len(ids), 1, rows.dim)
     cpu.lookup(rows, bag(ids), out)
     return out[:, 0]

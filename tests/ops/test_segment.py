@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.errors import BatchError
-from hotbed.ops import Occurrences, cpu
+from hotbed.ops import BagLayout, Occurrences, cpu
 
 from .cases import RUN, naive_runs, valid
 
@@ -26,11 +28,21 @@ SLOTS = {
 }
 
 
+def occurrences_of(slots: list[int], segments: tuple[int, ...] | None = None) -> Occurrences:
+    return Occurrences(torch.tensor(slots, dtype=torch.int64), torch.arange(len(slots)), None, segments)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Numba cannot compile while hypothesis watches which lines run."""
+    for segments in (None, (0, 1, 2)):
+        cpu.group(occurrences_of([0, 1], segments))
+
+
 @pytest.mark.parametrize("name", SLOTS)
 def test_group(backend, name):
     slots = SLOTS[name]
-    tensor = torch.tensor(slots, dtype=torch.int64)
-    groups = backend.ops.group(backend.put(tensor))
+    groups = backend.ops.group(backend.put(occurrences_of(slots)))
     runs = naive_runs(slots)
     order = [i for of_slot in runs.values() for run in of_slot for i in run]
     starts = [0]
@@ -46,7 +58,7 @@ def test_group(backend, name):
 @settings(max_examples=30)
 @given(slots=st.lists(st.integers(0, 6) | st.integers(0, 2**40), max_size=150))
 def test_groups_partition_the_occurrences(backend, slots):
-    groups = backend.ops.group(backend.put(torch.tensor(slots, dtype=torch.int64)))
+    groups = backend.ops.group(backend.put(occurrences_of(slots)))
     order, rows, run_starts, group_runs = valid(groups)
     assert sorted(order) == list(range(len(slots)))
     assert rows == sorted(set(slots))
@@ -72,6 +84,47 @@ def test_occurrences_of_several_batches_follow_each_other():
     assert Occurrences.concatenate([first, first], [6, 6]).scale is None
 
 
+@settings(max_examples=50)
+@given(
+    tables=st.lists(st.lists(st.integers(0, 3) | st.integers(0, 2**30), max_size=80), min_size=1, max_size=6),
+    threads=st.integers(1, 4),
+)
+def test_sorting_table_by_table_changes_nothing(tables, threads):
+    slots = [slot + i * 2**31 for i, of_table in enumerate(tables) for slot in of_table]
+    ends = [0, *accumulate(len(t) for t in tables)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected, found = (valid(cpu.group(occurrences_of(slots, s))) for s in (None, tuple(ends)))
+    finally:
+        torch.set_num_threads(before)
+    assert found == expected
+
+
+def bags_of(bases: list[int], lengths: list[int]) -> BagLayout:
+    """Two samples of ``lengths[f]`` ids each for every feature, whose tables begin at ``bases``."""
+    starts = [0, *accumulate(2 * n for n in lengths)]
+    features = [
+        [start, n, -1, base, 0, f, f] for f, (start, n, base) in enumerate(zip(starts, lengths, bases, strict=False))
+    ]
+    ids, offsets = torch.zeros(starts[-1], dtype=torch.int64), torch.empty(0, 3, dtype=torch.int64)
+    return BagLayout(ids, torch.tensor(features), offsets, None, 2, starts[-1], False, len(bases))
+
+
+@pytest.mark.parametrize(
+    ("bases", "lengths", "segments"),
+    [
+        ([0, 10, 20], [1, 2, 3], (0, 2, 6, 12)),
+        ([0, 0, 20], [1, 2, 3], (0, 6, 12)),  # two features share a table
+        ([0, 10, 20], [1, 0, 3], (0, 2, 2, 8)),
+        ([0, 20, 10], [1, 2, 3], None),
+        ([5], [4], (0, 8)),
+    ],
+)
+def test_occurrences_know_where_tables_begin(bases, lengths, segments):
+    assert cpu.occurrences(bags_of(bases, lengths)).segments == segments
+
+
 def test_a_sort_key_holds_slot_and_place():
     with pytest.raises(BatchError, match=r"2 ids, .* slot 4,611,686,018,427,387,904: .* 63 \+ 2"):
-        cpu.group(torch.tensor([2**62, 0]))
+        cpu.group(occurrences_of([2**62, 0]))

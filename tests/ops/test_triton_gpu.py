@@ -71,7 +71,7 @@ def test_a_step_runs_as_a_cuda_graph(gpu, name, rule, dtype):
         gpu.ops.lookup(arena.rows, bags, out)
         gpu.ops.weight_gradient(arena.rows, bags, grad, weights)
         found = gpu.ops.occurrences(bags)
-        groups = gpu.ops.group(found.slots)
+        groups = gpu.ops.group(found)
         gpu.ops.update(arena.step(arena.seeds, one, one), arena.rows, arena.moments, found, groups, grad)
         return out, weights
 
@@ -115,6 +115,6 @@ def test_rows_beyond_two_billion_elements_are_reached(gpu, dtype):
     one = torch.ones((), device="cuda")
     found = Occurrences(ids, torch.zeros_like(ids), None)
     step = arena.step(arena.seeds, one, one)
-    gpu.ops.update(step, large, {}, found, gpu.ops.group(ids), torch.zeros(1, dim, device="cuda"))
+    gpu.ops.update(step, large, {}, found, gpu.ops.group(found), torch.zeros(1, dim, device="cuda"))
     for name in names[:1]:
         assert not getattr(large, name)[-few:].any() and not getattr(large, name)[:few].any()

@@ -226,7 +226,7 @@ def test_tiny_updates_arrive_in_the_mean(backend, dtype):
     rows = replace(arena.rows, narrow=narrow.to(dtype), exponents=torch.full_like(arena.rows.exponents, -8))
     arena = backend.put(replace(arena, rows=rows))
     found = backend.put(Occurrences(torch.arange(n), torch.zeros(n, dtype=torch.int64), None))
-    groups = backend.ops.group(found.slots)
+    groups = backend.ops.group(found)
     grad = backend.put(torch.full((1, dim), -1.0))
     seeds = torch.randint(0, 2**32, (steps, 1), generator=torch.Generator().manual_seed(5)).to(backend.device)
     one = torch.ones((), device=backend.device)

@@ -152,7 +152,7 @@ def _embedding_jobs(
     ids = workload.draw(exponent)[0].to(store.device)
     bags, slots = workload.layout(ids), workload.slots(ids)
     found = store.occurrences(bags)
-    groups = store.ops.group(found.slots)
+    groups = store.ops.group(found)
     traffic = Traffic.of(store.rows, store.moments, bags, groups)
     out = store.empty((options.batch_size, options.tables, options.dim), torch.float32)
     grad = torch.randn(options.batch_size * options.tables, options.dim, device=store.device).mul_(1e-3)
@@ -164,7 +164,7 @@ def _embedding_jobs(
     gather = gather_limit(read, options.pooling, traffic.lookup)
     yield job("lookup", traffic.lookup, gather, lambda: store.lookup(bags, out))
     yield job("occurrences", traffic.occurrences, streamed(traffic.occurrences), lambda: store.occurrences(bags))
-    yield job("group", traffic.group, streamed(traffic.group), lambda: store.ops.group(found.slots))
+    yield job("group", traffic.group, streamed(traffic.group), lambda: store.ops.group(found))
     scatter = scatter_limit(read, store.moments, traffic.update)
     yield job(
         "update",

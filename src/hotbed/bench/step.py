@@ -155,7 +155,7 @@ class _Roofline:
         rows, moments = arena.store.rows, arena.store.moments
         bags, slots = workload.layout(batch.sparse), workload.slots(batch.sparse)
         vectors = _dtype(options)
-        traffic = Traffic.of(rows, moments, bags, arena.store.ops.group(slots), vectors)
+        traffic = Traffic.of(rows, moments, bags, arena.store.ops.group(arena.store.ops.occurrences(bags)), vectors)
         parts = row_parts(rows, slots, options.pooling, vectors)
         self._gather = gather_limit(parts, options.pooling, traffic.lookup)
         self._scatter = scatter_limit(parts, moments, traffic.update)

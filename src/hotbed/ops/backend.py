@@ -43,8 +43,8 @@ class Backend(Protocol):
         """List slot, bag and gradient factor of every id."""
         ...
 
-    def group(self, slots: Tensor) -> Groups:
-        """Group equal slots ``[N]`` and cut the groups into runs."""
+    def group(self, occurrences: Occurrences) -> Groups:
+        """Group occurrences of equal slots and cut the groups into runs."""
         ...
 
     def update(

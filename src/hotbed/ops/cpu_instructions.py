@@ -1,9 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""The few instructions Numba has no words for: prefetching, narrow floats, sums in a fixed order of vector lanes.
-
-*Order of sums.* No kernel is compiled with ``fastmath``: LLVM may not reorder a sum. Where a sum over columns is to be
-fast, the 16 lanes are written out as vector instructions below, so the order is part of the source.
-"""
+"""The few instructions Numba has no words for: prefetching, streaming, narrow floats, indexing without a question."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ LINE_BYTES = 64
 _VECTOR = ir.VectorType(ir.FloatType(), 16)
 
 
-def _address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def address(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     """Pointer to element ``index`` of a C-contiguous array, counted over its flat data."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
@@ -30,17 +26,22 @@ def _load16(builder: Any, pointer: Any) -> Any:
     return builder.load(builder.bitcast(pointer, _VECTOR.as_pointer()), align=4, typ=_VECTOR)
 
 
-def _halving_sum(builder: Any, vector: Any) -> Any:
-    """Sum 16 lanes as `hotbed.ops.reference_rules.block_sum` does: upper half onto lower half, four times."""
-    width = 16
-    while width > 1:
-        width //= 2
-        mask = ir.VectorType(ir.IntType(32), width)
-        undef = ir.Constant(vector.type, ir.Undefined)
-        low = builder.shuffle_vector(vector, undef, ir.Constant(mask, list(range(width))))
-        high = builder.shuffle_vector(vector, undef, ir.Constant(mask, list(range(width, 2 * width))))
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+def widen(builder: Any, pointer: Any, kind: Any) -> Any:
+    """Load float32, a vector or one, from a pointer to float32 or to bits of bfloat16."""
+    if pointer.type.pointee == ir.FloatType():
+        return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=4, typ=kind)
+    lanes = kind.count if isinstance(kind, ir.VectorType) else 0
+    int16, int32 = (ir.VectorType(ir.IntType(n), lanes) if lanes else ir.IntType(n) for n in (16, 32))
+    bits = builder.load(builder.bitcast(pointer, int16.as_pointer()), align=2, typ=int16)
+    return builder.bitcast(builder.shl(builder.zext(bits, int32), _constant(int32, 16)), kind)
+
+
+def prefetch_line(builder: Any, pointer: Any) -> None:
+    """Bring the cache line that a pointer points into closer; see `prefetch_bytes`."""
+    byte_pointer, int32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
+    builder.call(function, [builder.bitcast(pointer, byte_pointer), int32(0), int32(2), int32(1)])
 
 
 def _constant(kind: Any, value: int) -> Any:
@@ -67,15 +68,11 @@ def prefetch_bytes(typingctx: Any, array: Any, index: Any, nbytes: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte_pointer = ir.IntType(8).as_pointer()
-        int32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte_pointer, int32, int32, int32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer], kind)
-        first = builder.bitcast(_address(context, builder, signature.args[0], *args[:2]), byte_pointer)
+        first = address(context, builder, signature.args[0], *args[:2])
+        first = builder.bitcast(first, ir.IntType(8).as_pointer())
         lines = builder.udiv(builder.add(args[2], args[2].type(LINE_BYTES - 1)), args[2].type(LINE_BYTES))
         with cgutils.for_range(builder, lines) as loop:
-            pointer = builder.gep(first, [builder.mul(loop.index, loop.index.type(LINE_BYTES))])
-            builder.call(function, [pointer, int32(0), int32(2), int32(1)])
+            prefetch_line(builder, builder.gep(first, [builder.mul(loop.index, loop.index.type(LINE_BYTES))]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.intp), codegen
@@ -86,7 +83,7 @@ def peek(typingctx: Any, array: Any, index: Any) -> Any:
     """``peek(array, i)``: flat element i. Numba's own index asks whether it is negative, and so no vector code."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, signature.args[0], *args))
+        return builder.load(address(context, builder, signature.args[0], *args))
 
     return array.dtype(array, types.intp), codegen
 
@@ -96,7 +93,7 @@ def poke(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """``poke(array, i, x)``: set flat element i, as `peek` reads it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _address(context, builder, signature.args[0], *args[:2]))
+        builder.store(args[2], address(context, builder, signature.args[0], *args[:2]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, array.dtype), codegen
@@ -107,11 +104,7 @@ def load(typingctx: Any, array: Any, index: Any) -> Any:
     """``load(array, i)``: flat element i as float32; an array of uint16 holds the bits of bfloat16."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(_address(context, builder, signature.args[0], *args))
-        if signature.args[0].dtype == types.float32:
-            return value
-        wide = builder.shl(builder.zext(value, ir.IntType(32)), ir.IntType(32)(16))
-        return builder.bitcast(wide, ir.FloatType())
+        return widen(builder, address(context, builder, signature.args[0], *args), ir.FloatType())
 
     return types.float32(array, types.intp), codegen
 
@@ -121,13 +114,28 @@ def store(typingctx: Any, array: Any, index: Any, value: Any) -> Any:
     """``store(array, i, x)``: float32 into flat element i; into uint16 as bfloat16, rounded to the nearest even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, value = _address(context, builder, signature.args[0], *args[:2]), args[2]
+        pointer, value = address(context, builder, signature.args[0], *args[:2]), args[2]
         if signature.args[0].dtype != types.float32:
             value = _bfloat16_bits(builder, value)
         builder.store(value, pointer)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32), codegen
+
+
+@intrinsic
+def store_block(typingctx: Any, array: Any, index: Any, values: Any, at: Any) -> Any:
+    """``store_block(array, i, values, j)``: `store` 16 values of float32 from ``values[j]`` on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        block = _load16(builder, address(context, builder, signature.args[2], *args[2:]))
+        if signature.args[0].dtype != types.float32:
+            block = _bfloat16_bits(builder, block)
+        pointer = address(context, builder, signature.args[0], *args[:2])
+        builder.store(block, builder.bitcast(pointer, block.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, values, types.intp), codegen
 
 
 @intrinsic
@@ -138,14 +146,14 @@ def stream_line(typingctx: Any, array: Any, index: Any, values: Any, at: Any) ->
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = _address(context, builder, signature.args[2], *args[2:])
+        first = address(context, builder, signature.args[2], *args[2:])
         line = _load16(builder, first)
         if signature.args[0].dtype == types.uint16:
             # Both halves in one store: LLVM turns the store of one into one that truncates and is no longer special.
             second = _load16(builder, builder.gep(first, [ir.Constant(ir.IntType(64), 16)]))
             lanes = ir.Constant(ir.VectorType(ir.IntType(32), 32), list(range(32)))
             line = builder.shuffle_vector(_bfloat16_bits(builder, line), _bfloat16_bits(builder, second), lanes)
-        pointer = _address(context, builder, signature.args[0], *args[:2])
+        pointer = address(context, builder, signature.args[0], *args[:2])
         stored = builder.store(line, builder.bitcast(pointer, line.type.as_pointer()), align=LINE_BYTES)
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
         return context.get_dummy_value()
@@ -202,20 +210,3 @@ def float_to_half(typingctx: Any, value: Any) -> Any:
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), codegen
-
-
-@intrinsic
-def sum_of_products(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, blocks: Any) -> Any:
-    """``Σ x[x_at + i] · y[y_at + i]`` over 16 · b flat elements: halving trees inside blocks, blocks in order."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        total = cgutils.alloca_once_value(builder, ir.FloatType()(0.0))
-        with cgutils.for_range(builder, args[4]) as loop:
-            at = builder.mul(loop.index, loop.index.type(16))
-            a = _load16(builder, _address(context, builder, signature.args[0], args[0], builder.add(args[1], at)))
-            b = _load16(builder, _address(context, builder, signature.args[2], args[2], builder.add(args[3], at)))
-            partial = _halving_sum(builder, builder.fmul(a, b))
-            builder.store(builder.fadd(builder.load(total), partial), total)
-        return builder.load(total)
-
-    return types.float32(x, types.intp, y, types.intp, types.intp), codegen

@@ -14,16 +14,17 @@ from hotbed.ops.cpu_instructions import (
     load,
     prefetch_bytes,
     store,
+    store_block,
     stream_line,
     streams_end,
-    sum_of_products,
 )
 from hotbed.ops.cpu_rows import WIDE, place, prefetch_row, read_narrow, row_arrays
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
+from hotbed.ops.cpu_sums import sum_of_products, sum_rows
 from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE, BagLayout, Rows
 
 NO_WEIGHTS = np.empty(0, np.float32)
-SAMPLES_PER_TASK = 256
+MIN_SAMPLES_PER_TASK = 64
 STREAM_BYTES = 8 << 20
 """From this size on pooled vectors are written past the caches, which would not keep them and would first read what is
 overwritten (docs/log.md)."""
@@ -50,7 +51,13 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
         bags.room,
         flat(out),
         streams(out),
+        samples_per_task(bags.batch_size),
     )
+
+
+def samples_per_task(samples: int) -> int:
+    """How many neighbouring samples one thread takes: one task each, for every task begins with rows not prefetched."""
+    return max(-(-samples // torch.get_num_threads()), MIN_SAMPLES_PER_TASK)
 
 
 def streams(out: Tensor) -> bool:
@@ -73,6 +80,7 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
         bags.room,
         flat(grad),
         out.numpy(),
+        samples_per_task(bags.batch_size),
     )
 
 
@@ -96,15 +104,15 @@ def _find(rows, features, f, id):
 
 
 @kernel(parallel=True)
-def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, streamed):
+def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, streamed, per_task):
     count = features.shape[0]
     dim, kind, wide_rows = rows.dim, rows.kind, rows.wide
-    chunks = (samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK
+    chunks = (samples + per_task - 1) // per_task
     for task in prange(chunks * count):
         # Neighbouring samples of one feature: their ids lie one after the other, so rows are prefetched across bags.
         f = task % count
-        first_sample = task // count * SAMPLES_PER_TASK
-        last_sample = min(first_sample + SAMPLES_PER_TASK, samples)
+        first_sample = task // count * per_task
+        last_sample = min(first_sample + per_task, samples)
         first, _ = bag_bounds(features, offsets, f, first_sample)
         _, last = bag_bounds(features, offsets, f, last_sample - 1)
         base = features[f, BASE]
@@ -123,8 +131,10 @@ def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, str
                     prefetch_bytes(wide_rows, (np.int64(ids[start + PREFETCH_ROWS]) + base) * dim, dim * 4)
                 _write(out, to, wide_rows, at, dim, streamed)
                 continue
-            if kind == WIDE:
-                _pool_wide(wide_rows, base, ids, per_id, start, stop, last, acc)
+            if start == stop:
+                acc[:] = 0
+            elif kind == WIDE:
+                _pool_wide(acc, wide_rows, dim, ids, base, per_id, start, stop, last)
             else:
                 _pool(rows, features, f, ids, per_id, start, stop, last, acc, row)
             if features[f, MEAN] and start < stop:
@@ -142,28 +152,22 @@ def _write(out, to, values, at, dim, streamed):
         for d in range(0, dim, LINE_BYTES // out.itemsize):
             stream_line(out, to + d, values, at + d)
     else:
-        for d in range(dim):
+        whole = dim // BLOCK * BLOCK
+        for d in range(0, whole, BLOCK):
+            store_block(out, to + d, values, at + d)
+        for d in range(whole, dim):
             store(out, to + d, load(values, at + d))
 
 
 @kernel()
-def _pool_wide(wide_rows, base, ids, per_id, start, stop, last, acc):
-    """Sum the rows of ids ``start … stop − 1`` into ``acc``, in an arena of float32 rows only."""
-    dim = acc.shape[0]
-    if start == stop:
-        acc[:] = 0
-    for i in range(start, stop):
-        if i + PREFETCH_ROWS < last:
-            prefetch_bytes(wide_rows, (np.int64(ids[i + PREFETCH_ROWS]) + base) * dim, dim * 4)
-        factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit
-        _add(acc, wide_rows, (np.int64(ids[i]) + base) * dim, factor, i == start)
+def _pool_wide(acc, wide_rows, dim, ids, base, per_id, start, stop, last):
+    # A function of its own: inlined, it took registers from the loop that copies rows of one-hot features.
+    sum_rows(acc, wide_rows, dim, ids, base, per_id, start, stop, last)
 
 
 @kernel()
 def _pool(rows, features, f, ids, per_id, start, stop, last, acc, row):
-    """Sum the rows of ids ``start … stop − 1`` into ``acc``; ``row`` is scratch."""
-    if start == stop:
-        acc[:] = 0
+    """Sum the rows of ids ``start … stop − 1``, at least one, into ``acc``; ``row`` is scratch."""
     for i in range(start, stop):
         if i + PREFETCH_ROWS < last:
             wide, at = _find(rows, features, f, ids[i + PREFETCH_ROWS])
@@ -189,13 +193,13 @@ def _add(acc, row, at, factor, first):
 
 
 @kernel(parallel=True)
-def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, out):
+def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, out, per_task):
     count = features.shape[0]
     blocks = (rows.dim + BLOCK - 1) // BLOCK
-    for task in prange((samples + SAMPLES_PER_TASK - 1) // SAMPLES_PER_TASK):
+    for task in prange((samples + per_task - 1) // per_task):
         row = np.zeros(blocks * BLOCK, np.float32)
         g = np.zeros(blocks * BLOCK, np.float32)
-        for b in range(task * SAMPLES_PER_TASK, min((task + 1) * SAMPLES_PER_TASK, samples)):
+        for b in range(task * per_task, min((task + 1) * per_task, samples)):
             for f in range(count):
                 start, stop = bag_bounds(features, offsets, f, b)
                 of_bag = (b * width + room + features[f, OUT]) * rows.dim

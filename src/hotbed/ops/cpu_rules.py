@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotbed.ops.cpu_instructions import sum_of_products
 from hotbed.ops.cpu_runtime import kernel
+from hotbed.ops.cpu_sums import sum_of_products
 from hotbed.ops.layout import BLOCK, DECAY, L2, LR, MAX_GRAD_NORM, MAX_NORM, OWN
 
 SGD, MOMENTUM, ADAGRAD, ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB, FTRL = range(8)

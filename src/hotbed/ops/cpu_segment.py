@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false
 """Occurrences and groups on the CPU.
 
-Slots are sorted by a stable radix sort of 11 bits a pass: the number of passes follows from the largest slot, so a sort
-of 106k ids over 26M slots reads and writes them three times. (`torch.sort` compares 64-bit keys and took three times as
-long, see docs/log.md.)
+Slots are sorted by a stable radix sort of at most 11 bits a pass. Where the occurrences lie table by table, each thread
+sorts whole tables in its own cache; else all threads sort all of them together. (`torch.sort` compares 64-bit keys and
+took three times as long, see docs/log.md.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numba import prange
-from torch import Tensor
+from numpy.typing import NDArray
 
 from hotbed.errors import BatchError
 from hotbed.ops.backend import launches
@@ -20,7 +20,9 @@ from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds
 from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import BASE, FIXED, MEAN, OUT, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
 
+Array = NDArray[np.int64]
 RADIX_BITS = 11
+KEY_BITS = 63
 
 
 def occurrences(bags: BagLayout) -> Occurrences:
@@ -31,7 +33,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
     scaled = bags.weights is not None or bags.has_mean
     scale = torch.empty(bags.total if scaled else 0, dtype=torch.float32, device="cpu")
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
-    launch(
+    firsts = launch(
         _occurrences,
         bags.ids.numpy(),
         bags.features.numpy(),
@@ -44,7 +46,15 @@ def occurrences(bags: BagLayout) -> Occurrences:
         owners.numpy(),
         scale.numpy(),
     )
-    return Occurrences(slots, owners, scale if scaled else None)
+    return Occurrences(slots, owners, scale if scaled else None, _segments(bags.features[:, BASE].numpy(), firsts))
+
+
+def _segments(bases: Array, firsts: Array) -> tuple[int, ...] | None:
+    """`Occurrences.segments` from the slot of each feature's table and where its occurrences start."""
+    steps = np.diff(bases)
+    if (steps < 0).any():
+        return None
+    return (*firsts[:-1][np.concatenate([[True], steps > 0])].tolist(), int(firsts[-1]))
 
 
 @kernel(parallel=True)
@@ -65,27 +75,93 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
                 if scale.shape[0]:
                     factor = per_id[i] if per_id.shape[0] else np.float32(1)
                     scale[i + shift] = factor / np.float32(stop - start) if features[f, MEAN] else factor
+    return firsts
 
 
-def group(slots: Tensor) -> Groups:
+def group(occurrences: Occurrences) -> Groups:
     """Group equal slots by a stable sort and cut each group into runs; see the reference."""
     launches["cpu.group"] += 1
-    total = len(slots)
+    slots, segments = occurrences.slots, occurrences.segments
+    total, threads = len(slots), torch.get_num_threads()
     order = torch.empty(total, dtype=torch.int64, device="cpu")
     rows = torch.empty(total, dtype=torch.int64, device="cpu")
     run_starts = torch.empty(total + 1, dtype=torch.int64, device="cpu")
     group_runs = torch.empty(total + 1, dtype=torch.int64, device="cpu")
     counts = torch.empty(2, dtype=torch.int64, device="cpu")
-    slot_bits = int(slots.max()).bit_length() if total else 0
-    place_bits = total.bit_length()
-    if slot_bits + place_bits > 63:
+    slot_bits, place_bits = int(slots.max()).bit_length() if total else 0, total.bit_length()
+    if slot_bits + place_bits > KEY_BITS:
         raise BatchError(
-            f"{total:,} ids, of which the largest names slot {int(slots.max()):,}: a sort key has 63 bits, and these "
-            f"take {slot_bits} + {place_bits}; use smaller batches"
+            f"{total:,} ids, of which the largest names slot {int(slots.max()):,}: a sort key has {KEY_BITS} bits, and "
+            f"these take {slot_bits} + {place_bits}; use smaller batches"
         )
-    ordered = launch(_sort, slots.numpy(), order.numpy(), slot_bits, place_bits, torch.get_num_threads())
-    _cut(ordered, rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
+    if segments is not None and max(np.diff(segments)) * threads <= 2 * total:
+        cuts = np.array(segments)
+        ordered = launch(_sort_segments, slots.numpy(), cuts, order.numpy())
+    else:
+        ordered = launch(_sort, slots.numpy(), order.numpy(), slot_bits, place_bits, threads)
+        cuts = np.linspace(0, total, threads + 1).astype(np.int64)
+    launch(_cut, ordered, cuts, rows.numpy(), run_starts.numpy(), group_runs.numpy(), counts.numpy())
     return Groups(order, rows, run_starts, group_runs, counts)
+
+
+@kernel(parallel=True)
+def _sort_segments(slots, segments, order):
+    """Stable order of the slots into ``order``, one segment per task; returns the slots in this order."""
+    ordered = np.empty_like(slots)
+    for s in prange(segments.shape[0] - 1):
+        if segments[s] < segments[s + 1]:
+            _sort_segment(slots, segments[s], segments[s + 1], order, ordered)
+    return ordered
+
+
+@kernel()
+def _sort_segment(slots, start, stop, order, ordered):
+    """Sort the slots at ``start … stop − 1``.
+
+    What is moved is ``slot · 2^place_bits + place``, both counted from the segment's first.
+    """
+    total = stop - start
+    low = high = peek(slots, start)
+    for p in range(start, stop):
+        low, high = min(low, peek(slots, p)), max(high, peek(slots, p))
+    place_bits, slot_bits = _bit_length(total), _bit_length(high - low)
+    keys, spare = np.empty(total, np.int64), np.empty(total, np.int64)
+    for p in range(total):
+        poke(keys, p, ((peek(slots, start + p) - low) << place_bits) | p)
+    passes = (slot_bits + RADIX_BITS - 1) // RADIX_BITS
+    digit = (slot_bits + passes - 1) // passes if passes else 0
+    mask = (1 << digit) - 1
+    starts = np.empty(1 << digit, np.int64)
+    for i in range(passes):
+        shift = place_bits + i * digit
+        starts[:] = 0
+        for p in range(total):
+            bucket = (peek(keys, p) >> shift) & mask
+            poke(starts, bucket, peek(starts, bucket) + 1)
+        before = 0
+        for bucket in range(1 << digit):
+            count = peek(starts, bucket)
+            poke(starts, bucket, before)
+            before += count
+        for p in range(total):
+            key = peek(keys, p)
+            bucket = (key >> shift) & mask
+            to = peek(starts, bucket)
+            poke(starts, bucket, to + 1)
+            poke(spare, to, key)
+        keys, spare = spare, keys
+    for p in range(total):
+        key = peek(keys, p)
+        poke(order, start + p, start + (key & ((1 << place_bits) - 1)))
+        poke(ordered, start + p, low + (key >> place_bits))
+
+
+@kernel()
+def _bit_length(x):
+    bits = 0
+    while x >> bits:
+        bits += 1
+    return bits
 
 
 @kernel(parallel=True)
@@ -134,23 +210,65 @@ def _sort(slots, order, slot_bits, place_bits, chunks):
     return spare
 
 
+@kernel(parallel=True)
+def _cut(ordered, cuts, rows, run_starts, group_runs, counts):
+    """Groups and runs of sorted slots; every task takes the groups that begin between two ``cuts``."""
+    tasks = cuts.shape[0] - 1
+    starts = np.empty(tasks + 1, np.int64)
+    for task in prange(tasks + 1):
+        start = cuts[task]
+        while 0 < start < ordered.shape[0] and peek(ordered, start) == peek(ordered, start - 1):
+            start += 1
+        starts[task] = start
+    groups, runs = np.zeros(tasks + 1, np.int64), np.zeros(tasks + 1, np.int64)
+    for task in prange(tasks):
+        groups[task + 1], runs[task + 1] = _count(ordered, starts[task], starts[task + 1])
+    for task in range(tasks):
+        groups[task + 1] += groups[task]
+        runs[task + 1] += runs[task]
+    for task in prange(tasks):
+        _fill(ordered, starts[task], starts[task + 1], groups[task], runs[task], rows, run_starts, group_runs)
+    run_starts[runs[tasks]] = ordered.shape[0]
+    group_runs[groups[tasks]] = runs[tasks]
+    counts[0] = groups[tasks]
+    counts[1] = runs[tasks]
+
+
 @kernel()
-def _cut(ordered, rows, run_starts, group_runs, counts):
-    groups = 0
-    runs = 0
-    left = 0  # places left in the current run
-    for p in range(ordered.shape[0]):
-        new_group = p == 0 or ordered[p] != ordered[p - 1]
-        if new_group:
-            rows[groups] = ordered[p]
-            group_runs[groups] = runs
-            groups += 1
-        if new_group or left == 0:
-            run_starts[runs] = p
-            runs += 1
-            left = RUN
-        left -= 1
-    run_starts[runs] = ordered.shape[0]
-    group_runs[groups] = runs
-    counts[0] = groups
-    counts[1] = runs
+def _count(ordered, start, stop):
+    """Number of groups and of runs of sorted slots, the first of which begins a group."""
+    groups = runs = left = 0  # `left`: places in the current run
+    last = np.int64(-1)
+    for p in range(start, stop):
+        slot = peek(ordered, p)
+        new_group = slot != last
+        new_run = new_group | (left == 0)
+        groups += new_group
+        runs += new_run
+        left = RUN - 1 if new_run else left - 1
+        last = slot
+    return groups, runs
+
+
+@kernel()
+def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs):
+    """Write the groups and runs that `_count` counted, from ``group`` and ``run`` on.
+
+    Each place writes its group and its run, again and again the same: where groups are short, a branch costs more.
+    """
+    left = 0
+    last = np.int64(-1)
+    first_run = run_start = np.int64(0)
+    for p in range(start, stop):
+        slot = peek(ordered, p)
+        new_group = slot != last
+        new_run = new_group | (left == 0)
+        first_run = run if new_group else first_run
+        run_start = p if new_run else run_start
+        group += new_group
+        run += new_run
+        left = RUN - 1 if new_run else left - 1
+        last = slot
+        poke(rows, group - 1, slot)
+        poke(group_runs, group - 1, first_run)
+        poke(run_starts, run - 1, run_start)

@@ -16,10 +16,11 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_instructions import load, prefetch_bytes
+from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_rows import place, prefetch_row, read_narrow, row_arrays, write_narrow
 from hotbed.ops.cpu_rules import RULES, apply_rule
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
+from hotbed.ops.cpu_sums import sum_rows
 from hotbed.ops.layout import ACTIVE, BLOCK, FIRST_SLOT, Groups, Occurrences, Rows, RuleStep
 
 NO_SCALE = np.empty(0, np.float32)
@@ -57,23 +58,6 @@ def update(
     )
 
 
-@kernel(inline="always")
-def _add_run(acc, dim, grad, order, bags, scale, start, stop):
-    """Sum the occurrences ``start … stop − 1`` of the sorted order, left to right, into ``acc``."""
-    for p in range(start, stop):
-        ahead = min(p + PREFETCH_ROWS, order.shape[0] - 1)  # in later groups, too: they lie one after the other
-        prefetch_bytes(grad, bags[order[ahead]] * dim, dim * grad.itemsize)
-        at = order[p]
-        bag = bags[at] * dim
-        factor = scale[at] if scale.shape[0] else np.float32(1)  # times 1 changes no bit
-        if p == start:
-            for d in range(dim):
-                acc[d] = load(grad, bag + d) * factor
-        else:
-            for d in range(dim):
-                acc[d] += load(grad, bag + d) * factor
-
-
 @kernel(parallel=True)
 def _update(
     rule,
@@ -97,6 +81,14 @@ def _update(
     groups, runs = counts[0], counts[1]
     dim = rows.dim
     padded = (dim + BLOCK - 1) // BLOCK * BLOCK
+    total = order.shape[0]
+    chunks = (total + RUNS_PER_TASK - 1) // RUNS_PER_TASK
+    bag_of, factors = np.empty(total, np.int64), np.empty(scale.shape[0], np.float32)
+    for chunk in prange(chunks):
+        for p in range(chunk * RUNS_PER_TASK, min((chunk + 1) * RUNS_PER_TASK, total)):
+            poke(bag_of, p, peek(bags, peek(order, p)))
+            if scale.shape[0]:
+                poke(factors, p, peek(scale, peek(order, p)))
     first_slots = np.full(rows.tables.shape[0] + 1, np.iinfo(np.int64).max)
     first_slots[:-1] = rows.tables[:, FIRST_SLOT]
 
@@ -113,7 +105,7 @@ def _update(
     partials = np.empty((count, dim), np.float32)
     for i in prange(count):
         r = long_runs[i]
-        _add_run(partials[i], dim, grad, order, bags, scale, run_starts[r], run_starts[r + 1])
+        sum_rows(partials[i], grad, dim, bag_of, 0, factors, run_starts[r], run_starts[r + 1], total)
 
     # Pass 2: every group.
     tasks = (runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK
@@ -143,7 +135,7 @@ def _update(
                 continue
             first, last = group_runs[g], group_runs[g + 1]
             if last - first == 1:
-                _add_run(acc, dim, grad, order, bags, scale, run_starts[first], run_starts[last])
+                sum_rows(acc, grad, dim, bag_of, 0, factors, run_starts[first], run_starts[last], total)
             else:
                 from_run = scratch_of[g]
                 for d in range(dim):
@@ -151,8 +143,9 @@ def _update(
                 for i in range(from_run + 1, from_run + last - first):
                     for d in range(dim):
                         acc[d] += partials[i, d]
-            for d in range(dim):
-                acc[d] *= inv_scale
+            if inv_scale != 1:
+                for d in range(dim):
+                    acc[d] *= inv_scale
             row = slot - first_slots[table]
             wide, at = place(rows, table, row)
             own_m0 = m0[slot * m0_stride : (slot + 1) * m0_stride]

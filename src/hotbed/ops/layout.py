@@ -117,11 +117,15 @@ class Occurrences:
         ``[N]`` int64, ``sample · width + room + position``: the row of the gradient ``[…, D]``.
     scale
         ``[N]`` float32 factor of the gradient (weight, mean divisor), or None where it is 1 everywhere.
+    segments
+        Positions ``0 … N`` that cut the occurrences so that all slots of a part are smaller than those of the next;
+        None where it is not known. It only helps to sort.
     """
 
     slots: Tensor
     bags: Tensor
     scale: Tensor | None
+    segments: tuple[int, ...] | None = None
 
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:

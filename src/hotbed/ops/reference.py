@@ -153,9 +153,10 @@ def occurrences(bags: BagLayout) -> Occurrences:
     return Occurrences(torch.cat(slots), torch.cat(owners), torch.cat(scales) if scaled else None)
 
 
-def group(slots: Tensor) -> Groups:
+def group(occurrences: Occurrences) -> Groups:
     """Group equal slots by a stable sort and cut each group into runs of `RUN` occurrences."""
     launches["reference.group"] += 1
+    slots = occurrences.slots
     total = len(slots)
     ordered, order = torch.sort(slots, stable=True)
     rows, lengths = torch.unique_consecutive(ordered, return_counts=True)

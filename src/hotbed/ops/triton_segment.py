@@ -177,12 +177,13 @@ def _place_runs_kernel(
     tl.store(counts + i * 0 + 1, r + 1, mask=last)
 
 
-def group(slots: Tensor) -> Groups:
-    """Group equal slots and cut each group into runs, see `hotbed.ops.reference.group`.
+def group(occurrences: Occurrences) -> Groups:
+    """Group occurrences of equal slots and cut each group into runs, see `hotbed.ops.reference.group`.
 
     Entries of the buffers beyond the valid ones are left unwritten.
     """
     launches["triton.group"] += 1
+    slots = occurrences.slots
     total = len(slots)
 
     def room(size: int, dtype: torch.dtype = torch.int64) -> Tensor:

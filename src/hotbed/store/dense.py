@@ -134,7 +134,7 @@ class DenseStore(RowStore):
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        groups = self.ops.group(occurrences.slots)
+        groups = self.ops.group(occurrences)
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
     @override

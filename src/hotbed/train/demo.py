@@ -12,7 +12,8 @@ import yaml
 from rich.console import Console
 
 from hotbed.config import Recipe
-from hotbed.data import prepare, write_synthetic_log
+from hotbed.data import write_synthetic_log
+from hotbed.data.prepare import prepare
 from hotbed.data.synthetic import Attainable
 from hotbed.errors import DataError
 from hotbed.train.progress import PrepareProgress

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.config import Recipe
-from hotbed.data import PrepareReport
 from hotbed.train.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from hotbed.data.prepare import PrepareReport
 
 
 class RunDirectory:
