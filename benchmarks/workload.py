@@ -99,7 +99,7 @@ def make_rows(tables: tuple[int, ...], dim: int, dtype: torch.dtype, device: tor
     narrow = torch.empty(sum(tables) - sum(wide), dim, dtype=dtype, device=device)
     narrow.view(torch.uint8).random_(0, 56)  # what these bytes mean is finite in every dtype
     blocks = -(-dim // SCALE_BLOCK) if dtype == torch.int8 else 0
-    places = [[s, w, at, s - at] for s, w, at in zip(slots[:-1], wide, first_wide[:-1], strict=True)]
+    places = [[s, w, at, s - at, 0, 1, 0] for s, w, at in zip(slots[:-1], wide, first_wide[:-1], strict=True)]
     return Rows(
         wide=torch.empty(sum(wide), dim, device=device).uniform_(-0.1, 0.1),
         narrow=narrow,

@@ -1,12 +1,16 @@
 """What must be set before any test module is imported."""
 
 import os
+from collections.abc import Iterator
 
 # Several test processes share the cores; OpenMP's idle threads would spin against them. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 import torch
 from hypothesis import settings
+
+from .ranks import Ranks
 
 if not torch.cuda.is_available():
     # Read when triton is first imported: without a GPU its kernels run in the interpreter.
@@ -15,3 +19,11 @@ if not torch.cuda.is_available():
 # Times differ tenfold between machines and with cold caches; no test depends on them.
 settings.register_profile("hotbed", deadline=None)
 settings.load_profile("hotbed")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes joined by Gloo; tests that use them are marked ``xdist_group("ranks")``, so one worker has them all."""
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -5,10 +5,12 @@
     HotbedError
     ├── SpecError (ValueError)          a table, feature, schema or module argument that cannot be right
     ├── RecipeError (ValueError)        a recipe or command-line argument
+    ├── PlanError (ValueError)          a sharding plan that does not fit its tables, ranks or memory
     ├── BatchError (ValueError)         a batch that does not fit the features it is given to
     ├── DataError (ValueError)          a source file whose content is not what its format says
     ├── CheckpointError (RuntimeError)  a checkpoint that is absent, damaged or of another model
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
+    ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
     ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
     └── NonFiniteError (ArithmeticError) a loss that is NaN or infinite
 
@@ -33,6 +35,10 @@ class RecipeError(HotbedError, ValueError):
     """A recipe or command-line argument that cannot be right."""
 
 
+class PlanError(HotbedError, ValueError):
+    """A sharding plan that does not fit its tables, ranks or memory."""
+
+
 class BatchError(HotbedError, ValueError):
     """A batch that does not fit the features it is given to."""
 
@@ -47,6 +53,10 @@ class CheckpointError(HotbedError, RuntimeError):
 
 class BackendError(HotbedError, RuntimeError):
     """A kernel backend that was asked for and cannot run here."""
+
+
+class CommError(HotbedError, RuntimeError):
+    """An exchange between ranks that failed or timed out."""
 
 
 class OptimizerError(HotbedError, RuntimeError):

@@ -32,6 +32,14 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def row_bytes(dtype: RowDtype, cols: int) -> int:
+    """Bytes of a row, with the scales of an int8 row (one byte per 128 columns)."""
+    return cols * _CELL_BYTES[dtype] + (-(-cols // 128) if dtype == "int8" else 0)
+
+
+_CELL_BYTES: dict[RowDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
+
+
 @dataclass(frozen=True)
 class Table:
     """One embedding table: a rectangle of ``rows`` × ``dim`` values.

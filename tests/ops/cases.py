@@ -47,10 +47,18 @@ def _copied(value: Any, device: torch.device) -> Any:
     return value
 
 
-def random_rows(tables: list[int], wide: list[int], dim: int, dtype: torch.dtype, seed: int = 1) -> Rows:
+def random_rows(
+    tables: list[int],
+    wide: list[int],
+    dim: int,
+    dtype: torch.dtype,
+    seed: int = 1,
+    origins: list[tuple[int, int, int]] | None = None,
+) -> Rows:
     """Random rows of tables of which the first `wide` are float32 (all, where that is the dtype).
 
-    The tables are not in the same order in ``wide`` as in ``narrow``.
+    The tables are not in the same order in ``wide`` as in ``narrow``. ``origins`` has first row, row step and first
+    column of each; (0, 1, 0) by default.
     """
     gen = torch.Generator().manual_seed(seed)
     if dtype == torch.float32:
@@ -67,7 +75,9 @@ def random_rows(tables: list[int], wide: list[int], dim: int, dtype: torch.dtype
         torch.randn(sum(wide), dim, generator=gen),
         q if dtype == torch.int8 else torch.randn(sum(narrow), dim, generator=gen).to(dtype),
         exponents if dtype == torch.int8 else torch.empty(0, 0, dtype=torch.int8),
-        torch.tensor([list(place) for place in places]),
+        torch.tensor(
+            [[*place, *origin] for place, origin in zip(places, origins or [(0, 1, 0)] * len(tables), strict=True)]
+        ),
     )
 
 
@@ -110,7 +120,7 @@ def raw_of(rows: Rows) -> np.ndarray:
 def _places(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Whether each slot's row is narrow, and which row of ``wide`` or ``narrow`` it is."""
     slots = len(rows.wide) + len(rows.narrow)
-    tables = [*rows.tables.tolist(), [slots, 0, 0, 0]]
+    tables = [*rows.tables[:, :4].tolist(), [slots, 0, 0, 0]]
     narrow, at = [], []
     for (first, wide, first_wide, first_narrow), (end, *_) in pairwise(tables):
         narrow += [row >= wide for row in range(end - first)]

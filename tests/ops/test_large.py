@@ -77,7 +77,9 @@ def wrapped(slots: list[int], dim: int) -> list[int]:
 def test_float32_beyond_31_bits(count, dim):
     ids = [count - 1, 3, count - 20, count - 1]
     with mapped(count, dim, torch.float32) as wide:
-        rows = Rows(wide, torch.empty(0, dim), torch.empty(0, 0, dtype=torch.int8), torch.tensor([[0, count, 0, 0]]))
+        rows = Rows(
+            wide, torch.empty(0, dim), torch.empty(0, 0, dtype=torch.int8), torch.tensor([[0, count, 0, 0, 0, 1, 0]])
+        )
         out = update_and_look_up(rows, ids, -torch.arange(1.0, 5.0)[:, None].repeat(1, dim), sgd_step(), {})
         assert out[:, 0].tolist() == [5.0, 2.0, 3.0, 5.0] and (out == out[:, :1]).all()
         assert not wide[wrapped(ids, dim)].any()
@@ -91,7 +93,7 @@ def test_narrow_rows_beyond_31_bits(dtype):
     count = 2**25 + 50 if dtype.itemsize == 1 else 2**24 + 50  # 2³² bytes
     ids = [count - 1, 3, count - 20]
     with mapped(count, dim, dtype) as narrow, mapped(count, 1, torch.int8) as exponents:
-        tables = torch.tensor([[0, 0, 0, 0]])
+        tables = torch.tensor([[0, 0, 0, 0, 0, 1, 0]])
         rows = Rows(torch.empty(0, dim), narrow, exponents if dtype == torch.int8 else exponents[:, :0], tables)
         out = update_and_look_up(rows, ids, -torch.tensor([[1.0], [2.0], [4.0]]).repeat(1, dim), sgd_step(), {})
         assert out[:, 0].tolist() == [1.0, 2.0, 4.0] and (out == out[:, :1]).all()
@@ -108,7 +110,9 @@ def test_moments_beyond_31_bits(rule: Rule):
     row = rule.moments[0].per == "row"
     with mapped(count, dim, torch.float32) as wide, mapped(count, 1 if row else dim, torch.float32) as moment:
         state = {rule.moments[0].name: moment[:, 0] if row else moment}
-        rows = Rows(wide, torch.empty(0, dim), torch.empty(0, 0, dtype=torch.int8), torch.tensor([[0, count, 0, 0]]))
+        rows = Rows(
+            wide, torch.empty(0, dim), torch.empty(0, 0, dtype=torch.int8), torch.tensor([[0, count, 0, 0, 0, 1, 0]])
+        )
         step = sgd_step()
         hyper = torch.cat([step.hyper, torch.tensor([[1.0]])], dim=1)
         step = RuleStep(**{**vars(step), "rule": rule, "hyper": hyper})

@@ -148,7 +148,7 @@ def test_every_int8_value_times_a_power_of_two(backend):
 def check_one_hot(backend: Kernels, narrow: Tensor, exponents: Tensor, expected: np.ndarray) -> None:
     """Looking up each row by itself gives these values."""
     n = len(narrow)
-    rows = Rows(torch.empty(0, narrow.shape[1]), narrow, exponents, torch.tensor([[0, 0, 0, 0]]))
+    rows = Rows(torch.empty(0, narrow.shape[1]), narrow, exponents, torch.tensor([[0, 0, 0, 0, 0, 1, 0]]))
     features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]])
     offsets = torch.empty(0, n + 1, dtype=torch.int64)
     out = looked_up(backend, rows, BagLayout(torch.arange(n), features, offsets, None, n, n, False, 1))

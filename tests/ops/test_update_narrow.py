@@ -138,7 +138,7 @@ def test_a_table_is_rounded_the_same_wherever_it_lies_and_however_many_of_its_ro
         wide=torch.from_numpy(values_of(alone.rows)[:6]),
         narrow=rows.narrow[6:].clone(),
         exponents=rows.exponents[6:].clone(),
-        tables=torch.tensor([[0, 6, 0, 0]]),
+        tables=torch.tensor([[0, 6, 0, 0, 0, 1, 0]]),
     )
     found = replace(alone, rows=behind).updated(backend, moved, gradient(12, 40))
     assert np.array_equal(found.bits()[0][6:], together[6:])

@@ -162,7 +162,7 @@ class StoreContract:
 
     def test_raw_says_what_rows_are_stored_as(self, format):
         store = self.filled(format)
-        for span, (rows, wide) in enumerate(format.spans):
+        for span, (rows, wide, *_) in enumerate(format.spans):
             raw = {name: (t.dtype, tuple(t.shape)) for name, t in store.raw(span).items()}
             if format.dtype == "fp32" or wide == rows:
                 assert raw == {"weight": (torch.float32, (rows, DIM))}

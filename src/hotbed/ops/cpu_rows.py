@@ -115,14 +115,14 @@ def read_narrow(rows, at, out):
 
 
 @kernel()
-def write_narrow(rows, at, values, seed, row):
-    """Round ``values[:dim]`` stochastically into narrow row ``at``, which is ``row`` of its table."""
+def write_narrow(rows, at, values, seed, row, first_col):
+    """Round ``values[:dim]`` stochastically into narrow row ``at``: ``row`` of a table, from ``first_col`` on."""
     dim = rows.dim
     first = at * dim
     key = row_key(seed, row)
     if rows.kind == BF16:
         for d in range(dim):
-            random = cell_bits(key, d)
+            random = cell_bits(key, first_col + d)
             bits = bits_of(values[d])
             if np.isnan(values[d]):
                 rounded = np.uint32(bits | np.uint32(0x400000))
@@ -133,11 +133,11 @@ def write_narrow(rows, at, values, seed, row):
             poke(rows.pairs, first + d, np.uint16(rounded >> np.uint32(16)))
     elif rows.kind == FP16:
         for d in range(dim):
-            random = cell_bits(key, d)
+            random = cell_bits(key, first_col + d)
             poke(rows.pairs, first + d, float_to_half(_rounded(values[d], random, -14, 10)))
     elif rows.kind == FP8:
         for d in range(dim):
-            random = cell_bits(key, d)
+            random = cell_bits(key, first_col + d)
             poke(rows.bytes, first + d, _fp8_bits(_rounded(values[d], random, -6, 3)))
     else:
         blocks = (dim + SCALE_BLOCK - 1) // SCALE_BLOCK
@@ -147,7 +147,7 @@ def write_narrow(rows, at, values, seed, row):
             rows.exponents[at * blocks + block] = np.int8(exponent)
             inverse = power_of_two(-exponent)
             for d in range(begin, end):
-                random = cell_bits(key, d)
+                random = cell_bits(key, first_col + d)
                 q = _up_or_down(np.abs(values[d]) * inverse, random)
                 q = np.float32(-q) if values[d] < 0 else q
                 poke(rows.bytes, first + d, np.uint8(np.int8(q)) if np.isfinite(values[d]) else np.uint8(0x80))

@@ -21,7 +21,18 @@ from hotbed.ops.cpu_rows import place, prefetch_row, read_narrow, row_arrays, wr
 from hotbed.ops.cpu_rules import RULES, apply_rule
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_sums import sum_rows
-from hotbed.ops.layout import ACTIVE, BLOCK, FIRST_SLOT, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.layout import (
+    ACTIVE,
+    BLOCK,
+    FIRST_COL,
+    FIRST_ROW,
+    FIRST_SLOT,
+    ROW_STEP,
+    Groups,
+    Occurrences,
+    Rows,
+    RuleStep,
+)
 
 NO_SCALE = np.empty(0, np.float32)
 NO_MOMENT = np.empty(0, np.float32)
@@ -157,4 +168,5 @@ def _update(
                 read_narrow(rows, at, w)
             apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
             if not wide:
-                write_narrow(rows, at, w, np.uint32(seeds[table]), row)
+                of_table = rows.tables[table, FIRST_ROW] + row * rows.tables[table, ROW_STEP]
+                write_narrow(rows, at, w, np.uint32(seeds[table]), of_table, rows.tables[table, FIRST_COL])

@@ -23,7 +23,7 @@ SCALE_BLOCK = 128
 START, FIXED, RAGGED_ROW, BASE, MEAN, OUT, TABLE = range(7)
 """Columns of `BagLayout.features`."""
 
-FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW = range(4)
+FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW, FIRST_ROW, ROW_STEP, FIRST_COL = range(7)
 """Columns of `Rows.tables`."""
 
 ACTIVE, LR, MAX_GRAD_NORM, MAX_NORM, L2, DECAY, OWN = range(7)
@@ -34,8 +34,9 @@ ACTIVE, LR, MAX_GRAD_NORM, MAX_NORM, L2, DECAY, OWN = range(7)
 class Rows:
     """The rows of an arena.
 
-    Slots of a table are numbered in row order. Its first rows may be float32 ("wide") while the others have the
-    arena's dtype; a table of a float32 arena has wide rows only, and there a slot is a position in ``wide``.
+    A table is here whole or in part: some columns of every ``step``-th row. Slots of a table are numbered in row order.
+    Its first rows may be float32 ("wide") while the others have the arena's dtype; a table of a float32 arena has wide
+    rows only, and there a slot is a position in ``wide``.
 
     Attributes
     ----------
@@ -47,8 +48,9 @@ class Rows:
         ``[S − W, ⌈D / 128⌉]`` int8 where ``narrow`` is int8, else ``[0, 0]``: a block of 128 columns has the values
         ``narrow · 2^exponent``; −128 in ``narrow`` is NaN.
     tables
-        ``[T, 4]`` int64, one row per table, slots ascending: first slot; number of wide rows; its first row in
-        ``wide``; in ``narrow``.
+        ``[T, 7]`` int64, one row per table, slots ascending: first slot; number of wide rows; its first row in
+        ``wide``; in ``narrow``; which row of the table the first slot holds; how many rows further the next one; which
+        column of the table column 0 is. Row and column of the table decide the bits of stochastic rounding.
     """
 
     wide: Tensor

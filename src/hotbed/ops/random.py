@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def random_bits(seeds: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """32 random bits per cell, ``[len(rows), len(cols)]`` int64.
+    """32 random bits per cell, ``[n, D]`` int64.
 
     Two rounds of MurmurHash3's 32-bit finalizer over the halves of the row, a third over the column added as a
     multiple of the golden ratio.
@@ -15,8 +15,10 @@ def random_bits(seeds: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
     ----------
     seeds
         32-bit seeds, 0-d or one per row, int64.
-    rows, cols
-        Cells, int64.
+    rows
+        ``[n]`` int64.
+    cols
+        ``[D]`` int64, or ``[n, D]`` where they differ from row to row.
     """
     key = _mix32(_mix32((rows & 0xFFFFFFFF) ^ seeds) ^ (rows >> 32) ^ 0x9E3779B9)
     return _mix32((key[:, None] + cols * 0x9E3779B9) & 0xFFFFFFFF)

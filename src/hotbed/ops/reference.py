@@ -11,7 +11,6 @@ from hotbed.ops.backend import launches
 from hotbed.ops.layout import (
     ACTIVE,
     BASE,
-    FIRST_SLOT,
     FIXED,
     MEAN,
     OUT,
@@ -26,7 +25,7 @@ from hotbed.ops.layout import (
 )
 from hotbed.ops.random import random_bits
 from hotbed.ops.reference_rules import apply_rule, block_sum
-from hotbed.ops.rows import read_rows, table_of, write_rows
+from hotbed.ops.rows import cells_of, read_rows, table_of, write_rows
 
 NAME = "reference"
 
@@ -217,8 +216,7 @@ def update(
     new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table])
     for name, moment in moments.items():
         state[name][slots] = moment
-    row = slots - rows.tables[table, FIRST_SLOT]
-    write_rows(rows, slots, new, random_bits(step.seeds[table], row, torch.arange(rows.dim, device=slots.device)))
+    write_rows(rows, slots, new, random_bits(step.seeds[table], *cells_of(rows, slots, table)))
 
 
 def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Tensor:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hotbed.ops.layout import FIRST_NARROW, FIRST_SLOT, FIRST_WIDE, WIDE_ROWS, Rows
+from hotbed.ops.layout import FIRST_COL, FIRST_NARROW, FIRST_ROW, FIRST_SLOT, FIRST_WIDE, ROW_STEP, WIDE_ROWS, Rows
 from hotbed.ops.narrow import exponents_of, round_nearest, round_stochastic, widen
 
 
 def table_of(rows: Rows, slots: Tensor) -> Tensor:
     """Table of each slot."""
     return torch.searchsorted(rows.tables[:, FIRST_SLOT].contiguous(), slots, right=True) - 1
+
+
+def cells_of(rows: Rows, slots: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Row ``[n]`` and columns ``[n, D]`` that slots of these tables hold, counted in the whole table."""
+    entry = rows.tables[table]
+    row = entry[:, FIRST_ROW] + (slots - entry[:, FIRST_SLOT]) * entry[:, ROW_STEP]
+    return row, entry[:, FIRST_COL, None] + torch.arange(rows.dim, device=slots.device)
 
 
 def read_rows(rows: Rows, slots: Tensor) -> Tensor:

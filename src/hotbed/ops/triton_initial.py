@@ -34,7 +34,7 @@ def _initial_kernel(
     at_col = tl.arange(0, BLOCK_COLS)
     row = row_start.to(tl.int64) + at_row * row_step
     col = col_start.to(tl.int64) + at_col.to(tl.int64) * col_step
-    k = random_bits(seed, row, col) >> 8
+    k = random_bits(seed, row, col[None, :]) >> 8
     value = (k.to(tl.int32) - (1 << 23)).to(tl.float32) * scale
     mask = (at_row < rows)[:, None] & (at_col < COLS)[None, :]
     tl.store(out + at_row[:, None] * row_stride + at_col[None, :] * col_stride, value, mask=mask)

@@ -20,7 +20,10 @@ FIRST_SLOT = tl.constexpr(layout.FIRST_SLOT)
 WIDE_ROWS = tl.constexpr(layout.WIDE_ROWS)
 FIRST_WIDE = tl.constexpr(layout.FIRST_WIDE)
 FIRST_NARROW = tl.constexpr(layout.FIRST_NARROW)
-TABLE_ENTRY = tl.constexpr(layout.FIRST_NARROW + 1)
+FIRST_ROW = tl.constexpr(layout.FIRST_ROW)
+ROW_STEP = tl.constexpr(layout.ROW_STEP)
+FIRST_COL = tl.constexpr(layout.FIRST_COL)
+TABLE_ENTRY = tl.constexpr(layout.FIRST_COL + 1)
 """Columns of `Rows.tables`."""
 
 ACTIVE = tl.constexpr(layout.ACTIVE)

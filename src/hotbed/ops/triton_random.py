@@ -11,11 +11,11 @@ import triton.language as tl
 def random_bits(seed, row, col):
     """32 random bits per cell, ``[R, C]`` uint32.
 
-    ``seed`` is a scalar or ``[R]`` integers of 32 bits, ``row [R]`` int64, ``col [C]`` integers.
+    ``seed`` is a scalar or ``[R]`` integers of 32 bits, ``row [R]`` int64, ``col [1 or R, C]`` integers.
     """
     key = _mix32((row & 0xFFFFFFFF).to(tl.uint32) ^ seed.to(tl.uint32))
     key = _mix32(key ^ (row >> 32).to(tl.uint32) ^ 0x9E3779B9)
-    return _mix32(key[:, None] + (col.to(tl.uint32) * 0x9E3779B9)[None, :])
+    return _mix32(key[:, None] + col.to(tl.uint32) * 0x9E3779B9)
 
 
 @triton.jit

@@ -20,7 +20,17 @@ import triton.language as tl
 
 from hotbed.ops import narrow
 from hotbed.ops.layout import Rows
-from hotbed.ops.triton_layout import FIRST_NARROW, FIRST_SLOT, FIRST_WIDE, SCALE_BLOCK, TABLE_ENTRY, WIDE_ROWS
+from hotbed.ops.triton_layout import (
+    FIRST_COL,
+    FIRST_NARROW,
+    FIRST_ROW,
+    FIRST_SLOT,
+    FIRST_WIDE,
+    ROW_STEP,
+    SCALE_BLOCK,
+    TABLE_ENTRY,
+    WIDE_ROWS,
+)
 from hotbed.ops.triton_random import random_bits
 
 _MIN_EXPONENT = tl.constexpr(narrow.MIN_EXPONENT)
@@ -39,7 +49,7 @@ class RowPointers(NamedTuple):
     wide: Any  # [W, D] float32
     narrow: Any  # [S − W, D] bfloat16, float16, int8, uint8 (float8_e4m3fn), or float32 where all rows are wide
     exponents: Any  # [S − W, ⌈D / 128⌉] int8
-    tables: Any  # [T, 4] int64
+    tables: Any  # [T, 7] int64
 
 
 class Places(NamedTuple):
@@ -48,6 +58,7 @@ class Places(NamedTuple):
     wide: Any  # row of `RowPointers.wide`, −1 where it is not there
     narrow: Any  # the same of `RowPointers.narrow`
     row: Any  # row of its table
+    col: Any  # column of its table that column 0 is
 
 
 def row_pointers(rows: Rows) -> RowPointers:
@@ -61,17 +72,19 @@ def locate(rows, slot, table, HAS_WIDE: tl.constexpr):
     """Places of the slots ``[R]`` of ``table`` (scalar or ``[R]``); slots below 0 are nowhere."""
     # The store numbers the wide rows of a float32 arena as their slots.
     if rows.narrow.dtype.element_ty == tl.float32:
-        return Places(slot, slot, slot)
+        return Places(slot, slot, slot, slot)
     else:
         entry = rows.tables + table * TABLE_ENTRY
         row = slot - tl.load(entry + FIRST_SLOT)
+        of_table = tl.load(entry + FIRST_ROW) + row * tl.load(entry + ROW_STEP)
+        col = tl.load(entry + FIRST_COL) + row * 0
         if HAS_WIDE:
             wide_rows = tl.load(entry + WIDE_ROWS)
             wide = tl.where((slot >= 0) & (row < wide_rows), tl.load(entry + FIRST_WIDE) + row, -1)
             narrow = tl.where((slot >= 0) & (row >= wide_rows), tl.load(entry + FIRST_NARROW) + row - wide_rows, -1)
-            return Places(wide, narrow, row)
+            return Places(wide, narrow, of_table, col)
         else:
-            return Places(slot, tl.where(slot >= 0, tl.load(entry + FIRST_NARROW) + row, -1), row)
+            return Places(slot, tl.where(slot >= 0, tl.load(entry + FIRST_NARROW) + row, -1), of_table, col)
 
 
 @triton.jit
@@ -96,7 +109,7 @@ def store_rows(rows, places, values, seed, D: tl.constexpr, BLOCK_D: tl.constexp
     if HAS_WIDE:
         _store(rows.wide, places.wide, values, D, BLOCK_D)
     if element != tl.float32:
-        random = random_bits(seed, places.row, tl.arange(0, BLOCK_D))
+        random = random_bits(seed, places.row, places.col[:, None] + tl.arange(0, BLOCK_D)[None, :])
     if element == tl.bfloat16:
         _store(rows.narrow, places.narrow, _stochastic_bfloat16(values, random), D, BLOCK_D)
     if element == tl.float16:

@@ -21,10 +21,23 @@ Tier = Literal["device", "host"]
 
 
 class Span(NamedTuple):
-    """Consecutive slots that hold the rows of one table, the first ``fp32_rows`` of them as float32."""
+    """Consecutive slots that hold rows of one table, whole or in part.
+
+    Attributes
+    ----------
+    rows
+        Number of rows.
+    fp32_rows
+        How many of them, from the first on, are float32.
+    first_row, row_step, first_col
+        Which row of the table the first slot holds, how many rows further the next one, and which column column 0 is.
+    """
 
     rows: int
     fp32_rows: int = 0
+    first_row: int = 0
+    row_step: int = 1
+    first_col: int = 0
 
 
 class RowStore(ABC):

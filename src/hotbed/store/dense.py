@@ -55,7 +55,7 @@ class DenseStore(RowStore):
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
     ) -> None:
-        self.spans = [Span(s.rows, s.rows) for s in spans] if dtype == "fp32" else list(spans)
+        self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)
         self.slots = sum(s.rows for s in spans)
         self.dim = dim
         self.backend_name: BackendName = backend
@@ -71,12 +71,12 @@ class DenseStore(RowStore):
             exponents=torch.full(exponents, MIN_EXPONENT, dtype=torch.int8, device=place),
             tables=torch.tensor(
                 [
-                    [slot, span.fp32_rows, at, slot - at]
+                    [slot, span.fp32_rows, at, slot - at, span.first_row, span.row_step, span.first_col]
                     for slot, at, span in zip(first_slot, first_wide, self.spans, strict=False)
                 ],
                 dtype=torch.int64,
                 device=place,
-            ).view(-1, 4),
+            ).view(-1, 7),
         )
         self.moments: dict[str, Tensor] = {}
 
@@ -161,7 +161,7 @@ class DenseStore(RowStore):
 
     @override
     def raw(self, span: int) -> dict[str, Tensor]:
-        rows, fp32_rows = self.spans[span]
+        rows, fp32_rows = self.spans[span][:2]
         first_wide = sum(s.fp32_rows for s in self.spans[:span])
         wide = self.rows.wide[first_wide : first_wide + fp32_rows]
         if fp32_rows == rows:

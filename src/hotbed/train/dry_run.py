@@ -11,10 +11,8 @@ from rich.table import Table as RichTable
 
 from hotbed.config import Recipe
 from hotbed.errors import RecipeError
-from hotbed.ops.narrow import block_count
 from hotbed.optim import SparseOptimizer
-from hotbed.specs import Table
-from hotbed.store.dense import TORCH_DTYPES
+from hotbed.specs import Table, row_bytes
 from hotbed.train.report import size
 from hotbed.train.run import build, open_source, tables_of
 from hotbed.train.trainer import resolve_device
@@ -66,9 +64,8 @@ def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> di
 
 
 def _weight_bytes(table: Table) -> int:
-    exponents = block_count(table.dim) if table.dtype == "int8" else 0
-    narrow = TORCH_DTYPES[table.dtype].itemsize * table.dim + exponents
-    return 4 * table.dim * table.fp32_rows + narrow * (table.rows - table.fp32_rows)
+    narrow = table.rows - table.fp32_rows
+    return row_bytes("fp32", table.dim) * table.fp32_rows + row_bytes(table.dtype, table.dim) * narrow
 
 
 def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:

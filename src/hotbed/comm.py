@@ -1,0 +1,154 @@
+"""Exchanges between ranks: every one is started here, returns a handle, and names itself where it fails.
+
+All ranks must start the same exchanges in the same order, from one thread; exchanges that overlap with others use a
+process group of their own (`Link.clone`). Nothing here starts or stops ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, NoReturn, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hotbed.errors import CommError
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """A result that is on its way.
+
+    Parameters
+    ----------
+    result
+        Makes the result, once everything has arrived.
+    work
+        What to wait for.
+    failed
+        Called with the error of a collective that failed.
+    """
+
+    def __init__(
+        self,
+        result: Callable[[], T],
+        work: Sequence[dist.Work] = (),
+        failed: Callable[[Exception], NoReturn] | None = None,
+    ) -> None:
+        self._result, self._work, self._failed = result, list(work), failed
+
+    def wait(self) -> T:
+        """Wait for the result.
+
+        Raises
+        ------
+        CommError
+            If another rank failed or did not answer in time.
+        """
+        try:
+            while self._work:
+                self._work.pop().wait()
+        except RuntimeError as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
+        return self._result()
+
+
+class Link:
+    """The ranks that share a plan, as one process group connects them.
+
+    Parameters
+    ----------
+    group
+        A process group; default: all ranks.
+    timeout
+        After which an exchange of a `clone` fails; default: that of torch.distributed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise CommError(
+                "torch.distributed is not initialised; start with `torchrun` and call "
+                "torch.distributed.init_process_group() first"
+            )
+        self.group = group
+        self.timeout = timeout
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self.step = 0
+        """Number of the training step, for error messages."""
+
+    def clone(self) -> Link:
+        """The same ranks over a process group of their own, for exchanges that overlap with others.
+
+        All processes of torch.distributed must call this, as for ``torch.distributed.new_group``. (With its
+        ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+        return Link(group, self.timeout)
+
+    def all_to_all(
+        self, what: str, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Handle[Tensor]:
+        """Send consecutive rows to the ranks, in rank order, and receive theirs.
+
+        Parameters
+        ----------
+        what
+            Name of the exchange, for error messages.
+        send
+            ``[Σ send_counts, …]``.
+        send_counts, recv_counts
+            Rows to and from each rank.
+
+        Returns
+        -------
+        Handle[Tensor]
+            ``[Σ recv_counts, …]``.
+        """
+        if len(send_counts) != self.size or len(recv_counts) != self.size or sum(send_counts) != len(send):
+            raise CommError(
+                f"exchange of {what}: {len(send)} rows, counts {list(send_counts)} to and {list(recv_counts)} from "
+                f"{self.size} ranks do not fit together"
+            )
+        received = send.new_empty(sum(recv_counts), *send.shape[1:])
+        return self._start(
+            what,
+            lambda: cast(
+                dist.Work,
+                dist.all_to_all_single(
+                    received, send.contiguous(), list(recv_counts), list(send_counts), group=self.group, async_op=True
+                ),
+            ),
+            lambda: received,
+        )
+
+    def all_gather(self, what: str, values: Tensor) -> Handle[Tensor]:
+        """Every rank's tensor, all of one shape: ``[…] → [W, …]``."""
+        received = values.new_empty(self.size, *values.shape)
+        return self._start(
+            what,
+            lambda: cast(
+                dist.Work,
+                dist.all_gather(list(received.unbind()), values.contiguous(), group=self.group, async_op=True),
+            ),
+            lambda: received,
+        )
+
+    def _start(self, what: str, start: Callable[[], dist.Work], result: Callable[[], T]) -> Handle[T]:
+        try:
+            work = start()
+        except RuntimeError as error:
+            self._failed(what, error)
+        return Handle(result, [work], lambda error: self._failed(what, error))
+
+    def _failed(self, what: str, error: Exception) -> NoReturn:
+        raise CommError(
+            f"rank {self.rank} of {self.size}, step {self.step}: the exchange of {what} failed; another rank has ended "
+            f"or not answered in time, its own output says why ({error})"
+        ) from error

@@ -1,0 +1,6 @@
+"""Plans: where every cell of every table is."""
+
+from hotbed.plan.schemes import Cut, make_plan
+from hotbed.plan.tiling import Plan, Tile
+
+__all__ = ["Cut", "Plan", "Tile", "make_plan"]

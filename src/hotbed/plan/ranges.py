@@ -1,0 +1,30 @@
+"""Arithmetic of strided ranges."""
+
+from __future__ import annotations
+
+import math
+
+
+def first_common(a: range, b: range) -> int | None:
+    """Smallest number that two rising ranges have in common, or None."""
+    g = math.gcd(a.step, b.step)
+    if (b.start - a.start) % g:
+        return None
+    # a.start + i · a.step ≡ b.start modulo b.step
+    modulus = b.step // g
+    i = (b.start - a.start) // g * pow(a.step // g, -1, modulus) % modulus
+    period = a.step * modulus
+    found = a.start + i * a.step
+    low = max(a.start, b.start)
+    if found < low:
+        found += -(-(low - found) // period) * period
+    return found if found in a and found in b else None
+
+
+def common(a: range, b: range) -> range:
+    """The numbers that two rising ranges have in common."""
+    first = first_common(a, b)
+    if first is None:
+        return range(0)
+    step = math.lcm(a.step, b.step)
+    return range(first, min(a[-1], b[-1]) + 1, step)

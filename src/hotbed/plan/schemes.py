@@ -1,0 +1,178 @@
+"""The sharding schemes of the literature, as ways to cut a table into tiles; `make_plan` cuts and places them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hotbed.errors import PlanError, did_you_mean
+from hotbed.ops.layout import BLOCK, SCALE_BLOCK
+from hotbed.optim import Moment
+from hotbed.plan.cost import Cost, rank_costs, tile_bytes, tile_work
+from hotbed.plan.search import place
+from hotbed.plan.tiling import Plan, Tile
+from hotbed.specs import Table, is_int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a table is cut.
+
+    Parameters
+    ----------
+    rows
+        Number of row parts, every ``rows``-th row each; they go to ranks that follow each other, so with as many parts
+        as a node has ranks the rows of a column part stay inside a node. 0: as many as there are ranks.
+    cols
+        Number of column parts, as equal as multiples of 16 columns (128 of int8 rows) allow, and at most as many as
+        there are such multiples. 0: as many as there are ranks.
+    replicated
+        Whether all ranks read a copy of all rows.
+    hot_rows
+        The first rows, the most popular ones, of which all ranks read a copy while the others are cut.
+    """
+
+    rows: int = 1
+    cols: int = 1
+    replicated: bool = False
+    hot_rows: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rows", 0), ("cols", 0), ("hot_rows", 0)):
+            value = getattr(self, name)
+            if not is_int(value) or value < least:
+                raise PlanError(f"a cut has {name} {value!r}, must be an integer of at least {least}")
+
+
+SCHEMES: Mapping[str, Cut] = {
+    "table": Cut(),
+    "row": Cut(rows=0),
+    "column": Cut(cols=0),
+    "grid": Cut(rows=2, cols=2),
+    "dp": Cut(replicated=True),
+}
+"""The schemes by name; "dp" is data-parallel."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Row parts of one column part: they go to ranks that follow each other."""
+
+    table: Table
+    rows: tuple[range, ...]
+    cols: range
+    replicated: bool
+
+    def tiles(self, first: int, world_size: int) -> list[Tile]:
+        """Its tiles, with the first on this rank."""
+        found: list[Tile] = []
+        for i, rows in enumerate(self.rows):
+            owner = (first + i) % world_size
+            readers = tuple(r for r in range(world_size) if r != owner) if self.replicated else ()
+            found.append(Tile(self.table.name, rows, self.cols, owner, readers))
+        return found
+
+
+def make_plan(
+    tables: Sequence[Table],
+    world_size: int,
+    schemes: str | Cut | Mapping[str, str | Cut] = "table",
+    *,
+    ids: Mapping[str, float] | None = None,
+    moments: Sequence[Moment] = (),
+    capacity_bytes: int | None = None,
+) -> Plan:
+    """Cut tables and place the tiles so that the busiest rank has as little work as can be found.
+
+    Parameters
+    ----------
+    tables
+        All tables of a model.
+    world_size
+        Number of ranks.
+    schemes
+        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"`` or a `Cut` for all tables, or one by table; tables
+        that are not named are not cut.
+    ids
+        By table, mean ids per sample, which is what decides the work of a tile (see `hotbed.plan.cost`); 1 by default.
+    moments
+        Moments that the optimizer keeps beside the rows: ``optimizer.rule.moments``.
+    capacity_bytes
+        What a rank can hold.
+
+    Raises
+    ------
+    PlanError
+        If a scheme or table is unknown, or the tables do not fit.
+    """
+    ids = ids or {}
+    known = {t.name: t for t in tables}
+    for what, named in (("schemes", schemes if isinstance(schemes, Mapping) else {}), ("ids", ids)):
+        for name in named:
+            if name not in known:
+                raise PlanError(f"{what} name a table '{name}', which the model has not{did_you_mean(name, known)}")
+    parts: list[_Part] = []
+    for table in tables:
+        scheme = schemes.get(table.name, "table") if isinstance(schemes, Mapping) else schemes
+        parts += _parts(table, _cut_of(scheme), world_size)
+    tiles: list[Tile] = []
+    loads = [Cost(0, 0.0)] * world_size
+    several = [p for p in parts if len(p.rows) > 1 or p.replicated]
+    for part in sorted(several, key=lambda p: -_work(p, ids)):
+        own = part.tiles(_best_start(part, loads, ids), world_size)
+        added = rank_costs(own, [part.table], world_size, ids=ids, moments=moments)
+        loads = [load.plus(more) for load, more in zip(loads, added, strict=True)]
+        tiles += own
+    single = [p for p in parts if p not in several]
+    costs = [Cost(tile_bytes(p.table, p.tiles(0, world_size)[0], moments), _work(p, ids)) for p in single]
+    names = [f"table '{p.table.name}', columns {p.cols.start} … {p.cols.stop - 1}," for p in single]
+    for part, rank in zip(single, place(costs, loads, capacity_bytes, names), strict=True):
+        tiles += part.tiles(rank, world_size)
+    for rank, load in enumerate(rank_costs(tiles, tables, world_size, ids=ids, moments=moments)):
+        if capacity_bytes is not None and load.nbytes > capacity_bytes:
+            raise PlanError(
+                f"rank {rank} would hold {load.nbytes / 2**30:,.3g} GiB, {(load.nbytes - capacity_bytes) / 2**30:,.3g} "
+                f"GiB more than its {capacity_bytes / 2**30:,.3g} GiB; cut what is replicated, use narrower rows, or "
+                "more ranks"
+            )
+    order = {t.name: i for i, t in enumerate(tables)}
+    return Plan(world_size, tuple(sorted(tiles, key=lambda t: (order[t.table], t.cols.start, t.rows.start))))
+
+
+def _cut_of(scheme: str | Cut) -> Cut:
+    if isinstance(scheme, Cut):
+        return scheme
+    if scheme not in SCHEMES:
+        raise PlanError(f"no scheme '{scheme}'; use {', '.join(SCHEMES)} or a Cut{did_you_mean(scheme, SCHEMES)}")
+    return SCHEMES[scheme]
+
+
+def _parts(table: Table, cut: Cut, world_size: int) -> list[_Part]:
+    """Parts of a table, hot rows first."""
+    unit = SCALE_BLOCK if table.dtype == "int8" else BLOCK
+    units = -(-table.dim // unit)
+    count = min(cut.cols or world_size, units)
+    bounds = [min(units * i // count * unit, table.dim) for i in range(count + 1)]
+    hot = min(cut.hot_rows, table.rows)
+    found: list[_Part] = []
+    if hot:
+        found.append(_Part(table, (range(hot),), range(table.dim), replicated=True))
+    step = min(cut.rows or world_size, world_size)
+    rows = tuple(range(first, table.rows, step) for first in range(hot, min(hot + step, table.rows)))
+    if rows:
+        columns = [range(a, b) for a, b in pairwise(bounds)]
+        found += [_Part(table, rows, cols, cut.replicated) for cols in columns]
+    return found
+
+
+def _best_start(part: _Part, loads: Sequence[Cost], ids: Mapping[str, float]) -> int:
+    """The rank from which on a part of several tiles leaves the busiest of its owners with the least work."""
+    world_size, step = len(loads), len(part.rows)
+    starts = range(0, world_size, step) if world_size % step == 0 else range(world_size)
+    share = _work(part, ids) / step
+    return min(starts, key=lambda first: max(loads[(first + i) % world_size].work + share for i in range(step)))
+
+
+def _work(part: _Part, ids: Mapping[str, float]) -> float:
+    return sum(tile_work(part.table, t, ids.get(part.table.name, 1.0)) for t in part.tiles(0, len(part.rows)))

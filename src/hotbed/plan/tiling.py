@@ -1,0 +1,241 @@
+"""A plan cuts tables into tiles and gives each tile a place: the one form that every sharding scheme has.
+
+A `Tile` is a rectangle of a table, a strided range of its rows × a range of its columns, with the rank that owns it
+(that updates it and holds its moments) and the ranks that read it (that hold a copy of its rows). A `Plan` is all tiles
+of all tables; it is a plain value, JSON in and JSON out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from hotbed.errors import PlanError, did_you_mean
+from hotbed.ops.layout import BLOCK, SCALE_BLOCK
+from hotbed.plan.ranges import first_common
+from hotbed.specs import Table, is_int
+
+Tier = Literal["device", "host", "disk"]
+"""Which memory of a rank holds a tile: the compute device's, the host's, or files."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of a table and its place.
+
+    Parameters
+    ----------
+    table
+        Name of the table.
+    rows
+        Which rows; a strided range spreads rows that are numbered by popularity evenly.
+    cols
+        Which columns; bounds are multiples of 16, or the end of the table.
+    owner
+        The rank that updates these rows and holds their moments.
+    readers
+        Ranks that hold a copy of the rows, in ascending order; the owner itself needs none and is not among them.
+    tier
+        Memory of the owner that holds the rows.
+    cache_rows
+        Rows of a cache in the device's memory, for the tiers ``"host"`` and ``"disk"``; 0: none.
+    """
+
+    table: str
+    rows: range
+    cols: range
+    owner: int
+    readers: tuple[int, ...] = ()
+    tier: Tier = "device"
+    cache_rows: int = 0
+
+    def __post_init__(self) -> None:
+        here = f"a tile of table '{self.table}'"
+        if len(self.rows) == 0 or self.rows.start < 0 or self.rows.step < 1:
+            raise PlanError(f"{here} has rows {self.rows}, must be a rising range of at least one row")
+        if len(self.cols) == 0 or self.cols.start < 0 or self.cols.step != 1:
+            raise PlanError(f"{here} has columns {self.cols}, must be a range of at least one column without a step")
+        if self.owner < 0 or any(r < 0 for r in self.readers):
+            raise PlanError(f"{here} has owner {self.owner} and readers {self.readers}; ranks start at 0")
+        if list(self.readers) != sorted(set(self.readers) - {self.owner}):
+            raise PlanError(
+                f"{here} has readers {self.readers}; name each rank once, ascending, and not the owner {self.owner}"
+            )
+        if self.tier not in get_args(Tier):
+            raise PlanError(f"{here} has tier {self.tier!r}, must be one of {', '.join(get_args(Tier))}")
+        if not is_int(self.cache_rows) or self.cache_rows < 0:
+            raise PlanError(f"{here} has cache_rows {self.cache_rows!r}, must be an integer of at least 0")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold these rows: owner and readers, ascending."""
+        return tuple(sorted((self.owner, *self.readers)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every cell of every table is.
+
+    Parameters
+    ----------
+    world_size
+        Number of ranks.
+    tiles
+        Tiles that partition each table exactly.
+
+    Raises
+    ------
+    PlanError
+        If tiles of a table overlap or leave a gap, or name a rank that is not there.
+    """
+
+    world_size: int
+    tiles: tuple[Tile, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiles", tuple(self.tiles))
+        if not is_int(self.world_size) or self.world_size < 1:
+            raise PlanError(f"world_size is {self.world_size!r}, must be an integer of at least 1")
+        for tile in self.tiles:
+            if tile.ranks[-1] >= self.world_size:
+                raise PlanError(
+                    f"a tile of table '{tile.table}' is placed on rank {tile.ranks[-1]}, but world_size is "
+                    f"{self.world_size}: ranks are 0 … {self.world_size - 1}"
+                )
+        for table, tiles in self.by_table.items():
+            _check_cover(table, tiles)
+
+    @cached_property
+    def by_table(self) -> Mapping[str, tuple[Tile, ...]]:
+        """Tiles of each table, in the order of the plan."""
+        found: dict[str, list[Tile]] = defaultdict(list)
+        for tile in self.tiles:
+            found[tile.table].append(tile)
+        return {table: tuple(tiles) for table, tiles in found.items()}
+
+    def check(self, tables: Sequence[Table]) -> None:
+        """Raise `PlanError` unless the plan is one for these tables.
+
+        Column cuts are multiples of 16, so that sums over columns keep their order (of 128 for int8 rows, whose scales
+        are per 128 columns).
+        """
+        known = {t.name: t for t in tables}
+        for name in self.by_table:
+            if name not in known:
+                raise PlanError(f"the plan has a table '{name}', the model has not{did_you_mean(name, known)}")
+        for table in tables:
+            if table.name not in self.by_table:
+                raise PlanError(f"the plan has no tile of table '{table.name}'; make a plan for this model")
+            rows = max(t.rows[-1] for t in self.by_table[table.name]) + 1
+            cols = max(t.cols.stop for t in self.by_table[table.name])
+            if (rows, cols) != (table.rows, table.dim):
+                raise PlanError(
+                    f"the plan tiles {rows:,} × {cols:,} of table '{table.name}', which has {table.rows:,} × "
+                    f"{table.dim:,}; make a plan for this model"
+                )
+            unit = SCALE_BLOCK if table.dtype == "int8" else BLOCK
+            for tile in self.by_table[table.name]:
+                if tile.cols.start % unit or (tile.cols.stop % unit and tile.cols.stop != table.dim):
+                    raise PlanError(
+                        f"the plan cuts table '{table.name}' ({table.dtype}) at columns {tile.cols.start} … "
+                        f"{tile.cols.stop}; cuts must be multiples of {unit}, or the model would change"
+                    )
+
+    # -- values in, values out -------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON has it."""
+        return {"world_size": self.world_size, "tiles": [_tile_to_dict(t) for t in self.tiles]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
+        """A plan from what `to_dict` gives; keys that are left out have their defaults."""
+        known = {"world_size", "tiles"}
+        for key in values:
+            if key not in known:
+                raise PlanError(f"a plan has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
+        if not known <= values.keys():
+            raise PlanError(f"a plan needs {' and '.join(sorted(known))}, got {', '.join(values) or 'nothing'}")
+        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in values["tiles"]))
+
+    def to_json(self) -> str:
+        """JSON, one tile per line."""
+        tiles = ",\n".join(f"    {json.dumps(_tile_to_dict(t))}" for t in self.tiles)
+        return f'{{\n  "world_size": {self.world_size},\n  "tiles": [\n{tiles}\n  ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from what `to_json` gives.
+
+        Raises
+        ------
+        PlanError
+            If it is not JSON, or not a plan.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"a plan must be JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise PlanError(f"a plan must be a JSON object, got {type(values).__name__}")
+        return cls.from_dict(values)
+
+
+def _tile_to_dict(tile: Tile) -> dict[str, Any]:
+    rows, cols = tile.rows, tile.cols
+    return asdict(tile) | {
+        "rows": [rows.start, rows.stop, rows.step],
+        "cols": [cols.start, cols.stop],
+        "readers": list(tile.readers),
+    }
+
+
+def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
+    known = set(Tile.__dataclass_fields__)
+    for key in values:
+        if key not in known:
+            raise PlanError(f"a tile has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
+    table, owner, readers = values.get("table"), values.get("owner"), values.get("readers", [])
+    if not isinstance(table, str) or not is_int(owner):
+        raise PlanError(f"a tile needs a table and an owner, got {dict(values)}")
+    for key, lengths in (("rows", (2, 3)), ("cols", (2,))):
+        bounds = values.get(key)
+        if not (isinstance(bounds, list) and len(bounds) in lengths and all(is_int(b) for b in bounds)):
+            form = "[start, stop, step]" if key == "rows" else "[start, stop]"
+            raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form}")
+    if not isinstance(readers, list) or not all(is_int(r) for r in readers):
+        raise PlanError(f"a tile of table '{table}' has readers {readers!r}, must be a list of ranks")
+    return Tile(
+        table=table,
+        rows=range(*values["rows"]),
+        cols=range(*values["cols"]),
+        owner=owner,
+        readers=tuple(readers),
+        tier=values.get("tier", "device"),
+        cache_rows=values.get("cache_rows", 0),
+    )
+
+
+def _check_cover(table: str, tiles: Sequence[Tile]) -> None:
+    """Raise `PlanError` unless the tiles partition a rectangle that starts at (0, 0)."""
+    rows = max(t.rows[-1] for t in tiles) + 1
+    cuts = sorted({0, *(t.cols.start for t in tiles), *(t.cols.stop for t in tiles)})
+    for left, right in pairwise(cuts):
+        here = [t for t in tiles if t.cols.start <= left < t.cols.stop]
+        where = f"columns {left} … {right} of table '{table}'"
+        here.sort(key=lambda t: (t.rows.start, t.rows.step))
+        for i, a in enumerate(here):
+            for b in here[i + 1 :]:
+                if b.rows.start > a.rows[-1]:
+                    break  # so do all that follow
+                row = first_common(a.rows, b.rows)
+                if row is not None:
+                    raise PlanError(f"row {row:,}, {where}, is in two tiles, of ranks {a.owner} and {b.owner}")
+        missing = rows - sum(len(t.rows) for t in here)
+        if missing:
+            raise PlanError(f"{missing:,} of {rows:,} rows of {where} are in no tile; tiles must cover a table")

@@ -1,0 +1,155 @@
+"""Tiles and plans: exact cover, ranks, JSON, and whether a plan is one for these tables."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotbed.errors import PlanError
+from hotbed.plan import Plan, Tile
+from hotbed.plan.ranges import first_common
+from hotbed.specs import Table
+
+
+def tile(rows: range, cols: range = range(32), owner: int = 0, **options: object) -> Tile:
+    return Tile("t", rows, cols, owner, **options)
+
+
+ranges = st.builds(lambda start, length, step: range(start, start + length, step), *[st.integers(1, 40)] * 3)
+
+
+@given(a=ranges, b=ranges)
+def test_first_common_is_the_smallest_of_the_intersection(a, b):
+    assert first_common(a, b) == min(set(a) & set(b), default=None)
+
+
+@given(data=st.data(), rows=st.integers(1, 30), blocks=st.integers(1, 4))
+def test_a_plan_is_valid_exactly_if_every_cell_is_in_one_tile(data, rows, blocks):
+    step = data.draw(st.integers(1, 4))
+    whole = [
+        tile(range(k, rows, step), range(16 * b, 16 * (b + 1))) for k in range(min(step, rows)) for b in range(blocks)
+    ]
+    kept = data.draw(st.lists(st.sampled_from(whole), min_size=1, max_size=len(whole) + 1))
+    cells = [(r, c) for t in kept for r in t.rows for c in t.cols]
+    height, width = max(r for r, _ in cells) + 1, max(c for _, c in cells) + 1
+    if len(cells) == len(set(cells)) == height * width:
+        assert Plan(1, tuple(kept)).tiles == tuple(kept)
+    else:
+        with pytest.raises(PlanError, match=r"in two tiles|in no tile"):
+            Plan(1, tuple(kept))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tile(range(0)), r"rows range\(0, 0\), must be a rising range of at least one row"),
+        (lambda: tile(range(9, 0, -1)), r"rows range\(9, 0, -1\), must be a rising"),
+        (lambda: tile(range(9), range(0, 32, 2)), r"columns range\(0, 32, 2\), must be"),
+        (lambda: tile(range(9), owner=-1), "owner -1 and readers .*; ranks start at 0"),
+        (lambda: tile(range(9), readers=(2, 1)), r"readers \(2, 1\); name each rank once, ascending"),
+        (lambda: tile(range(9), readers=(0, 1)), "not the owner 0"),
+        (lambda: tile(range(9), tier="ssd"), "tier 'ssd', must be one of device, host, disk"),
+        (lambda: tile(range(9), cache_rows=-1), "cache_rows -1, must be an integer of at least 0"),
+        (lambda: Plan(0, ()), "world_size is 0, must be"),
+        (lambda: Plan(2, (tile(range(9), owner=2),)), "on rank 2, but world_size is 2: ranks are 0 … 1"),
+        (lambda: Plan(2, (tile(range(9), readers=(3,)),)), "on rank 3"),
+        (
+            lambda: Plan(2, (tile(range(0, 9, 2)), tile(range(0, 9, 3), owner=1))),
+            "row 0, columns 0 … 32 of table 't', is in two tiles, of ranks 0 and 1",
+        ),
+        (lambda: Plan(1, (tile(range(0, 9, 2)),)), "4 of 9 rows of columns 0 … 32 of table 't' are in no tile"),
+        (lambda: Plan(1, (tile(range(1, 9)),)), "1 of 9 rows"),
+        (lambda: Plan(1, (tile(range(9), range(16, 32)),)), "9 of 9 rows of columns 0 … 16"),
+        (lambda: Plan.from_json("{"), "a plan must be JSON: "),
+        (lambda: Plan.from_json("[]"), "a plan must be a JSON object, got list"),
+        (lambda: Plan.from_dict({"world_size": 1}), "a plan needs tiles and world_size, got world_size"),
+        (lambda: Plan.from_dict({"world_sise": 1, "tiles": []}), "no 'world_sise'; .* did you mean 'world_size'"),
+        (lambda: Plan.from_dict({"world_size": 1, "tiles": [{"owner": 0}]}), "a tile needs a table and an owner"),
+        (
+            lambda: Plan.from_dict(
+                {"world_size": 1, "tiles": [{"table": "t", "owner": 0, "rows": [9], "cols": [0, 4]}]}
+            ),
+            r"rows \[9\], must be integers \[start, stop, step\]",
+        ),
+        (
+            lambda: Plan.from_dict({"world_size": 1, "tiles": [{"table": "t", "owner": 0, "rows": [0, 9], "cols": 4}]}),
+            r"cols 4, must be integers \[start, stop\]",
+        ),
+        (
+            lambda: Plan.from_dict({"world_size": 1, "tiles": [{"table": "t", "owner": 0, "reader": []}]}),
+            "a tile has no 'reader'; .* did you mean 'readers'",
+        ),
+        (
+            lambda: Plan.from_dict(
+                {
+                    "world_size": 1,
+                    "tiles": [{"table": "t", "owner": 0, "rows": [0, 9], "cols": [0, 4], "readers": "all"}],
+                }
+            ),
+            "readers 'all', must be a list of ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def test_json_gives_the_plan_back():
+    plan = Plan(
+        3,
+        (
+            tile(range(0, 9, 2), readers=(1, 2)),
+            tile(range(1, 9, 2), range(16), owner=1, tier="host", cache_rows=4),
+            tile(range(1, 9, 2), range(16, 32), owner=2),
+        ),
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+    assert json.loads(plan.to_json())["tiles"][0] == {
+        "table": "t",
+        "rows": [0, 9, 2],
+        "cols": [0, 32],
+        "owner": 0,
+        "readers": [1, 2],
+        "tier": "device",
+        "cache_rows": 0,
+    }
+    assert Plan.from_dict(
+        {"world_size": 1, "tiles": [{"table": "t", "owner": 0, "rows": [0, 9], "cols": [0, 4]}]}
+    ).tiles == (tile(range(9), range(4)),)
+
+
+@pytest.mark.parametrize(
+    ("table", "tiles", "message"),
+    [
+        (Table("u", 9, 32), [tile(range(9))], "a table 't', the model has not"),
+        (Table("t", 10, 32), [tile(range(9))], "tiles 9 × 32 of table 't', which has 10 × 32"),
+        (Table("t", 9, 48), [tile(range(9))], "tiles 9 × 32 of table 't', which has 9 × 48"),
+        (
+            Table("t", 9, 32),
+            [tile(range(9), range(8)), tile(range(9), range(8, 32))],
+            r"table 't' \(fp32\) at columns 0 … 8; cuts must be multiples of 16",
+        ),
+        (
+            Table("t", 9, 256, dtype="int8"),
+            [tile(range(9), range(64)), tile(range(9), range(64, 256))],
+            r"table 't' \(int8\) at columns 0 … 64; cuts must be multiples of 128",
+        ),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(table, tiles, message):
+    with pytest.raises(PlanError, match=message):
+        Plan(1, tuple(tiles)).check([table])
+
+
+def test_a_table_without_tiles_is_refused():
+    with pytest.raises(PlanError, match="no tile of table 'u'"):
+        Plan(1, (tile(range(9)),)).check([Table("t", 9, 32), Table("u", 9, 32)])
+
+
+def test_the_last_column_cut_may_be_narrower():
+    tiles = (tile(range(9), range(16)), tile(range(9), range(16, 20)))
+    Plan(1, tiles).check([Table("t", 9, 20)])

@@ -1,0 +1,84 @@
+"""Processes joined by Gloo, started once and used by all tests of exchanges: starting four takes seconds."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60
+SIZES = (1, 3, 4)
+"""World sizes that tests ask for; 2 proves nothing for sums, which have one order then."""
+
+
+class RankError(Exception):
+    """What a rank raised, with its traceback."""
+
+
+class Ranks:
+    """Four processes; ``run`` calls a function on the first so many of them."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        context = get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(max(SIZES)):
+            here, there = context.Pipe()
+            args = (rank, str(Path(self._folder.name) / "store"), there)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            self._connections.append(here)
+            self._processes.append(process)
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(group, *args)`` on ranks 0 … size − 1; results by rank. It must be importable."""
+        task = pickle.dumps((size, function, args))
+        for connection in self._connections[:size]:
+            connection.send_bytes(task)
+        results = [pickle.loads(connection.recv_bytes()) for connection in self._connections[:size]]
+        for rank, (error, _) in enumerate(results):
+            if error is not None:
+                raise RankError(f"rank {rank}:\n{error}")
+        return [result for _, result in results]
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(5)
+            process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(SIZES), timeout=timeout)
+    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in SIZES}
+    while True:
+        try:
+            size, function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = (None, function(groups[size], *args))
+        except Exception:
+            answer = (traceback.format_exc(), None)
+        buffer = io.BytesIO()
+        pickle.dump(answer, buffer)
+        connection.send_bytes(buffer.getvalue())
+    dist.destroy_process_group()
