@@ -64,6 +64,44 @@ def test_counts_that_do_not_fit_are_refused_before_anything_is_sent(ranks: Ranks
         assert message == "exchange of ids: 5 rows, counts [5] to and [1, 2, 3] from 3 ranks do not fit together"
 
 
+class Lost:
+    """Work of a collective whose other end is gone."""
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def lost(group: dist.ProcessGroup) -> list[str]:
+    """What an exchange says that fails when it starts, and one that fails later, waited for twice."""
+    link = Link(group)
+    link.step = 7
+    original = dist.all_to_all_single
+
+    def fails(*args: object, **options: object) -> Lost:
+        raise RuntimeError("no route")
+
+    found = []
+    try:
+        for replacement in (fails, lambda *args, **options: Lost()):
+            dist.all_to_all_single = replacement
+            handle = None
+            for _ in range(2):
+                with pytest.raises(CommError) as caught:
+                    handle = handle or link.all_to_all("ids", torch.zeros(1), [1], [1])
+                    handle.wait()
+                found.append(str(caught.value))
+    finally:
+        dist.all_to_all_single = original
+    return found
+
+
+def test_an_exchange_that_fails_says_which_and_never_gives_a_result(ranks: Ranks):
+    started, again, later, once_more = ranks.run(1, lost)[0]
+    where = "rank 0 of 1, step 7: the exchange of ids failed; another rank has ended or not answered in time, "
+    assert started == again == where + "its own output says why (no route)"
+    assert later == once_more == where + "its own output says why (Connection closed by peer)"
+
+
 def test_without_a_process_group_the_error_says_what_to_do():
     with pytest.raises(
         CommError, match=r"not initialised; start with `torchrun` and call torch.distributed.init_process"

@@ -9,7 +9,7 @@ from hotbed.data import Loader, Schema, Source, SplitBinarySource
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import HotbedError
 from hotbed.jagged import Jagged
-from hotbed.lazy import lazy_getattr
+from hotbed.lazy import lazy
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer, evaluate, load_checkpoint, save_checkpoint
 
@@ -41,8 +41,4 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__ = lazy_getattr(__name__, {"ParquetSource": "hotbed.data.parquet", "prepare": "hotbed.data.prepare"})
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy(__name__, {"ParquetSource": "hotbed.data.parquet", "prepare": "hotbed.data.prepare"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -27,20 +27,21 @@ class Handle(Generic[T]):
         Makes the result, once everything has arrived.
     work
         What to wait for.
-    failed
-        Called with the error of a collective that failed.
+    explained
+        Makes the error to raise from that of a collective that failed.
     """
 
     def __init__(
         self,
         result: Callable[[], T],
         work: Sequence[dist.Work] = (),
-        failed: Callable[[Exception], NoReturn] | None = None,
+        explained: Callable[[Exception], Exception] = lambda error: error,
     ) -> None:
-        self._result, self._work, self._failed = result, list(work), failed
+        self._result, self._work, self._explained = result, list(work), explained
+        self._error: Exception | None = None
 
     def wait(self) -> T:
-        """Wait for the result.
+        """Wait for the result; again, if it failed, for the same error.
 
         Raises
         ------
@@ -48,12 +49,13 @@ class Handle(Generic[T]):
             If another rank failed or did not answer in time.
         """
         try:
-            while self._work:
-                self._work.pop().wait()
+            while self._work and self._error is None:
+                self._work[-1].wait()
+                self._work.pop()
         except RuntimeError as error:
-            if self._failed is None:
-                raise
-            self._failed(error)
+            self._error = self._explained(error)
+        if self._error is not None:
+            raise self._error
         return self._result()
 
 
@@ -144,11 +146,13 @@ class Link:
         try:
             work = start()
         except RuntimeError as error:
-            self._failed(what, error)
-        return Handle(result, [work], lambda error: self._failed(what, error))
+            raise self._explained(what, error) from error
+        return Handle(result, [work], lambda error: self._explained(what, error))
 
-    def _failed(self, what: str, error: Exception) -> NoReturn:
-        raise CommError(
+    def _explained(self, what: str, error: Exception) -> CommError:
+        explained = CommError(
             f"rank {self.rank} of {self.size}, step {self.step}: the exchange of {what} failed; another rank has ended "
             f"or not answered in time, its own output says why ({error})"
-        ) from error
+        )
+        explained.__cause__ = error
+        return explained

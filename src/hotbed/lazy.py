@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy_getattr(package: str, places: Mapping[str, str]) -> Callable[[str], object]:
-    """Return a ``__getattr__`` for a package.
+def lazy(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for a package.
 
     Parameters
     ----------
@@ -18,11 +18,14 @@ def lazy_getattr(package: str, places: Mapping[str, str]) -> Callable[[str], obj
         By name, the module that defines it.
     """
 
-    def getattr_(name: str) -> object:
+    def get(name: str) -> object:
         if name not in places:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         value = getattr(import_module(places[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return getattr_
+    def names() -> list[str]:
+        return sorted(sys.modules[package].__all__)
+
+    return get, names

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.errors import SpecError
-from hotbed.ops.codec import Codec, check_codec, decode, encode, row_bytes
+from hotbed.ops.codec import Codec, decode, encode, encoded_bytes
 
 ROUNDINGS = 4 * 2.0**-24
 """Of float32: the scale, the division, the product."""
@@ -24,10 +23,10 @@ def bound(codec: Codec, x: Tensor) -> Tensor:
     m, a = x.abs().amax(dim=1, keepdim=True), x.abs()
     relative, absolute = {
         "fp32": (0.0, 0.0 * m),
-        "bf16": (2.0**-8, 0.0 * m),
+        "bf16": (2.0**-8, 2.0**-134 + 0.0 * m),
         "fp16": (2.0**-11, 2.0**-25 + 0.0 * m),
-        "int8": (ROUNDINGS, m / 254),
-        "fp8": (2.0**-4 + ROUNDINGS, 2.0**-10 * m / 448),
+        "int8": (ROUNDINGS, m / 254 + 2.0**-119),
+        "fp8": (2.0**-4 + ROUNDINGS, 2.0**-10 * m / 448 + 2.0**-117),
     }[codec]
     return relative * a + absolute
 
@@ -35,12 +34,15 @@ def bound(codec: Codec, x: Tensor) -> Tensor:
 @every_codec
 @given(
     values=st.lists(
-        st.lists(st.floats(-1e4, 1e4, width=32, allow_subnormal=False), min_size=5, max_size=5), min_size=1, max_size=4
+        st.lists(
+            st.floats(-65504, 65504, width=32) | st.floats(-(2.0**-120), 2.0**-120, width=32), min_size=5, max_size=5
+        ),
+        min_size=1,
+        max_size=4,
     )
 )
 def test_errors_stay_within_the_stated_bound(codec, values):
     x = torch.tensor(values, dtype=torch.float32)
-    x[x.abs() < 1e-30] = 0  # what is left of the smallest float32s after a division is not the point
     found = decode(encode(x, codec), codec)
     assert ((found.double() - x.double()).abs() <= bound(codec, x.double()) * (1 + 1e-6)).all()
 
@@ -57,7 +59,7 @@ def test_the_bound_is_nearly_reached(codec):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 1), (2, 129)])
 def test_an_encoded_vector_has_the_stated_bytes(codec, shape):
     encoded = encode(torch.randn(shape), codec)
-    assert encoded.dtype == torch.uint8 and encoded.shape == (shape[0], row_bytes(codec, shape[1]))
+    assert encoded.dtype == torch.uint8 and encoded.shape == (shape[0], encoded_bytes(codec, shape[1]))
     assert decode(encoded, codec).shape == shape and decode(encoded, codec).dtype == torch.float32
 
 
@@ -73,11 +75,3 @@ def test_what_is_not_finite_never_arrives_as_finite(codec, value):
     found = decode(encode(x, codec), codec)
     assert not found[0, 1].isfinite()
     assert found[1].isfinite().all(), "other rows are not touched"
-
-
-def test_an_unknown_codec_is_refused():
-    check_codec("int8")
-    with pytest.raises(
-        SpecError, match="codec is 'fp61', must be one of fp32, bf16, fp16, int8, fp8; did you mean 'fp16'"
-    ):
-        check_codec("fp61")

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hotbed.ops import Occurrences, Rows
+from hotbed.store import DenseStore, Span
 
-from .arenas import Arena
-from .cases import Kernels, random_rows
+from .arenas import Arena, assert_same, gradient, oracle
+from .cases import Kernels, occurrences_of, random_rows
 from .formats import NARROW, bits
 from .naive_rules import RULES
 
@@ -53,3 +54,29 @@ def test_a_part_is_rounded_as_the_whole(backend: Kernels, dtype: torch.dtype, ro
     assert (bits(expected.rows.narrow) != bits(part(whole, rows, cols).rows.narrow)).any(axis=1).all(), (
         "all rows changed"
     )
+
+
+@pytest.mark.parametrize("dtype", NARROW.values(), ids=NARROW)
+def test_parts_of_several_tables_share_an_arena(backend: Kernels, dtype: torch.dtype):
+    """Each has its own first row, step and column, and a prefix of float32 rows."""
+    origins = [(2, 3, 16), (0, 1, 128), (5, 2, 0)]
+    here, there = (
+        replace(
+            Arena.make(RULES["adagrad"], 40, tables=[4, 5, 15], wide=[1, 0, 6]),
+            rows=random_rows([4, 5, 15], [1, 0, 6], 40, dtype, origins=o),
+        )
+        for o in (origins, None)
+    )
+    found = occurrences_of(list(range(24)), 12, scaled=True)
+    after = here.updated(backend, found, gradient(12, 40))
+    assert_same(after, here.updated(oracle, found, gradient(12, 40)))
+    assert not torch.equal(
+        after.rows.narrow.view(torch.uint8),
+        there.updated(oracle, found, gradient(12, 40)).rows.narrow.view(torch.uint8),
+    )
+
+
+def test_a_store_tells_the_kernels_where_its_parts_begin():
+    spans = [Span(4, 1, first_row=2, row_step=3, first_col=16), Span(5)]
+    assert DenseStore(spans, 32, dtype="bf16").rows.tables.tolist() == [[0, 1, 0, 0, 2, 3, 16], [4, 0, 1, 3, 0, 1, 0]]
+    assert DenseStore(spans, 32).rows.tables.tolist() == [[0, 4, 0, 0, 2, 3, 16], [4, 5, 4, 0, 0, 1, 0]]

@@ -46,9 +46,10 @@ def test_any_cut_of_any_table_is_a_valid_plan(world_size, tables, cut):
     plan = make_plan(made, world_size, cut)
     plan.check(made)
     for t in plan.tiles:
-        hot = cut.hot_rows and t.rows.stop <= min(cut.hot_rows, t.rows.stop) and t.rows.step == 1 and t.rows.start == 0
+        rows = next(m.rows for m in made if m.name == t.table)
+        hot = bool(cut.hot_rows) and t.rows == range(min(cut.hot_rows, rows))
         everyone = tuple(r for r in range(world_size) if r != t.owner)
-        assert t.readers in ((everyone,) if cut.replicated else (everyone, ()) if hot else ((),))
+        assert t.readers == (everyone if cut.replicated or hot else ())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -114,13 +115,13 @@ def test_bytes_of_a_tile():
     assert tile_bytes(prefix, half, [Moment("m", per="element")]) == 10 * 512 + 90 * 129 + 100 * 512
 
 
-def test_readers_hold_rows_but_no_moments():
+def test_readers_hold_rows_and_look_up_but_have_no_moments():
     table = Table("t", 10, 16)
     (owner, reader) = rank_costs(
         [Tile("t", range(10), range(16), 0, (1,))], [table], 2, moments=RowWiseAdagrad.rule.moments
     )
-    assert owner == (10 * 64 + 40, 16.0)
-    assert reader == (10 * 64, 0.0)
+    assert owner == (10 * 64 + 40, pytest.approx(16 * (1 / 6 + 2 / 3)))  # half the lookups, all updates
+    assert reader == (10 * 64, pytest.approx(16 / 6))
 
 
 def test_memory_limits_are_kept_or_the_error_says_what_does_not_fit():
@@ -129,13 +130,24 @@ def test_memory_limits_are_kept_or_the_error_says_what_does_not_fit():
     assert max(c.nbytes for c in rank_costs(plan.tiles, tables, 2)) <= 600 << 20
     with pytest.raises(PlanError, match=r"table 't.', columns 0 … 63, needs 0\.25 GiB, 0\.109 GiB more than any rank"):
         make_plan(tables, 2, capacity_bytes=400 << 20)
-    with pytest.raises(PlanError, match=r"rank 0 would hold 1 GiB, 0\.5 GiB more than its 0\.5 GiB; cut what is"):
+    with pytest.raises(PlanError, match=r"rank 0 would hold 1 GiB, 0\.5 GiB more than its 0\.5 GiB; copy fewer rows"):
         make_plan(tables, 2, "dp", capacity_bytes=512 << 20)
+
+
+def test_parts_go_where_they_fit_even_if_others_have_less_work():
+    tables = [Table("x", 1 << 20, 64), Table("y", 1 << 20, 64), Table("z", 10, 64)]
+    plan = make_plan(tables, 4, Cut(rows=2), ids={"z": 100.0}, capacity_bytes=200 << 20)
+    assert max(c.nbytes for c in rank_costs(plan.tiles, tables, 4)) < 200 << 20
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: make_plan(TABLES, 0), "world_size is 0, must be an integer of at least 1"),
+        (lambda: make_plan(TABLES, 2.0, "column"), "world_size is 2.0, must be an integer of at least 1"),
+        (lambda: make_plan(TABLES, 2, None), "no scheme None; use table, row"),
+        (lambda: make_plan(TABLES, 2, ids={"a": -3.0}), "ids of table 'a' are -3.0 per sample, must be finite"),
+        (lambda: make_plan(TABLES, 2, ids={"a": float("nan")}), "ids of table 'a' are nan per sample"),
         (lambda: make_plan(TABLES, 2, "rows"), "no scheme 'rows'; use table, row, .* did you mean 'row'"),
         (lambda: make_plan(TABLES, 2, {"aa": "row"}), "schemes name a table 'aa', .* did you mean 'a'"),
         (lambda: make_plan(TABLES, 2, ids={"x": 2.0}), "ids name a table 'x', which the model has not"),
@@ -154,7 +166,7 @@ def test_a_plan_is_shown_by_table_and_rank():
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(plan_view(plan, rank_costs(plan.tiles, [*TABLES[:2], Table("e", 40, 16)], 3)))
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
-    assert "a 100 × 64 4 row parts, 10 rows copied 0 … 2" in lines
-    assert any(line.startswith("b 3 × 64 copied to all ") for line in lines)
+    assert "a 100 × 64 4 row parts, 10 rows on 3 ranks 0 … 2" in lines
+    assert any(line.startswith("b 3 × 64 all rows on 3 ranks ") for line in lines)
     assert any(line.startswith("e 40 × 16 whole ") for line in lines)
     assert sum(line.endswith("█ 100%") for line in lines) == 1

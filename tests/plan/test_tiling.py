@@ -51,6 +51,18 @@ def test_a_plan_is_valid_exactly_if_every_cell_is_in_one_tile(data, rows, blocks
         (lambda: tile(range(9), owner=-1), "owner -1 and readers .*; ranks start at 0"),
         (lambda: tile(range(9), readers=(2, 1)), r"readers \(2, 1\); name each rank once, ascending"),
         (lambda: tile(range(9), readers=(0, 1)), "not the owner 0"),
+        (lambda: tile(range(9), owner=0.5), "owner 0.5 and readers .*; ranks are integers"),
+        (lambda: Plan.from_json('{"world_size": 1, "tiles": 5}'), "must be a list of objects, got 5"),
+        (lambda: Plan.from_json('{"world_size": 1, "tiles": ["x"]}'), "must be a list of objects, got \\['x'\\]"),
+        *[
+            (
+                lambda rows=rows: Plan.from_dict(
+                    {"world_size": 1, "tiles": [{"table": "t", "owner": 0, "rows": rows, "cols": [0, 4]}]}
+                ),
+                "bounds are below 2\\^63, a step is not 0",
+            )
+            for rows in ([0, 9, 0], [0, 10**20])
+        ],
         (lambda: tile(range(9), tier="ssd"), "tier 'ssd', must be one of device, host, disk"),
         (lambda: tile(range(9), cache_rows=-1), "cache_rows -1, must be an integer of at least 0"),
         (lambda: Plan(0, ()), "world_size is 0, must be"),

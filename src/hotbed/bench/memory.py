@@ -10,9 +10,8 @@ from hotbed.bench.limits import COPY_BYTES
 from hotbed.bench.meter import EVICT_BYTES
 from hotbed.bench.options import OpsOptions
 from hotbed.errors import RecipeError
-from hotbed.ops.narrow import block_count
 from hotbed.optim import Rule
-from hotbed.store.dense import TORCH_DTYPES
+from hotbed.specs import row_bytes
 from hotbed.train.report import size
 
 _MEMINFO = Path("/proc/meminfo")
@@ -21,11 +20,10 @@ _MEMINFO = Path("/proc/meminfo")
 def table_bytes(options: OpsOptions, rule: Rule) -> int:
     """Bytes of all rows and moments."""
     dim, narrow = options.dim, options.dtype != "fp32"
-    narrow_bytes = dim * TORCH_DTYPES[options.dtype].itemsize + (block_count(dim) if options.dtype == "int8" else 0)
     total = 0
     for rows in options.rows_per_table:
         wide = min(options.fp32_rows, rows) if narrow else rows
-        total += wide * 4 * dim + (rows - wide) * narrow_bytes
+        total += wide * row_bytes("fp32", dim) + (rows - wide) * row_bytes(options.dtype, dim)
         total += sum(rows * (dim if moment.per == "element" else 1) * 4 for moment in rule.moments)
     return total
 

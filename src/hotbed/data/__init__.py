@@ -9,7 +9,7 @@ from hotbed.data.loader import Loader
 from hotbed.data.schema import Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
-from hotbed.lazy import lazy_getattr
+from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
     from hotbed.data.draft import draft_schema
@@ -29,7 +29,7 @@ __all__ = [
     "write_synthetic_log",
 ]
 
-__getattr__ = lazy_getattr(
+__getattr__, __dir__ = lazy(
     __name__,
     {
         "ParquetSource": "hotbed.data.parquet",

@@ -56,7 +56,7 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
 
 
 def samples_per_task(samples: int) -> int:
-    """How many neighbouring samples one thread takes: one task each, for every task begins with rows not prefetched."""
+    """How many neighbouring samples of a feature make a task: few tasks, for each begins with rows not prefetched."""
     return max(-(-samples // torch.get_num_threads()), MIN_SAMPLES_PER_TASK)
 
 

@@ -1,9 +1,9 @@
 """What a tile costs the ranks that hold it.
 
-*Bytes*: rows, and for the owner the optimizer's moments. *Work* per sample: ids that fall into the tile × its columns,
-which is what lookups and updates move (ALGORITHMS: Neo's cost per shard, without the bandwidths that all ranks share).
-Ids fall evenly on the rows of a strided tile; where a plan cuts contiguous ranges, they do not, so what is known about
-popularity should be given as ``ids``.
+*Bytes*: rows, and for the owner the optimizer's moments. *Work* per sample of the global batch: ids that fall into the
+tile × its columns, which is what lookups and updates move. An update moves twice what a lookup does, as Mudigere et al.
+(2021, arXiv 2104.05158) count it. The owner does both; where ranks hold copies, each looks up its own samples. Ids are
+taken to fall evenly on the rows of a table: hot rows are busier than that, which nothing here knows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import NamedTuple
 from hotbed.optim import Moment
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table, row_bytes
+
+LOOKUP_SHARE = 1 / 3
+"""Share of the work of an id that is its lookup; the rest is its update."""
 
 
 class Cost(NamedTuple):
@@ -72,7 +75,9 @@ def rank_costs(
     for tile in tiles:
         table = by_name[tile.table]
         work = tile_work(table, tile, (ids or {}).get(tile.table, 1.0))
-        costs[tile.owner] = costs[tile.owner].plus(Cost(tile_bytes(table, tile, moments), work))
+        lookup = LOOKUP_SHARE * work / len(tile.ranks)
+        update = (1 - LOOKUP_SHARE) * work
+        costs[tile.owner] = costs[tile.owner].plus(Cost(tile_bytes(table, tile, moments), lookup + update))
         for reader in tile.readers:
-            costs[reader] = costs[reader].plus(Cost(tile_bytes(table, tile), 0.0))
+            costs[reader] = costs[reader].plus(Cost(tile_bytes(table, tile), lookup))
     return costs

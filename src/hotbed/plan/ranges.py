@@ -19,12 +19,3 @@ def first_common(a: range, b: range) -> int | None:
     if found < low:
         found += -(-(low - found) // period) * period
     return found if found in a and found in b else None
-
-
-def common(a: range, b: range) -> range:
-    """The numbers that two rising ranges have in common."""
-    first = first_common(a, b)
-    if first is None:
-        return range(0)
-    step = math.lcm(a.step, b.step)
-    return range(first, min(a[-1], b[-1]) + 1, step)

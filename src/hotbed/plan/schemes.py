@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,14 +24,15 @@ class Cut:
     ----------
     rows
         Number of row parts, every ``rows``-th row each; they go to ranks that follow each other, so with as many parts
-        as a node has ranks the rows of a column part stay inside a node. 0: as many as there are ranks.
+        as a node has ranks the rows of a column part stay inside a node. 0, and at most: as many as there are ranks.
     cols
         Number of column parts, as equal as multiples of 16 columns (128 of int8 rows) allow, and at most as many as
         there are such multiples. 0: as many as there are ranks.
     replicated
         Whether all ranks read a copy of all rows.
     hot_rows
-        The first rows, the most popular ones, of which all ranks read a copy while the others are cut.
+        The first rows, the most popular ones, of which all ranks read a copy while the others are cut; a table of
+        no more rows is copied whole.
     """
 
     rows: int = 1
@@ -104,14 +106,19 @@ def make_plan(
     Raises
     ------
     PlanError
-        If a scheme or table is unknown, or the tables do not fit.
+        If a scheme or table is unknown, or no placement is found that fits.
     """
     ids = ids or {}
+    if not is_int(world_size) or world_size < 1:
+        raise PlanError(f"world_size is {world_size!r}, must be an integer of at least 1")
     known = {t.name: t for t in tables}
     for what, named in (("schemes", schemes if isinstance(schemes, Mapping) else {}), ("ids", ids)):
         for name in named:
             if name not in known:
                 raise PlanError(f"{what} name a table '{name}', which the model has not{did_you_mean(name, known)}")
+    for name, mean in ids.items():
+        if not (math.isfinite(mean) and mean >= 0):
+            raise PlanError(f"ids of table '{name}' are {mean} per sample, must be finite and at least 0")
     parts: list[_Part] = []
     for table in tables:
         scheme = schemes.get(table.name, "table") if isinstance(schemes, Mapping) else schemes
@@ -120,7 +127,7 @@ def make_plan(
     loads = [Cost(0, 0.0)] * world_size
     several = [p for p in parts if len(p.rows) > 1 or p.replicated]
     for part in sorted(several, key=lambda p: -_work(p, ids)):
-        own = part.tiles(_best_start(part, loads, ids), world_size)
+        own = part.tiles(_best_start(part, loads, ids, moments, capacity_bytes), world_size)
         added = rank_costs(own, [part.table], world_size, ids=ids, moments=moments)
         loads = [load.plus(more) for load, more in zip(loads, added, strict=True)]
         tiles += own
@@ -133,8 +140,8 @@ def make_plan(
         if capacity_bytes is not None and load.nbytes > capacity_bytes:
             raise PlanError(
                 f"rank {rank} would hold {load.nbytes / 2**30:,.3g} GiB, {(load.nbytes - capacity_bytes) / 2**30:,.3g} "
-                f"GiB more than its {capacity_bytes / 2**30:,.3g} GiB; cut what is replicated, use narrower rows, or "
-                "more ranks"
+                f"GiB more than its {capacity_bytes / 2**30:,.3g} GiB; copy fewer rows, cut into more parts, use "
+                "narrower rows, or more ranks"
             )
     order = {t.name: i for i, t in enumerate(tables)}
     return Plan(world_size, tuple(sorted(tiles, key=lambda t: (order[t.table], t.cols.start, t.rows.start))))
@@ -144,7 +151,7 @@ def _cut_of(scheme: str | Cut) -> Cut:
     if isinstance(scheme, Cut):
         return scheme
     if scheme not in SCHEMES:
-        raise PlanError(f"no scheme '{scheme}'; use {', '.join(SCHEMES)} or a Cut{did_you_mean(scheme, SCHEMES)}")
+        raise PlanError(f"no scheme {scheme!r}; use {', '.join(SCHEMES)} or a Cut{did_you_mean(str(scheme), SCHEMES)}")
     return SCHEMES[scheme]
 
 
@@ -166,12 +173,21 @@ def _parts(table: Table, cut: Cut, world_size: int) -> list[_Part]:
     return found
 
 
-def _best_start(part: _Part, loads: Sequence[Cost], ids: Mapping[str, float]) -> int:
-    """The rank from which on a part of several tiles leaves the busiest of its owners with the least work."""
+def _best_start(
+    part: _Part, loads: Sequence[Cost], ids: Mapping[str, float], moments: Sequence[Moment], capacity: int | None
+) -> int:
+    """The rank from which on a part of several tiles fits, and leaves the busiest of its owners with the least work."""
     world_size, step = len(loads), len(part.rows)
     starts = range(0, world_size, step) if world_size % step == 0 else range(world_size)
     share = _work(part, ids) / step
-    return min(starts, key=lambda first: max(loads[(first + i) % world_size].work + share for i in range(step)))
+    nbytes = tile_bytes(part.table, part.tiles(0, world_size)[0], moments)
+
+    def burden(first: int) -> tuple[bool, float, int]:
+        owners = [loads[(first + i) % world_size] for i in range(step)]
+        most = max(load.nbytes for load in owners) + nbytes
+        return capacity is not None and most > capacity, max(load.work for load in owners) + share, most
+
+    return min(starts, key=burden)
 
 
 def _work(part: _Part, ids: Mapping[str, float]) -> float:

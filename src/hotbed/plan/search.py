@@ -33,12 +33,13 @@ def place(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None, na
     Raises
     ------
     PlanError
-        If an item fits nowhere.
+        If neither heuristic finds room for an item.
     """
-    choices = [_greedy(items, start, capacity), _repaired(_karmarkar_karp(items, start), items, start, capacity)]
-    possible = [chosen for chosen in choices if isinstance(chosen, list)]
-    if not possible:
-        stuck, missing = choices[0]  # pyright: ignore[reportGeneralTypeIssues]
+    greedy = _greedy(items, start, capacity)
+    repaired = _repaired(_karmarkar_karp(items, start), items, start, capacity)
+    possible = [chosen for chosen in (greedy, repaired) if isinstance(chosen, list)]
+    if isinstance(greedy, tuple) and repaired is None:
+        stuck, missing = greedy
         raise PlanError(
             f"{names[stuck]} needs {_gib(items[stuck].nbytes)}, {_gib(missing)} more than any rank has left of its "
             f"{_gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
@@ -58,7 +59,6 @@ def _greedy(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None) 
     """A place for each item; or the item that fits nowhere, and the bytes it lacks."""
     loads = list(start)
     chosen = [0] * len(items)
-    # Where memory is tight, what is large must not come last.
     for i in sorted(range(len(items)), key=lambda i: (-items[i].work, -items[i].nbytes, i)):
         fitting = [p for p, load in enumerate(loads) if capacity is None or load.nbytes + items[i].nbytes <= capacity]
         if not fitting:
@@ -94,8 +94,11 @@ def _karmarkar_karp(items: Sequence[Cost], start: Sequence[Cost]) -> list[int]:
 
 def _repaired(
     chosen: list[int], items: Sequence[Cost], start: Sequence[Cost], capacity: int | None
-) -> list[int] | tuple[int, int]:
-    """Move items from places that overflow to the least busy ones with room, those with little work first."""
+) -> list[int] | None:
+    """Move items from places that overflow to the least busy ones with room, those with little work first.
+
+    None where that does not suffice.
+    """
     if capacity is None:
         return chosen
     chosen = list(chosen)
@@ -113,7 +116,7 @@ def _repaired(
                 loads[to] = loads[to].plus(items[i])
                 loads[full] = Cost(loads[full].nbytes - items[i].nbytes, loads[full].work - items[i].work)
         if loads[full].nbytes > capacity:
-            return next((i for i, at in enumerate(chosen) if at == full), 0), loads[full].nbytes - capacity
+            return None
     return chosen
 
 

@@ -19,10 +19,10 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     tables.add_column("table")
     tables.add_column("rows × columns", justify="right")
     tables.add_column("cut")
-    tables.add_column("ranks")
+    tables.add_column("owners")
     for name, tiles in plan.by_table.items():
         rows, cols = max(t.rows[-1] for t in tiles) + 1, max(t.cols.stop for t in tiles)
-        tables.add_row(name, f"{rows:,} × {cols:,}", _cut(tiles), _ranks(tiles))
+        tables.add_row(name, f"{rows:,} × {cols:,}", _cut(tiles), _owners(tiles))
     ranks = RichTable(title="Ranks", title_justify="left")
     for column in ("rank", "tiles", "memory"):
         ranks.add_column(column, justify="right")
@@ -45,11 +45,12 @@ def _cut(tiles: Sequence[Tile]) -> str:
     copied = [t for t in tiles if t.readers]
     if copied:
         rows = sum(len(t.rows) for t in copied if t.cols.start == 0)
-        parts.append("copied to all" if len(copied) == len(tiles) else f"{rows:,} rows copied")
+        copies = max(len(t.ranks) for t in copied)
+        parts.append(f"{'all' if len(copied) == len(tiles) else f'{rows:,}'} rows on {copies} ranks")
     return ", ".join(parts) or "whole"
 
 
-def _ranks(tiles: Sequence[Tile]) -> str:
+def _owners(tiles: Sequence[Tile]) -> str:
     owners = sorted({t.owner for t in tiles})
     if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
         return f"{owners[0]} … {owners[-1]}"

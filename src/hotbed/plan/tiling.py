@@ -24,6 +24,9 @@ Tier = Literal["device", "host", "disk"]
 """Which memory of a rank holds a tile: the compute device's, the host's, or files."""
 
 
+_MOST_ROWS = 2**63 - 1
+
+
 @dataclass(frozen=True)
 class Tile:
     """A rectangle of a table and its place.
@@ -35,7 +38,7 @@ class Tile:
     rows
         Which rows; a strided range spreads rows that are numbered by popularity evenly.
     cols
-        Which columns; bounds are multiples of 16, or the end of the table.
+        Which columns; bounds are multiples of 16 (128 of int8 rows), or the end of the table.
     owner
         The rank that updates these rows and holds their moments.
     readers
@@ -56,6 +59,9 @@ class Tile:
 
     def __post_init__(self) -> None:
         here = f"a tile of table '{self.table}'"
+        object.__setattr__(self, "readers", tuple(self.readers))
+        if not all(is_int(r) for r in (self.owner, *self.readers)):
+            raise PlanError(f"{here} has owner {self.owner!r} and readers {self.readers!r}; ranks are integers")
         if len(self.rows) == 0 or self.rows.start < 0 or self.rows.step < 1:
             raise PlanError(f"{here} has rows {self.rows}, must be a rising range of at least one row")
         if len(self.cols) == 0 or self.cols.start < 0 or self.cols.step != 1:
@@ -161,7 +167,10 @@ class Plan:
                 raise PlanError(f"a plan has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
         if not known <= values.keys():
             raise PlanError(f"a plan needs {' and '.join(sorted(known))}, got {', '.join(values) or 'nothing'}")
-        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in values["tiles"]))
+        tiles = values["tiles"]
+        if not isinstance(tiles, list) or not all(isinstance(t, dict) for t in tiles):
+            raise PlanError(f"the tiles of a plan must be a list of objects, got {str(tiles)[:80]}")
+        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in tiles))
 
     def to_json(self) -> str:
         """JSON, one tile per line."""
@@ -208,6 +217,8 @@ def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
         if not (isinstance(bounds, list) and len(bounds) in lengths and all(is_int(b) for b in bounds)):
             form = "[start, stop, step]" if key == "rows" else "[start, stop]"
             raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}, must be integers {form}")
+        if max(map(abs, bounds)) > _MOST_ROWS or not all(bounds[2:]):
+            raise PlanError(f"a tile of table '{table}' has {key} {bounds!r}; bounds are below 2^63, a step is not 0")
     if not isinstance(readers, list) or not all(is_int(r) for r in readers):
         raise PlanError(f"a tile of table '{table}' has readers {readers!r}, must be a list of ranks")
     return Tile(

@@ -18,7 +18,7 @@ _STAGES = {"read": "reading the log", "count": "counting values", "write": "writ
 
 
 class PrepareProgress:
-    """What `hotbed.data.prepare` takes as ``progress``; a context manager.
+    """What `hotbed.prepare` takes as ``progress``; a context manager.
 
     Parameters
     ----------

@@ -144,7 +144,7 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_prepared(console: Console, report: PrepareReport) -> None:
-    """Print what `hotbed.data.prepare` made."""
+    """Print what `hotbed.prepare` made."""
     table = RichTable(title=f"{report.path}", title_justify="left")
     for name in ("split", "samples"):
         table.add_column(name, justify="left" if name == "split" else "right")
