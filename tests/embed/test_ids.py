@@ -1,0 +1,124 @@
+"""Ids are checked before a kernel reads memory with them: refused, dropped, hashed, or remembered as checked."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hotbed.embed import EmbeddingCollection
+from hotbed.embed.ids import Discarded, checked_ids
+from hotbed.errors import BatchError, OptimizerError
+from hotbed.jagged import Jagged
+from hotbed.optim import SGD
+from hotbed.specs import Feature, Table
+
+from .collection_cases import ids, make
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"user": torch.tensor([1, 50])},
+            r"feature user: id 50 at sample 1 is ≥ rows 50; raise `rows`, or set on_bad_id=",
+        ),
+        ({"user": torch.tensor([-3, 1])}, "feature user: id -3 at sample 0 is negative; valid ids start at 0"),
+        ({"text": [[1], [2, 20]]}, "feature text: id 20 at sample 1 is ≥ rows 20"),
+    ],
+)
+def test_ids_out_of_range_are_refused_by_feature_and_sample(change, message):
+    batch = Jagged.from_dict(ids(2).to_dict() | change)
+    with pytest.raises(BatchError, match=message):
+        make()(batch)
+
+
+def test_ids_out_of_range_are_found_in_one_hot_batches_too():
+    collection = EmbeddingCollection([Table("t", rows=5, dim=4)], [Feature("a", table="t"), Feature("b", table="t")])
+    with pytest.raises(BatchError, match="feature b: id 5 at sample 2"):
+        collection(Jagged.from_dict({"a": torch.tensor([0, 1, 4]), "b": torch.tensor([0, 4, 5])}))
+
+
+def test_bad_ids_are_dropped_or_hashed_and_counted():
+    collection = EmbeddingCollection(
+        [Table("t", rows=5, dim=4)],
+        [Feature("d", table="t", on_bad_id="drop", pooling="mean"), Feature("h", table="t", on_bad_id="hash")],
+    )
+    wild = torch.tensor([[1, 9], [-1, -2], [3, 4]])
+    batch = Jagged.from_dict({"d": wild, "h": wild}, {"d": torch.tensor([[1.0, 5], [5, 5], [2, 3]])})
+    e = collection(batch)
+    t = collection.weight("t")
+    assert torch.equal(e["d"][0], t[1])
+    assert not e["d"][1].any()
+    torch.testing.assert_close(e["d"][2], (2 * t[3] + 3 * t[4]) / 2)
+    assert e["h"].isfinite().all() and torch.equal(e["h"][2], t[3] + t[4])
+    assert torch.equal(e["h"], collection(batch)["h"])
+    assert collection.bad_ids == {"d": 6, "h": 6}
+
+
+def test_ids_changed_after_a_check_are_checked_again():
+    collection, batch = make(), ids()
+    collection(batch)
+    batch.values[0] = 50
+    with pytest.raises(BatchError, match="feature user: id 50 at sample 0"):
+        collection(batch)
+    batch.values = batch.values.clone().clamp(max=19)
+    collection(batch)
+    batch.values = batch.values + 100
+    with pytest.raises(BatchError, match="feature user"):
+        collection(batch)
+
+
+def test_ids_changed_before_the_step_are_refused():
+    collection, batch = make(), ids()
+    optimizer = SGD(collection, lr=1.0)
+    before = collection.weight("users").clone()
+    collection(batch).concatenate().sum().backward()
+    batch.values.add_(1)
+    with pytest.raises(OptimizerError, match="weights were changed in place between the lookup and the step"):
+        optimizer.step()
+    assert torch.equal(collection.weight("users"), before)
+
+
+def test_verify_marks_clean_batches_and_repairs_nothing():
+    collection = EmbeddingCollection(
+        [Table("t", rows=5, dim=4)], [Feature("a", table="t", on_bad_id="drop"), Feature("b", table="t")]
+    )
+    clean = Jagged.from_dict({"a": torch.tensor([1]), "b": torch.tensor([4])})
+    assert collection.verify(clean) and collection.check(clean) is clean
+    wild = Jagged.from_dict({"a": torch.tensor([9]), "b": torch.tensor([4])})
+    assert not collection.verify(wild)
+    assert not wild.verified and not collection.bad_ids
+    with pytest.raises(BatchError, match="feature b: id 5"):
+        collection.verify(Jagged.from_dict({"a": torch.tensor([1]), "b": torch.tensor([5])}))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_strided_ids_weights_and_offsets_are_read_right(backend):
+    collection = EmbeddingCollection([Table("t", rows=9, dim=4)], [Feature("a", table="t")], backend=backend)
+    values, weights = torch.arange(8)[::2], torch.rand(8)[::2]
+    offsets = torch.tensor([[0, 9], [1, 9], [4, 9]]).T[:1]
+    batch = Jagged(["a"], values, batch_size=2, fixed=[None], offsets=offsets, weights=weights)
+    rows = collection.weight("t")[values] * weights[:, None]
+    torch.testing.assert_close(collection(batch)["a"], torch.stack([rows[0], rows[1:].sum(0)]))
+
+
+def test_missing_features_are_named():
+    bags = ids().to_dict()
+    bags["histroy"] = bags.pop("history")
+    with pytest.raises(
+        BatchError, match="no feature 'history'; it has user, text, item, histroy; did you mean 'histroy'"
+    ):
+        make()(Jagged.from_dict(bags))
+
+
+def test_ids_on_another_device_are_refused():
+    with pytest.raises(BatchError, match=r"the ids are on meta but the tables on cpu; use batch\.to\('cpu'\)"):
+        make()(ids().to("meta"))
+
+
+def test_int32_ids_of_tables_with_more_rows_than_int32_counts():
+    feature = Feature("a", table="t", on_bad_id="drop")
+    ids = Jagged.from_dict({"a": (torch.tensor([1, -2, 7], dtype=torch.int32), torch.tensor([0, 3]))})
+    discarded = Discarded(Counter(), Counter())
+    kept = checked_ids(ids, [feature], {"t": 3_000_000_000}, discarded)
+    assert kept["a"].values.tolist() == [1, 7] and discarded.bad["a"] == 1
