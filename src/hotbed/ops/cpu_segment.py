@@ -67,14 +67,15 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
         firsts[f + 1] = firsts[f] + total
     for f in prange(count):
         shift = firsts[f] - features[f, START]
+        base, place, mean = features[f, BASE], room + features[f, OUT], features[f, MEAN]
         for b in range(samples):
             start, stop = bag_bounds(features, offsets, f, b)
             for i in range(start, stop):
-                slots[i + shift] = np.int64(ids[i]) + features[f, BASE]
-                owners[i + shift] = b * width + room + features[f, OUT]
+                poke(slots, i + shift, np.int64(peek(ids, i)) + base)
+                poke(owners, i + shift, b * width + place)
                 if scale.shape[0]:
                     factor = per_id[i] if per_id.shape[0] else np.float32(1)
-                    scale[i + shift] = factor / np.float32(stop - start) if features[f, MEAN] else factor
+                    scale[i + shift] = factor / np.float32(stop - start) if mean else factor
     return firsts
 
 
