@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import tempfile
@@ -78,7 +77,5 @@ def _serve(rank: int, store: str, connection: Connection) -> None:
             answer = (None, function(groups[size], *args))
         except Exception:
             answer = (traceback.format_exc(), None)
-        buffer = io.BytesIO()
-        pickle.dump(answer, buffer)
-        connection.send_bytes(buffer.getvalue())
+        connection.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()

@@ -141,25 +141,37 @@ def _sort_segment(slots, start, stop, order, ordered):
     for i in range(passes):
         shift = place_bits + i * digit
         starts[:] = 0
-        for p in range(total):
-            bucket = (peek(keys, p) >> shift) & mask
-            poke(starts, bucket, peek(starts, bucket) + 1)
+        _count_digits(keys, 0, total, shift, mask, starts)
         before = 0
         for bucket in range(1 << digit):
             count = peek(starts, bucket)
             poke(starts, bucket, before)
             before += count
-        for p in range(total):
-            key = peek(keys, p)
-            bucket = (key >> shift) & mask
-            to = peek(starts, bucket)
-            poke(starts, bucket, to + 1)
-            poke(spare, to, key)
+        _deal(keys, 0, total, shift, mask, starts, spare)
         keys, spare = spare, keys
     for p in range(total):
         key = peek(keys, p)
         poke(order, start + p, start + (key & ((1 << place_bits) - 1)))
         poke(ordered, start + p, low + (key >> place_bits))
+
+
+@kernel()
+def _count_digits(keys, start, stop, shift, mask, counts):
+    """Count the digits of the keys at ``start … stop − 1``."""
+    for p in range(start, stop):
+        digit = (peek(keys, p) >> shift) & mask
+        poke(counts, digit, peek(counts, digit) + 1)
+
+
+@kernel()
+def _deal(keys, start, stop, shift, mask, places, out):
+    """Write each of these keys to the next place of its digit."""
+    for p in range(start, stop):
+        key = peek(keys, p)
+        digit = (key >> shift) & mask
+        to = peek(places, digit)
+        poke(places, digit, to + 1)
+        poke(out, to, key)
 
 
 @kernel()
@@ -189,10 +201,7 @@ def _sort(slots, order, slot_bits, place_bits, chunks):
         shift = place_bits + i * RADIX_BITS
         starts = np.zeros((chunks, buckets), np.int64)
         for c in prange(chunks):
-            own = starts[c]
-            for p in range(c * size, min((c + 1) * size, total)):
-                bucket = (peek(keys, p) >> shift) & mask
-                poke(own, bucket, peek(own, bucket) + 1)
+            _count_digits(keys, c * size, min((c + 1) * size, total), shift, mask, starts[c])
         before = 0
         for bucket in range(buckets):
             for c in range(chunks):
@@ -200,13 +209,7 @@ def _sort(slots, order, slot_bits, place_bits, chunks):
                 starts[c, bucket] = before
                 before += count
         for c in prange(chunks):
-            own = starts[c]
-            for p in range(c * size, min((c + 1) * size, total)):
-                key = peek(keys, p)
-                bucket = (key >> shift) & mask
-                to = peek(own, bucket)
-                poke(own, bucket, to + 1)
-                poke(spare, to, key)
+            _deal(keys, c * size, min((c + 1) * size, total), shift, mask, starts[c], spare)
         keys, spare = spare, keys
     for c in prange(chunks):
         for p in range(c * size, min((c + 1) * size, total)):

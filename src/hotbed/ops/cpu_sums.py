@@ -59,7 +59,7 @@ def sum_of_products(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, blocks
                 pointer = address(
                     context, builder, signature.args[which], args[which], builder.add(args[which + 1], at)
                 )
-                return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=4, typ=kind)
+                return widen(builder, pointer, kind)
 
             with cgutils.for_range(builder, count) as loop:
                 at = builder.add(first, builder.mul(loop.index, int_type(16 * together)))

@@ -81,3 +81,8 @@ def rank_costs(
         for reader in tile.readers:
             costs[reader] = costs[reader].plus(Cost(tile_bytes(table, tile), lookup))
     return costs
+
+
+def gib(nbytes: int) -> str:
+    """Bytes for a message."""
+    return f"{nbytes / 2**30:,.3g} GiB"

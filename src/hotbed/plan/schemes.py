@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hotbed.errors import PlanError, did_you_mean
-from hotbed.ops.layout import BLOCK, SCALE_BLOCK
 from hotbed.optim import Moment
-from hotbed.plan.cost import Cost, rank_costs, tile_bytes, tile_work
+from hotbed.plan.cost import Cost, gib, rank_costs, tile_bytes, tile_work
 from hotbed.plan.search import place
-from hotbed.plan.tiling import Plan, Tile
+from hotbed.plan.tiling import Plan, Tile, column_unit
 from hotbed.specs import Table, is_int
 
 
@@ -139,9 +138,8 @@ def make_plan(
     for rank, load in enumerate(rank_costs(tiles, tables, world_size, ids=ids, moments=moments)):
         if capacity_bytes is not None and load.nbytes > capacity_bytes:
             raise PlanError(
-                f"rank {rank} would hold {load.nbytes / 2**30:,.3g} GiB, {(load.nbytes - capacity_bytes) / 2**30:,.3g} "
-                f"GiB more than its {capacity_bytes / 2**30:,.3g} GiB; copy fewer rows, cut into more parts, use "
-                "narrower rows, or more ranks"
+                f"rank {rank} would hold {gib(load.nbytes)}, {gib(load.nbytes - capacity_bytes)} more than its "
+                f"{gib(capacity_bytes)}; copy fewer rows, cut into more parts, use narrower rows, or more ranks"
             )
     order = {t.name: i for i, t in enumerate(tables)}
     return Plan(world_size, tuple(sorted(tiles, key=lambda t: (order[t.table], t.cols.start, t.rows.start))))
@@ -157,7 +155,7 @@ def _cut_of(scheme: str | Cut) -> Cut:
 
 def _parts(table: Table, cut: Cut, world_size: int) -> list[_Part]:
     """Parts of a table, hot rows first."""
-    unit = SCALE_BLOCK if table.dtype == "int8" else BLOCK
+    unit = column_unit(table)
     units = -(-table.dim // unit)
     count = min(cut.cols or world_size, units)
     bounds = [min(units * i // count * unit, table.dim) for i in range(count + 1)]

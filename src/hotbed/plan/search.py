@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from hotbed.errors import PlanError
-from hotbed.plan.cost import Cost
+from hotbed.plan.cost import Cost, gib
 
 
 def place(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None, names: Sequence[str]) -> list[int]:
@@ -41,8 +41,8 @@ def place(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None, na
     if isinstance(greedy, tuple) and repaired is None:
         stuck, missing = greedy
         raise PlanError(
-            f"{names[stuck]} needs {_gib(items[stuck].nbytes)}, {_gib(missing)} more than any rank has left of its "
-            f"{_gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
+            f"{names[stuck]} needs {gib(items[stuck].nbytes)}, {gib(missing)} more than any rank has left of its "
+            f"{gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
         )
     return min(possible, key=lambda chosen: busiest(chosen, items, start))
 
@@ -118,7 +118,3 @@ def _repaired(
         if loads[full].nbytes > capacity:
             return None
     return chosen
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.3g} GiB"

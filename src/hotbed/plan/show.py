@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table as RichTable
 
 from hotbed.plan.cost import Cost
-from hotbed.plan.tiling import Plan, Tile
+from hotbed.plan.tiling import Plan, Tile, extent
 
 _BAR = 20
 
@@ -21,7 +21,7 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     tables.add_column("cut")
     tables.add_column("owners")
     for name, tiles in plan.by_table.items():
-        rows, cols = max(t.rows[-1] for t in tiles) + 1, max(t.cols.stop for t in tiles)
+        rows, cols = extent(tiles)
         tables.add_row(name, f"{rows:,} × {cols:,}", _cut(tiles), _owners(tiles))
     ranks = RichTable(title="Ranks", title_justify="left")
     for column in ("rank", "tiles", "memory"):

@@ -137,14 +137,13 @@ class Plan:
         for table in tables:
             if table.name not in self.by_table:
                 raise PlanError(f"the plan has no tile of table '{table.name}'; make a plan for this model")
-            rows = max(t.rows[-1] for t in self.by_table[table.name]) + 1
-            cols = max(t.cols.stop for t in self.by_table[table.name])
+            rows, cols = extent(self.by_table[table.name])
             if (rows, cols) != (table.rows, table.dim):
                 raise PlanError(
                     f"the plan tiles {rows:,} × {cols:,} of table '{table.name}', which has {table.rows:,} × "
                     f"{table.dim:,}; make a plan for this model"
                 )
-            unit = SCALE_BLOCK if table.dtype == "int8" else BLOCK
+            unit = column_unit(table)
             for tile in self.by_table[table.name]:
                 if tile.cols.start % unit or (tile.cols.stop % unit and tile.cols.stop != table.dim):
                     raise PlanError(
@@ -162,9 +161,7 @@ class Plan:
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """A plan from what `to_dict` gives; keys that are left out have their defaults."""
         known = {"world_size", "tiles"}
-        for key in values:
-            if key not in known:
-                raise PlanError(f"a plan has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
+        _refuse_unknown("a plan", values, known)
         if not known <= values.keys():
             raise PlanError(f"a plan needs {' and '.join(sorted(known))}, got {', '.join(values) or 'nothing'}")
         tiles = values["tiles"]
@@ -195,6 +192,22 @@ class Plan:
         return cls.from_dict(values)
 
 
+def extent(tiles: Sequence[Tile]) -> tuple[int, int]:
+    """Rows and columns of the table that these tiles are all of."""
+    return max(t.rows[-1] for t in tiles) + 1, max(t.cols.stop for t in tiles)
+
+
+def column_unit(table: Table) -> int:
+    """What columns may be cut at multiples of: blocks of a sum, or of an int8 row's scale."""
+    return SCALE_BLOCK if table.dtype == "int8" else BLOCK
+
+
+def _refuse_unknown(what: str, values: Mapping[str, Any], known: set[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise PlanError(f"{what} has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
+
+
 def _tile_to_dict(tile: Tile) -> dict[str, Any]:
     rows, cols = tile.rows, tile.cols
     return asdict(tile) | {
@@ -205,10 +218,7 @@ def _tile_to_dict(tile: Tile) -> dict[str, Any]:
 
 
 def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
-    known = set(Tile.__dataclass_fields__)
-    for key in values:
-        if key not in known:
-            raise PlanError(f"a tile has no '{key}'; it has {', '.join(sorted(known))}{did_you_mean(key, known)}")
+    _refuse_unknown("a tile", values, set(Tile.__dataclass_fields__))
     table, owner, readers = values.get("table"), values.get("owner"), values.get("readers", [])
     if not isinstance(table, str) or not is_int(owner):
         raise PlanError(f"a tile needs a table and an owner, got {dict(values)}")
@@ -234,7 +244,7 @@ def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
 
 def _check_cover(table: str, tiles: Sequence[Tile]) -> None:
     """Raise `PlanError` unless the tiles partition a rectangle that starts at (0, 0)."""
-    rows = max(t.rows[-1] for t in tiles) + 1
+    rows, _ = extent(tiles)
     cuts = sorted({0, *(t.cols.start for t in tiles), *(t.cols.stop for t in tiles)})
     for left, right in pairwise(cuts):
         here = [t for t in tiles if t.cols.start <= left < t.cols.stop]
