@@ -65,7 +65,7 @@ class Embedding:
         them has just read are no longer cold for the other; the first time of each is left out, and the fastest counts.
         """
         w = self.workload
-        (arena,) = self.collection._arenas
+        (arena,) = self.collection._parts[0].arenas
         store = arena.store
         first_slots = torch.arange(w.tables)[:, None] * w.rows
         gathers: dict[int, list[float]] = defaultdict(list)

@@ -95,7 +95,12 @@ class Link:
         return Link(group, self.timeout)
 
     def all_to_all(
-        self, what: str, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+        self,
+        what: str,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Tensor | None = None,
     ) -> Handle[Tensor]:
         """Send consecutive rows to the ranks, in rank order, and receive theirs.
 
@@ -107,6 +112,8 @@ class Link:
             ``[Σ send_counts, …]``.
         send_counts, recv_counts
             Rows to and from each rank.
+        out
+            Contiguous tensor to receive into; a new one by default.
 
         Returns
         -------
@@ -118,7 +125,7 @@ class Link:
                 f"exchange of {what}: {len(send)} rows, counts {list(send_counts)} to and {list(recv_counts)} from "
                 f"{self.size} ranks do not fit together"
             )
-        received = send.new_empty(sum(recv_counts), *send.shape[1:])
+        received = send.new_empty(sum(recv_counts), *send.shape[1:]) if out is None else out
         return self._start(
             what,
             lambda: cast(
@@ -140,6 +147,14 @@ class Link:
                 dist.all_gather(list(received.unbind()), values.contiguous(), group=self.group, async_op=True),
             ),
             lambda: received,
+        )
+
+    def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
+        """One rank's tensor, written into those of the others, which have its shape."""
+        return self._start(
+            what,
+            lambda: cast(dist.Work, dist.broadcast(values, group=self.group, group_src=source, async_op=True)),
+            lambda: values,
         )
 
     def _start(self, what: str, start: Callable[[], dist.Work], result: Callable[[], T]) -> Handle[T]:

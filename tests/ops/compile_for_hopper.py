@@ -70,6 +70,8 @@ def _compile_step(rule: str, dim: int, dtype: torch.dtype, wide: bool, grad: tor
     step = arena.step(arena.seeds, torch.tensor(1.0), torch.tensor(True))
     groups = kernels.group(found)
     kernels.update(step, arena.rows, arena.moments, found, groups, torch.zeros(12, dim, dtype=grad))
+    kernels.segment_sum(found, groups, torch.zeros(12, dim, dtype=grad), None, torch.zeros(1, dim))
+    kernels.spread(groups, groups.rows)
 
 
 def _compile_interaction(dim: int, dtype: torch.dtype) -> None:

@@ -17,6 +17,8 @@ OPERATIONS = (
     "weight_gradient",
     "occurrences",
     "group",
+    "spread",
+    "segment_sum",
     "update",
     "interaction",
     "interaction_backward",

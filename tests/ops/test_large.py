@@ -124,6 +124,19 @@ def test_moments_beyond_31_bits(rule: Rule):
         assert resident_bytes(moment) < 2**25
 
 
+def test_sums_go_to_places_beyond_31_bits():
+    dim, count = 128, 2**24 + 50
+    places = [3, count - 1, count - 20]
+    with mapped(count, dim, torch.float32) as out:
+        found = Occurrences(torch.tensor([7, 8, 9, 8]), torch.arange(4), None)
+        grad = torch.arange(1.0, 5.0)[:, None].repeat(1, dim)
+        cpu.segment_sum(found, cpu.group(found), grad, torch.tensor(places), out)
+        assert out[places, 0].tolist() == [1.0, 6.0, 3.0]
+        assert out[count - 60 :].count_nonzero() == 2 * dim
+        assert not out[wrapped(places, dim)].any()
+        assert resident_bytes(out) < 2**25
+
+
 def test_occurrences_of_slots_beyond_31_bits():
     """A table behind 2³³ slots of others, with 32-bit ids."""
     bags = bag([1, 0, 5])

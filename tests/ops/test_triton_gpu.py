@@ -27,6 +27,7 @@ KERNELS = {
     "_place_groups_kernel",
     "_mark_runs_kernel",
     "_place_runs_kernel",
+    "_spread_kernel",
     "_runs_kernel",
     "_announce_kernel",
     "_long_kernel",
@@ -65,15 +66,18 @@ def test_a_step_runs_as_a_cuda_graph(gpu, name, rule, dtype):
     grad = torch.randn(case.batch * case.width, 40, device="cuda")
     one = torch.ones((), device="cuda")
 
-    def step(arena: Arena) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(arena: Arena) -> tuple[torch.Tensor, ...]:
         out = torch.zeros(case.batch, case.width, 40, dtype=torch.bfloat16, device="cuda")
         weights = torch.zeros(len(bags.ids), device="cuda")
         gpu.ops.lookup(arena.rows, bags, out)
         gpu.ops.weight_gradient(arena.rows, bags, grad, weights)
         found = gpu.ops.occurrences(bags)
         groups = gpu.ops.group(found)
+        sums = torch.zeros(bags.total, 40, device="cuda")
+        gpu.ops.segment_sum(found, groups, grad, None, sums)
+        slots = gpu.ops.spread(groups, groups.rows)
         gpu.ops.update(arena.step(arena.seeds, one, one), arena.rows, arena.moments, found, groups, grad)
-        return out, weights
+        return out, weights, sums, slots
 
     step(gpu.put(before))
     torch.cuda.synchronize()

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hotbed.embed.arena import Arena
-from hotbed.embed.updater import TableUpdater, Waiting
+from hotbed.embed.part import Request
+from hotbed.embed.updater import TableUpdater
 from hotbed.errors import OptimizerError
-from hotbed.ops import BagLayout
-
-
-class Request(NamedTuple):
-    """Bags of one arena that one launch pools into output ``output``; ``trained``: whether gradients are wanted."""
-
-    arena: Arena
-    bags: BagLayout
-    output: int
-    trained: bool
 
 
 class PooledLookup(torch.autograd.Function):
@@ -54,11 +44,11 @@ class PooledLookup(torch.autograd.Function):
         """
         ctx.requests, ctx.updaters = requests, updaters
         ctx.versions = [request.bags.versions() for request in requests]
-        ctx.updates = [request.arena.updates for request in requests]
+        ctx.updates = [request.source.updates for request in requests]
         ctx.weights = weights
         ctx.set_materialize_grads(False)
-        for arena, bags, output, _ in requests:
-            arena.store.lookup(bags, outputs[output])
+        for source, bags, output, _ in requests:
+            source.store.lookup(bags, outputs[output])
         room = {output: bags.room for _, bags, output, _ in requests}
         # No view where there is no room: autograd lets nobody change a Function's view in place.
         return tuple(out[:, room[i] :] if room[i] else out for i, out in enumerate(outputs))
@@ -69,29 +59,28 @@ class PooledLookup(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Leave the gradients where the optimizer's step finds them."""
-        by_arena: dict[Arena, list[Waiting]] = {}
+        updaters = list(ctx.updaters)
         of_weights = None
         if ctx.needs_input_grad[1]:
             of_weights = torch.zeros(ctx.weights.shape, dtype=torch.float32, device=ctx.weights.device)
         for request, versions, updates in zip(ctx.requests, ctx.versions, ctx.updates, strict=True):
-            arena, bags, output, trained = request
+            source, bags, output, trained = request
             grad = grad_outputs[output]
             if grad is None:
                 continue  # nothing depends on this output
             rows, width = _rows_of(grad)
             bags = replace(bags, width=width, room=0)
             if of_weights is not None:
-                if arena.updates != updates:
+                if source.updates != updates:
                     raise OptimizerError(
                         "rows were updated between the lookup and its backward, which needs them as they were for the "
                         "gradient of the per-id weights; call backward before the optimizer's step"
                     )
-                arena.store.weight_gradient(bags, rows, of_weights)
-            if trained and ctx.needs_input_grad[0]:
-                by_arena.setdefault(arena, []).append(Waiting(bags, versions, rows))
-        for arena, waiting in by_arena.items():
-            for updater in ctx.updaters:
-                updater.receive(arena, waiting)
+                source.store.weight_gradient(bags, rows, of_weights)
+            if trained and updaters and ctx.needs_input_grad[0]:
+                contribution = source.contribution(bags, versions, rows)
+                for updater in updaters:
+                    updater.receive(contribution)
         return None, None if of_weights is None else of_weights.to(ctx.weights.dtype), None, None, None
 
 

@@ -4,75 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.bags import describe
 from hotbed.batch import Embeddings
-from hotbed.embed.arena import Arena
-from hotbed.embed.autograd import PooledLookup, Request
+from hotbed.embed.arena import raw_shapes
+from hotbed.embed.autograd import PooledLookup
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
+from hotbed.embed.part import Part, WholePart
+from hotbed.embed.sharded import ShardedPart
 from hotbed.embed.updater import TableUpdater
-from hotbed.errors import BatchError, SpecError, did_you_mean
+from hotbed.embed.wire import Wire
+from hotbed.errors import BatchError, OptimizerError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
+from hotbed.plan import Plan
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.untraced import untraced
-
-
-class _Part(NamedTuple):
-    """The tables of one dim: their arenas, the pooled features (whose vectors share one tensor), and the others."""
-
-    arenas: list[Arena]
-    pooled: list[str]
-    sequences: list[Feature]
-
-    @staticmethod
-    def make(
-        dim: int,
-        tables: Sequence[Table],
-        features: Sequence[Feature],
-        *,
-        seed: int,
-        device: torch.device,
-        backend: BackendName,
-    ) -> _Part:
-        of_dim = [t for t in tables if t.dim == dim]
-        own = [f for f in features if any(f.table == t.name for t in of_dim)]
-        pooled = [f for f in own if f.pooling != "none"]
-        arenas: list[Arena] = []
-        sequences: list[Feature] = []
-        for dtype in dict.fromkeys(t.dtype for t in of_dim):
-            members = [t for t in of_dim if t.dtype == dtype]
-            names = {t.name for t in members}
-            unpooled = [f for f in own if f.pooling == "none" and f.table in names]
-            positions = {f: i for i, f in enumerate(pooled) if f.table in names}
-            arenas.append(Arena(members, positions, unpooled, seed=seed, device=device, backend=backend))
-            sequences += unpooled
-        return _Part(arenas, [f.name for f in pooled], sequences)
-
-    def requests(self, ids: Jagged, room: int, trained: Callable[[Arena], bool]) -> list[Request]:
-        """What to look up: output 0 is for all pooled features, if there are any; then one per sequence."""
-        found: list[Request] = []
-        output = int(bool(self.pooled))
-        for arena in self.arenas:
-            wanted = trained(arena)
-            if arena.pooled:
-                found.append(Request(arena, arena.layout(ids, room + len(self.pooled), room), 0, wanted))
-            for which in range(len(arena.sequences)):
-                found.append(Request(arena, arena.sequence_layout(ids, which), output, wanted))
-                output += 1
-        return found
-
-    def outputs(self, requests: Sequence[Request], dtype: torch.dtype) -> list[Tensor]:
-        """Uninitialised ``[B, width, D]`` per output."""
-        store = self.arenas[0].store
-        shapes = {r.output: (r.bags.batch_size, r.bags.width, store.dim) for r in requests}
-        return [store.empty(shapes[i], dtype) for i in range(len(shapes))]
 
 
 class EmbeddingCollection(nn.Module):
@@ -126,12 +79,13 @@ class EmbeddingCollection(nn.Module):
         self.tables = {t.name: t for t in tables}
         self.features = tuple(features)
         self.seed = seed
+        self._backend: BackendName = backend
         place = torch.get_default_device() if device is None else torch.device(device)
-        self._parts = [
-            _Part.make(dim, tables, features, seed=seed, device=place, backend=backend)
+        self._parts: list[Part] = [
+            WholePart(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
-        self._arenas = [arena for part in self._parts for arena in part.arenas]
+        self._replicas = 1
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }
@@ -193,8 +147,8 @@ class EmbeddingCollection(nn.Module):
                 found.add_sequence(feature.name, values[:, 0], ids[feature.name], feature.max_len)
         return found
 
-    def _is_trained(self, arena: Arena) -> bool:
-        return self.training and any(self.handles[t].requires_grad for t in arena.tables)
+    def _is_trained(self, tables: Iterable[str]) -> bool:
+        return self.training and any(self.handles[t].requires_grad for t in tables)
 
     def check(self, ids: Jagged) -> Jagged:
         """Return ids that are all valid rows in bags that are not too long; remembered, so it is done once.
@@ -219,16 +173,20 @@ class EmbeddingCollection(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self._arenas[0].store.device
+        return self._parts[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows and moments."""
-        return sum(arena.store.nbytes for arena in self._arenas)
+        """Bytes of rows and moments on this rank."""
+        return sum(part.nbytes for part in self._parts)
 
     def weight(self, table: str) -> Tensor:
-        """The rows of a table ``[R, D]`` float32: shares the memory of a float32 table, a copy of a narrow one."""
-        return self._arena(table).rows(table)
+        """The rows of a table ``[R, D]`` float32.
+
+        They share the memory of a float32 table that is whole here, else they are a copy. Where the table is
+        distributed, all ranks must call this.
+        """
+        return self._part(table).rows(table)
 
     def freeze(self, *tables: str) -> Self:
         """Stop training these tables (all if none is named)."""
@@ -240,30 +198,65 @@ class EmbeddingCollection(nn.Module):
 
     def _set_trained(self, tables: Sequence[str], trained: bool) -> Self:
         for name in tables or self.tables:
-            self._arena(name)
+            self._part(name)
             self.handles[name].requires_grad_(trained)
         return self
 
-    def _arena(self, table: str) -> Arena:
-        for arena in self._arenas:
-            if table in arena.tables:
-                return arena
+    def _part(self, table: str) -> Part:
+        for part in self._parts:
+            if table in part.tables:
+                return part
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
     def connect(
-        self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Tensor], None]
+        self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
     ) -> TableUpdater:
         """Let an optimizer train these tables; it takes them over from any earlier one. Called by the optimizer."""
         for earlier in self._updaters:
             earlier.tables.difference_update(fill)
         for table, initial in fill.items():
-            arena = self._arena(table)
             for moment in rule.moments:
-                arena.store.add_moment(moment)
-                arena.moment(table, moment.name).fill_(initial[moment.name])
-        updater = TableUpdater(rule, fill, self._arenas, on_grad)
+                self._part(table).add_moment(table, moment, initial[moment.name])
+        updater = TableUpdater(rule, fill, self._parts, self._replicas, on_grad)
         self._updaters.add(updater)
         return updater
+
+    def distribute(self, plan: Plan, wire: Wire, device: torch.device | None = None) -> None:
+        """Give up all but the tiles of this rank; see `hotbed.distribute`, which calls this. All ranks must.
+
+        Parameters
+        ----------
+        plan
+            Where the tables' tiles are.
+        wire
+            The ranks, and codecs.
+        device
+            Where the tables are to be; default: where they are. Tables on ``meta`` get their initial values.
+
+        Raises
+        ------
+        OptimizerError
+            If an optimizer trains the tables already.
+        """
+        if self._updaters:
+            raise OptimizerError(
+                "these tables have an optimizer already, which would go on with tables that are not here any more; "
+                "distribute the model first, then make its optimizers"
+            )
+        place = self.device if device is None else device
+        sharded: list[Part] = []
+        for part in self._parts:
+            tables = list(part.tables.values())
+            new = ShardedPart(tables, self.features, plan, wire, seed=self.seed, device=place, backend=self._backend)
+            if self.device.type != "meta":
+                for table in part.tables:
+                    new.load(table, part.raw(table))
+            sharded.append(new)
+        self._parts = sharded
+        self._replicas = wire.link.size
+        for name, handle in self.handles.items():
+            new_handle = torch.zeros((), dtype=torch.float32, device=place)
+            self.handles[name] = new_handle.requires_grad_(handle.requires_grad)
 
     # -- nn.Module -------------------------------------------------------------------------------------------------
 
@@ -271,8 +264,8 @@ class EmbeddingCollection(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device  # what fn does to a tensor; tables keep their dtype
         if device != self.device:
-            for arena in self._arenas:
-                arena.to(device)
+            for part in self._parts:
+                part.to(device)
             for handle in self.handles.values():
                 handle.data = handle.data.to(device)
         return self
@@ -280,7 +273,7 @@ class EmbeddingCollection(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for table in self.tables:
-            for name, tensor in self._arena(table).raw(table).items():
+            for name, tensor in self._part(table).raw(table).items():
                 destination[f"{prefix}{table}.{name}"] = tensor
 
     def _load_from_state_dict(
@@ -293,24 +286,23 @@ class EmbeddingCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        expected = {
-            f"{prefix}{table}.{name}": (table, tensor)
-            for table in self.tables
-            for name, tensor in self._arena(table).raw(table).items()
-        }
-        for key, (table, own) in expected.items():
-            if key not in state_dict:
-                missing_keys.append(key)
-                continue
-            value = state_dict[key]
-            if value.shape != own.shape or value.dtype != own.dtype:
-                error_msgs.append(
-                    f"table '{table}': {describe(value)} in the state_dict, {describe(own)} here; make rows, dim, "
-                    "dtype and fp32_rows of the table those it was saved with"
-                )
-                continue
-            with torch.no_grad():
-                own.copy_(value)
+        expected: set[str] = set()
+        for table in self.tables:
+            shapes = raw_shapes(self.tables[table])
+            keys = {name: f"{prefix}{table}.{name}" for name in shapes}
+            expected.update(keys.values())
+            missing = [key for key in keys.values() if key not in state_dict]
+            missing_keys += missing
+            wrong = [
+                f"table '{table}': {describe(state_dict[key])} in the state_dict, {describe(own)} here; make rows, "
+                "dim, dtype and fp32_rows of the table those it was saved with"
+                for key, own in ((keys[name], shapes[name]) for name in shapes)
+                if key in state_dict and (state_dict[key].shape, state_dict[key].dtype) != (own.shape, own.dtype)
+            ]
+            error_msgs += wrong
+            if not missing and not wrong:
+                with torch.no_grad():
+                    self._part(table).load(table, {name: state_dict[key] for name, key in keys.items()})
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
 

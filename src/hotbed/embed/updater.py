@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotbed.embed.arena import Arena
+from hotbed.embed.part import Contribution, Part
 from hotbed.errors import OptimizerError
-from hotbed.ops import BagLayout, Occurrences, RuleStep
+from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import OWN
 from hotbed.ops.random import step_seeds
 from hotbed.optim import COMMON, Rule
@@ -19,34 +19,47 @@ from hotbed.optim import COMMON, Rule
 _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
 
 
-class Waiting(NamedTuple):
-    """A gradient that waits for the step: its bags, what `BagLayout.versions` was at lookup, its rows ``[…, D]``."""
-
-    bags: BagLayout
-    versions: tuple[int, int, int]
-    grad: Tensor
-
-
 class TableUpdater:
-    """One optimizer's end of a collection; see `hotbed.optim.Updater`."""
+    """One optimizer's end of a collection; see `hotbed.optim.Updater`.
+
+    Parameters
+    ----------
+    rule
+        Of the optimizer.
+    tables
+        Those it trains.
+    parts
+        Of the collection.
+    replicas
+        Number of ranks whose gradients add up; each counts ``1 / replicas``, for their losses are means.
+    on_grad
+        Called for every gradient that arrives, with what says whether it is finite.
+    """
 
     def __init__(
-        self, rule: Rule, tables: Collection[str], arenas: Sequence[Arena], on_grad: Callable[[Tensor], None]
+        self,
+        rule: Rule,
+        tables: Collection[str],
+        parts: Sequence[Part],
+        replicas: int,
+        on_grad: Callable[[Callable[[], Tensor]], None],
     ) -> None:
         self.rule = rule
         self.tables = set(tables)
-        self._arena_of = {t: arena for arena in arenas for t in arena.tables if t in self.tables}
+        self._parts = [part for part in parts if not self.tables.isdisjoint(part.tables)]
+        self._part_of = {t: part for part in self._parts for t in part.tables if t in self.tables}
+        self._replicas = replicas
         self._on_grad = on_grad
-        self._waiting: dict[Arena, list[Waiting]] = defaultdict(list)
-        self._steps = {a: torch.zeros(len(a.tables), dtype=torch.int64, device="cpu") for a in self._arena_of.values()}
-        self._hyper: dict[Arena, tuple[object, Tensor]] = {}
+        self._waiting: list[Contribution] = []
+        self._order = {t: i for i, t in enumerate(self._part_of)}
+        self._steps = torch.zeros(len(self._order), dtype=torch.int64, device="cpu")
+        self._hyper: dict[Arena, tuple[object, Tensor, Tensor]] = {}
 
-    def receive(self, arena: Arena, waiting: Sequence[Waiting]) -> None:
-        """Keep gradients for the step, if they concern a table of this optimizer."""
-        if not self.tables.isdisjoint(arena.tables):
-            for one in waiting:
-                self._waiting[arena].append(one)
-                self._on_grad(one.grad)
+    def receive(self, contribution: Contribution) -> None:
+        """Keep a gradient for the step, if it may concern a table of this optimizer."""
+        if not self.tables.isdisjoint(contribution.tables):
+            self._waiting.append(contribution)
+            self._on_grad(contribution.finite)
 
     @torch.no_grad()
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
@@ -57,53 +70,60 @@ class TableUpdater:
                     f"table '{table}' is trained by an optimizer that was made later; make one optimizer, and use its "
                     "`groups` to treat tables differently"
                 )
-        for waiting in self._waiting.values():
-            if any(w.bags.versions() != w.versions for w in waiting):
-                raise OptimizerError(
-                    "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is "
-                    "lost which rows the gradients belong to; give every batch its own tensors, or step before reusing "
-                    "them"
-                )
-        for arena in self._steps:
-            store = arena.store
-            one = torch.ones((), dtype=torch.float32, device=store.device)
-            step = self._step(arena, hyper, one if inv_scale is None else inv_scale, one if gate is None else gate)
-            waiting = self._waiting.get(arena)
-            if not waiting:
-                continue
-            arena.updates += 1
-            found = Occurrences.concatenate(
-                [store.occurrences(w.bags) for w in waiting], [len(w.grad) for w in waiting]
+        if any(waiting.changed() for waiting in self._waiting):
+            raise OptimizerError(
+                "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is "
+                "lost which rows the gradients belong to; give every batch its own tensors, or step before reusing "
+                "them"
             )
-            store.update(step, found, waiting[0].grad if len(waiting) == 1 else torch.cat([w.grad for w in waiting]))
+        found: dict[Arena, list[tuple[Occurrences, Tensor]]] = defaultdict(list)
+        for waiting in self._waiting:
+            for arena, occurrences, grad in waiting.pieces():
+                found[arena].append((occurrences, grad))
+        device = next(iter(self._part_of.values())).device if self._part_of else torch.device("cpu")
+        one = torch.ones((), dtype=torch.float32, device=device)
+        inv_scale = one if inv_scale is None else inv_scale
+        gate = one if gate is None else gate
+        self._count(hyper, gate, device)
+        for part in self._parts:
+            steps = {arena: self._step(arena, hyper, inv_scale / self._replicas, gate) for arena in part.arenas}
+            here = {arena: _joined(found[arena]) for arena in part.arenas if arena in found}
+            part.update(steps, here)
         self._waiting.clear()
 
-    def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
-        """What this step does to the tables of an arena.
+    def _count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor, device: torch.device) -> None:
+        """Count the step of the tables that are trained.
 
-        Their steps are counted here, whether or not the batch touched them (so a table's count does not depend on what
-        shares its arena), unless the gate is closed.
+        Whether or not the batch touched them, so that a table's count does not depend on what shares its arena; but not
+        while the gate is closed.
         """
+        trained = torch.tensor([t in hyper for t in self._order], device=device)
+        self._steps = self._steps.to(device)
+        self._steps += (trained & (gate != 0)).long()
+
+    def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
+        """What this step does to the pieces of an arena."""
         idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
         lines = tuple((1.0, *hyper[t]) if t in hyper else (0.0, *idle) for t in arena.tables)
+        device = arena.store.device
         last = self._hyper.get(arena)
-        if last is None or last[0] != lines or last[1].device != arena.store.device:
-            table = torch.tensor(lines, dtype=torch.float32, device=arena.store.device)
-            self._hyper[arena] = last = lines, table
+        if last is None or last[0] != lines or last[1].device != device:
+            table = torch.tensor(lines, dtype=torch.float32, device=device).view(len(lines), 1 + len(idle))
+            counts = torch.tensor([self._order.get(t, 0) for t in arena.tables], dtype=torch.int64, device=device)
+            self._hyper[arena] = last = lines, table, counts
         values = last[1]
-        steps = self._steps[arena] = self._steps[arena].to(arena.store.device)
-        steps += ((values[:, 0] != 0) & (gate != 0)).long()
+        steps = self._steps[last[2]] * (values[:, 0] != 0)
         if self.rule.corrected:
             at = [OWN + self.rule.hyper.index(name) for name in self.rule.corrected]
             powers = values[:, at].double() ** steps[:, None]
             values = torch.cat([values, (1 - powers).float()], dim=1)
-        columns = {name: 1 + i for i, name in enumerate(COMMON)}
+        columns = {name: i for i, name in enumerate(COMMON)}
         return RuleStep(
             rule=self.rule,
             hyper=values,
             seeds=step_seeds(arena.seeds, steps),
             uses=frozenset(
-                name for name, off in _OFF.items() if any(line[0] and line[columns[name]] != off for line in lines)
+                name for name, off in _OFF.items() if any(line[columns[name]] != off for line in hyper.values())
             ),
             inv_scale=inv_scale,
             gate=gate,
@@ -115,11 +135,26 @@ class TableUpdater:
 
     def finite(self) -> Tensor:
         """0-d bool: whether every waiting gradient is finite."""
-        flags = [torch.isfinite(w.grad).all() for waiting in self._waiting.values() for w in waiting]
+        flags = [waiting.finite() for waiting in self._waiting]
         return torch.stack(flags).all() if flags else torch.tensor(True)
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """Views of a table's moments and of its ``step``."""
-        arena = self._arena_of[table]
-        moments = {m.name: arena.moment(table, m.name) for m in self.rule.moments}
-        return {**moments, "step": self._steps[arena][list(arena.tables).index(table)]}
+        """A table's moments and its ``step``; views where the whole table is here."""
+        part = self._part_of[table]
+        moments = {m.name: part.moment(table, m.name) for m in self.rule.moments}
+        return {**moments, "step": self._steps[self._order[table]]}
+
+    def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+        part = self._part_of[table]
+        for moment in self.rule.moments:
+            part.load_moment(table, moment.name, state[moment.name])
+        self._steps[self._order[table]] = state["step"]
+
+
+def _joined(found: Sequence[tuple[Occurrences, Tensor]]) -> tuple[Occurrences, Tensor]:
+    """Occurrences of several gradients, and these one after the other."""
+    grads = [grad for _, grad in found]
+    if len(found) == 1:
+        return found[0]
+    return Occurrences.concatenate([occurrences for occurrences, _ in found], list(map(len, grads))), torch.cat(grads)

@@ -47,6 +47,16 @@ class Backend(Protocol):
         """Group occurrences of equal slots and cut the groups into runs."""
         ...
 
+    def spread(self, groups: Groups, values: Tensor) -> Tensor:
+        """Give every occurrence ``[N]`` the value of its group."""
+        ...
+
+    def segment_sum(
+        self, occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor
+    ) -> None:
+        """Sum the gradient of each distinct slot into a row of ``out [n, D]``."""
+        ...
+
     def update(
         self,
         step: RuleStep,

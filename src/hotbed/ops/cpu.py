@@ -3,8 +3,8 @@
 from hotbed.ops.cpu_initial import initial_values_
 from hotbed.ops.cpu_interaction import interaction, interaction_backward
 from hotbed.ops.cpu_lookup import lookup, weight_gradient
-from hotbed.ops.cpu_segment import group, occurrences
-from hotbed.ops.cpu_update import update
+from hotbed.ops.cpu_segment import group, occurrences, spread
+from hotbed.ops.cpu_update import segment_sum, update
 
 NAME = "cpu"
 
@@ -16,6 +16,8 @@ __all__ = [
     "interaction_backward",
     "lookup",
     "occurrences",
+    "segment_sum",
+    "spread",
     "update",
     "weight_gradient",
 ]

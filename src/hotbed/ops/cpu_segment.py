@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numba import prange
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hotbed.errors import BatchError
 from hotbed.ops.backend import launches
@@ -21,6 +22,9 @@ from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import BASE, FIXED, MEAN, OUT, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
 
 Array = NDArray[np.int64]
+RUNS_PER_TASK = 512
+"""Parallel work over groups is dealt out by runs: a slot of the whole batch does not hold up one thread."""
+
 RADIX_BITS = 11
 KEY_BITS = 63
 
@@ -281,3 +285,33 @@ def _fill(ordered, start, stop, group, run, rows, run_starts, group_runs):
         poke(rows, group - 1, slot)
         poke(group_runs, group - 1, first_run)
         poke(run_starts, run - 1, run_start)
+
+
+def spread(groups: Groups, values: Tensor) -> Tensor:
+    """Give every occurrence the value of its group; see the reference."""
+    launches["cpu.spread"] += 1
+    out = torch.empty_like(groups.order)
+    launch(
+        _spread,
+        groups.order.numpy(),
+        groups.run_starts.numpy(),
+        groups.group_runs.numpy(),
+        groups.counts.numpy(),
+        values.numpy(),
+        out.numpy(),
+    )
+    return out
+
+
+@kernel(parallel=True)
+def _spread(order, run_starts, group_runs, counts, values, out):
+    groups, runs = counts[0], counts[1]
+    for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
+        first, last = task * RUNS_PER_TASK, min((task + 1) * RUNS_PER_TASK, runs)
+        g = np.searchsorted(group_runs[:groups], first, side="right") - 1
+        for r in range(first, last):
+            while peek(group_runs, g + 1) <= r:
+                g += 1
+            value = values[g]
+            for p in range(peek(run_starts, r), peek(run_starts, r + 1)):
+                poke(out, peek(order, p), value)

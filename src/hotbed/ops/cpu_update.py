@@ -1,10 +1,10 @@
 # pyright: basic, reportCallIssue=false
-"""Segment-sum fused with the optimizer rule on the CPU.
+"""Segment sum on the CPU, alone or fused with the optimizer rule.
 
 Theory of operation: groups of equal slots are dealt out to tasks by number of runs, so that a row that a whole batch
 touches does not hold up one thread. Pass 1 sums the runs of long groups (more than one run) into a scratch buffer, in
-parallel over runs. Pass 2 goes over all groups: it sums the only run, or the scratch rows in run order, and applies the
-rule to the row while the sum is still in cache.
+parallel over runs. Pass 2 goes over all groups: it sums the only run, or the scratch rows in run order. `segment_sum`
+writes this down; `update` applies the rule to the row while the sum is still in cache.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_rows import place, prefetch_row, read_narrow, row_arrays, write_narrow
 from hotbed.ops.cpu_rules import RULES, apply_rule
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
+from hotbed.ops.cpu_segment import RUNS_PER_TASK
 from hotbed.ops.cpu_sums import sum_rows
 from hotbed.ops.layout import (
     ACTIVE,
@@ -36,7 +37,83 @@ from hotbed.ops.layout import (
 
 NO_SCALE = np.empty(0, np.float32)
 NO_MOMENT = np.empty(0, np.float32)
-RUNS_PER_TASK = 512
+NO_PLACES = np.empty(0, np.int64)
+
+
+def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
+    """Sum the gradient of each distinct slot into a row of ``out [n, D]``; see the reference."""
+    launches["cpu.segment_sum"] += 1
+    launch(
+        _segment_sum,
+        groups.order.numpy(),
+        groups.run_starts.numpy(),
+        groups.group_runs.numpy(),
+        groups.counts.numpy(),
+        occurrences.bags.numpy(),
+        NO_SCALE if occurrences.scale is None else occurrences.scale.numpy(),
+        flat(grad),
+        NO_PLACES if places is None else places.numpy(),
+        flat(out),
+        out.shape[1],
+    )
+
+
+@kernel(parallel=True)
+def _sum_long_runs(order, run_starts, group_runs, counts, bags, scale, grad, dim):
+    """Pass 1. Returns bags and factors in sorted order, sums of runs ``[k, D]``, and where those of a group begin."""
+    groups, runs = counts[0], counts[1]
+    total = order.shape[0]
+    bag_of, factors = np.empty(total, np.int64), np.empty(scale.shape[0], np.float32)
+    for chunk in prange((total + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
+        for p in range(chunk * RUNS_PER_TASK, min((chunk + 1) * RUNS_PER_TASK, total)):
+            poke(bag_of, p, peek(bags, peek(order, p)))
+            if scale.shape[0]:
+                poke(factors, p, peek(scale, peek(order, p)))
+    long_runs = np.empty(2 * (runs - groups), np.int64)  # k ≥ 2 runs of a group are at most 2 · (k − 1)
+    scratch_of = np.empty(groups, np.int64)
+    count = 0
+    for g in range(groups):
+        scratch_of[g] = count
+        if group_runs[g + 1] - group_runs[g] > 1:
+            for r in range(group_runs[g], group_runs[g + 1]):
+                long_runs[count] = r
+                count += 1
+    partials = np.empty((count, dim), np.float32)
+    for i in prange(count):
+        r = long_runs[i]
+        sum_rows(partials[i], grad, dim, bag_of, 0, factors, run_starts[r], run_starts[r + 1], total)
+    return bag_of, factors, partials, scratch_of
+
+
+@kernel(inline="always")
+def _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of):
+    """Pass 2, of one group, into ``acc[:dim]``."""
+    first, last = group_runs[g], group_runs[g + 1]
+    if last - first == 1:
+        sum_rows(acc, grad, dim, bag_of, 0, factors, run_starts[first], run_starts[last], bag_of.shape[0])
+    else:
+        from_run = scratch_of[g]
+        for d in range(dim):
+            acc[d] = partials[from_run, d]
+        for i in range(from_run + 1, from_run + last - first):
+            for d in range(dim):
+                acc[d] += partials[i, d]
+
+
+@kernel(parallel=True)
+def _segment_sum(order, run_starts, group_runs, counts, bags, scale, grad, places, out, dim):
+    groups, runs = counts[0], counts[1]
+    bag_of, factors, partials, scratch_of = _sum_long_runs(
+        order, run_starts, group_runs, counts, bags, scale, grad, dim
+    )
+    for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
+        begin = np.searchsorted(group_runs[:groups], task * RUNS_PER_TASK)
+        end = np.searchsorted(group_runs[:groups], (task + 1) * RUNS_PER_TASK)
+        for g in range(begin, end):
+            if places.shape[0] and g + PREFETCH_ROWS < end:
+                prefetch_bytes(out, places[g + PREFETCH_ROWS] * dim, dim * 4)
+            to = (places[g] if places.shape[0] else g) * dim
+            _sum_group(out[to : to + dim], g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
 
 
 def update(
@@ -92,35 +169,12 @@ def _update(
     groups, runs = counts[0], counts[1]
     dim = rows.dim
     padded = (dim + BLOCK - 1) // BLOCK * BLOCK
-    total = order.shape[0]
-    chunks = (total + RUNS_PER_TASK - 1) // RUNS_PER_TASK
-    bag_of, factors = np.empty(total, np.int64), np.empty(scale.shape[0], np.float32)
-    for chunk in prange(chunks):
-        for p in range(chunk * RUNS_PER_TASK, min((chunk + 1) * RUNS_PER_TASK, total)):
-            poke(bag_of, p, peek(bags, peek(order, p)))
-            if scale.shape[0]:
-                poke(factors, p, peek(scale, peek(order, p)))
     first_slots = np.full(rows.tables.shape[0] + 1, np.iinfo(np.int64).max)
     first_slots[:-1] = rows.tables[:, FIRST_SLOT]
-
-    # Pass 1: runs of long groups.
-    long_runs = np.empty(2 * (runs - groups), np.int64)  # k ≥ 2 runs of a group are at most 2 · (k − 1)
-    scratch_of = np.empty(groups, np.int64)
-    count = 0
-    for g in range(groups):
-        scratch_of[g] = count
-        if group_runs[g + 1] - group_runs[g] > 1:
-            for r in range(group_runs[g], group_runs[g + 1]):
-                long_runs[count] = r
-                count += 1
-    partials = np.empty((count, dim), np.float32)
-    for i in prange(count):
-        r = long_runs[i]
-        sum_rows(partials[i], grad, dim, bag_of, 0, factors, run_starts[r], run_starts[r + 1], total)
-
-    # Pass 2: every group.
-    tasks = (runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK
-    for task in prange(tasks):
+    bag_of, factors, partials, scratch_of = _sum_long_runs(
+        order, run_starts, group_runs, counts, bags, scale, grad, dim
+    )
+    for task in prange((runs + RUNS_PER_TASK - 1) // RUNS_PER_TASK):
         acc = np.zeros(padded, np.float32)
         scratch = np.zeros(padded, np.float32)
         row_values = np.zeros(padded, np.float32)
@@ -144,16 +198,7 @@ def _update(
                 table += 1
             if hyper[table, ACTIVE] == 0:
                 continue
-            first, last = group_runs[g], group_runs[g + 1]
-            if last - first == 1:
-                sum_rows(acc, grad, dim, bag_of, 0, factors, run_starts[first], run_starts[last], total)
-            else:
-                from_run = scratch_of[g]
-                for d in range(dim):
-                    acc[d] = partials[from_run, d]
-                for i in range(from_run + 1, from_run + last - first):
-                    for d in range(dim):
-                        acc[d] += partials[i, d]
+            _sum_group(acc, g, run_starts, group_runs, grad, dim, bag_of, factors, partials, scratch_of)
             if inv_scale != 1:
                 for d in range(dim):
                     acc[d] *= inv_scale

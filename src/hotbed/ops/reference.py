@@ -178,7 +178,54 @@ def group(occurrences: Occurrences) -> Groups:
     )
 
 
-# -- update --------------------------------------------------------------------------------------------------------
+def spread(groups: Groups, values: Tensor) -> Tensor:
+    """Give every occurrence the value of its group: the inverse of grouping.
+
+    Parameters
+    ----------
+    groups
+        From `group`.
+    values
+        ``[≥ number of groups]`` int64; the first are those of the groups.
+
+    Returns
+    -------
+    Tensor
+        ``[N]`` int64, ``values[g]`` for every occurrence of group g, in the order in which the occurrences came.
+    """
+    launches["reference.spread"] += 1
+    count = int(groups.counts[0])
+    lengths = groups.run_starts[groups.group_runs[: count + 1]].diff()
+    out = torch.empty_like(groups.order)
+    out[groups.order] = torch.repeat_interleave(values[:count], lengths)
+    return out
+
+
+# -- segment sum and update ----------------------------------------------------------------------------------------
+
+
+def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
+    """Sum the gradient of each distinct slot: what `update` gives to the rule, before ``step.inv_scale``.
+
+    The sum of a slot is the canonical sum: its occurrences as float32 (times their factors) left to right in runs of
+    `RUN`, then the runs left to right.
+
+    Parameters
+    ----------
+    occurrences, groups
+        From `occurrences` and `group` of the same ids.
+    grad
+        Gradient of the pooled vectors ``[…, D]``, float32, bfloat16 or float16.
+    places
+        ``[≥ number of groups]`` int64, distinct: which row of ``out`` each group goes to. None: group g to row g.
+    out
+        ``[n, D]`` float32; rows that no group goes to stay as they are.
+    """
+    launches["reference.segment_sum"] += 1
+    count = int(groups.counts[0])
+    if count:
+        to = slice(count) if places is None else places[:count]
+        out[to] = _canonical_sum(occurrences, groups, grad.float())
 
 
 def update(
@@ -186,9 +233,9 @@ def update(
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once.
 
-    The gradient of a row is the canonical sum: its occurrences as float32 (times their factors) left to right in runs
-    of `RUN`, then the runs left to right, then times ``step.inv_scale``. The rule is `apply_rule`. A narrow row is then
-    rounded stochastically (`round_stochastic`) with the bits of `random_bits` keyed by (``step.seeds``, row, column).
+    The gradient of a row is the canonical sum of `segment_sum` times ``step.inv_scale``. The rule is `apply_rule`. A
+    narrow row is then rounded stochastically (`round_stochastic`) with the bits of `random_bits` keyed by
+    (``step.seeds``, row, column).
 
     Parameters
     ----------
@@ -230,7 +277,7 @@ def _canonical_sum(occurrences: Occurrences, groups: Groups, grad: Tensor) -> Te
         return acc
 
     count, runs = groups.counts.tolist()
-    each = grad[occurrences.bags[groups.order]]
+    each = grad.flatten(0, -2)[occurrences.bags[groups.order]]
     if occurrences.scale is not None:
         each = each * occurrences.scale[groups.order, None]
     run_starts = groups.run_starts[: runs + 1]

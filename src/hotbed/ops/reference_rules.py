@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
 
 import torch
 from torch import Tensor
 
 from hotbed.ops.layout import BLOCK, DECAY, L2, LR, MAX_GRAD_NORM, MAX_NORM, OWN
-from hotbed.optim import Rule
+from hotbed.optim import COMMON, Rule
+
+Steps = Generator[Tensor, Tensor, Tensor]
+"""Yields what is to be summed over the columns of each row ``[U, cols]``, is sent the sums ``[U]``, returns rows."""
 
 
 def apply_rule(rule: Rule, w: Tensor, moments: dict[str, Tensor], g: Tensor, hyper: Tensor) -> Tensor:
@@ -35,23 +38,71 @@ def apply_rule(rule: Rule, w: Tensor, moments: dict[str, Tensor], g: Tensor, hyp
     Tensor
         The new rows ``[U, D]`` float32.
     """
-    g = _limited(g, hyper[:, MAX_GRAD_NORM])
+    steps = rule_steps(rule, w, moments, g, hyper, w.shape[1])
+    sums = None
+    while True:
+        try:
+            sums = block_sum(next(steps) if sums is None else steps.send(sums))
+        except StopIteration as end:
+            return end.value
+
+
+def rule_steps(
+    rule: Rule,
+    w: Tensor,
+    moments: dict[str, Tensor],
+    g: Tensor,
+    hyper: Tensor,
+    dim: int,
+    uses: Collection[str] = COMMON,
+) -> Steps:
+    """`apply_rule` in steps, for rows of which only some columns are here: sums over columns are left to the caller.
+
+    Parameters
+    ----------
+    rule, w, moments, g, hyper
+        As in `apply_rule`, of the columns that are here.
+    dim
+        Columns of whole rows.
+    uses
+        As in `RuleStep`; norms that are not limited are not asked for.
+    """
+    if "max_grad_norm" in uses:
+        g = yield from _limited(g, hyper[:, MAX_GRAD_NORM])
     l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]
     g = torch.where(l2 == 0, g, g + l2 * w)
     w = torch.where(decay == 0, w, w - decay * w)
-    w = _RULES[rule.name](w, [moments[m.name] for m in rule.moments], g, hyper[:, LR, None], hyper[:, OWN:, None])
-    return _limited(w, hyper[:, MAX_NORM])
+    own = [moments[m.name] for m in rule.moments]
+    w = yield from _RULES[rule.name](w, own, g, hyper[:, LR, None], hyper[:, OWN:, None], dim)
+    if "max_norm" in uses:
+        w = yield from _limited(w, hyper[:, MAX_NORM])
+    return w
+
+
+def sums_rows(rule: Rule, uses: Collection[str]) -> bool:
+    """Whether `rule_steps` sums over columns."""
+    return rule.name in _SUMMING or not {"max_grad_norm", "max_norm"}.isdisjoint(uses)
 
 
 def block_sum(x: Tensor) -> Tensor:
     """Sum over the last dim ``D``: halving trees inside blocks of `BLOCK` columns, then the blocks in column order."""
+    return sum_of_blocks(blocks_of(x))
+
+
+def blocks_of(x: Tensor) -> Tensor:
+    """Sums of blocks of `BLOCK` columns ``[…, ⌈D / 16⌉]``, by halving trees."""
     x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
-    total = x[..., 0, 0]
-    for b in range(1, x.shape[-2]):
-        total = total + x[..., b, 0]
+    return x[..., 0]
+
+
+def sum_of_blocks(blocks: Tensor) -> Tensor:
+    """Sum of the blocks of each row, in column order."""
+    total = blocks[..., 0]
+    for b in range(1, blocks.shape[-1]):
+        total = total + blocks[..., b]
     return total
 
 
@@ -60,9 +111,9 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-def _limited(x: Tensor, limit: Tensor) -> Tensor:
+def _limited(x: Tensor, limit: Tensor) -> Steps:
     """Rows ``[U, D]`` scaled down to norms of at most ``limit [U]``; the others as they are."""
-    norm = sqrt(block_sum(x * x))
+    norm = sqrt((yield x * x))
     return torch.where((norm > limit)[:, None], x * (limit / norm)[:, None], x)
 
 
@@ -82,30 +133,32 @@ def _adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tenso
     return w - lr * g / (sqrt(v) + own[:, 0])
 
 
-def _rowwise_adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
+def _rowwise_adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
     (v,) = moments
-    v.add_(block_sum(g * g) / g.shape[1])
+    v.add_((yield g * g) / dim)
     return w - lr / (sqrt(v[:, None]) + own[:, 0]) * g
 
 
-def _adam(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    return w - lr * _adam_direction(moments, g, own, corrections=own[:, 3:])
+def _adam(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
+    direction = yield from _adam_direction(moments, g, own, own[:, 3:], dim)
+    return w - lr * direction
 
 
-def _lamb(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    r = _adam_direction(moments, g, own, corrections=own[:, 4:]) + own[:, 3] * w
-    w_norm, r_norm = sqrt(block_sum(w * w)), sqrt(block_sum(r * r))
+def _lamb(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
+    r = (yield from _adam_direction(moments, g, own, own[:, 4:], dim)) + own[:, 3] * w
+    w_norm = sqrt((yield w * w))
+    r_norm = sqrt((yield r * r))
     trust = torch.where((w_norm > 0) & (r_norm > 0), w_norm / r_norm, 1.0)
     return w - lr * trust[:, None] * r
 
 
-def _adam_direction(moments: list[Tensor], g: Tensor, own: Tensor, corrections: Tensor) -> Tensor:
+def _adam_direction(moments: list[Tensor], g: Tensor, own: Tensor, corrections: Tensor, dim: int) -> Steps:
     """``m̂ / (√v̂ + ε)``; v is per element or per row."""
     m, v = moments
     beta1, beta2, eps = own[:, 0], own[:, 1], own[:, 2]
     m.copy_(beta1 * m + (1 - beta1) * g)
     if v.dim() == 1:
-        v.copy_(beta2[:, 0] * v + (1 - beta2[:, 0]) * (block_sum(g * g) / g.shape[1]))
+        v.copy_(beta2[:, 0] * v + (1 - beta2[:, 0]) * ((yield g * g) / dim))
         v = v[:, None]
     else:
         v.copy_(beta2 * v + (1 - beta2) * (g * g))
@@ -123,13 +176,27 @@ def _ftrl(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) 
     return torch.where(z.abs() <= l1, 0.0, shrunk / ((beta + sqrt(grown)) / lr + l2))
 
 
-_RULES: dict[str, Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor], Tensor]] = {
-    "sgd": _sgd,
-    "momentum": _momentum,
-    "adagrad": _adagrad,
+_Elementwise = Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor], Tensor]
+
+
+def _steps(formula: _Elementwise) -> Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor, int], Steps]:
+    """A rule that sums nothing, as one that does."""
+
+    def steps(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
+        yield from ()
+        return formula(w, moments, g, lr, own)
+
+    return steps
+
+
+_RULES: dict[str, Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor, int], Steps]] = {
+    "sgd": _steps(_sgd),
+    "momentum": _steps(_momentum),
+    "adagrad": _steps(_adagrad),
     "rowwise_adagrad": _rowwise_adagrad,
     "adam": _adam,
     "partial_rowwise_adam": _adam,
     "lamb": _lamb,
-    "ftrl": _ftrl,
+    "ftrl": _steps(_ftrl),
 }
+_SUMMING = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")

@@ -3,8 +3,8 @@
 from hotbed.ops.triton_initial import initial_values_
 from hotbed.ops.triton_interaction import interaction, interaction_backward
 from hotbed.ops.triton_lookup import lookup, weight_gradient
-from hotbed.ops.triton_segment import group, occurrences
-from hotbed.ops.triton_update import update
+from hotbed.ops.triton_segment import group, occurrences, spread
+from hotbed.ops.triton_update import segment_sum, update
 
 NAME = "triton"
 
@@ -16,6 +16,8 @@ __all__ = [
     "interaction_backward",
     "lookup",
     "occurrences",
+    "segment_sum",
+    "spread",
     "update",
     "weight_gradient",
 ]

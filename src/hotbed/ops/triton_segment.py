@@ -206,3 +206,55 @@ def group(occurrences: Occurrences) -> Groups:
             run_starts, group_runs, counts, first, number, run_first, run_number, total, BLOCK=_BLOCK, **STRICT
         )
     return Groups(order, rows, run_starts, group_runs, counts)
+
+
+@triton.jit(do_not_specialize=["total", "steps"])
+def _spread_kernel(
+    out,  # [N]
+    order,  # [N]
+    run_starts,  # [N + 1]
+    group_runs,  # [N + 1]
+    counts,  # [2]
+    values,  # [≥ groups]
+    total,  # N
+    steps,  # halvings that shrink N groups to one
+    BLOCK: tl.constexpr,
+):
+    """``out[order[p]] = values[g]`` where g is the last group that starts at or before p, by binary search."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = p < total
+    low = tl.zeros([BLOCK], tl.int64)
+    high = low + tl.load(counts) - 1
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        start = tl.load(run_starts + tl.load(group_runs + middle, mask=live, other=0), mask=live, other=0)
+        low = tl.where(start <= p, middle, low)
+        high = tl.where(start <= p, high, middle - 1)
+    tl.store(out + tl.load(order + p, mask=live, other=0), tl.load(values + low, mask=live, other=0), mask=live)
+
+
+def spread(groups: Groups, values: Tensor) -> Tensor:
+    """Give every occurrence the value of its group, see `hotbed.ops.reference.spread`."""
+    launches["triton.spread"] += 1
+    return spread_values(groups, values)
+
+
+def spread_values(groups: Groups, values: Tensor) -> Tensor:
+    """`spread` for other operations, which count their own launches."""
+    out = torch.empty_like(groups.order)
+    total = len(out)
+    if total:
+        with torch.cuda.device_of(out):
+            _spread_kernel[(ceil_div(total, _BLOCK),)](
+                out,
+                groups.order,
+                groups.run_starts,
+                groups.group_runs,
+                groups.counts,
+                values.contiguous(),
+                total,
+                total.bit_length(),
+                BLOCK=_BLOCK,
+                **STRICT,
+            )
+    return out

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Segment sum with the optimizer's rule fused into it, in Triton.
+"""Segment sum in Triton, alone or with the optimizer's rule fused into it.
 
 A slot's gradient is the canonical sum: its occurrences left to right in runs of 32, then the runs left to right.
 Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
@@ -14,11 +14,14 @@ follows from positions in the sorted occurrences, cut into windows of 32. No two
 window, nor two last ones (they are more than 32 apart), nor two that are not last (each is full, so at least 32 apart).
 So a long slot is announced in the window of its first occurrence, and the scratch row ``2 · window + (1 if last else
 0)`` of a run is its own: N / 16 rows, 55 MB for 1.7M occurrences of 128 columns, instead of N.
+
+`segment_sum` runs the same kernels with rows of ``out`` for slots, and stores where `update` applies the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,9 +30,43 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences, Rows, RuleStep
-from hotbed.ops.triton_apply import apply, target_of
+from hotbed.ops.triton_apply import Target, apply, target_of
 from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 from hotbed.ops.triton_rows import as_float32
+from hotbed.ops.triton_segment import spread_values
+
+
+class Sums(NamedTuple):
+    """What `segment_sum` fills, in place of a `Target`."""
+
+    out: Any  # [n, D]
+    gate: Any
+
+
+NO_RULE = {"RULE": None, "USES": (), "HYPER": 0, "KINDS": (), "BLOCK_T": 1, "HAS_WIDE": False}
+
+
+@triton.jit
+def _finish(
+    target,  # Target, or Sums where RULE is None
+    tables,
+    slot,  # [R]; −1: none
+    total,  # [R, BLOCK_D]
+    RULE: tl.constexpr,
+    USES: tl.constexpr,
+    HYPER: tl.constexpr,
+    KINDS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Apply the rule to these slots, or store their sums."""
+    if RULE is None:
+        col = tl.arange(0, BLOCK_D)[None, :]
+        tl.store(target.out + slot[:, None] * D + col, total, mask=(slot >= 0)[:, None] & (col < D))
+    else:
+        apply(target, tables, slot, total, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
 
 
 @triton.jit
@@ -109,7 +146,7 @@ def _runs_kernel(
         only = is_first & is_last
         # First the rule: its loads do not wait for the gradients, as storing partial sums does.
         alone = tl.where(only, slot, -1)
-        apply(target, tables, alone, acc, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
+        _finish(target, tables, alone, acc, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
         col = tl.arange(0, BLOCK_D)[None, :]
         to = 2 * (start // RUN) + is_last.to(tl.int64)
         tl.store(partials + to[:, None] * D + col, acc, mask=((slot >= 0) & ~only)[:, None] & (col < D))
@@ -138,7 +175,7 @@ def _long_kernel(
     target,
     tables,  # T
     long,  # [windows]: a group, or −1
-    rows,  # [N]
+    rows,  # [≥ groups]: slot of each group
     group_runs,  # [N + 1]
     partials,  # [2 · windows, D]
     RULE: tl.constexpr,
@@ -175,7 +212,20 @@ def _long_kernel(
             acc = tl.where(k + 6 < runs, acc + p6, acc)
             acc = tl.where(k + 7 < runs, acc + p7, acc)
         slot = tl.zeros([1], tl.int64) + tl.load(rows + group)
-        apply(target, tables, slot, acc, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
+        _finish(target, tables, slot, acc, RULE, USES, HYPER, KINDS, BLOCK_T, HAS_WIDE, D, BLOCK_D)
+
+
+def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: Tensor | None, out: Tensor) -> None:
+    """Sum the gradient of each distinct slot into a row of ``out``, see `hotbed.ops.reference.segment_sum`."""
+    launches["triton.segment_sum"] += 1
+    if len(groups.order) == 0:
+        return
+    with torch.cuda.device_of(grad):
+        if places is None:
+            places = torch.arange(len(groups.order), device=grad.device)
+        rows = places.contiguous()
+        target = Sums(out, gate=groups.counts)  # open: there is a group
+        _launch(target, 0, NO_RULE, spread_values(groups, rows), rows, occurrences, groups, grad, out.shape[1])
 
 
 def update(
@@ -183,51 +233,66 @@ def update(
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, see `hotbed.ops.reference.update`."""
     launches["triton.update"] += 1
-    total, dim, tables = len(groups.order), rows.dim, len(rows.tables)
-    if total == 0:
+    if len(groups.order) == 0:
         return
+    target, compiled = target_of(step, rows, state)
+    with torch.cuda.device_of(grad):
+        _launch(target, len(rows.tables), compiled, occurrences.slots, groups.rows, occurrences, groups, grad, rows.dim)
+
+
+def _launch(
+    target: Target | Sums,
+    tables: int,
+    compiled: dict[str, Any],
+    slots: Tensor,
+    rows: Tensor,
+    occurrences: Occurrences,
+    groups: Groups,
+    grad: Tensor,
+    dim: int,
+) -> None:
+    """Sum, and finish each sum at the slot that ``slots`` names by occurrence and ``rows`` by group."""
+    total = len(groups.order)
     block_d = max(power_of_two(dim), BLOCK)
     tile_rows = rows_per_program(block_d, TILE // 2)
     windows = ceil_div(total, RUN)
-    pointers, compiled = target_of(step, rows, state)
-    with torch.cuda.device_of(grad):
-        partials = torch.empty(2 * windows, dim, dtype=torch.float32, device=grad.device)
-        _runs_kernel[(min(ceil_div(total, tile_rows), programs(grad.device)),)](
-            pointers,
-            tables,
-            occurrences.slots,
-            occurrences.bags,
-            occurrences.slots if occurrences.scale is None else occurrences.scale,
-            groups.order,
-            groups.run_starts,
-            groups.counts,
-            grad.contiguous(),
-            partials,
-            total,
-            **compiled,
-            D=dim,
-            BLOCK_D=block_d,
-            R=tile_rows,
-            RUN=RUN,
-            SCALED=occurrences.scale is not None,
-            **STRICT,
-        )
-        if total <= RUN:
-            return
-        long = torch.full((windows,), -1, dtype=torch.int64, device=grad.device)
-        _announce_kernel[(ceil_div(total, 1024),)](
-            long, groups.run_starts, groups.group_runs, groups.counts, total, RUN=RUN, BLOCK=1024, **STRICT
-        )
-        _long_kernel[(windows,)](
-            pointers,
-            tables,
-            long,
-            groups.rows,
-            groups.group_runs,
-            partials,
-            **compiled,
-            D=dim,
-            BLOCK_D=block_d,
-            num_warps=max(min(block_d // 128, 4), 1),
-            **STRICT,
-        )
+    partials = torch.empty(2 * windows, dim, dtype=torch.float32, device=grad.device)
+    _runs_kernel[(min(ceil_div(total, tile_rows), programs(grad.device)),)](
+        target,
+        tables,
+        slots,
+        occurrences.bags,
+        slots if occurrences.scale is None else occurrences.scale,
+        groups.order,
+        groups.run_starts,
+        groups.counts,
+        grad.contiguous(),
+        partials,
+        total,
+        **compiled,
+        D=dim,
+        BLOCK_D=block_d,
+        R=tile_rows,
+        RUN=RUN,
+        SCALED=occurrences.scale is not None,
+        **STRICT,
+    )
+    if total <= RUN:
+        return
+    long = torch.full((windows,), -1, dtype=torch.int64, device=grad.device)
+    _announce_kernel[(ceil_div(total, 1024),)](
+        long, groups.run_starts, groups.group_runs, groups.counts, total, RUN=RUN, BLOCK=1024, **STRICT
+    )
+    _long_kernel[(windows,)](
+        target,
+        tables,
+        long,
+        rows,
+        groups.group_runs,
+        partials,
+        **compiled,
+        D=dim,
+        BLOCK_D=block_d,
+        num_warps=max(min(block_d // 128, 4), 1),
+        **STRICT,
+    )

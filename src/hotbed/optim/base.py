@@ -183,12 +183,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         for updater in self._updaters.values():
             updater.clear()
 
-    def _on_grad(self, grad: Tensor) -> None:
+    def _on_grad(self, finite: Callable[[], Tensor]) -> None:
         lead: Tensor = self.param_groups[0]["params"][0]
         if lead.grad is None:
             lead.grad = torch.ones_like(lead)
         if self._check_finite:
-            lead.grad.masked_fill_(~torch.isfinite(grad).all(), torch.nan)
+            lead.grad.masked_fill_(~finite(), torch.nan)
 
     def _amp_factors(self) -> tuple[Tensor | None, Tensor | None]:
         """1 / loss scale and "nothing overflowed", as GradScaler left them; None where there is nothing to say."""
@@ -228,11 +228,12 @@ class SparseOptimizer(torch.optim.Optimizer):
         saved = {i: {name: t.shape for name, t in s.items()} for i, s in state_dict["state"].items()}
         if {i: s for i, s in own.items() if s} != saved:
             raise OptimizerError(f"the saved moments are {saved}, this optimizer needs {own}")
-        views = {h: dict(self.state[h]) for h in handles}
         super().load_state_dict(state_dict)
-        for handle, moments in views.items():
-            for name, view in moments.items():
-                view.copy_(self.state[handle][name])
+        for group in self.param_groups:
+            for name, handle in zip(group["tables"], group["params"], strict=True):
+                path, table = self._places[name]
+                if self.state[handle]:
+                    self._updaters[path].load_state(table, self.state[handle])
         self.state.clear()
 
     def _refresh_state(self) -> None:

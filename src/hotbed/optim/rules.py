@@ -78,7 +78,11 @@ class Updater(Protocol):
         ...
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """Views of a table's moments (``[R]`` or ``[R, D]``) and of its ``step`` (0-d int64)."""
+        """A table's moments (``[R]`` or ``[R, D]``) and its ``step`` (0-d int64); views where it is whole here."""
+        ...
+
+    def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave, of this or another model."""
         ...
 
 
@@ -89,7 +93,10 @@ class SparseModule(Protocol):
     handles: dict[str, Tensor]
 
     def connect(
-        self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Tensor], None]
+        self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
     ) -> Updater:
-        """Let an optimizer train the tables in ``fill``, which says what each of a table's moments starts at."""
+        """Let an optimizer train the tables in ``fill``, which says what each of a table's moments starts at.
+
+        ``on_grad`` is called for every gradient that arrives, with what says (0-d bool) whether all of it is finite.
+        """
         ...

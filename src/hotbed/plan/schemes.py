@@ -11,7 +11,7 @@ from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.cost import Cost, gib, rank_costs, tile_bytes, tile_work
 from hotbed.plan.search import place
-from hotbed.plan.tiling import Plan, Tile, column_unit
+from hotbed.plan.tiling import Plan, Tile, WireFormat, column_unit
 from hotbed.specs import Table, is_int
 
 
@@ -83,6 +83,7 @@ def make_plan(
     ids: Mapping[str, float] | None = None,
     moments: Sequence[Moment] = (),
     capacity_bytes: int | None = None,
+    wire: WireFormat | Mapping[str, WireFormat] = "rows",
 ) -> Plan:
     """Cut tables and place the tiles so that the busiest rank has as little work as can be found.
 
@@ -101,6 +102,8 @@ def make_plan(
         Moments that the optimizer keeps beside the rows: ``optimizer.rule.moments``.
     capacity_bytes
         What a rank can hold.
+    wire
+        What crosses the wire, for all tables or by table; see `Plan`.
 
     Raises
     ------
@@ -142,7 +145,9 @@ def make_plan(
                 f"{gib(capacity_bytes)}; copy fewer rows, cut into more parts, use narrower rows, or more ranks"
             )
     order = {t.name: i for i, t in enumerate(tables)}
-    return Plan(world_size, tuple(sorted(tiles, key=lambda t: (order[t.table], t.cols.start, t.rows.start))))
+    tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start))
+    by_table = wire if isinstance(wire, Mapping) else {name: wire for name in known if wire != "rows"}
+    return Plan(world_size, tuple(tiles), by_table)
 
 
 def _cut_of(scheme: str | Cut) -> Cut:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -22,6 +22,9 @@ from hotbed.specs import Table, is_int
 
 Tier = Literal["device", "host", "disk"]
 """Which memory of a rank holds a tile: the compute device's, the host's, or files."""
+
+WireFormat = Literal["rows", "pooled"]
+"""What crosses the wire: distinct rows, or pooled vectors."""
 
 
 _MOST_ROWS = 2**63 - 1
@@ -93,18 +96,25 @@ class Plan:
         Number of ranks.
     tiles
         Tiles that partition each table exactly.
+    wire
+        By table, what crosses the wire: ``"rows"``, each distinct row of a rank's batch once (the default), or
+        ``"pooled"``, one vector for each bag and rank that owns rows of it. Where bags of several ids are cut,
+        ``"pooled"`` adds partial sums, so results differ by float rounding: the one thing in a plan that can.
 
     Raises
     ------
     PlanError
-        If tiles of a table overlap or leave a gap, or name a rank that is not there.
+        If tiles of a table overlap or leave a gap, or name a rank that is not there; if a table of which ranks hold
+        copies is ``"pooled"``.
     """
 
     world_size: int
     tiles: tuple[Tile, ...]
+    wire: Mapping[str, WireFormat] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(self.tiles))
+        object.__setattr__(self, "wire", dict(self.wire))
         if not is_int(self.world_size) or self.world_size < 1:
             raise PlanError(f"world_size is {self.world_size!r}, must be an integer of at least 1")
         for tile in self.tiles:
@@ -115,6 +125,8 @@ class Plan:
                 )
         for table, tiles in self.by_table.items():
             _check_cover(table, tiles)
+        for table, form in self.wire.items():
+            _check_wire(table, form, self.by_table)
 
     @cached_property
     def by_table(self) -> Mapping[str, tuple[Tile, ...]]:
@@ -155,19 +167,23 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON has it."""
-        return {"world_size": self.world_size, "tiles": [_tile_to_dict(t) for t in self.tiles]}
+        tiles = [_tile_to_dict(t) for t in self.tiles]
+        return {"world_size": self.world_size, "tiles": tiles, "wire": dict(self.wire)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """A plan from what `to_dict` gives; keys that are left out have their defaults."""
-        known = {"world_size", "tiles"}
-        _refuse_unknown("a plan", values, known)
-        if not known <= values.keys():
-            raise PlanError(f"a plan needs {' and '.join(sorted(known))}, got {', '.join(values) or 'nothing'}")
+        required = {"world_size", "tiles"}
+        _refuse_unknown("a plan", values, required | {"wire"})
+        if not required <= values.keys():
+            raise PlanError(f"a plan needs {' and '.join(sorted(required))}, got {', '.join(values) or 'nothing'}")
+        wire = values.get("wire", {})
+        if not isinstance(wire, dict):
+            raise PlanError(f"wire of a plan is {wire!r}, must be an object of tables and wire formats")
         tiles = values["tiles"]
         if not isinstance(tiles, list) or not all(isinstance(t, dict) for t in tiles):
             raise PlanError(f"the tiles of a plan must be a list of objects, got {str(tiles)[:80]}")
-        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in tiles))
+        return cls(values["world_size"], tuple(_tile_from_dict(t) for t in tiles), wire)
 
     def to_json(self) -> str:
         """JSON, one tile per line."""
@@ -240,6 +256,15 @@ def _tile_from_dict(values: Mapping[str, Any]) -> Tile:
         tier=values.get("tier", "device"),
         cache_rows=values.get("cache_rows", 0),
     )
+
+
+def _check_wire(table: str, form: str, by_table: Mapping[str, Sequence[Tile]]) -> None:
+    if table not in by_table:
+        raise PlanError(f"wire names a table '{table}', which the plan has not{did_you_mean(table, by_table)}")
+    if form not in get_args(WireFormat):
+        raise PlanError(f"wire of table '{table}' is {form!r}, must be {' or '.join(get_args(WireFormat))}")
+    if form == "pooled" and any(tile.readers for tile in by_table[table]):
+        raise PlanError(f"wire of table '{table}' is 'pooled', but ranks hold copies of its rows; use 'rows'")
 
 
 def _check_cover(table: str, tiles: Sequence[Tile]) -> None:

@@ -93,12 +93,19 @@ class RowStore(ABC):
         """Make room for a moment, filled with 0; nothing happens if it is there already."""
 
     @abstractmethod
+    def moment_is_per_row(self, moment: str) -> bool:
+        """Whether there is one value per row of a moment, and not one per element."""
+
+    @abstractmethod
     def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
         """Float32 copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64."""
 
     @abstractmethod
-    def write(self, slots: Tensor, values: Tensor, moment: str | None = None) -> None:
-        """Overwrite the rows (or a moment) at these distinct slots; narrow rows are rounded to the nearest."""
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+        """Overwrite the rows (or a moment) at these distinct slots.
+
+        Narrow rows are rounded to the nearest, or stochastically with these bits ``[n, D]`` (see `random_bits`).
+        """
 
     @abstractmethod
     def to(self, device: torch.device) -> Self:

@@ -144,13 +144,26 @@ class DenseStore(RowStore):
             self.moments[moment.name] = _zeros(shape, torch.float32, self.device)
 
     @override
-    def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
-        return read_rows(self.rows, slots) if moment is None else self.moments[moment][slots]
+    def moment_is_per_row(self, moment: str) -> bool:
+        return self.moments[moment].dim() == 1
 
     @override
-    def write(self, slots: Tensor, values: Tensor, moment: str | None = None) -> None:
+    def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
+        if moment is not None:
+            return self.moments[moment][slots]
+        if len(self.rows.wide) and len(self.rows.narrow):
+            return read_rows(self.rows, slots)
+        out = self.empty((len(slots), 1, self.dim), torch.float32)
+        # A slot is a position in memory, whatever table it is of, so all are ids of one.
+        features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=self.device)
+        offsets = torch.empty(0, len(slots) + 1, dtype=torch.int64, device=self.device)
+        self.ops.lookup(self.rows, BagLayout(slots, features, offsets, None, len(slots), len(slots), False, 1), out)
+        return out[:, 0]
+
+    @override
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
         if moment is None:
-            write_rows(self.rows, slots, values, None)
+            write_rows(self.rows, slots, values, random)
         else:
             self.moments[moment][slots] = values
 

@@ -1,0 +1,113 @@
+"""Whole tables out of the tiles of all ranks, and back: for checkpoints and tests, not for training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hotbed.comm import Link
+from hotbed.embed.arena import Arena, Piece, raw_shapes
+from hotbed.ops.layout import SCALE_BLOCK
+from hotbed.specs import Table
+
+
+class Holder:
+    """A tile of a table: its owner, and where this rank has it, as owner or as reader.
+
+    Parameters
+    ----------
+    piece
+        The rectangle.
+    owner
+        Its rank.
+    owned, copied
+        Arena and number of the piece in it, where it is here.
+    """
+
+    def __init__(
+        self, piece: Piece, owner: int, owned: tuple[Arena, int] | None, copied: tuple[Arena, int] | None
+    ) -> None:
+        self.piece, self.owner, self.owned, self.copied = piece, owner, owned, copied
+
+
+def gathered_raw(table: Table, holders: Sequence[Holder], link: Link, device: torch.device) -> dict[str, Tensor]:
+    """What the rows of a table are stored as, on every rank; see `RowStore.raw`."""
+    whole = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in raw_shapes(table).items()}
+    for holder in holders:
+        own = None if holder.owned is None else _raw(*holder.owned, holder.piece)
+        for name, part in _regions(whole, holder.piece).items():
+            values = part if own is None else own[name]
+            part.copy_(_broadcast(f"table '{table.name}'", values, holder.owner, link))
+    return whole
+
+
+def scatter_raw(whole: Mapping[str, Tensor], holders: Sequence[Holder]) -> None:
+    """Overwrite the tiles of a table that are here."""
+    for holder in holders:
+        parts = _regions(whole, holder.piece)
+        for place in (holder.owned, holder.copied):
+            if place is not None:
+                for name, tensor in _raw(*place, holder.piece).items():
+                    tensor.copy_(parts[name])
+
+
+def gathered_moment(name: str, whole: Tensor, holders: Sequence[Holder], link: Link) -> Tensor:
+    """A moment of a table ``[R]`` or ``[R, D]`` on every rank, filled into ``whole``.
+
+    Of a moment per row whose row is cut into columns, each owner has its own; they are equal unless they were declared
+    to differ, and then the last one's is taken.
+    """
+    for holder in holders:
+        part = _cells(whole, holder.piece)
+        own = part if holder.owned is None else holder.owned[0].store.view(holder.owned[1], name)
+        part.copy_(_broadcast(f"moment '{name}'", own, holder.owner, link))
+    return whole
+
+
+def scatter_moment(name: str, whole: Tensor, holders: Sequence[Holder]) -> None:
+    """Overwrite a moment of the tiles of a table that this rank owns."""
+    for holder in holders:
+        if holder.owned is not None:
+            arena, piece = holder.owned
+            arena.store.view(piece, name).copy_(_cells(whole, holder.piece))
+
+
+def _cells(whole: Tensor, piece: Piece) -> Tensor:
+    rows = whole[piece.rows.start : piece.rows.stop : piece.rows.step]
+    return rows if whole.dim() == 1 else rows[:, piece.cols.start : piece.cols.stop]
+
+
+def _raw(arena: Arena, number: int, piece: Piece) -> dict[str, Tensor]:
+    """`RowStore.raw` of a piece, with the names that its table has."""
+    raw = arena.store.raw(number)
+    if piece.fp32_rows == len(piece.rows) and set(raw_shapes(piece.table)) != {"weight"}:
+        return {"fp32_weight": raw["weight"]}
+    return raw
+
+
+def _regions(whole: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+    """The parts of a whole table's raw tensors that a piece holds, those without rows left out."""
+    table, rows, cols = piece.table, piece.rows, piece.cols
+    fp32_rows = table.rows if "fp32_weight" not in whole and whole["weight"].dtype == torch.float32 else table.fp32_rows
+    wide = range(rows.start, min(rows.stop, fp32_rows), rows.step)
+    narrow = rows[len(wide) :]
+    found: dict[str, Tensor] = {}
+    for name, tensor in whole.items():
+        part = wide if name == "fp32_weight" or fp32_rows == table.rows else narrow
+        if not len(part):
+            continue
+        first = 0 if part is wide else table.fp32_rows
+        columns = slice(cols.start, cols.stop)
+        if name == "exponents":
+            columns = slice(cols.start // SCALE_BLOCK, -(-cols.stop // SCALE_BLOCK))
+        found[name] = tensor[part.start - first : part[-1] + 1 - first : part.step, columns]
+    return found
+
+
+def _broadcast(what: str, values: Tensor, owner: int, link: Link) -> Tensor:
+    """One rank's values, which the others have the shape of; as bytes, because Gloo knows no fp8."""
+    sent = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
+    link.broadcast(what, sent.view(torch.uint8), owner).wait()
+    return sent

@@ -1,0 +1,335 @@
+"""The tables of one dim of a collection: how they are held, looked up and updated on one rank that has them all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed.embed.arena import Arena, Piece
+from hotbed.embed.layout import BagPlaces
+from hotbed.jagged import Jagged
+from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
+from hotbed.optim import Moment
+from hotbed.specs import Feature, Table
+
+
+class Vectors(Protocol):
+    """Rows that bags are pooled from: a store, or what was fetched from other ranks."""
+
+    def lookup(self, bags: BagLayout, out: Tensor) -> None:
+        """Pooled vectors into ``out [B, width, D]``."""
+        ...
+
+    def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+        """Gradient of the per-id weights into ``out [N]``."""
+        ...
+
+
+class Contribution(Protocol):
+    """A gradient that waits for the step."""
+
+    @property
+    def tables(self) -> set[str]:
+        """Tables it may concern."""
+        ...
+
+    def changed(self) -> bool:
+        """Whether the ids it belongs to were changed in place since the lookup."""
+        ...
+
+    def finite(self) -> Tensor:
+        """0-d bool: whether all of it is finite, on all ranks."""
+        ...
+
+    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        """By arena: slots, and the rows of the gradient that they receive."""
+        ...
+
+
+class Source(Protocol):
+    """Where a request reads rows and leaves gradients."""
+
+    @property
+    def updates(self) -> int:
+        """How often its rows were updated."""
+        ...
+
+    @property
+    def store(self) -> Vectors:
+        """The rows."""
+        ...
+
+    def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
+        """A gradient, ready to wait for the step.
+
+        Parameters
+        ----------
+        bags
+            The bags that were looked up; ``width`` and ``room`` describe ``grad``.
+        versions
+            `BagLayout.versions` at the lookup.
+        grad
+            Gradient ``[…, D]`` of the pooled vectors.
+        """
+        ...
+
+
+class Request(NamedTuple):
+    """Bags that one launch pools into output ``output``; ``trained``: whether gradients are wanted."""
+
+    source: Source
+    bags: BagLayout
+    output: int
+    trained: bool
+
+
+class Part(ABC):
+    """The tables of one dim, and the features that are looked up in them.
+
+    Attributes
+    ----------
+    dim
+        Columns of the tables.
+    tables
+        By name.
+    pooled
+        Names of the pooled features, whose vectors share one output.
+    sequences
+        The other features; one output each.
+    arenas
+        What this rank updates.
+    """
+
+    def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
+        self.dim = dim
+        self.tables = {t.name: t for t in tables}
+        own = [f for f in features if f.table in self.tables]
+        self.pooled = [f.name for f in own if f.pooling != "none"]
+        self.sequences = [f for f in own if f.pooling == "none"]
+        self.arenas: list[Arena] = []
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the rows are."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of rows and moments on this rank."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised tensor for an output."""
+
+    @abstractmethod
+    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        """What to look up: output 0 is for all pooled features, if there are any; then one per sequence.
+
+        Parameters
+        ----------
+        ids
+            Checked ids.
+        room
+            Vectors per sample of output 0 that stay free before the others.
+        trained
+            Whether any of these tables is trained.
+        """
+
+    @abstractmethod
+    def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
+        """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
+
+    @abstractmethod
+    def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        """Make room for a moment of a table, filled with a value."""
+
+    @abstractmethod
+    def raw(self, table: str) -> dict[str, Tensor]:
+        """What the rows of a table are stored as; see `RowStore.raw`."""
+
+    @abstractmethod
+    def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
+        """Overwrite a table with what `raw` gave."""
+
+    @abstractmethod
+    def rows(self, table: str) -> Tensor:
+        """The rows of a table ``[R, D]`` float32."""
+
+    @abstractmethod
+    def moment(self, table: str, name: str) -> Tensor:
+        """A moment of a table ``[R]`` or ``[R, D]``."""
+
+    @abstractmethod
+    def load_moment(self, table: str, name: str, values: Tensor) -> None:
+        """Overwrite a moment of a table."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> None:
+        """Move everything."""
+
+    def outputs(self, requests: Sequence[Request], dtype: torch.dtype) -> list[Tensor]:
+        """Uninitialised ``[B, width, D]`` per output."""
+        shapes = {r.output: (r.bags.batch_size, r.bags.width, self.dim) for r in requests}
+        return [self.empty(shapes[i], dtype) for i in range(len(shapes))]
+
+
+class WholePart(Part):
+    """Tables that are all here: an arena per dtype, looked up and updated directly.
+
+    Parameters
+    ----------
+    dim, tables, features
+        As in `Part`; of the features those of these tables count.
+    seed, device, backend
+        As in `Arena`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        seed: int,
+        device: torch.device,
+        backend: BackendName,
+    ) -> None:
+        super().__init__(dim, tables, features)
+        self._sources: list[_Whole] = []
+        self._place: dict[str, tuple[Arena, int]] = {}
+        position = {name: i for i, name in enumerate(self.pooled)}
+        of_sequences: dict[str, list[Feature]] = {}
+        for dtype in dict.fromkeys(t.dtype for t in tables):
+            members = [t for t in tables if t.dtype == dtype]
+            arena = Arena([Piece.whole(t) for t in members], dim, seed=seed, device=device, backend=backend)
+            names = {t.name: i for i, t in enumerate(members)}
+            self._place.update({name: (arena, i) for name, i in names.items()})
+            self.arenas.append(arena)
+            slots = {name: (arena.first_slots[i], i) for name, i in names.items()}
+            pooled = {f: position[f.name] for f in features if f.table in names and f.name in position}
+            unpooled = [f for f in self.sequences if f.table in names]
+            of_sequences[dtype] = unpooled
+            self._sources.append(
+                _Whole(
+                    arena,
+                    BagPlaces(pooled, slots) if pooled else None,
+                    [BagPlaces({f: 0}, slots, single=True) for f in unpooled],
+                )
+            )
+        self.sequences = [f for found in of_sequences.values() for f in found]
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.arenas[0].store.device
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(arena.store.nbytes for arena in self.arenas)
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.arenas[0].store.empty(shape, dtype)
+
+    @override
+    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        found: list[Request] = []
+        output = int(bool(self.pooled))
+        for source in self._sources:
+            wanted = trained(source.names)
+            if source.pooled is not None:
+                found.append(Request(source, source.pooled.layout(ids, room + len(self.pooled), room), 0, wanted))
+            for places in source.sequences:
+                found.append(Request(source, places.layout(ids, 1, 0), output, wanted))
+                output += 1
+        return found
+
+    @override
+    def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
+        for arena, (occurrences, grad) in found.items():
+            arena.updates += 1
+            arena.store.update(steps[arena], occurrences, grad)
+
+    @override
+    def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        arena, piece = self._place[table]
+        arena.store.add_moment(moment)
+        arena.store.view(piece, moment.name).fill_(initial)
+
+    @override
+    def raw(self, table: str) -> dict[str, Tensor]:
+        arena, piece = self._place[table]
+        return arena.store.raw(piece)
+
+    @override
+    def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.raw(table).items():
+            tensor.copy_(raw[name])
+
+    @override
+    def rows(self, table: str) -> Tensor:
+        arena, piece = self._place[table]
+        return arena.rows(piece)
+
+    @override
+    def moment(self, table: str, name: str) -> Tensor:
+        arena, piece = self._place[table]
+        return arena.store.view(piece, name)
+
+    @override
+    def load_moment(self, table: str, name: str, values: Tensor) -> None:
+        self.moment(table, name).copy_(values)
+
+    @override
+    def to(self, device: torch.device) -> None:
+        for arena in self.arenas:
+            arena.to(device)
+
+
+class _Whole:
+    """An arena of whole tables as a `Source`."""
+
+    def __init__(self, arena: Arena, pooled: BagPlaces | None, sequences: list[BagPlaces]) -> None:
+        self.arena, self.pooled, self.sequences = arena, pooled, sequences
+        self.names = set(arena.tables)
+
+    @property
+    def store(self) -> Vectors:
+        return self.arena.store
+
+    @property
+    def updates(self) -> int:
+        return self.arena.updates
+
+    def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
+        return _Local(self, bags, versions, grad)
+
+
+class _Local(NamedTuple):
+    """A gradient of rows of one arena that are all here."""
+
+    source: _Whole
+    bags: BagLayout
+    versions: tuple[int, int, int]
+    grad: Tensor
+
+    @property
+    def tables(self) -> set[str]:
+        return self.source.names
+
+    def changed(self) -> bool:
+        return self.bags.versions() != self.versions
+
+    def finite(self) -> Tensor:
+        return torch.isfinite(self.grad).all()
+
+    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        arena = self.source.arena
+        return [(arena, arena.store.occurrences(self.bags), self.grad)]

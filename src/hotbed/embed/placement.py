@@ -1,0 +1,207 @@
+"""A plan as kernels need it: which tile holds a row, in which arena of its owner, and at which slot.
+
+Tiles with as many columns and one dtype share an *arena kind*; every rank has an arena of each kind for what it owns
+and one for what it reads. Slots number the rows of a rank's tiles, in the order of the plan; so every rank knows every
+slot of every other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.embed.arena import Piece
+from hotbed.plan import Plan, Tile
+from hotbed.specs import RowDtype, Table
+
+TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
+"""Columns of `Placement.entries`."""
+
+
+class Kind(NamedTuple):
+    """What an arena holds: tiles of so many columns and of this dtype."""
+
+    cols: int
+    dtype: RowDtype
+
+
+class Found(NamedTuple):
+    """Tiles of some rows: a row has one in every range of columns its table is cut into.
+
+    Attributes
+    ----------
+    at
+        ``[n]`` which of the rows.
+    tile
+        ``[n]`` its tile.
+    """
+
+    at: Tensor
+    tile: Tensor
+
+
+class Placement:
+    """Where the tables of one dim are.
+
+    Parameters
+    ----------
+    tables
+        Tables of equal dim.
+    plan
+        Tiles of these tables and perhaps others.
+    rank
+        This process.
+    device
+        Where rows are looked up by.
+
+    Attributes
+    ----------
+    tiles
+        Tiles of these tables.
+    kinds
+        Arena kinds, the same on all ranks.
+    lanes
+        Distinct ranges of columns.
+    has_readers
+        Whether any rank holds a copy of any rows.
+    entries
+        ``[tiles, 9]`` int64: table; owner; first row, the row to stop before, row step; kind; lane; first slot in the
+        owner's arena; first slot in this rank's arena of copies, or −1 where it holds none.
+    copies
+        ``[W, tiles]`` int64: the same of every rank.
+    first_keys
+        ``[T + 1]`` int64: key of row 0 of each table, where the rows of all tables are numbered through.
+    """
+
+    def __init__(self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device) -> None:
+        self.tables = list(tables)
+        self.rank = rank
+        number = {t.name: i for i, t in enumerate(tables)}
+        self.tiles = [tile for tile in plan.tiles if tile.table in number]
+        self.kinds = list(dict.fromkeys(self._kind(tile) for tile in self.tiles))
+        self.lanes = sorted({(t.cols.start, t.cols.stop) for t in self.tiles})
+        self.has_readers = any(tile.readers for tile in self.tiles)
+        self.dim = tables[0].dim
+        owned: dict[tuple[int, Kind], int] = defaultdict(int)
+        copied: dict[tuple[int, Kind], int] = defaultdict(int)
+        copies = torch.full((plan.world_size, len(self.tiles)), -1, dtype=torch.int64)
+        rows: list[list[int]] = []
+        for i, tile in enumerate(self.tiles):
+            kind = self._kind(tile)
+            for reader in tile.readers:
+                copies[reader, i] = copied[reader, kind]
+                copied[reader, kind] += len(tile.rows)
+            place = [number[tile.table], tile.owner, tile.rows.start, tile.rows[-1] + 1, tile.rows.step]
+            lane = self.lanes.index((tile.cols.start, tile.cols.stop))
+            slot = owned[tile.owner, kind]
+            rows.append([*place, self.kinds.index(kind), lane, slot, int(copies[rank, i])])
+            owned[tile.owner, kind] += len(tile.rows)
+        self.copies = copies.to(device)
+        self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
+        self.entries = torch.tensor(rows, dtype=torch.int64, device=device)
+        self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
+
+    def _kind(self, tile: Tile) -> Kind:
+        return Kind(len(tile.cols), next(t.dtype for t in self.tables if t.name == tile.table))
+
+    def owned(self, kind: Kind) -> list[int]:
+        """Tiles of this kind that this rank owns, in the order of their slots."""
+        return [i for i, tile in enumerate(self.tiles) if tile.owner == self.rank and self._kind(tile) == kind]
+
+    def copied(self, kind: Kind) -> list[int]:
+        """Tiles of this kind that this rank reads a copy of, in the order of their slots."""
+        return [i for i, tile in enumerate(self.tiles) if self.rank in tile.readers and self._kind(tile) == kind]
+
+    def pieces(self, tiles: Sequence[int]) -> list[Piece]:
+        """These tiles as pieces of an arena."""
+        by_name = {t.name: t for t in self.tables}
+        return [Piece(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
+
+    def find(self, keys: Tensor) -> Found:
+        """The tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""
+        table = torch.searchsorted(self.first_keys, keys, right=True) - 1
+        row = keys - self.first_keys[table]
+        found = [layer.find(table, row, self.entries) for layer in self._layers]
+        if len(found) == 1:
+            return found[0]
+        return Found(torch.cat([f.at for f in found]), torch.cat([f.tile for f in found]))
+
+    def slots(self, keys: Tensor, found: Found, column: int = SLOT) -> Tensor:
+        """Slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
+        entry = self.entries[found.tile]
+        row = keys[found.at] - self.first_keys[entry[:, TABLE]]
+        return entry[:, column] + torch.div(row - entry[:, FIRST], entry[:, STEP], rounding_mode="floor")
+
+
+class _Layer(NamedTuple):
+    """Tiles of which no two of a table have a row in common, and of each table one row step.
+
+    ``step [T]`` (0: the layer has no tile of the table), ``base [T]`` and ``span [T]`` order the tiles by (table,
+    residue of the row by the step, first row): ``keys`` of the tiles rise.
+    """
+
+    step: Tensor
+    base: Tensor
+    span: Tensor
+    keys: Tensor
+    tiles: Tensor
+    complete: bool
+
+    def find(self, table: Tensor, row: Tensor, entries: Tensor) -> Found:
+        step = self.step[table]
+        residue = row % step.clamp(min=1)
+        at = torch.searchsorted(self.keys, self.base[table] + residue * self.span[table] + row, right=True) - 1
+        tile = self.tiles[at.clamp(min=0)]
+        if self.complete:
+            return Found(torch.arange(len(row), device=row.device), tile)
+        entry = entries[tile]
+        inside = (at >= 0) & (step > 0) & (entry[:, TABLE] == table) & (row >= entry[:, FIRST]) & (row < entry[:, STOP])
+        inside &= (row - entry[:, FIRST]) % entry[:, STEP] == 0
+        which = inside.nonzero()[:, 0]
+        return Found(which, tile[which])
+
+
+def _layers(
+    tiles: Sequence[Tile], number: Mapping[str, int], rows: Sequence[int], device: torch.device
+) -> list[_Layer]:
+    """As few layers as there are pairs (columns, row step) of a table."""
+
+    def numbers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    combs: dict[int, dict[tuple[range, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, tile in enumerate(tiles):
+        combs[number[tile.table]][tile.cols, tile.rows.step].append(i)
+    layers: list[_Layer] = []
+    for depth in range(max(len(found) for found in combs.values())):
+        step, base, span = ([0] * len(rows) for _ in range(3))
+        entries: list[tuple[int, int]] = []
+        covered = 0
+        total = 0
+        for t, found in combs.items():
+            base[t], span[t] = total, rows[t]
+            if depth >= len(found):
+                continue
+            (_, step[t]), members = list(found.items())[depth]
+            for i in members:
+                start = tiles[i].rows.start
+                entries.append((base[t] + start % step[t] * span[t] + start, i))
+                covered += len(tiles[i].rows)
+            total += step[t] * span[t]
+        entries.sort()
+        layers.append(
+            _Layer(
+                step=numbers(step),
+                base=numbers(base),
+                span=numbers(span),
+                keys=numbers([key for key, _ in entries]),
+                tiles=numbers([i for _, i in entries]),
+                complete=covered == sum(rows),
+            )
+        )
+    return layers

@@ -1,0 +1,218 @@
+"""Tables that are distributed by a plan: the tiles of this rank, and what the ranks tell each other about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed import ops
+from hotbed.comm import Link
+from hotbed.embed.arena import Arena, Piece
+from hotbed.embed.fetched import Fetched
+from hotbed.embed.gather import Holder, gathered_moment, gathered_raw, scatter_moment, scatter_raw
+from hotbed.embed.layout import BagPlaces
+from hotbed.embed.part import Part, Request, Source
+from hotbed.embed.placement import KIND, Kind, Placement
+from hotbed.embed.pooled import PooledRoute, PooledVectors, make_pooled_route
+from hotbed.embed.push import push_rows
+from hotbed.embed.route import Route, make_route
+from hotbed.embed.rowsums import update_together
+from hotbed.embed.wire import Wire
+from hotbed.jagged import Jagged
+from hotbed.ops import BackendName, Occurrences, RuleStep
+from hotbed.ops.reference_rules import sums_rows
+from hotbed.optim import Moment
+from hotbed.plan import Plan
+from hotbed.specs import Feature, Table
+from hotbed.store import DenseStore, Span
+
+
+class _LookedUp(NamedTuple):
+    """Features that are exchanged together, the output they go to, and whether their wire format is ``"pooled"``."""
+
+    places: BagPlaces
+    output: int
+    is_pooled: bool
+
+
+class ShardedPart(Part):
+    """Tables of one dim, distributed over ranks.
+
+    Parameters
+    ----------
+    tables, features
+        As in `Part`.
+    plan
+        Where tiles are.
+    wire
+        The ranks, and how vectors are encoded between them.
+    seed, device, backend
+        As in `Arena`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        plan: Plan,
+        wire: Wire,
+        *,
+        seed: int,
+        device: torch.device,
+        backend: BackendName,
+    ) -> None:
+        super().__init__(tables[0].dim, tables, features)
+        self.wire = wire
+        self._plan = plan
+        self._backend: BackendName = backend
+        self.placement = Placement(tables, plan, wire.link.rank, device)
+
+        def arena(kind: Kind, tiles: list[int]) -> Arena:
+            pieces = self.placement.pieces(tiles)
+            return Arena(pieces, kind.cols, seed=seed, device=device, backend=backend)
+
+        self.arenas = [arena(kind, self.placement.owned(kind)) for kind in self.placement.kinds]
+        self.copies = [arena(kind, self.placement.copied(kind)) for kind in self.placement.kinds]
+        firsts = self.placement.first_keys.tolist()
+        slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
+        by_name = {f.name: f for f in features}
+        pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
+        by_wire = {
+            form: {f: i for f, i in pooled.items() if plan.wire.get(f.table, "rows") == form}
+            for form in ("rows", "pooled")
+        }
+        self._looked_up = [_LookedUp(BagPlaces(f, slots), 0, form == "pooled") for form, f in by_wire.items() if f]
+        first = int(bool(pooled))
+        self._looked_up += [
+            _LookedUp(BagPlaces({f: 0}, slots, single=True), first + i, False) for i, f in enumerate(self.sequences)
+        ]
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.arenas[0].store.device
+
+    @property
+    def ops(self) -> ops.Backend:
+        """Kernels."""
+        return ops.select(self.device, self._backend)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(arena.store.nbytes for arena in (*self.arenas, *self.copies))
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.arenas[0].store.empty(shape, dtype)
+
+    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> list[Route | PooledRoute]:
+        """Where a batch's rows are; all ranks must call this."""
+        found: list[Route | PooledRoute] = []
+        for places, _, is_pooled in self._looked_up:
+            bags = places.layout(ids, len(self.pooled), 0)
+            make = make_pooled_route if is_pooled else make_route
+            found.append(make(bags, self.placement, self.ops, link, trained=trained(places.tables)))
+        return found
+
+    @override
+    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+        found: list[Request] = []
+        routes = self.routes(ids, self.wire.link, trained)
+        for (places, output, _), route in zip(self._looked_up, routes, strict=True):
+            bags = route.bags
+            if not places.single:
+                bags = replace(bags, width=room + len(self.pooled), room=room)
+            found.append(Request(self._fetched(route, places.tables), bags, output, route.trained))
+        return found
+
+    def _fetched(self, route: Route | PooledRoute, tables: set[str]) -> Source:
+        if isinstance(route, PooledRoute):
+            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.dim)
+        return Fetched(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim)
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    @override
+    def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
+        step = next(iter(steps.values()))
+        cut = {kind: a for kind, a in enumerate(self.arenas) if self.placement.kinds[kind].cols < self.dim}
+        together = bool(cut) and not self.wire.sums_apart and sums_rows(step.rule, step.uses)
+        for arena, (occurrences, grad) in found.items():
+            if not (together and arena in cut.values()):
+                arena.updates += 1
+                arena.store.update(steps[arena], occurrences, grad)
+        if together:
+            update_together(self.placement, cut, steps, found, self.ops, self.wire.link)
+        if self.placement.has_readers:
+            touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
+            push_rows(self.placement, self.arenas, self.copies, touched, self.wire.link)
+
+    @override
+    def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        for arena in self.arenas:
+            arena.store.add_moment(moment)
+        for holder in self._holders(table):
+            if holder.owned is not None:
+                arena, piece = holder.owned
+                arena.store.view(piece, moment.name).fill_(initial)
+
+    # -- whole tables ----------------------------------------------------------------------------------------------
+
+    def _holders(self, table: str) -> list[Holder]:
+        """Tiles of a table."""
+        placement = self.placement
+        found: list[Holder] = []
+        for i, tile in enumerate(placement.tiles):
+            if tile.table == table:
+                kind = int(placement.entries[i, KIND])
+                owned, copied = placement.owned(placement.kinds[kind]), placement.copied(placement.kinds[kind])
+                found.append(
+                    Holder(
+                        Piece(self.tables[table], tile.rows, tile.cols),
+                        tile.owner,
+                        (self.arenas[kind], owned.index(i)) if i in owned else None,
+                        (self.copies[kind], copied.index(i)) if i in copied else None,
+                    )
+                )
+        return found
+
+    @override
+    def raw(self, table: str) -> dict[str, Tensor]:
+        return gathered_raw(self.tables[table], self._holders(table), self.wire.link, self.device)
+
+    @override
+    def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
+        scatter_raw(raw, self._holders(table))
+
+    @override
+    def rows(self, table: str) -> Tensor:
+        spec = self.tables[table]
+        store = DenseStore([Span(spec.rows, spec.fp32_rows)], spec.dim, dtype=spec.dtype, device=self.device)
+        raw = self.raw(table)
+        for name, tensor in store.raw(0).items():
+            tensor.copy_(raw[name])
+        return store.read(torch.arange(spec.rows, device=self.device))
+
+    @override
+    def moment(self, table: str, name: str) -> Tensor:
+        spec, arena = self.tables[table], self.arenas[0]
+        per_row = arena.store.moment_is_per_row(name)
+        shape = (spec.rows,) if per_row else (spec.rows, spec.dim)
+        whole = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return gathered_moment(name, whole, self._holders(table), self.wire.link)
+
+    @override
+    def load_moment(self, table: str, name: str, values: Tensor) -> None:
+        scatter_moment(name, values, self._holders(table))
+
+    @override
+    def to(self, device: torch.device) -> None:
+        for arena in (*self.arenas, *self.copies):
+            arena.to(device)
+        self.placement = Placement(list(self.tables.values()), self._plan, self.wire.link.rank, device)

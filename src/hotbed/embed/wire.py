@@ -1,0 +1,79 @@
+"""How vectors go from rank to rank, and gradients that are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotbed.comm import Link
+from hotbed.embed.arena import Arena
+from hotbed.ops import Occurrences
+from hotbed.ops.codec import Codec
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How vectors go from rank to rank.
+
+    Attributes
+    ----------
+    link
+        The ranks; of its own, because gradients travel while others compute.
+    forward, backward
+        Codecs of rows and of gradients; all but ``"fp32"`` change results.
+    sums_apart
+        Whether rules that sum over columns do so over the columns of each tile; it changes results.
+    """
+
+    link: Link
+    forward: Codec = "fp32"
+    backward: Codec = "fp32"
+    sums_apart: bool = False
+
+
+class Sent:
+    """A gradient on its way to the owners of its rows; a `Contribution`.
+
+    Parameters
+    ----------
+    tables
+        Tables it may concern.
+    link
+        The ranks.
+    finite
+        0-d: whether what this rank sent is finite.
+    arrived
+        Waits for what the ranks sent to this one; by arena, in rank order.
+    """
+
+    def __init__(
+        self,
+        tables: set[str],
+        link: Link,
+        finite: Tensor,
+        arrived: Callable[[], Sequence[tuple[Arena, Occurrences, Tensor]]],
+    ) -> None:
+        self.tables = tables
+        self._link, self._finite, self._arrived = link, finite, arrived
+        self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
+        self._agreed: Tensor | None = None
+
+    def changed(self) -> bool:
+        """False: it was summed as soon as it was there."""
+        return False
+
+    def finite(self) -> Tensor:
+        """0-d bool: whether all that the ranks sent is finite; all of them must ask."""
+        if self._agreed is None:
+            flags = self._link.all_gather("whether gradients are finite", self._finite.to(torch.uint8)[None])
+            self._agreed = flags.wait().bool().all()
+        return self._agreed
+
+    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        """By arena: slots, and the rows of the gradient that they receive."""
+        if self._pieces is None:  # several optimizers may ask
+            self._pieces = self._arrived()
+        return self._pieces
