@@ -26,55 +26,69 @@ class RankError(Exception):
 
 
 class Ranks:
-    """Four processes; ``run`` calls a function on the first so many of them."""
+    """Worlds of several sizes, each of processes that are started when it is first needed."""
 
     def __init__(self) -> None:
+        self._worlds: dict[int, _World] = {}
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(group, *args)`` on every rank of a world of this size; results by rank. It must be importable."""
+        if size not in self._worlds:
+            self._worlds[size] = _World(size)
+        return self._worlds[size].run(function, args)
+
+    def close(self) -> None:
+        """End the processes."""
+        for world in self._worlds.values():
+            world.close()
+
+
+class _World:
+    def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         context = get_context("spawn")
         self._connections: list[Connection] = []
         self._processes = []
-        for rank in range(max(SIZES)):
+        for rank in range(size):
             here, there = context.Pipe()
-            args = (rank, str(Path(self._folder.name) / "store"), there)
+            args = (rank, size, str(Path(self._folder.name) / "store"), there)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._connections.append(here)
             self._processes.append(process)
 
-    def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(group, *args)`` on ranks 0 … size − 1; results by rank. It must be importable."""
-        task = pickle.dumps((size, function, args))
-        for connection in self._connections[:size]:
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        task = pickle.dumps((function, args))
+        for connection in self._connections:
             connection.send_bytes(task)
-        results = [pickle.loads(connection.recv_bytes()) for connection in self._connections[:size]]
+        results = [pickle.loads(connection.recv_bytes()) for connection in self._connections]
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error is not None]
         if errors:
             raise RankError("\n".join(errors))
         return [result for _, result in results]
 
     def close(self) -> None:
-        """End the processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(5)
             process.kill()
+            process.join()
         self._folder.cleanup()
 
 
-def _serve(rank: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(SIZES), timeout=timeout)
-    groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in SIZES}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    assert dist.group.WORLD is not None
     while True:
         try:
-            size, function, args = pickle.loads(connection.recv_bytes())
+            function, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
         try:
-            answer = (None, function(groups[size], *args))
+            answer = (None, function(dist.group.WORLD, *args))
         except Exception:
             answer = (traceback.format_exc(), None)
         connection.send_bytes(pickle.dumps(answer))

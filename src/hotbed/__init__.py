@@ -6,10 +6,11 @@ from hotbed import nn, optim
 from hotbed.batch import Batch, Embeddings
 from hotbed.config import Recipe
 from hotbed.data import Loader, Schema, Source, SplitBinarySource
-from hotbed.embed import EmbeddingCollection
+from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
 from hotbed.errors import HotbedError
 from hotbed.jagged import Jagged
 from hotbed.lazy import lazy
+from hotbed.plan import Cut, Plan, Tile, make_plan
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer, evaluate, load_checkpoint, save_checkpoint
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Callback",
+    "Cut",
     "EmbeddingCollection",
     "Embeddings",
     "Feature",
@@ -27,14 +29,19 @@ __all__ = [
     "Jagged",
     "Loader",
     "ParquetSource",
+    "Plan",
     "Recipe",
     "Schema",
     "Source",
     "SplitBinarySource",
     "Table",
+    "Tile",
     "Trainer",
+    "distribute",
     "evaluate",
     "load_checkpoint",
+    "make_plan",
+    "mean_over_ranks",
     "nn",
     "optim",
     "prepare",

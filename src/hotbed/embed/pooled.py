@@ -1,8 +1,8 @@
 """The wire format ``"pooled"``: owners pool the rows of a bag that they hold, and one vector crosses the wire.
 
-A *unit* is what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same columns.
-Its owner is told the ids and answers with their pooled vector (`hotbed.embed.pooling`). Units of a bag are then added
-here, in the order of ranks; a bag of one unit has the bits of plain pooling.
+A *unit* is what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same
+columns. Its owner is told the ids and answers with their pooled vector (`hotbed.embed.pooling`). Units of a bag are
+then added here, in the order of ranks; a bag of one unit has the bits of plain pooling.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from hotbed import ops
 from hotbed.errors import BatchError, SpecError
@@ -36,11 +37,22 @@ class MLP(nn.Sequential):
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
-            linear = cast(nn.Linear, nn.utils.skip_init(nn.Linear, fan_in, fan_out, device=torch.get_default_device()))
-            _draw(linear.weight, math.sqrt(2.0 / (fan_in + fan_out)))
-            _draw(linear.bias, math.sqrt(1.0 / fan_out))
+            linear = cast(_Linear, nn.utils.skip_init(_Linear, fan_in, fan_out, device=torch.get_default_device()))
+            linear.reset_parameters()
             layers += [linear, nn.ReLU(inplace=True)]
         super().__init__(*(layers if last_relu else layers[:-1]))
+
+
+class _Linear(nn.Linear):
+    """A fully connected layer with the initial values of `MLP`."""
+
+    @override
+    def reset_parameters(self) -> None:
+        """Draw new values, unless there is nothing to hold them yet."""
+        if self.weight.is_meta:
+            return
+        _draw(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
+        _draw(self.bias, math.sqrt(1.0 / self.out_features))
 
 
 @torch.no_grad()

@@ -1,0 +1,304 @@
+"""`distribute`: a model over the ranks of a process group, tables by a plan, everything else data-parallel."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from hotbed.comm import Link
+from hotbed.embed.collection import EmbeddingCollection
+from hotbed.embed.wire import Wire
+from hotbed.errors import PlanError, SpecError
+from hotbed.ops.codec import Codec
+from hotbed.plan import Cut, Plan, make_plan
+from hotbed.specs import Table
+
+BUCKET_MIB = 25
+"""Size of the buckets that gradients of dense parameters are summed in; pinned, for it decides the order of sums."""
+
+Dense = Literal["ddp", "fsdp"]
+_log = logging.getLogger("hotbed")
+
+
+def distribute(
+    model: nn.Module,
+    plan: Plan | str | Cut | Mapping[str, str | Cut] = "table",
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    dense: Dense = "ddp",
+    forward_codec: Codec = "fp32",
+    backward_codec: Codec = "fp32",
+    sums_apart: bool = False,
+    timeout: timedelta | None = None,
+) -> nn.Module:
+    """Distribute a model over the ranks of a process group; all processes must call this.
+
+    The tables of all `EmbeddingCollection`s are cut and placed by the plan; each rank keeps its tiles. Everything else
+    is data-parallel: DDP averages the gradients. So a rank's loss must be the mean over its own samples (or, where
+    ranks have batches of different sizes, its sum times the number of ranks over the size of the global batch, see
+    `mean_over_ranks`), and the gradient of a table is that of the mean over all ranks.
+
+    Whatever the plan, the model is the same to the bit at a given number of ranks, unless one of the options below that
+    say so is used, or a plan asks for pooled vectors of cut bags (see `Plan.wire`).
+
+    Parameters
+    ----------
+    model
+        Any module; it is changed in place. Tables and parameters on ``meta`` get their initial values here, the
+        latter by the modules' ``reset_parameters``.
+    plan
+        Where tables are; or a scheme for `make_plan`, for all tables or by table.
+    group
+        Process group; default: all ranks. It must be initialised already (``torchrun`` and
+        ``torch.distributed.init_process_group()``). Without one, the model is returned as it is.
+    device
+        Where the model is to be; default: where it is (from ``meta``: the CPU).
+    dense
+        ``"ddp"``: every rank has all dense parameters. ``"fsdp"``: they are sharded (FSDP2); sums are in another order
+        than under DDP.
+    forward_codec, backward_codec
+        How rows and gradients cross the wire (see `hotbed.ops.codec`); all but ``"fp32"`` round, so they change the
+        model, by at most the stated error.
+    sums_apart
+        Let row-wise rules and norms take the sums of each tile for those of the row, where rows are cut into columns.
+        Saves an exchange per step and changes the model.
+    timeout
+        After which an exchange fails; default: that of torch.distributed.
+
+    Returns
+    -------
+    nn.Module
+        The model, or a wrapper that has its attributes, names and state.
+
+    Raises
+    ------
+    PlanError
+        If the plan is for another number of ranks or other tables.
+    SpecError
+        If the model has no tables, or a module on ``meta`` cannot make its parameters.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if isinstance(plan, Plan) and plan.world_size > 1:
+            raise PlanError(
+                f"the plan is for {plan.world_size} ranks, but torch.distributed is not initialised; start with "
+                f"`torchrun --nproc_per_node {plan.world_size}` and call torch.distributed.init_process_group(), or "
+                "make a plan for 1 rank"
+            )
+        return model
+    base = Link(group, timeout)
+    collections = {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
+    if not collections:
+        raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
+    if isinstance(plan, Plan):
+        if plan.world_size != base.size:
+            raise PlanError(
+                f"the plan is for {plan.world_size} ranks, this process group has {base.size}; make a plan for "
+                f"{base.size}, or start as many processes"
+            )
+    else:
+        plan = plan_for(model, base.size, plan)
+    plan.check(plan_tables(model))
+    _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart)
+    place = _place(model, device)
+    wire = Wire(base.clone(), forward_codec, backward_codec, sums_apart)
+    for path, collection in collections.items():
+        names = _plan_names(model)
+        own = {name: names[path, name] for name in collection.tables}
+        collection.distribute(_local(plan, own), wire, place)
+    _materialize(model, place)
+    return Distributed(model, wire, base, plan, dense)
+
+
+class Distributed(nn.Module):
+    """A distributed model: calls, attributes, names of parts and state are those of the model.
+
+    Attributes
+    ----------
+    module
+        The model.
+    plan
+        Where its tables are.
+    link
+        The ranks, for small exchanges between steps.
+    """
+
+    def __init__(self, model: nn.Module, wire: Wire, base: Link, plan: Plan, dense: Dense) -> None:
+        super().__init__()
+        self.module = model
+        self.plan = plan
+        self.wire = wire
+        self.link = base.clone()
+        self._call = [_data_parallel(model, base, dense)]  # in a list, so that it is no part of the model
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self._call[0](*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Do not sum gradients of dense parameters inside; for all but the last of accumulated batches."""
+        call = self._call[0]
+        if not isinstance(call, DistributedDataParallel):
+            raise SpecError("no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')")
+        return call.no_sync()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    @override
+    def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Of the model."""
+        return self.module.named_modules(*args, **kwargs)
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the model."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    @override
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Of the model."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the model, with whole tables; all ranks must call this."""
+        return self.module.state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of the model, with whole tables, of which each rank takes its tiles."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def mean_over_ranks(total: Tensor, count: int, model: nn.Module) -> Tensor:
+    """The loss to call ``backward`` on where ranks may have batches of different sizes.
+
+    Parameters
+    ----------
+    total
+        0-d sum of the losses of this rank's samples.
+    count
+        Number of this rank's samples.
+    model
+        What `distribute` returned.
+
+    Returns
+    -------
+    Tensor
+        ``total · W / (samples of all ranks)``: averaged over ranks, as DDP does with gradients, it is the global mean.
+    """
+    if not isinstance(model, Distributed):
+        return total / max(count, 1)
+    counts = model.link.all_gather("batch sizes", torch.tensor([count], device=total.device)).wait()
+    return total * model.link.size / max(int(counts.sum()), 1)
+
+
+def plan_tables(model: nn.Module) -> list[Table]:
+    """Tables of a model by the names that plans have for them: ``collection.table`` where a name occurs twice."""
+    names = _plan_names(model)
+    return [
+        replace(table, name=names[path, table.name])
+        for path, m in model.named_modules()
+        if isinstance(m, EmbeddingCollection)
+        for table in m.tables.values()
+    ]
+
+
+def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str, str | Cut], **options: Any) -> Plan:
+    """`make_plan` for the tables of a model.
+
+    A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
+    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it.
+    """
+    tables = plan_tables(model)
+    if not isinstance(scheme, Mapping):
+        names = _plan_names(model)
+        own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
+        scheme = {name: own.get(path, scheme) for (path, _), name in names.items()}
+    return make_plan(tables, world_size, scheme, **options)
+
+
+def _plan_names(model: nn.Module) -> dict[tuple[str, str], str]:
+    """Name of each table in plans, by its collection's path and its name there."""
+    tables = [(p, t) for p, m in model.named_modules() if isinstance(m, EmbeddingCollection) for t in m.tables]
+    count = Counter(table for _, table in tables)
+    return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
+
+
+def _local(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The part of a plan that is about these tables, by their names in the collection."""
+    here = {name: own for own, name in names.items()}
+    tiles = tuple(replace(tile, table=here[tile.table]) for tile in plan.tiles if tile.table in here)
+    return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})
+
+
+def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where a model is to be."""
+    if device is not None:
+        return torch.device(device)
+    here = next((m.device for m in model.modules() if isinstance(m, EmbeddingCollection)), torch.device("cpu"))
+    return torch.device("cpu") if here.type == "meta" else here
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Make what is on ``meta``, and move the rest."""
+    for path, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(t.is_meta for t in own):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise SpecError(
+                f"{path or 'the model'} ({type(module).__name__}) is on meta and has no reset_parameters(), so its "
+                "parameters cannot be made; add one, or make the model on a device"
+            )
+        module.to_empty(device=device, recurse=False)
+        reset()
+    model.to(device)
+
+
+def _data_parallel(model: nn.Module, base: Link, dense: Dense) -> nn.Module:
+    """What to call: the model, or DDP around it."""
+    if not any(p.requires_grad for p in model.parameters()):
+        return model
+    link = base.clone()
+    if dense == "fsdp":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        assert link.group is not None
+        kind = next(p.device.type for p in model.parameters())
+        fully_shard(model, mesh=DeviceMesh.from_group(link.group, kind))
+        return model
+    return DistributedDataParallel(
+        model, process_group=link.group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+    )
+
+
+def _say_what_changes_results(plan: Plan, forward: Codec, backward: Codec, sums_apart: bool) -> None:
+    for name, codec in (("forward_codec", forward), ("backward_codec", backward)):
+        if codec != "fp32":
+            _log.warning("%s=%r rounds what crosses the wire: results differ from those of one rank", name, codec)
+    if sums_apart and any(len({t.cols for t in tiles}) > 1 for tiles in plan.by_table.values()):
+        _log.warning("sums_apart=True: row-wise rules see the columns of each tile by themselves")
+    pooled = [t for t, form in plan.wire.items() if form == "pooled" and len({x.rows for x in plan.by_table[t]}) > 1]
+    if pooled:
+        _log.warning("wire='pooled': bags of several ids of %s are summed in parts", ", ".join(pooled))
