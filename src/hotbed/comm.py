@@ -17,6 +17,9 @@ from hotbed.errors import CommError
 
 T = TypeVar("T")
 
+_TAGS = 1 << 16
+"""Exchanges that may be under way at once, before two would have one tag."""
+
 
 class Handle(Generic[T]):
     """A result that is on its way.
@@ -82,6 +85,7 @@ class Link:
         self.size = dist.get_world_size(self.group)
         self.step = 0
         """Number of the training step, for error messages."""
+        self._exchanges = 0
 
     def clone(self) -> Link:
         """The same ranks over a process group of their own, for exchanges that overlap with others.
@@ -126,26 +130,51 @@ class Link:
                 f"{self.size} ranks do not fit together"
             )
         received = send.new_empty(sum(recv_counts), *send.shape[1:]) if out is None else out
+        send = send.contiguous()
+        if send.device.type == "cpu":
+            return self._start(what, lambda: self._pairwise(send, send_counts, received, recv_counts), lambda: received)
         return self._start(
             what,
-            lambda: cast(
-                dist.Work,
-                dist.all_to_all_single(
-                    received, send.contiguous(), list(recv_counts), list(send_counts), group=self.group, async_op=True
-                ),
-            ),
+            lambda: [
+                cast(
+                    dist.Work,
+                    dist.all_to_all_single(
+                        received, send, list(recv_counts), list(send_counts), group=self.group, async_op=True
+                    ),
+                )
+            ],
             lambda: received,
         )
+
+    def _pairwise(
+        self, send: Tensor, send_counts: Sequence[int], received: Tensor, recv_counts: Sequence[int]
+    ) -> list[dist.Work]:
+        """An all-to-all of Gloo by pairs, every receive before any send.
+
+        Gloo's own sends first; then a link carries data in one direction at a time (docs/log.md).
+        """
+        self._exchanges += 1
+        outgoing, incoming = send.split(list(send_counts)), received.split(list(recv_counts))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        tag = self._exchanges % _TAGS
+        works = [dist.irecv(incoming[r], group=self.group, group_src=r, tag=tag) for r in others if incoming[r].numel()]
+        works += [
+            dist.isend(outgoing[r], group=self.group, group_dst=r, tag=tag) for r in others if outgoing[r].numel()
+        ]
+        return [work for work in works if work is not None]
 
     def all_gather(self, what: str, values: Tensor) -> Handle[Tensor]:
         """Every rank's tensor, all of one shape: ``[…] → [W, …]``."""
         received = values.new_empty(self.size, *values.shape)
         return self._start(
             what,
-            lambda: cast(
-                dist.Work,
-                dist.all_gather(list(received.unbind()), values.contiguous(), group=self.group, async_op=True),
-            ),
+            lambda: [
+                cast(
+                    dist.Work,
+                    dist.all_gather(list(received.unbind()), values.contiguous(), group=self.group, async_op=True),
+                )
+            ],
             lambda: received,
         )
 
@@ -153,16 +182,16 @@ class Link:
         """One rank's tensor, written into those of the others, which have its shape."""
         return self._start(
             what,
-            lambda: cast(dist.Work, dist.broadcast(values, group=self.group, group_src=source, async_op=True)),
+            lambda: [cast(dist.Work, dist.broadcast(values, group=self.group, group_src=source, async_op=True))],
             lambda: values,
         )
 
-    def _start(self, what: str, start: Callable[[], dist.Work], result: Callable[[], T]) -> Handle[T]:
+    def _start(self, what: str, start: Callable[[], list[dist.Work]], result: Callable[[], T]) -> Handle[T]:
         try:
             work = start()
         except RuntimeError as error:
             raise self._explained(what, error) from error
-        return Handle(result, [work], lambda error: self._explained(what, error))
+        return Handle(result, work, lambda error: self._explained(what, error))
 
     def _explained(self, what: str, error: Exception) -> CommError:
         explained = CommError(

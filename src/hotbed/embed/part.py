@@ -50,6 +50,10 @@ class Contribution(Protocol):
         """By arena: slots, and the rows of the gradient that they receive."""
         ...
 
+    def drop(self) -> None:
+        """It will not be used."""
+        ...
+
 
 class Source(Protocol):
     """Where a request reads rows and leaves gradients."""
@@ -329,6 +333,9 @@ class _Local(NamedTuple):
 
     def finite(self) -> Tensor:
         return torch.isfinite(self.grad).all()
+
+    def drop(self) -> None:
+        pass
 
     def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
         arena = self.source.arena

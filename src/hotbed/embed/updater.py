@@ -131,6 +131,8 @@ class TableUpdater:
 
     def clear(self) -> None:
         """Forget everything that waits."""
+        for waiting in self._waiting:
+            waiting.drop()
         self._waiting.clear()
 
     def finite(self) -> Tensor:

@@ -72,6 +72,10 @@ class Sent:
             self._agreed = flags.wait().bool().all()
         return self._agreed
 
+    def drop(self) -> None:
+        """Receive what is on its way all the same: the other ranks wait until it has arrived."""
+        self.pieces()
+
     def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
         """By arena: slots, and the rows of the gradient that they receive."""
         if self._pieces is None:  # several optimizers may ask
