@@ -6,6 +6,7 @@ process group of their own (`Link.clone`). Nothing here starts or stops ``torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar, cast
@@ -85,6 +86,8 @@ class Link:
         self.size = dist.get_world_size(self.group)
         self.step = 0
         """Number of the training step, for error messages."""
+        self.sent_bytes: Counter[str] = Counter()
+        """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
         self._exchanges = 0
 
     def clone(self) -> Link:
@@ -130,33 +133,41 @@ class Link:
                 f"{self.size} ranks do not fit together"
             )
         received = send.new_empty(sum(recv_counts), *send.shape[1:]) if out is None else out
-        send = send.contiguous()
-        if send.device.type == "cpu":
-            return self._start(what, lambda: self._pairwise(send, send_counts, received, recv_counts), lambda: received)
+        outgoing, incoming = send.contiguous().split(list(send_counts)), received.split(list(recv_counts))
+        handle = self.exchange(what, outgoing, incoming)
+        return Handle(lambda: (handle.wait(), received)[1])
+
+    def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+        """Send each rank a tensor and receive one from it, into contiguous memory.
+
+        Parameters
+        ----------
+        what
+            Name of the exchange, for error messages and `sent_bytes`.
+        outgoing, incoming
+            By rank; as large as the other side's. What a rank has for itself is copied.
+        """
+        others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.sent_bytes[what] += sum(outgoing[r].nbytes for r in others)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        if outgoing[0].device.type == "cpu":
+            return self._start(what, lambda: self._pairwise(outgoing, incoming, others), lambda: None)
+        empty = outgoing[0][:0]
+        sent, received = ([t if r != self.rank else empty for r, t in enumerate(ts)] for ts in (outgoing, incoming))
         return self._start(
             what,
-            lambda: [
-                cast(
-                    dist.Work,
-                    dist.all_to_all_single(
-                        received, send, list(recv_counts), list(send_counts), group=self.group, async_op=True
-                    ),
-                )
-            ],
-            lambda: received,
+            lambda: [cast(dist.Work, dist.all_to_all(received, sent, group=self.group, async_op=True))],
+            lambda: None,
         )
 
     def _pairwise(
-        self, send: Tensor, send_counts: Sequence[int], received: Tensor, recv_counts: Sequence[int]
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], others: Sequence[int]
     ) -> list[dist.Work]:
         """An all-to-all of Gloo by pairs, every receive before any send.
 
         Gloo's own sends first; then a link carries data in one direction at a time (docs/log.md).
         """
         self._exchanges += 1
-        outgoing, incoming = send.split(list(send_counts)), received.split(list(recv_counts))
-        incoming[self.rank].copy_(outgoing[self.rank])
-        others = [(self.rank + i) % self.size for i in range(1, self.size)]
         tag = self._exchanges % _TAGS
         works = [dist.irecv(incoming[r], group=self.group, group_src=r, tag=tag) for r in others if incoming[r].numel()]
         works += [

@@ -79,7 +79,7 @@ class Fetched:
         for stream in route.streams:
             values = encode(_units(sums, stream, self._arenas[stream.kind].store.dim), self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.came))
-        return Sent(self.tables, link, torch.isfinite(grad).all(), lambda: self._arrived(handles))
+        return Sent(self.tables, link, [sums], lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         """What the ranks sent to this one, by arena, in rank order."""
@@ -96,10 +96,21 @@ class Fetched:
 
 def _answer(stream: Stream, arena: Arena, vectors: Tensor, wire: Wire) -> Handle[Tensor]:
     """Send the rows that were asked for, and receive what this rank asked for, where it belongs if it can be."""
-    answer = encode(arena.store.read(stream.received), wire.forward)
-    in_place = stream.first >= 0 and wire.forward == "fp32"
-    out = vectors[stream.first : stream.first + len(stream.slots)].view(torch.uint8) if in_place else None
-    return wire.link.all_to_all("rows", answer, stream.came, stream.to, out)
+    if stream.first < 0 or wire.forward != "fp32":
+        answer = encode(arena.store.read(stream.received), wire.forward)
+        return wire.link.all_to_all("rows", answer, stream.came, stream.to)
+    # What this rank asks of itself is not sent, but read to where it belongs; which can wait until the rest is sent.
+    rank = wire.link.rank
+    before, own = sum(stream.came[:rank]), stream.came[rank]
+    mine = stream.received[before : before + own]
+    others = torch.cat([stream.received[:before], stream.received[before + own :]])
+    here = vectors[stream.first : stream.first + len(stream.slots)]
+    incoming = list(here.split(stream.to))
+    outgoing = arena.store.read(others).split([0 if r == rank else count for r, count in enumerate(stream.came)])
+    place, incoming[rank] = incoming[rank], here[:0]
+    handle = wire.link.exchange("rows", outgoing, incoming)
+    arena.store.read(mine, out=place)
+    return Handle(lambda: (handle.wait(), here.view(torch.uint8))[1])
 
 
 def _fill(vectors: Tensor, stream: Stream, values: Tensor) -> None:

@@ -43,8 +43,8 @@ class Sent:
         Tables it may concern.
     link
         The ranks.
-    finite
-        0-d: whether what this rank sent is finite.
+    sent
+        What this rank sent.
     arrived
         Waits for what the ranks sent to this one; by arena, in rank order.
     """
@@ -53,11 +53,11 @@ class Sent:
         self,
         tables: set[str],
         link: Link,
-        finite: Tensor,
+        sent: Sequence[Tensor],
         arrived: Callable[[], Sequence[tuple[Arena, Occurrences, Tensor]]],
     ) -> None:
         self.tables = tables
-        self._link, self._finite, self._arrived = link, finite, arrived
+        self._link, self._sent, self._arrived = link, sent, arrived
         self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
 
@@ -68,7 +68,8 @@ class Sent:
     def finite(self) -> Tensor:
         """0-d bool: whether all that the ranks sent is finite; all of them must ask."""
         if self._agreed is None:
-            flags = self._link.all_gather("whether gradients are finite", self._finite.to(torch.uint8)[None])
+            finite = torch.stack([torch.isfinite(values).all() for values in self._sent]).all()
+            flags = self._link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
             self._agreed = flags.wait().bool().all()
         return self._agreed
 

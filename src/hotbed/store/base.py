@@ -97,8 +97,11 @@ class RowStore(ABC):
         """Whether there is one value per row of a moment, and not one per element."""
 
     @abstractmethod
-    def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
-        """Float32 copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64."""
+    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Float32 copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64.
+
+        ``out`` is contiguous memory to copy to; it is returned then.
+        """
 
     @abstractmethod
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:

@@ -148,17 +148,19 @@ class DenseStore(RowStore):
         return self.moments[moment].dim() == 1
 
     @override
-    def read(self, slots: Tensor, moment: str | None = None) -> Tensor:
-        if moment is not None:
-            return self.moments[moment][slots]
-        if len(self.rows.wide) and len(self.rows.narrow):
-            return read_rows(self.rows, slots)
-        out = self.empty((len(slots), 1, self.dim), torch.float32)
+    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
+        if moment is not None or (len(self.rows.wide) and len(self.rows.narrow)):
+            values = read_rows(self.rows, slots) if moment is None else self.moments[moment][slots]
+            return values if out is None else out.copy_(values)
+        if out is None:
+            out = self.empty((len(slots), self.dim), torch.float32)
         # A slot is a position in memory, whatever table it is of, so all are ids of one.
         features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=self.device)
         offsets = torch.empty(0, len(slots) + 1, dtype=torch.int64, device=self.device)
-        self.ops.lookup(self.rows, BagLayout(slots, features, offsets, None, len(slots), len(slots), False, 1), out)
-        return out[:, 0]
+        self.ops.lookup(
+            self.rows, BagLayout(slots, features, offsets, None, len(slots), len(slots), False, 1), out[:, None]
+        )
+        return out
 
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
