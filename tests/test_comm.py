@@ -75,7 +75,7 @@ def lost(group: dist.ProcessGroup) -> list[str]:
     """What an exchange says that fails when it starts, and one that fails later, waited for twice."""
     link = Link(group)
     link.step = 7
-    original = dist.all_gather
+    original = dist.broadcast
 
     def fails(*args: object, **options: object) -> Lost:
         raise RuntimeError("no route")
@@ -83,23 +83,23 @@ def lost(group: dist.ProcessGroup) -> list[str]:
     found = []
     try:
         for replacement in (fails, lambda *args, **options: Lost()):
-            dist.all_gather = replacement
+            dist.broadcast = replacement
             handle = None
             for _ in range(2):
                 with pytest.raises(CommError) as caught:
-                    handle = handle or link.all_gather("ids", torch.zeros(1))
+                    handle = handle or link.broadcast("ids", torch.zeros(1), 0)
                     handle.wait()
                 found.append(str(caught.value))
     finally:
-        dist.all_gather = original
+        dist.broadcast = original
     return found
 
 
 def test_an_exchange_that_fails_says_which_and_never_gives_a_result(ranks: Ranks):
     started, again, later, once_more = ranks.run(1, lost)[0]
-    where = "rank 0 of 1, step 7: the exchange of ids failed; another rank has ended or not answered in time, "
-    assert started == again == where + "its own output says why (no route)"
-    assert later == once_more == where + "its own output says why (Connection closed by peer)"
+    where = "rank 0 of 1, step 7: the exchange of ids failed; {} has ended or not answered in time, its own output "
+    assert started == again == where.format("another rank") + "says why (no route)"
+    assert later == once_more == where.format("rank 0") + "says why (Connection closed by peer)"
 
 
 def test_without_a_process_group_the_error_says_what_to_do():

@@ -6,18 +6,19 @@ imported when the command runs, so that help is quick. Results go to stdout, pro
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from hotbed.config import DataRecipe, Recipe, ScheduleRecipe, TrainRecipe, check_keys
+from hotbed.cli_recipe import add_json, add_recipe, read_yaml, recipe_of, split_deep, split_recipes
+from hotbed.config import check_keys
 from hotbed.errors import HotbedError, RecipeError, did_you_mean
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HotbedError, OSError) as error:
         if debug:
             raise
-        print(f"hotbed: error: {error}", file=sys.stderr)
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        print(f"hotbed: error: {rank}{error}", file=sys.stderr)
         return 2
     return 0
 
@@ -79,11 +81,11 @@ def _run(args: list[str]) -> None:
     )
     command.add_arguments(parser)
     deep: list[tuple[str, str]] = []
-    if command.add_arguments is _add_recipe:
-        rest, deep = _split_deep(rest)
-        rest, recipes = _split_recipes(rest, [o for a in parser._actions if a.nargs == 0 for o in a.option_strings])
+    if command.add_arguments is add_recipe:
+        rest, deep = split_deep(rest)
+        rest, recipes = split_recipes(rest, [o for a in parser._actions if a.nargs == 0 for o in a.option_strings])
         for recipe in recipes:
-            check_keys(_read_yaml(Path(recipe)), complete=False)
+            check_keys(read_yaml(Path(recipe)), complete=False)
         # jsonargparse reads a file of settings only from an option. First, so that all other options override it.
         rest = [f"--recipe={recipe}" for recipe in recipes] + rest
     try:
@@ -119,117 +121,15 @@ def _explained(message: str, known: Sequence[str]) -> str:
     return f"{key[1]} is {value[1]!r}, must be {' or '.join(dict.fromkeys(names))}"
 
 
-# -- recipes -------------------------------------------------------------------------------------------------------
-
-
-_COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer")
-
-
-def _add_recipe(parser: ArgumentParser) -> None:
-    parser.add_argument("--recipe", action="config", help="Recipe to start from; or just name it.")
-    parser.add_argument("--name", type=str | None, help="Name of the run's directory.")
-    _add_component(parser, "data.source", "hotbed.data.SplitBinarySource")
-    parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
-    for key in _COMPONENTS:
-        _add_component(parser, key)
-    parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
-    parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
-    parser.add_argument("--out", type=str, default="runs", help="Where runs go: OUT/NAME/TIME.")
-    parser.add_argument("--resume", type=str | None, help="Checkpoint to go on from.")
-    parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
-    _add_json(parser)
-
-
-def _add_component(parser: ArgumentParser, key: str, default: str | None = None) -> None:
-    parser.add_argument(f"--{key}.class_path", type=str | None, default=default, help="Import path of the class.")
-    parser.add_argument(f"--{key}.init_args", type=dict[str, Any], default={}, help="Its arguments; .NAME sets one.")
-
-
-def _recipe_of(parsed: Namespace) -> Recipe:
-    values: dict[str, Any] = parsed.as_dict()
-    for key, text in values.pop("deep", ()):
-        _set_deep(values, key, text)
-    for key in ("recipe", "out", "resume", "dry_run", "json"):
-        values.pop(key, None)
-    for parent, key in ((values["data"], "source"), *((values, key) for key in _COMPONENTS)):
-        if parent[key]["class_path"] is None:
-            del parent[key]["class_path"]
-    if values["name"] is None:
-        del values["name"]
-    return Recipe.from_dict(values)
-
-
-def _split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Arguments without recipes, and the recipes: ``--recipe FILE``, and the first argument that is no option's value.
-
-    ``flags`` are the options that take no value.
-    """
-    rest: list[str] = []
-    recipes: list[str] = []
-    positional = False
-    remaining = iter(args)
-    for arg in remaining:
-        if not arg.startswith("-"):
-            (rest if positional else recipes).append(arg)
-            positional = True
-        elif arg == "--recipe":
-            recipes.append(_value_of(arg, remaining))
-        elif arg.startswith("--recipe="):
-            recipes.append(arg.removeprefix("--recipe="))
-        else:
-            rest.append(arg)
-            if "=" not in arg and arg not in flags:
-                rest += [value] if (value := next(remaining, None)) is not None else []
-    return rest, recipes
-
-
-def _value_of(option: str, remaining: Iterator[str]) -> str:
-    value = next(remaining, None)
-    if value is None:
-        raise RecipeError(f"argument {option} needs a value")
-    return value
-
-
-# jsonargparse would replace all of `schema` by {group: user}, so what lies within an init_arg is set here.
-_DEEP = re.compile(r"--((?:\w+\.)+init_args\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
-
-
-def _split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments without ``--X.init_args.schema.group user``, and those as keys and texts."""
-    rest: list[str] = []
-    deep: list[tuple[str, str]] = []
-    remaining = iter(args)
-    for arg in remaining:
-        if match := _DEEP.fullmatch(arg):
-            deep.append((match[1], _value_of(arg, remaining) if match[2] is None else match[2]))
-        else:
-            rest.append(arg)
-    return rest, deep
-
-
-def _set_deep(values: dict[str, Any], key: str, text: str) -> None:
-    *parents, last = key.split(".")
-    for i, parent in enumerate(parents):
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {values!r}, which has no '{last}' to set")
-    values[last] = get_loader("yaml")(text)
-
-
-def _read_yaml(path: Path) -> object:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
+# -- training ------------------------------------------------------------------------------------------------------
 
 
 def _train(parsed: Namespace) -> None:
+    from hotbed.train.parallel import process_group
     from hotbed.train.report import RunDirectory, print_summary
     from hotbed.train.run import train
 
-    recipe = _recipe_of(parsed)
+    recipe = recipe_of(parsed)
     if parsed.dry_run:
         from hotbed.train.dry_run import memory_plan, print_memory_plan
 
@@ -238,9 +138,11 @@ def _train(parsed: Namespace) -> None:
         _write_json(parsed.json, plan)
         return
     resume = None if parsed.resume is None else Path(parsed.resume)
-    summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=resume)
-    print_summary(_stdout(), summary)
-    _write_json(parsed.json, summary)
+    with process_group(recipe.parallel):
+        summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=resume)
+    if os.environ.get("RANK", "0") == "0":
+        print_summary(_stdout(), summary)
+        _write_json(parsed.json, summary)
 
 
 # -- the other commands --------------------------------------------------------------------------------------------
@@ -251,7 +153,7 @@ def _add_demo(parser: ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=200_000, help="Lines of the log that is made.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of that log and of the training.")
     parser.add_argument("--out", type=str, default="runs", help="Everything goes into a new directory OUT/demo/TIME.")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _demo(parsed: Namespace) -> None:
@@ -291,7 +193,7 @@ def _add_prepare(parser: ArgumentParser) -> None:
     parser.add_argument("out", type=str, help="Dataset directory to make.")
     parser.add_function_arguments(prepare, skip={"raw", "out", "progress", "vocabulary"})
     parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _prepare(parsed: Namespace) -> None:
@@ -311,7 +213,7 @@ def _add_eval(parser: ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=str, required=True, help="Checkpoint directory, or a run's directory.")
     parser.add_argument("--split", type=str, default="test", help="Split of the data.")
     parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _eval(parsed: Namespace) -> None:
@@ -326,7 +228,7 @@ def _eval(parsed: Namespace) -> None:
 
 def _add_inspect(parser: ArgumentParser) -> None:
     parser.add_argument("path", type=str, help="Prepared dataset, Parquet file or folder, run or checkpoint.")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _inspect(parsed: Namespace) -> None:
@@ -341,7 +243,7 @@ def _add_bench(what: str, parser: ArgumentParser) -> None:
     from hotbed.bench.options import OPTIONS
 
     parser.add_class_arguments(OPTIONS[what], instantiate=False)
-    _add_json(parser)
+    add_json(parser)
 
 
 def _bench(what: str, parsed: Namespace) -> None:
@@ -357,7 +259,7 @@ COMMANDS: Mapping[str, Command] = {
     "prepare": Command(
         "Turn raw Criteo logs into a dataset.", "hotbed prepare RAW … OUT [options]", _add_prepare, _prepare
     ),
-    "train": Command("Train and test by a recipe.", "hotbed train RECIPE.yaml [--key value …]", _add_recipe, _train),
+    "train": Command("Train and test by a recipe.", "hotbed train RECIPE.yaml [--key value …]", add_recipe, _train),
     "eval": Command("Evaluate a checkpoint.", "hotbed eval --checkpoint DIR [options]", _add_eval, _eval),
     "inspect": Command(
         "Show what a dataset, run or checkpoint holds.", "hotbed inspect PATH [options]", _add_inspect, _inspect
@@ -372,10 +274,6 @@ COMMANDS: Mapping[str, Command] = {
 
 
 # -- output --------------------------------------------------------------------------------------------------------
-
-
-def _add_json(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", type=str | None, help="File to write the figures to, as JSON.")
 
 
 def _write_json(path: str | None, value: Mapping[str, Any]) -> None:

@@ -6,11 +6,13 @@ process group of their own (`Link.clone`). Nothing here starts or stops ``torch.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Generic, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,16 +32,16 @@ class Handle(Generic[T]):
     result
         Makes the result, once everything has arrived.
     work
-        What to wait for.
+        What to wait for, each with the rank at its other end.
     explained
-        Makes the error to raise from that of a collective that failed.
+        Makes the error to raise from that of an exchange with a rank that failed.
     """
 
     def __init__(
         self,
         result: Callable[[], T],
-        work: Sequence[dist.Work] = (),
-        explained: Callable[[Exception], Exception] = lambda error: error,
+        work: Sequence[tuple[int | None, dist.Work]] = (),
+        explained: Callable[[Exception, int | None], Exception] = lambda error, _: error,
     ) -> None:
         self._result, self._work, self._explained = result, list(work), explained
         self._error: Exception | None = None
@@ -52,12 +54,14 @@ class Handle(Generic[T]):
         CommError
             If another rank failed or did not answer in time.
         """
-        try:
-            while self._work and self._error is None:
-                self._work[-1].wait()
+        while self._work and self._error is None:
+            peer, work = self._work[-1]
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = self._explained(error, peer)
+            else:
                 self._work.pop()
-        except RuntimeError as error:
-            self._error = self._explained(error)
         if self._error is not None:
             raise self._error
         return self._result()
@@ -156,57 +160,80 @@ class Link:
         sent, received = ([t if r != self.rank else empty for r, t in enumerate(ts)] for ts in (outgoing, incoming))
         return self._start(
             what,
-            lambda: [cast(dist.Work, dist.all_to_all(received, sent, group=self.group, async_op=True))],
+            lambda: [(None, cast(dist.Work, dist.all_to_all(received, sent, group=self.group, async_op=True)))],
             lambda: None,
         )
 
     def _pairwise(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], others: Sequence[int]
-    ) -> list[dist.Work]:
+    ) -> list[tuple[int | None, dist.Work]]:
         """An all-to-all of Gloo by pairs, every receive before any send.
 
         Gloo's own sends first; then a link carries data in one direction at a time (docs/log.md).
         """
         self._exchanges += 1
         tag = self._exchanges % _TAGS
-        works = [dist.irecv(incoming[r], group=self.group, group_src=r, tag=tag) for r in others if incoming[r].numel()]
-        works += [
-            dist.isend(outgoing[r], group=self.group, group_dst=r, tag=tag) for r in others if outgoing[r].numel()
-        ]
-        return [work for work in works if work is not None]
+        sources = [r for r in others if incoming[r].numel()]
+        targets = [r for r in others if outgoing[r].numel()]
+        works = [(r, dist.irecv(incoming[r], group=self.group, group_src=r, tag=tag)) for r in sources]
+        works += [(r, dist.isend(outgoing[r], group=self.group, group_dst=r, tag=tag)) for r in targets]
+        return [(r, work) for r, work in works if work is not None]
 
     def all_gather(self, what: str, values: Tensor) -> Handle[Tensor]:
         """Every rank's tensor, all of one shape: ``[…] → [W, …]``."""
         received = values.new_empty(self.size, *values.shape)
-        return self._start(
-            what,
-            lambda: [
-                cast(
-                    dist.Work,
-                    dist.all_gather(list(received.unbind()), values.contiguous(), group=self.group, async_op=True),
-                )
-            ],
-            lambda: received,
-        )
+        values = values.contiguous()
+        handle = self.exchange(what, [values] * self.size, list(received.unbind()))
+        return Handle(lambda: (handle.wait(), received)[1])
 
     def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
         """One rank's tensor, written into those of the others, which have its shape."""
         return self._start(
             what,
-            lambda: [cast(dist.Work, dist.broadcast(values, group=self.group, group_src=source, async_op=True))],
+            lambda: [
+                (source, cast(dist.Work, dist.broadcast(values, group=self.group, group_src=source, async_op=True)))
+            ],
             lambda: values,
         )
 
-    def _start(self, what: str, start: Callable[[], list[dist.Work]], result: Callable[[], T]) -> Handle[T]:
+    def unreachable(self, wait_s: float = 5) -> list[int]:
+        """Ranks that have ended, or do not call this within some seconds of each other.
+
+        For after something failed without saying which rank did. What is left of this link is of no use then.
+        """
+        own, tag = torch.zeros(1, dtype=torch.uint8), _TAGS
+        others = [r for r in range(self.size) if r != self.rank]
+        gone: list[int] = []
+        calls: list[tuple[int, dist.Work]] = []
+        for r in others:
+            try:
+                received = dist.irecv(torch.empty(1, dtype=torch.uint8), group=self.group, group_src=r, tag=tag)
+                dist.isend(own, group=self.group, group_dst=r, tag=tag)
+                assert received is not None
+                calls.append((r, received))
+            except RuntimeError:
+                gone.append(r)
+        end = time.monotonic() + wait_s
+        for r, call in calls:
+            try:
+                call.wait(timedelta(seconds=max(end - time.monotonic(), 0.1)))
+            except RuntimeError:
+                gone.append(r)
+        return sorted(gone)
+
+    def _start(
+        self, what: str, start: Callable[[], list[tuple[int | None, dist.Work]]], result: Callable[[], T]
+    ) -> Handle[T]:
         try:
             work = start()
         except RuntimeError as error:
             raise self._explained(what, error) from error
-        return Handle(result, work, lambda error: self._explained(what, error))
+        return Handle(result, work, lambda error, peer: self._explained(what, error, peer))
 
-    def _explained(self, what: str, error: Exception) -> CommError:
+    def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
+        who = "another rank" if peer is None else f"rank {peer}"
         explained = CommError(
-            f"rank {self.rank} of {self.size}, step {self.step}: the exchange of {what} failed; another rank has ended "
+            f"rank {self.rank} of {self.size}, step {self.step}: the exchange of {what} failed; {who} has ended "
             f"or not answered in time, its own output says why ({error})"
         )
         explained.__cause__ = error

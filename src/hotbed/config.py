@@ -26,6 +26,9 @@ Precision = Literal["fp32", "bf16"]
 Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
+DensePart = Literal["ddp", "fsdp"]
+Reader = Literal["each", "first"]
+Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +240,37 @@ class TrainRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelRecipe:
+    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
+
+    plan: str = "table"
+    """Sharding scheme of the tables (table, row, column, grid, dp), or a plan's JSON file."""
+    dense: DensePart = "ddp"
+    """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded."""
+    forward_codec: Codec = "fp32"
+    """How rows cross the wire; all but fp32 round them."""
+    backward_codec: Codec = "fp32"
+    """How gradients of rows cross the wire; all but fp32 round them."""
+    sums_apart: bool = False
+    """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns."""
+    overlap: bool = True
+    """Exchange the ids of the next batch while one is computed; it does not change results."""
+    reader: Reader = "each"
+    """``each`` process reads the data; or the ``first`` one does, and sends the others their samples."""
+    timeout_s: int = 600
+    """Seconds after which an exchange between processes fails."""
+
+    def __post_init__(self) -> None:
+        _one_of("parallel.dense", self.dense, get_args(DensePart))
+        _one_of("parallel.reader", self.reader, get_args(Reader))
+        for key in ("forward_codec", "backward_codec"):
+            _one_of(f"parallel.{key}", getattr(self, key), get_args(Codec))
+        _at_least("parallel.timeout_s", self.timeout_s, 1)
+        if not self.plan:
+            raise RecipeError("parallel.plan is empty; give a scheme like table or row, or a plan's file")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole training run."""
 
@@ -249,8 +283,11 @@ class Recipe:
     """A torch.optim optimizer, made with the model's parameters."""
     sparse_optimizer: Component
     """A hotbed.optim optimizer, made with the model."""
+    wide_optimizer: Component | None = None
+    """Sparse optimizer of the model's ``wide`` collection; by default ``sparse_optimizer`` trains that, too."""
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     train: TrainRecipe
+    parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\"):
@@ -301,8 +338,8 @@ def _check_keys(cls: type[Any], values: object, where: str, complete: bool) -> N
                 f"the recipe has an unknown key '{where}{key}'; {where.rstrip('.') or 'a recipe'} may have "
                 f"{', '.join(types)}{did_you_mean(str(key), types)}"
             )
-        if is_dataclass(types[key]):
-            _check_keys(types[key], value, f"{where}{key}.", complete)
+        if part := _part(types[key], value):
+            _check_keys(part, value, f"{where}{key}.", complete)
     for f in fields(cls):
         if complete and f.name not in given and f.default is MISSING and f.default_factory is MISSING:
             raise RecipeError(f"the recipe lacks '{where}{f.name}', which is required")
@@ -311,7 +348,7 @@ def _check_keys(cls: type[Any], values: object, where: str, complete: bool) -> N
 def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     types = get_type_hints(cls)
     made = {
-        key: _from_mapping(types[key], value, f"{where}{key}.") if is_dataclass(types[key]) else value
+        key: _from_mapping(part, value, f"{where}{key}.") if (part := _part(types[key], value)) else value
         for key, value in values.items()
     }
     try:
@@ -321,6 +358,12 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
             raise
         # A component does not know which of the recipe's components it is.
         raise RecipeError(f"{where}{error}") from None
+
+
+def _part(annotation: Any, value: object) -> type[Any] | None:
+    """The dataclass that a value is to become; None where it stays as it is."""
+    choices = (annotation, *get_args(annotation))
+    return None if value is None and type(None) in choices else next((c for c in choices if is_dataclass(c)), None)
 
 
 def _by_table(key: str, value: Any) -> list[tuple[str, Any]]:

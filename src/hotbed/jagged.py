@@ -45,7 +45,18 @@ class Jagged:
         If the parts do not fit together; the message names the feature and the sample.
     """
 
-    __slots__ = ("_index", "_verified", "batch_size", "fixed", "names", "offsets", "starts", "values", "weights")
+    __slots__ = (
+        "_ahead",
+        "_index",
+        "_verified",
+        "batch_size",
+        "fixed",
+        "names",
+        "offsets",
+        "starts",
+        "values",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -68,6 +79,7 @@ class Jagged:
         self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
         self._index = {name: i for i, name in enumerate(self.names)}
         self._verified: tuple[Tensor, tuple[int, int], frozenset[tuple[str, int]]] | None = None
+        self._ahead: dict[object, object] = {}
 
     def _validated_starts(self) -> tuple[int, ...]:
         values, names, batch_size = self.values, self.names, self.batch_size
@@ -142,6 +154,14 @@ class Jagged:
         """Remember that these claims hold, see `verified`."""
         if not self.values.is_inference():  # whose changes nobody counts
             self._verified = (self.values, self._versions(), self.verified.union(pairs))
+
+    def put_ahead(self, key: object, value: object) -> None:
+        """Keep what was worked out about these ids before they are needed."""
+        self._ahead[key] = value
+
+    def take_ahead(self, key: object) -> object | None:
+        """What `put_ahead` kept, once."""
+        return self._ahead.pop(key, None)
 
     def _versions(self) -> tuple[int, int]:
         """Counts of in-place changes of ids and offsets."""

@@ -59,6 +59,9 @@ class Loader:
         Put batches into page-locked memory. Default: where there is a CUDA device.
     transform
         Applied to every batch, in the threads; it must be safe to call from several at once.
+    rank, world_size
+        Of ``world_size`` loaders with equal arguments, that of ``rank`` gives its share of every batch: neighbouring
+        samples, as equally many as can be; none, where a batch has fewer samples than there are loaders.
 
     Raises
     ------
@@ -80,11 +83,15 @@ class Loader:
         prefetch: int = 4,
         pin_memory: bool | None = None,
         transform: Callable[[Batch], Batch] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         numbers = {"batch_size": batch_size, "window": window, "workers": workers, "prefetch": prefetch}
         for name, value in numbers.items():
             if value < 1:
                 raise SpecError(f"{name} is {value:,}, must be at least 1")
+        if not 0 <= rank < world_size:
+            raise SpecError(f"rank is {rank:,}, must be between 0 and world_size − 1, which is {world_size - 1:,}")
         if seed < 0:
             raise SpecError(f"seed is {seed:,}, must not be negative")
         self.source = source
@@ -98,6 +105,8 @@ class Loader:
         self.prefetch = prefetch
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.transform = transform
+        self.rank = rank
+        self.world_size = world_size
         sizes = source.chunks(split)
         self.samples = sum(sizes)
         self._chunks_digest = hashlib.sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
@@ -124,7 +133,7 @@ class Loader:
                 while start < end or ahead:
                     while start < end and len(ahead) < self.prefetch:
                         stop = min(start + self.batch_size, end)
-                        ahead.append((epoch.batch(pool, start, stop), stop))
+                        ahead.append((epoch.batch(pool, *self._share(start, stop)), stop))
                         start = stop
                     future, stop = ahead.popleft()
                     batch = future.result()
@@ -134,6 +143,11 @@ class Loader:
                     yield batch
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+    def _share(self, start: int, stop: int) -> tuple[int, int]:
+        """Samples of a batch that are this rank's."""
+        size = stop - start
+        return start + size * self.rank // self.world_size, start + size * (self.rank + 1) // self.world_size
 
     # -- position --------------------------------------------------------------------------------------------------
 
@@ -205,9 +219,9 @@ class _Epoch:
         self._pending: dict[int, Future[Batch]] = {}
 
     def batch(self, pool: ThreadPoolExecutor, start: int, stop: int) -> Future[Batch]:
-        """Queue the batch of samples ``start … stop − 1`` of the epoch, and the windows it needs."""
-        first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        last = int(np.searchsorted(self._starts, stop, side="left")) - 1
+        """Queue the batch of samples ``start … stop − 1`` of the epoch, perhaps none, and the windows it needs."""
+        first = min(int(np.searchsorted(self._starts, start, side="right")), len(self._windows)) - 1
+        last = max(int(np.searchsorted(self._starts, stop, side="left")) - 1, first)
         for done in [w for w in self._pending if w < first]:
             del self._pending[done]
         for w in range(first, min(last + 2, len(self._windows))):  # one window more than needed, to read ahead

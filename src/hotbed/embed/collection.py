@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from hotbed.bags import describe
 from hotbed.batch import Embeddings
+from hotbed.comm import Link
 from hotbed.embed.arena import raw_shapes
 from hotbed.embed.autograd import PooledLookup
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
@@ -132,12 +133,13 @@ class EmbeddingCollection(nn.Module):
             raise BatchError(
                 f"the ids are on {ids.values.device} but the tables on {self.device}; use batch.to('{self.device}')"
             )
-        ids = self.check(ids)
+        ahead = cast("tuple[Jagged, list[object]] | None", ids.take_ahead(self))
+        ids, routes = (self.check(ids), [None] * len(self._parts)) if ahead is None else ahead
         kind = ids.values.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         found = Embeddings([f.name for f in self.features])
-        for part in self._parts:
-            requests = part.requests(ids, room, self._is_trained)
+        for part, of_part in zip(self._parts, routes, strict=True):
+            requests = part.requests(ids, room, self._is_trained, of_part)
             outputs = part.outputs(requests, dtype)
             anchor = self._anchor if any(r.trained for r in requests) else self._anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
@@ -146,6 +148,19 @@ class EmbeddingCollection(nn.Module):
             for feature, values in zip(part.sequences, looked_up[bool(part.pooled) :], strict=True):
                 found.add_sequence(feature.name, values[:, 0], ids[feature.name], feature.max_len)
         return found
+
+    def exchange_ahead(self, ids: Jagged, link: Link) -> None:
+        """Exchange ids of a batch that the next call of the collection with it is to use; all ranks must call this.
+
+        Parameters
+        ----------
+        ids
+            The batch, as the collection will get it.
+        link
+            Ranks, over a process group of its own: other exchanges may be under way.
+        """
+        checked = self.check(ids)
+        ids.put_ahead(self, (checked, [part.routes(checked, link, self._is_trained) for part in self._parts]))
 
     def _is_trained(self, tables: Iterable[str]) -> bool:
         return self.training and any(self.handles[t].requires_grad for t in tables)

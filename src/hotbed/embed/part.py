@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hotbed.comm import Link
 from hotbed.embed.arena import Arena, Piece
 from hotbed.embed.layout import BagPlaces
 from hotbed.jagged import Jagged
@@ -132,7 +133,9 @@ class Part(ABC):
         """Uninitialised tensor for an output."""
 
     @abstractmethod
-    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+    def requests(
+        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
+    ) -> list[Request]:
         """What to look up: output 0 is for all pooled features, if there are any; then one per sequence.
 
         Parameters
@@ -143,7 +146,13 @@ class Part(ABC):
             Vectors per sample of output 0 that stay free before the others.
         trained
             Whether any of these tables is trained.
+        routes
+            What `routes` gave for these ids, if it was asked before.
         """
+
+    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> object:
+        """Exchange ids before they are needed; None where there is nothing to exchange."""
+        return None
 
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
@@ -243,7 +252,9 @@ class WholePart(Part):
         return self.arenas[0].store.empty(shape, dtype)
 
     @override
-    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+    def requests(
+        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
+    ) -> list[Request]:
         found: list[Request] = []
         output = int(bool(self.pooled))
         for source in self._sources:

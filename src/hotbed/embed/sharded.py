@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
 from hotbed.store import DenseStore, Span
+
+_Routes = list[Route | PooledRoute]
 
 
 class _LookedUp(NamedTuple):
@@ -111,9 +113,9 @@ class ShardedPart(Part):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.arenas[0].store.empty(shape, dtype)
 
-    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> list[Route | PooledRoute]:
-        """Where a batch's rows are; all ranks must call this."""
-        found: list[Route | PooledRoute] = []
+    @override
+    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> _Routes:
+        found: _Routes = []
         for places, _, is_pooled in self._looked_up:
             bags = places.layout(ids, len(self.pooled), 0)
             make = make_pooled_route if is_pooled else make_route
@@ -121,10 +123,12 @@ class ShardedPart(Part):
         return found
 
     @override
-    def requests(self, ids: Jagged, room: int, trained: Callable[[set[str]], bool]) -> list[Request]:
+    def requests(
+        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
+    ) -> list[Request]:
         found: list[Request] = []
-        routes = self.routes(ids, self.wire.link, trained)
-        for (places, output, _), route in zip(self._looked_up, routes, strict=True):
+        exchanged = self.routes(ids, self.wire.link, trained) if routes is None else cast(_Routes, routes)
+        for (places, output, _), route in zip(self._looked_up, exchanged, strict=True):
             bags = route.bags
             if not places.single:
                 bags = replace(bags, width=room + len(self.pooled), room=room)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 from hotbed.batch import Batch
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, SpecError
+from hotbed.jagged import Jagged
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.ops import BackendName
-from hotbed.specs import Feature, Table
+from hotbed.specs import MAX_DIM, Feature, Table
+from hotbed.untraced import untraced
 
 
 class DLRM(nn.Module):
@@ -54,9 +58,7 @@ class DLRM(nn.Module):
         super().__init__()
         if not bottom:
             raise SpecError("DLRM: bottom is empty; it needs at least one width, the dim of the tables")
-        for feature in features:
-            if feature.pooling == "none":
-                raise SpecError(f"DLRM: feature '{feature.name}' is not pooled; give it pooling='sum' or 'mean'")
+        _refuse_sequences(self, features)
         dim = bottom[-1]
         for table in tables:
             if table.dim != dim:
@@ -71,10 +73,111 @@ class DLRM(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        got = 0 if batch.dense is None else batch.dense.shape[1]
-        if got != self.dense_features:
-            raise BatchError(f"DLRM was built for {self.dense_features} dense inputs, the batch has {got}")
+        dense = _dense_inputs(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
-        dense = batch.dense if got else torch.ones(len(batch), 1, device=batch.sparse.values.device)
+        if dense is None:
+            dense = torch.ones(len(batch), 1, device=batch.sparse.values.device)
         vectors = embeddings.stack(lead=self.bottom(dense))
         return self.top(self.interaction(vectors)).to(torch.float32)
+
+
+class WideDeep(nn.Module):
+    """Wide & Deep (Cheng et al. 2016) in the form of NVIDIA's TensorFlow 2 recommender with 100B+ parameters.
+
+    The deep part is the top MLP over the pooled embeddings and the dense inputs, side by side. The wide part is linear
+    in the ids: beside every table one with a column per label, computed in float32 also under autocast. The logits are
+    the sum of both parts.
+
+    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe: ``wide_optimizer``)::
+
+        RowWiseAdagrad(model.embeddings, lr=0.08)
+        FTRL(model.wide, lr=0.02, beta=0.0)  # its tables start at 0, as FTRL wants
+
+    `hotbed.distribute` gives every rank all of it, so its rows are not exchanged.
+
+    Parameters
+    ----------
+    tables, features
+        As for `EmbeddingCollection`, of any dims. The wide tables have the same names, rows and ``frozen``.
+    dense_features
+        Number of dense inputs ``I``; they go to the deep part only.
+    top
+        Widths of the MLP. It ends with the number of labels and has no last ReLU.
+    seed
+        Seed of the deep tables' initial values (the MLP uses torch's generator).
+    backend
+        Kernels, as in `EmbeddingCollection`.
+
+    Attributes
+    ----------
+    embeddings
+        The collection of the deep part.
+    wide
+        The collection of the wide part.
+    schemes
+        Sharding schemes of collections that do not follow the plan for the others, see `hotbed.embed.plan_for`.
+
+    Raises
+    ------
+    SpecError
+        If a feature is not pooled, or the last width of ``top`` is no number of labels.
+    """
+
+    schemes: ClassVar[Mapping[str, str]] = {"wide": "dp"}
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        dense_features: int = 13,
+        *,
+        top: Sequence[int] = (1024, 1024, 512, 256, 1),
+        seed: int = 0,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        if not top:
+            raise SpecError("WideDeep: top is empty; it needs at least one width, the number of labels")
+        labels = top[-1]
+        if not 1 <= labels <= MAX_DIM:
+            raise SpecError(
+                f"WideDeep: top ends with {labels:,}, must be between 1 and {MAX_DIM:,}; end it with the number of "
+                f"labels, the dim of the wide tables"
+            )
+        _refuse_sequences(self, features)
+        linear = [replace(table, dim=labels, init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
+        self.dense_features = dense_features
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
+        self.wide = EmbeddingCollection(linear, features, seed=seed, backend=backend)
+        dims = {table.name: table.dim for table in tables}
+        self.top = MLP(sum(dims[feature.table] for feature in features) + dense_features, top, last_relu=False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits ``[B, T]`` float32."""
+        dense = _dense_inputs(self, batch, self.dense_features)
+        vectors, wide = self._look_up(batch.sparse)
+        inputs = vectors if dense is None else torch.cat([vectors, dense.to(vectors.dtype)], dim=1)
+        return self.top(inputs).to(torch.float32) + wide
+
+    @untraced
+    def _look_up(self, ids: Jagged) -> tuple[Tensor, Tensor]:
+        """Inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
+        deep = self.embeddings(ids).concatenate()
+        with torch.autocast(ids.values.device.type, enabled=False):
+            return deep, self.wide(ids).stack().sum(dim=1)
+
+
+def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
+    for feature in features:
+        if feature.pooling == "none":
+            raise SpecError(
+                f"{type(model).__name__}: feature '{feature.name}' is not pooled; give it pooling='sum' or 'mean'"
+            )
+
+
+def _dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None:
+    """The batch's dense inputs ``[B, I]``; None where there are none."""
+    got = 0 if batch.dense is None else batch.dense.shape[1]
+    if got != expected:
+        raise BatchError(f"{type(model).__name__} was built for {expected} dense inputs, the batch has {got}")
+    return batch.dense if got else None

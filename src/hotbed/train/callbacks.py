@@ -183,11 +183,15 @@ class KeepBest(Callback):
 def replace_checkpoint(directory: Path, kind: str, trainer: Trainer, recipe: Recipe) -> Path:
     """Save ``kind-STEP``, then remove older ones of the kind, so that there is one at any moment."""
     path = directory / f"{kind}-{trainer.step:08d}"
-    if not path.exists():
-        save_checkpoint(path, trainer.parts(), step=trainer.step, recipe=recipe.to_dict())
-    for other in directory.glob(f"{kind}-*"):
-        if other != path:
-            shutil.rmtree(other)
+    first = trainer.ranks.is_first
+    (exists,) = trainer.ranks.add(first and path.exists())
+    if not exists:
+        save_checkpoint(path, trainer.parts(), step=trainer.step, recipe=recipe.to_dict(), write=first)
+    if first:
+        for other in directory.glob(f"{kind}-*"):
+            if other != path:
+                shutil.rmtree(other)
+    trainer.ranks.add(0)  # the others go on when it is there
     return path
 
 

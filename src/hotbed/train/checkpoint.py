@@ -59,9 +59,14 @@ class RandomState:
 
 
 def save_checkpoint(
-    path: str | Path, parts: Mapping[str, Stateful], *, step: int = 0, recipe: Mapping[str, Any] | None = None
+    path: str | Path,
+    parts: Mapping[str, Stateful],
+    *,
+    step: int = 0,
+    recipe: Mapping[str, Any] | None = None,
+    write: bool = True,
 ) -> None:
-    """Save the state of some parts.
+    """Save the state of some parts; of a distributed model, all ranks must call this.
 
     Parameters
     ----------
@@ -74,12 +79,19 @@ def save_checkpoint(
     recipe
         Plain values of the recipe, so that the model can be built again.
 
+    write
+        Whether this rank writes; the others only take part in gathering the state.
+
     Raises
     ------
     CheckpointError
         If ``path`` exists, or a part's state holds what is neither a tensor nor plain.
     """
     path = Path(path)
+    if not write:
+        for part in parts.values():
+            part.state_dict()
+        return
     if path.exists():
         raise CheckpointError(f"{path} exists already; checkpoints are never overwritten, choose another directory")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from hotbed.batch import Batch
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError
+from hotbed.train.parallel import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +185,17 @@ class Predictions:
         self._sums = sums if self._sums is None else self._sums + sums
         self._parts.append((logits.float(), labels.float(), weights, groups))
 
+    def gather(self, ranks: Ranks) -> None:
+        """Add what the other ranks have; all of them must call this, and end with the same."""
+        if ranks.link is None or self._sums is None:
+            return
+        columns = [_cat([p[i] for p in self._parts]) for i in range(4)]
+        self._sums = ranks.gather(self._sums[None].contiguous()).sum(0)
+        logits, labels, weights, groups = (None if c is None else ranks.gather(c.contiguous()) for c in columns)
+        assert logits is not None
+        assert labels is not None
+        self._parts = [(logits, labels, weights, groups)]
+
     def metrics(self) -> Metrics:
         """Metrics of everything that was added.
 
@@ -310,6 +322,7 @@ def evaluate(
             groups = None if group is None else batch.extra[group]
             logits, target = checked_logits(model(batch), batch.labels)
             predictions.add(logits, target, weights=batch.weights, groups=groups)
+    predictions.gather(Ranks(model))
     return predictions.metrics()
 
 

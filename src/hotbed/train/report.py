@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.config import Recipe
+from hotbed.plan import Plan
 from hotbed.train.files import write_json, write_text
+from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
     from hotbed.data.prepare import PrepareReport
@@ -37,6 +39,11 @@ class RunDirectory:
     def __init__(self, root: Path, name: str) -> None:
         self._parent = root / name
 
+    def share(self, ranks: Ranks) -> None:
+        """Let all ranks have the directory that the first one makes."""
+        if ranks.size > 1:
+            self.__dict__["path"] = ranks.path(self.path if ranks.is_first else None)
+
     @cached_property
     def path(self) -> Path:
         """The directory; it is made when it is first asked for, so that a recipe that cannot run leaves none."""
@@ -55,9 +62,11 @@ class RunDirectory:
         """Where its checkpoints go."""
         return self.path / "checkpoints"
 
-    def begin(self, recipe: Recipe) -> None:
-        """Write ``recipe.yaml``, complete, so that the run can be repeated from it."""
+    def begin(self, recipe: Recipe, plan: Plan | None = None) -> None:
+        """Write ``recipe.yaml``, complete, so that the run can be repeated from it, and the plan if there is one."""
         write_text(self.path / "recipe.yaml", recipe_yaml(recipe))
+        if plan is not None:
+            write_text(self.path / "plan.json", plan.to_json())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``; a run without it did not finish."""
@@ -138,6 +147,9 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         f"on {summary['hardware']}",
         soft_wrap=True,
     )
+    if "ranks" in summary:
+        hidden = summary["ids_exchange_hidden_share"]
+        console.print(f"{summary['ranks']} processes; {hidden:.0%} of the exchange of ids was hidden behind other work")
     for feature, count in summary["ids_out_of_range"].items():
         console.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
     console.print(f"run: {summary['run']}", soft_wrap=True)

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
 from hotbed.config import Component, DataRecipe, Recipe
 from hotbed.data import Loader, Source
+from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.errors import CheckpointError, RecipeError, SpecError, did_you_mean
 from hotbed.specs import Table
+from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
 from hotbed.train.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.train.metrics import Metrics, evaluate
+from hotbed.train.parallel import Ranks, distributed
 from hotbed.train.progress import ShowProgress
 from hotbed.train.report import RunDirectory, environment
 from hotbed.train.resume import refuse_another_recipe
@@ -57,29 +61,25 @@ def train(
     """
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
-    loader = Loader(
-        source,
-        recipe.data.train_split,
-        recipe.train.batch_size,
-        shuffle=recipe.data.shuffle,
-        seed=recipe.train.seed,
-        window=recipe.data.window,
-        workers=recipe.data.workers,
-        prefetch=recipe.data.prefetch,
-    )
+    ranks = trainer.ranks
+    run.share(ranks)
+    loader = _training_loader(recipe, source, ranks)
     if resume is not None:
         refuse_another_recipe(resume, recipe)
         load_checkpoint(resume, trainer.parts())
         trainer.resume_data(loader)
-        console.print(f"resumed from {resume} at step {trainer.step:,}")
-    run.begin(recipe)
-    progress = ShowProgress(console)
-    trainer.callbacks += [*_callbacks(recipe, run), progress]
+        if ranks.is_first:
+            console.print(f"resumed from {resume} at step {trainer.step:,}")
+    if ranks.is_first:
+        run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
+    progress = ShowProgress(console) if ranks.is_first else Callback()
+    trainer.callbacks += [*_callbacks(recipe, run, ranks), progress]
     try:
-        trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split))
+        trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
     finally:
-        progress.close()
-    test = _evaluation_loader(recipe, source, recipe.data.test_split)
+        if isinstance(progress, ShowProgress):
+            progress.close()
+    test = _evaluation_loader(recipe, source, recipe.data.test_split, ranks)
     summary = {
         "name": recipe.name,
         "seed": recipe.train.seed,
@@ -88,13 +88,26 @@ def train(
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
         "test": None if test is None else trainer.evaluate(test).to_dict(),
-        "ids_out_of_range": bad_ids(trainer.model),
+        "ids_out_of_range": ranks.add_counts(bad_ids(trainer.model)),
+        **_of_ranks(trainer),
         **environment(trainer.device),
         "run": str(run.path),
         **(extra or {}),
     }
-    run.finish(summary)
+    if ranks.is_first:
+        run.finish(summary)
     return summary
+
+
+def _of_ranks(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of several ranks: how many, and how much of the exchange of ids the steps hid."""
+    if trainer.ranks.size == 1:
+        return {}
+    return {
+        "ranks": trainer.ranks.size,
+        "ids_exchange_s": trainer.ahead.exchange_s,
+        "ids_exchange_hidden_share": trainer.ahead.hidden_share,
+    }
 
 
 def evaluate_checkpoint(path: Path, split: str, data: str | None = None) -> tuple[Path, Metrics]:
@@ -159,9 +172,13 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
 
 
 def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
-    """The recipe's model with the tables of a source, seeded; its parameters and tables are made on the device."""
+    """The recipe's model with the tables of a source, seeded; its parameters and tables are made on the device.
+
+    Where several processes train, each makes only what it holds.
+    """
     torch.manual_seed(recipe.train.seed)
-    with device:
+    several = dist.is_available() and dist.is_initialized()
+    with torch.device("meta") if several else device:
         model = build(
             "model",
             recipe.model,
@@ -172,6 +189,8 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
         )
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
+    if several:
+        return distributed(model, recipe.parallel, device)
     # A model of the user's may make some of its tensors on the CPU whatever the default device is.
     return model.to(device)
 
@@ -182,19 +201,46 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     model = build_model(recipe, source, resolve_device(recipe.train.device))
     dense = build("dense_optimizer", recipe.dense_optimizer, model.parameters())
-    sparse = build("sparse_optimizer", recipe.sparse_optimizer, model)
-    for key, optimizer in (("dense_optimizer", dense), ("sparse_optimizer", sparse)):
-        if not isinstance(optimizer, Optimizer):
-            raise RecipeError(f"{key} is {getattr(recipe, key).class_path}, which is not a torch.optim.Optimizer")
+    wide, rest = None, model
+    if recipe.wide_optimizer is not None:
+        collection = _wide_of(model, recipe)
+        wide = build("wide_optimizer", recipe.wide_optimizer, collection)
+        rest = _without(model, collection)
+    sparse = build("sparse_optimizer", recipe.sparse_optimizer, rest)
+    for key, optimizer in (("dense_optimizer", dense), ("sparse_optimizer", sparse), ("wide_optimizer", wide)):
+        component: Component | None = getattr(recipe, key)
+        if component is not None and not isinstance(optimizer, Optimizer):
+            raise RecipeError(f"{key} is {component.class_path}, which is not a torch.optim.Optimizer")
     return Trainer(
         model,
         dense,
         sparse,
+        wide=wide,
         recipe=recipe.train,
         schedule=recipe.schedule,
         group=source.schema.group,
         labels=source.schema.labels,
+        overlap=recipe.parallel.overlap,
     )
+
+
+def _wide_of(model: nn.Module, recipe: Recipe) -> EmbeddingCollection:
+    wide = getattr(model, "wide", None)
+    if not isinstance(wide, EmbeddingCollection):
+        raise RecipeError(
+            f"wide_optimizer is set, but {recipe.model.class_path} has no attribute `wide` that is an "
+            f"EmbeddingCollection; leave wide_optimizer out, or use a model like hotbed.nn.WideDeep"
+        )
+    return wide
+
+
+def _without(model: nn.Module, part: nn.Module) -> nn.Module:
+    """The model's other parts, by the names that they have in the model."""
+    rest = nn.Module()
+    for name, child in (model.module if isinstance(model, Distributed) else model).named_children():
+        if child is not part:
+            rest.add_module(name, child)
+    return rest
 
 
 def build(key: str, component: Component, *args: Any, **given: Any) -> Any:
@@ -206,18 +252,18 @@ def build(key: str, component: Component, *args: Any, **given: Any) -> Any:
 
 
 def bad_ids(model: nn.Module) -> dict[str, int]:
-    """By feature, how many ids were out of range and dropped or hashed."""
+    """By feature, how many ids were out of range and dropped or hashed; once, though several collections met them."""
     counts: dict[str, int] = {}
     for module in model.modules():
         for feature, count in getattr(module, "bad_ids", {}).items():
-            counts[feature] = counts.get(feature, 0) + count
+            counts[feature] = max(counts.get(feature, 0), count)
     return counts
 
 
-def _callbacks(recipe: Recipe, run: RunDirectory) -> list[Callback]:
+def _callbacks(recipe: Recipe, run: RunDirectory, ranks: Ranks) -> list[Callback]:
     train = recipe.train
-    callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")]
-    if train.tensorboard:
+    callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
+    if train.tensorboard and ranks.is_first:
         callbacks.append(TensorBoard(run.path / "tensorboard"))
     if train.checkpoint == "last":
         callbacks.append(KeepLast(run.checkpoints, recipe, train.checkpoint_every))
@@ -228,8 +274,32 @@ def _callbacks(recipe: Recipe, run: RunDirectory) -> list[Callback]:
     return callbacks
 
 
-def _evaluation_loader(recipe: Recipe, source: Source, split: str | None) -> Loader | None:
-    return None if split is None else Loader(source, split, recipe.train.eval_batch_size)
+def _training_loader(recipe: Recipe, source: Source, ranks: Ranks) -> Loader | BroadcastLoader:
+    """Batches of this rank, which it reads itself or is sent by the first one."""
+
+    def loader(rank: int, world_size: int) -> Loader:
+        return Loader(
+            source,
+            recipe.data.train_split,
+            recipe.train.batch_size,
+            shuffle=recipe.data.shuffle,
+            seed=recipe.train.seed,
+            window=recipe.data.window,
+            workers=recipe.data.workers,
+            prefetch=recipe.data.prefetch,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    if recipe.parallel.reader == "first" and ranks.link is not None:
+        return BroadcastLoader(loader(0, 1) if ranks.is_first else None, ranks.link)
+    return loader(ranks.rank, ranks.size)
+
+
+def _evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
+    if split is None:
+        return None
+    return Loader(source, split, recipe.train.eval_batch_size, rank=ranks.rank, world_size=ranks.size)
 
 
 def _check_split(key: str, split: str, source: Source) -> None:

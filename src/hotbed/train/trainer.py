@@ -1,6 +1,6 @@
 """`Trainer`: the training loop.
 
-What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, two optimizers
+What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, its optimizers
 and any iterable of `Batch`; everything that is not training (logs, progress, checkpoints, stopping early) is a
 `Callback`.
 """
@@ -8,7 +8,7 @@ and any iterable of `Batch`; everything that is not training (logs, progress, ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from hotbed.train.checkpoint import RandomState, Stateful
 from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.nonfinite import refuse_non_finite
+from hotbed.train.parallel import Ranks
+from hotbed.train.pipeline import Ahead
 
 
 class Trainer:
@@ -37,16 +39,20 @@ class Trainer:
         Optimizer of the model's parameters.
     sparse
         Optimizer of its embedding tables.
+    wide
+        Optimizer of the tables of its wide part, where that has its own.
     recipe
         Batch size, number of steps, precision and so on.
     schedule
-        Factor of both learning rates by step.
+        Factor of all learning rates by step.
     callbacks
         Called in this order; also an attribute, to which more can be added.
     group
         Column of ``Batch.extra`` to group by in evaluations.
     labels
         Names of the tasks.
+    overlap
+        Whether a distributed model's ids are exchanged ahead, while the batch before is computed.
 
     Attributes
     ----------
@@ -68,18 +74,26 @@ class Trainer:
         dense: Optimizer,
         sparse: Optimizer,
         *,
+        wide: Optimizer | None = None,
         recipe: TrainRecipe,
         schedule: ScheduleRecipe | None = None,
         callbacks: Sequence[Callback] = (),
         group: str | None = None,
         labels: Sequence[str] | None = None,
+        overlap: bool = True,
     ) -> None:
-        self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
+        self.model, self.dense, self.sparse, self.wide, self.recipe = model, dense, sparse, wide, recipe
+        self.optimizers = {"dense": dense, "sparse": sparse} | ({} if wide is None else {"wide": wide})
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
+        self.ranks = Ranks(model)
+        self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap)
         self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
-        self.schedules = [LambdaLR(optimizer, lambda taken: self._factor(taken + 1)) for optimizer in (dense, sparse)]
+        self.schedules = {
+            name: LambdaLR(optimizer, lambda taken: self._factor(taken + 1))
+            for name, optimizer in self.optimizers.items()
+        }
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
         self.stop = False
@@ -111,34 +125,45 @@ class Trainer:
             If a batch does not fit the model, or an epoch has no batch.
         """
         self._start(batches)
+        with self.ranks.explained():
+            self._fit(batches, valid)
+        self._call("on_train_end")
+
+    def _fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None) -> None:
         while not self.finished:
             for batch, last in self._epoch_of(batches):
-                loss = self.loss(batch)
-                # item() waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
+                self.ranks.at_step(self.step + 1)
+                total, labels = self._total(batch)
+                # This waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
                 # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
-                value = loss.item()
+                value, everyone, samples = self.ranks.add(total, labels, len(batch))
+                value /= max(everyone, 1)
                 refuse_non_finite(value, batch, self)
-                self.dense.zero_grad()
-                self.sparse.zero_grad()
-                loss.backward()
-                self.dense.step()
-                self.sparse.step()
-                for schedule in self.schedules:
+                for optimizer in self.optimizers.values():
+                    optimizer.zero_grad()
+                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
+                (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
+                for optimizer in self.optimizers.values():
+                    optimizer.step()
+                for schedule in self.schedules.values():
                     schedule.step()
-                self._advance(batch, value, last)
+                self._advance(int(samples), value, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
                 if self.finished:
                     break
-        self._call("on_train_end")
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
+        total, labels = self._total(batch)
+        return total / max(labels, 1)
+
+    def _total(self, batch: Batch) -> tuple[Tensor, int]:
+        """Σ weight · loss, and what to divide it by."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             logits, labels = checked_logits(self.model(batch), batch.labels)
         weight = None if batch.weights is None else batch.weights[:, None]
-        total = F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum")
-        return total / max(labels.numel(), 1)
+        return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.numel()
 
     @property
     def finished(self) -> bool:
@@ -178,32 +203,27 @@ class Trainer:
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
         """The batches of an epoch on the device, and whether each is the last.
 
-        One batch is fetched ahead: its copy to the device is queued before the wait in the step, so the device has the
-        next batch when the step is over. A checkpoint must not count it, so the loader's position is noted first.
+        One batch is fetched ahead (see `Ahead`), so that it is there when the step is over. A checkpoint must not count
+        it, so the loader's position is noted with each.
         """
-        coming: _Fetched | None = None
-        for batch in batches:
-            fetched = _Fetched(to_device(batch, self.model, self.device), self._loader_state())
-            if coming is not None:
-                self._data_position = coming.position
-                yield coming.batch, False
-            coming = fetched
-        if coming is None:
+        last = False
+        for batch, position, last in self.ahead((batch, self._loader_state()) for batch in batches):
+            self._data_position = position
+            yield batch, last
+        if not last:
             again = "; a generator can be iterated once only, pass a list or a Loader" if self.epoch else ""
             raise BatchError(f"epoch {self.epoch} has no batch{again}")
-        self._data_position = coming.position
-        yield coming.batch, True
 
     def _loader_state(self) -> Mapping[str, Any] | None:
         return cast("Any", self._batches).state_dict() if hasattr(self._batches, "state_dict") else None
 
-    def _advance(self, batch: Batch, loss: float, last: bool) -> None:
+    def _advance(self, samples: int, loss: float, last: bool) -> None:
         self.step += 1
-        self.samples += len(batch)
+        self.samples += samples
         self.position += 1
         if last:
             self.epoch, self.position = self.epoch + 1, 0
-        self.clock.tick(len(batch))
+        self.clock.tick(samples)
         self._recent.append(loss)
         self._call("on_step", loss)
         if self.step % self.recipe.log_every == 0 or self.finished:
@@ -211,8 +231,7 @@ class Trainer:
                 "step": self.step,
                 "epoch": self.epoch,
                 "loss": sum(self._recent) / len(self._recent),
-                "lr_dense": self.schedules[0].base_lrs[0] * self._factor(self.step),
-                "lr_sparse": self.schedules[1].base_lrs[0] * self._factor(self.step),
+                **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
             }
             self._recent.clear()
@@ -231,10 +250,8 @@ class Trainer:
         """Everything that a run needs to go on, by the name it has in a checkpoint."""
         return {
             "model": self.model,
-            "dense": self.dense,
-            "sparse": self.sparse,
-            "dense_schedule": self.schedules[0],
-            "sparse_schedule": self.schedules[1],
+            **self.optimizers,
+            **{f"{name}_schedule": schedule for name, schedule in self.schedules.items()},
             "random": RandomState(),
             "position": self,
         }
@@ -253,11 +270,6 @@ class Trainer:
         if self._data_position is None:
             raise RecipeError("the checkpoint holds no position in the data; it cannot be resumed, only evaluated")
         loader.load_state_dict(self._data_position)
-
-
-class _Fetched(NamedTuple):
-    batch: Batch
-    position: Mapping[str, Any] | None
 
 
 def resolve_device(device: str, option: str = "train.device") -> torch.device:

@@ -1,0 +1,153 @@
+"""What a training loop does across ranks, besides what the model does: agree on losses, predictions and paths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hotbed.comm import Link
+from hotbed.config import ParallelRecipe
+from hotbed.embed import Distributed, distribute
+from hotbed.errors import CommError, PlanError
+from hotbed.plan import Plan
+from hotbed.plan.schemes import SCHEMES
+
+
+@contextmanager
+def process_group(parallel: ParallelRecipe) -> Generator[bool]:
+    """Join the other processes that torchrun started, if it did; whether there are any."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        yield dist.is_initialized()
+        return
+    here, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(cores // here, 1))  # torchrun says 1, whatever there is
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(timeout=timedelta(seconds=parallel.timeout_s))
+    try:
+        yield True
+    finally:
+        dist.destroy_process_group()
+
+
+def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device) -> nn.Module:
+    """The model over all processes, as a recipe says; as it is where there is one process."""
+    if not dist.is_initialized():
+        return model
+    return distribute(
+        model,
+        read_plan(Path(parallel.plan)) if parallel.plan not in SCHEMES else parallel.plan,
+        device=device,
+        dense=parallel.dense,
+        forward_codec=parallel.forward_codec,
+        backward_codec=parallel.backward_codec,
+        sums_apart=parallel.sums_apart,
+        timeout=timedelta(seconds=parallel.timeout_s),
+    )
+
+
+def read_plan(file: Path) -> Plan:
+    """A plan's JSON file; a `PlanError` says what else a plan can be."""
+    if not file.is_file():
+        raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}")
+    return Plan.from_json(file.read_text(encoding="utf-8"))
+
+
+class Ranks:
+    """The ranks that train a model together; one, where it is not distributed.
+
+    Parameters
+    ----------
+    model
+        As it is trained: what `hotbed.distribute` returned, or any other.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model if isinstance(model, Distributed) else None
+        self.rank = 0 if self._model is None else self._model.link.rank
+        self.size = 1 if self._model is None else self._model.link.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes and shows what is to be written and shown once."""
+        return self.rank == 0
+
+    @property
+    def link(self) -> Link | None:
+        """For small exchanges; None for one rank."""
+        return None if self._model is None else self._model.link
+
+    def at_step(self, step: int) -> None:
+        """Say which step it is in the errors of exchanges."""
+        if self._model is not None:
+            self._model.link.step = self._model.wire.link.step = step
+
+    @contextmanager
+    def explained(self) -> Generator[None]:
+        """Raise a `CommError` that names the rank which is gone, for what fails inside because it is."""
+        try:
+            yield
+        except CommError:
+            raise
+        except RuntimeError as error:
+            gone = [] if self.link is None else self.link.unreachable()
+            if not gone or self.link is None:
+                raise
+            raise CommError(
+                f"rank {self.rank} of {self.size}, step {self.link.step}: {_ranks(gone)} ended or does not answer, so "
+                f"gradients cannot be averaged; its own output says why ({str(error).splitlines()[0]})"
+            ) from error
+
+    def add(self, *values: float | Tensor) -> list[float]:
+        """Sums over ranks, in rank order."""
+        if self.link is None:
+            return [float(v.detach()) if isinstance(v, Tensor) else float(v) for v in values]
+        device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+        own = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values])
+        rows = self.link.all_gather("losses and sizes", own).wait().tolist()
+        return [sum(column) for column in zip(*rows, strict=True)]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Rows of all ranks ``[Σ n, …]``, in rank order."""
+        if self.link is None:
+            return values
+        counts = self.link.all_gather("numbers of samples", torch.tensor([len(values)], device=values.device)).wait()
+        padded = values.new_zeros(int(counts.max()), *values.shape[1:])
+        padded[: len(values)] = values
+        rows = self.link.all_gather("predictions", padded.view(torch.uint8)).wait()  # of any dtype
+        return torch.cat([row.view(values.dtype)[:n] for row, n in zip(rows, counts.flatten().tolist(), strict=True)])
+
+    def add_counts(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Sums of counts over ranks; all must have the same keys, but those with 0 may be left out."""
+        if self.link is None:
+            return dict(counts)
+        names = self.names(sorted(counts))
+        sums = self.add(*(float(counts.get(name, 0)) for name in names)) if names else []
+        return {name: int(total) for name, total in zip(names, sums, strict=True)}
+
+    def names(self, own: Sequence[str]) -> list[str]:
+        """Names that any rank has, sorted."""
+        if self.link is None:
+            return sorted(own)
+        text = torch.frombuffer(bytearray("\n".join(own).encode() or b"\n"), dtype=torch.uint8)
+        found = bytes(self.gather(text).tolist()).decode()
+        return sorted({name for name in found.split("\n") if name})
+
+    def path(self, path: Path | None) -> Path:
+        """The first rank's path, on all ranks."""
+        if self.link is None:
+            assert path is not None
+            return path
+        return Path(self.names([] if path is None or not self.is_first else [str(path)])[0])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "one of ranks ") + ", ".join(map(str, ranks))
