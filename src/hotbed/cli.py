@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from hotbed.cli_recipe import add_json, add_recipe, read_yaml, recipe_of, split_deep, split_recipes
 from hotbed.config import check_keys
-from hotbed.errors import HotbedError, RecipeError, did_you_mean
+from hotbed.errors import CommError, HotbedError, RecipeError, did_you_mean
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HotbedError, OSError) as error:
         if debug:
             raise
-        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not isinstance(error, CommError)
+        rank = f"rank {os.environ['RANK']}: " if several else ""
         print(f"hotbed: error: {rank}{error}", file=sys.stderr)
         return 2
     return 0
@@ -152,6 +153,9 @@ def _add_demo(parser: ArgumentParser) -> None:
     parser.add_argument("data", type=str | None, nargs="?", help="Raw Criteo log (.tsv, .tsv.gz); none makes one.")
     parser.add_argument("--samples", type=int, default=200_000, help="Lines of the log that is made.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of that log and of the training.")
+    parser.add_argument("--promise", action="store_true", help="One model under every plan, and what came out.")
+    parser.add_argument("--ranks", type=int, default=3, help="Processes of the promise.")
+    parser.add_argument("--steps", type=int, default=100, help="Steps of the promise.")
     parser.add_argument("--out", type=str, default="runs", help="Everything goes into a new directory OUT/demo/TIME.")
     add_json(parser)
 
@@ -161,6 +165,16 @@ def _demo(parsed: Namespace) -> None:
     from hotbed.train.report import print_summary
 
     data = None if parsed.data is None else Path(parsed.data)
+    if parsed.promise:
+        from hotbed.train.promise import print_promise, run_promise
+
+        options = {"ranks": parsed.ranks, "steps": parsed.steps, "seed": parsed.seed}
+        result = run_promise(data, Path(parsed.out), _stderr(), **options)
+        print_promise(_stdout(), result)
+        _write_json(parsed.json, result)
+        if not result["equal"]:
+            raise CommError("a plan changed the model; please report this with the run's directory")
+        return
     summary = run_demo(data, Path(parsed.out), _stderr(), samples=parsed.samples, seed=parsed.seed)
     print_summary(_stdout(), summary)
     _write_json(parsed.json, summary)

@@ -234,7 +234,13 @@ class Link:
         who = "another rank" if peer is None else f"rank {peer}"
         explained = CommError(
             f"rank {self.rank} of {self.size}, step {self.step}: the exchange of {what} failed; {who} has ended "
-            f"or not answered in time, its own output says why ({error})"
+            f"or not answered in time, its own output says why ({_reason(error)})"
         )
         explained.__cause__ = error
         return explained
+
+
+def _reason(error: Exception) -> str:
+    """What a collective says, without the place in its source and the advice of torch."""
+    text = str(error).split(". This is typically")[0]
+    return text.split("] ", 1)[1] if text.startswith("[/") and "] " in text else text

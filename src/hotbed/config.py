@@ -363,7 +363,9 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
 def _part(annotation: Any, value: object) -> type[Any] | None:
     """The dataclass that a value is to become; None where it stays as it is."""
     choices = (annotation, *get_args(annotation))
-    return None if value is None and type(None) in choices else next((c for c in choices if is_dataclass(c)), None)
+    if value is None and type(None) in choices:
+        return None
+    return next((c for c in choices if isinstance(c, type) and is_dataclass(c)), None)
 
 
 def _by_table(key: str, value: Any) -> list[tuple[str, Any]]:

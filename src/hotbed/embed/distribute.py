@@ -18,14 +18,12 @@ from typing_extensions import override
 
 from hotbed.comm import Link
 from hotbed.embed.collection import EmbeddingCollection
+from hotbed.embed.dense import data_parallel
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError
 from hotbed.ops.codec import Codec
 from hotbed.plan import Cut, Plan, make_plan
 from hotbed.specs import Table
-
-BUCKET_MIB = 25
-"""Size of the buckets that gradients of dense parameters are summed in; pinned, for it decides the order of sums."""
 
 Dense = Literal["ddp", "fsdp"]
 _log = logging.getLogger("hotbed")
@@ -46,9 +44,9 @@ def distribute(
     """Distribute a model over the ranks of a process group; all processes must call this.
 
     The tables of all `EmbeddingCollection`s are cut and placed by the plan; each rank keeps its tiles. Everything else
-    is data-parallel: DDP averages the gradients. So a rank's loss must be the mean over its own samples (or, where
-    ranks have batches of different sizes, its sum times the number of ranks over the size of the global batch, see
-    `mean_over_ranks`), and the gradient of a table is that of the mean over all ranks.
+    is data-parallel: DDP averages the gradients, in rank order. So a rank's loss must be the mean over its own samples
+    (or, where ranks have batches of different sizes, its sum times the number of ranks over the size of the global
+    batch, see `mean_over_ranks`), and the gradient of a table is that of the mean over all ranks.
 
     Whatever the plan, the model is the same to the bit at a given number of ranks, unless one of the options below that
     say so is used, or a plan asks for pooled vectors of cut bags (see `Plan.wire`).
@@ -288,9 +286,7 @@ def _data_parallel(model: nn.Module, base: Link, dense: Dense) -> nn.Module:
         kind = next(p.device.type for p in model.parameters())
         fully_shard(model, mesh=DeviceMesh.from_group(link.group, kind))
         return model
-    return DistributedDataParallel(
-        model, process_group=link.group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
-    )
+    return data_parallel(model, link)
 
 
 def _say_what_changes_results(plan: Plan, forward: Codec, backward: Codec, sums_apart: bool) -> None:

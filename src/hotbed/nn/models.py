@@ -164,7 +164,10 @@ class WideDeep(nn.Module):
         """Inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
         deep = self.embeddings(ids).concatenate()
         with torch.autocast(ids.values.device.type, enabled=False):
-            return deep, self.wide(ids).stack().sum(dim=1)
+            wide = self.wide(ids).stack().sum(dim=1)
+        for count in (self.wide.bad_ids, self.wide.truncated_ids):
+            count.clear()  # the deep part counts the same ids
+        return deep, wide
 
 
 def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:

@@ -252,11 +252,11 @@ def build(key: str, component: Component, *args: Any, **given: Any) -> Any:
 
 
 def bad_ids(model: nn.Module) -> dict[str, int]:
-    """By feature, how many ids were out of range and dropped or hashed; once, though several collections met them."""
+    """By feature, how many ids were out of range and dropped or hashed."""
     counts: dict[str, int] = {}
     for module in model.modules():
         for feature, count in getattr(module, "bad_ids", {}).items():
-            counts[feature] = max(counts.get(feature, 0), count)
+            counts[feature] = counts.get(feature, 0) + count
     return counts
 
 

@@ -1,0 +1,79 @@
+"""Gradients of dense parameters: averaged over ranks in rank order, element by element.
+
+An all-reduce adds in an order that depends on where in its buffer a value lies, and DDP arranges its buffers anew after
+the first step; a run that is resumed would not have the bits of one that was not interrupted. Here every rank adds one
+share of a buffer, rank after rank, and sends the sums to the others: what a ring moves, in an order that nothing
+decides but the ranks.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hotbed.comm import Link
+
+BUCKET_MIB = 25
+"""Size of the buckets that gradients are averaged in; while one is, backward goes on."""
+
+
+def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
+    """The model in DDP, with `mean_over_ranks_` in the place of its all-reduce.
+
+    Parameters
+    ----------
+    model
+        On its device, with at least one parameter that is trained.
+    link
+        The ranks, over a process group that nothing else uses.
+    """
+    parallel = DistributedDataParallel(
+        model, process_group=link.group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+    )
+    # One thread, so that buckets are exchanged in one order on all ranks; the autograd thread goes on meanwhile.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-dense")
+
+    def averaged(buffer: Tensor) -> torch.futures.Future[Tensor]:
+        done: torch.futures.Future[Any] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+
+        def work() -> None:
+            try:
+                with torch.cuda.stream(_after(stream)):
+                    mean_over_ranks_(buffer, link)
+                    done.set_result(buffer)
+            except Exception as error:
+                done.set_exception(error)
+
+        thread.submit(work)
+        return done
+
+    parallel.register_comm_hook(None, lambda _, bucket: averaged(bucket.buffer()))  # pyright: ignore[reportUnknownLambdaType]
+    return parallel
+
+
+def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
+    """Average a flat tensor over ranks, in place: the ranks' values are added in rank order, and then divided."""
+    share = -(-len(buffer) // link.size)
+    sizes = [max(min(share, len(buffer) - r * share), 0) for r in range(link.size)]
+    parts = buffer.split(sizes)
+    theirs = buffer.new_empty(link.size, sizes[link.rank])
+    link.exchange("gradients of dense parameters", parts, list(theirs)).wait()
+    total = theirs[0]
+    for r in range(1, link.size):
+        total = total + theirs[r]
+    total = total / link.size
+    link.exchange("gradients of dense parameters", [total] * link.size, parts).wait()
+
+
+def _after(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+    """A stream that goes on from where another is; none where there is none."""
+    if stream is None:
+        return None
+    following = torch.cuda.Stream(stream.device)
+    following.wait_stream(stream)
+    return following
