@@ -12,6 +12,7 @@ from hotbed.jagged import Jagged
 from hotbed.lazy import lazy
 from hotbed.plan import Cut, Plan, Tile, make_plan
 from hotbed.specs import Feature, Table
+from hotbed.spread import Spread
 from hotbed.train import Callback, Trainer, evaluate, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ __all__ = [
     "Schema",
     "Source",
     "SplitBinarySource",
+    "Spread",
     "Table",
     "Tile",
     "Trainer",

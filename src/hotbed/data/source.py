@@ -6,8 +6,11 @@ and resuming belong to the loader, so they work alike for every source.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Self
 
 from hotbed.batch import Batch
 from hotbed.data.schema import Schema
@@ -53,6 +56,13 @@ class Source(ABC):
         if not 0 <= i < count:
             raise SpecError(f"split '{split}' has {count:,} chunks, there is no chunk {i:,}")
         return self._read(split, i)
+
+    def only(self, features: Collection[str]) -> Self:
+        """The same samples with these sparse columns only; what is left out is not read."""
+        kept = tuple(column for column in self.schema.sparse if column.name in features)
+        fewer = copy.copy(self)
+        fewer.schema = replace(self.schema, sparse=kept)
+        return fewer
 
     @abstractmethod
     def _chunks(self, split: str) -> Sequence[int]: ...

@@ -26,6 +26,7 @@ from hotbed.ops import BackendName
 from hotbed.optim import Rule
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table, check_specs
+from hotbed.spread import Spread
 from hotbed.untraced import untraced
 
 
@@ -171,7 +172,11 @@ class EmbeddingCollection(nn.Module):
         What breaks a limit is treated as each feature's ``on_bad_id`` and ``on_too_long`` say. On an accelerator this
         waits for the device: `verify` batches on the host, before they are moved.
         """
-        return checked_ids(ids, self.features, self._rows, Discarded(self.bad_ids, self.truncated_ids))
+        discarded = Discarded(self.bad_ids, self.truncated_ids)
+        if isinstance(ids, Spread):
+            whole = checked_ids(ids.whole, self._features_in(ids), self._rows, discarded)
+            return ids if whole is ids.whole else Spread(whole, ids.sizes, ids.rank)
+        return checked_ids(ids, self.features, self._rows, discarded)
 
     def verify(self, ids: Jagged) -> bool:
         """Mark ids as checked if all are valid rows, and return whether they are; nothing is repaired or counted.
@@ -181,7 +186,15 @@ class EmbeddingCollection(nn.Module):
         BatchError
             For a missing feature, or an id out of range of a feature with ``on_bad_id="error"``.
         """
+        if isinstance(ids, Spread):
+            return verified_ids(ids.whole, self._features_in(ids), self._rows)
         return verified_ids(ids, self.features, self._rows)
+
+    def _features_in(self, ids: Spread) -> list[Feature]:
+        """Features that model-parallel input brings: those of this collection."""
+        if self._replicas == 1 and any(isinstance(part, WholePart) for part in self._parts):
+            raise BatchError("the batch is spread over ranks, the model is not; call hotbed.distribute first")
+        return [f for f in self.features if f.name in ids.whole]
 
     # -- tables ----------------------------------------------------------------------------------------------------
 

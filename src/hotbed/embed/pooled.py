@@ -132,7 +132,7 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     asked = ask(asking, link)
     streams = [stream._replace(asked=answer) for stream, answer in zip(streams, asked, strict=True)]
     rows = int(first_rows[-1])
-    return PooledRoute(_renamed(bags, first_rows, rows), rows, streams, trained)
+    return PooledRoute(renamed(bags, first_rows, rows), rows, streams, trained)
 
 
 def _starts(*keys: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _renamed(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
+def renamed(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
     """The bags as runs of neighbouring rows; what is mean has been divided already."""
     size, features = bags.batch_size, len(bags.features)
     first = first_rows[torch.arange(features, device=first_rows.device) * size]

@@ -22,13 +22,16 @@ from hotbed.embed.pooled import PooledRoute, PooledVectors, make_pooled_route
 from hotbed.embed.push import push_rows
 from hotbed.embed.route import Route, make_route
 from hotbed.embed.rowsums import update_together
+from hotbed.embed.spread_route import make_spread_route
 from hotbed.embed.wire import Wire
+from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.reference_rules import sums_rows
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
+from hotbed.spread import Spread
 from hotbed.store import DenseStore, Span
 
 _Routes = list[Route | PooledRoute]
@@ -84,6 +87,7 @@ class ShardedPart(Part):
         slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
+        self._pooled = list(pooled)
         by_wire = {
             form: {f: i for f, i in pooled.items() if plan.wire.get(f.table, "rows") == form}
             for form in ("rows", "pooled")
@@ -116,6 +120,13 @@ class ShardedPart(Part):
     @override
     def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> _Routes:
         found: _Routes = []
+        if isinstance(ids, Spread):
+            if self.sequences:
+                raise BatchError(
+                    f"feature '{self.sequences[0].name}' is not pooled, so ids must be exchanged; give every rank all "
+                    "features of its samples"
+                )
+            return [make_spread_route(self._pooled, ids, self.placement, link, trained=trained(set(self.tables)))]
         for places, _, is_pooled in self._looked_up:
             bags = places.layout(ids, len(self.pooled), 0)
             make = make_pooled_route if is_pooled else make_route
@@ -128,7 +139,10 @@ class ShardedPart(Part):
     ) -> list[Request]:
         found: list[Request] = []
         exchanged = self.routes(ids, self.wire.link, trained) if routes is None else cast(_Routes, routes)
-        for (places, output, _), route in zip(self._looked_up, exchanged, strict=True):
+        looked_up = self._looked_up
+        if isinstance(ids, Spread):
+            looked_up = [_LookedUp(BagPlaces({f: i for i, f in enumerate(self._pooled)}, {}), 0, True)]
+        for (places, output, _), route in zip(looked_up, exchanged, strict=True):
             bags = route.bags
             if not places.single:
                 bags = replace(bags, width=room + len(self.pooled), room=room)
