@@ -41,6 +41,8 @@ from tests.cli_cases import (  # noqa: F401
         (["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"], "model: hotbed.specs.Table needs"),
         (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
         (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
+        (["--wide_optimizer.init_args.lr", "0.1"], "lacks 'wide_optimizer.class_path', which is required"),
+        (["--wide_optimizer.class_path", "hotbed.optim.FTRL"], "hotbed.nn.DLRM has no attribute `wide` that is an"),
         (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
         (["--data.path", "nowhere"], "nowhere"),
         (["--data.valid_split", "vaild"], "data.valid_split is 'vaild', but the data has only train, valid, test; did"),
@@ -206,6 +208,25 @@ def test_a_model_of_the_user_works(recipe: Path) -> None:
     assert status == 0
     assert summary["test"]["auc"] > 0.5
     assert main(["eval", "--checkpoint", str(run)]) == 0
+
+
+def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> None:
+    model = ["--model.class_path", "hotbed.nn.WideDeep", "--model.init_args", "{top: [16, 1]}"]
+    wide = ["--wide_optimizer.class_path=hotbed.optim.FTRL", "--wide_optimizer.init_args.lr=0.05"]
+    _, whole, run = train(recipe, *model, *wide)
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["wide_optimizer"] == {
+        "class_path": "hotbed.optim.FTRL",
+        "init_args": {"lr": 0.05},
+    }
+    _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
+    _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_of(begun)[-1]))
+    assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"] - 7 * 128)
+    assert resumed["test"] == whole["test"]
+    assert main(["eval", "--checkpoint", str(run), "--json", str(recipe.parent / "eval.json")]) == 0
+    assert json.loads((recipe.parent / "eval.json").read_text())["test"] == whole["test"]
+    _, one, again = train(recipe, *model)  # the sparse optimizer for all
+    assert one["test"] != whole["test"]
+    assert train(again / "recipe.yaml")[1]["test"] == one["test"]
 
 
 class Stubborn(nn.Module):

@@ -34,10 +34,22 @@ def test_a_recipe_goes_to_plain_values_and_back() -> None:
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
+def test_a_wide_optimizer_is_there_or_none() -> None:
+    without = Recipe.from_dict(values())
+    assert without.wide_optimizer is None
+    assert Recipe.from_dict(values() | {"wide_optimizer": None}) == without
+    wide = {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.1}}
+    recipe = Recipe.from_dict(values() | {"wide_optimizer": wide})
+    assert recipe.wide_optimizer == component("hotbed.optim.FTRL", lr=0.1)
+    for made in (recipe, without):
+        assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(made.to_dict()))) == made
+
+
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)
 def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
     recipe = Recipe.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
-    for component in (recipe.model, recipe.dense_optimizer, recipe.sparse_optimizer, recipe.data.source):
+    components = (recipe.model, recipe.dense_optimizer, recipe.sparse_optimizer, recipe.data.source)
+    for component in (*components, *filter(None, [recipe.wide_optimizer])):
         component.load()
     assert recipe.name == file.stem
 
@@ -71,6 +83,11 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ("data.workers", 0, "data.workers is 0, must be at least 1"),
         ("data.source", {"class_path": "Parquet"}, "data.source.class_path is 'Parquet', must be an import path"),
         ("model.init_arg", {}, "unknown key 'model.init_arg'; model may have class_path, init_args"),
+        ("wide_optimizer", {"init_args": {}}, "lacks 'wide_optimizer.class_path', which is required"),
+        ("wide_optimizer", {"class_pth": "a.b"}, "unknown key 'wide_optimizer.class_pth'; wide_optimizer may have"),
+        ("wide_optimizer", {"class_path": "FTRL"}, "wide_optimizer.class_path is 'FTRL', must be an import path"),
+        ("wide_optimizer", "hotbed.optim.FTRL", "wide_optimizer is 'hotbed.optim.FTRL', must be a mapping"),
+        ("model", None, "model is None, must be a mapping"),
         ("name", "a/b", "name is 'a/b', must be a plain directory name"),
         ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps is -1, must be at least 0"),
         ("schedule", {"decay_start": 5}, "schedule.decay_start and schedule.decay_end go together"),

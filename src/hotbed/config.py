@@ -27,7 +27,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
 DensePart = Literal["ddp", "fsdp"]
-Reader = Literal["each", "first"]
+Reader = Literal["each", "first", "owners"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 
 
@@ -256,7 +256,8 @@ class ParallelRecipe:
     overlap: bool = True
     """Exchange the ids of the next batch while one is computed; it does not change results."""
     reader: Reader = "each"
-    """``each`` process reads the data; or the ``first`` one does, and sends the others their samples."""
+    """``each`` process reads its samples; or the ``first`` one reads all and sends the others theirs; or ``owners``
+    read the features whose tables they own, of all samples; no ids are exchanged, and no table may be cut into rows."""
     timeout_s: int = 600
     """Seconds after which an exchange between processes fails."""
 

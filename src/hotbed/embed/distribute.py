@@ -128,8 +128,8 @@ class Distributed(nn.Module):
         The model.
     plan
         Where its tables are.
-    link
-        The ranks, for small exchanges between steps.
+    link, dense_link
+        The ranks, for small exchanges between steps, and for gradients of dense parameters.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, base: Link, plan: Plan, dense: Dense) -> None:
@@ -138,7 +138,8 @@ class Distributed(nn.Module):
         self.plan = plan
         self.wire = wire
         self.link = base.clone()
-        self._call = [_data_parallel(model, base, dense)]  # in a list, so that it is no part of the model
+        self.dense_link = base.clone()
+        self._call = [_data_parallel(model, self.dense_link, dense)]  # in a list, so that it is no part of the model
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,11 +274,10 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
     model.to(device)
 
 
-def _data_parallel(model: nn.Module, base: Link, dense: Dense) -> nn.Module:
+def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
     """What to call: the model, or DDP around it."""
     if not any(p.requires_grad for p in model.parameters()):
         return model
-    link = base.clone()
     if dense == "fsdp":
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard

@@ -37,13 +37,13 @@ class MLP(nn.Sequential):
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
-            linear = cast(_Linear, nn.utils.skip_init(_Linear, fan_in, fan_out, device=torch.get_default_device()))
+            linear = cast(Linear, nn.utils.skip_init(Linear, fan_in, fan_out, device=torch.get_default_device()))
             linear.reset_parameters()
             layers += [linear, nn.ReLU(inplace=True)]
         super().__init__(*(layers if last_relu else layers[:-1]))
 
 
-class _Linear(nn.Linear):
+class Linear(nn.Linear):
     """A fully connected layer with the initial values of `MLP`."""
 
     @override

@@ -19,3 +19,11 @@ def first_common(a: range, b: range) -> int | None:
     if found < low:
         found += -(-(low - found) // period) * period
     return found if found in a and found in b else None
+
+
+def count_common(a: range, b: range) -> int:
+    """How many numbers two rising ranges have in common."""
+    first = first_common(a, b)
+    if first is None:
+        return 0
+    return (min(a[-1], b[-1]) - first) // math.lcm(a.step, b.step) + 1

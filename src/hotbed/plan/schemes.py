@@ -146,7 +146,11 @@ def make_plan(
             )
     order = {t.name: i for i, t in enumerate(tables)}
     tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start))
-    by_table = wire if isinstance(wire, Mapping) else {name: wire for name in known if wire != "rows"}
+    by_table: Mapping[str, WireFormat] = {}
+    if isinstance(wire, Mapping):
+        by_table = wire
+    elif wire != "rows":
+        by_table = dict.fromkeys(known, wire)
     return Plan(world_size, tuple(tiles), by_table)
 
 

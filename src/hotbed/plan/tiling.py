@@ -136,6 +136,10 @@ class Plan:
             found[tile.table].append(tile)
         return {table: tuple(tiles) for table, tiles in found.items()}
 
+    def tables_of(self, rank: int) -> set[str]:
+        """Tables of which a rank owns tiles."""
+        return {tile.table for tile in self.tiles if tile.owner == rank}
+
     def check(self, tables: Sequence[Table]) -> None:
         """Raise `PlanError` unless the plan is one for these tables.
 

@@ -6,18 +6,21 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe
 from hotbed.embed import Distributed, distribute
 from hotbed.errors import CommError, PlanError
 from hotbed.plan import Plan
 from hotbed.plan.schemes import SCHEMES
+from hotbed.spread import Spread
 
 
 @contextmanager
@@ -147,6 +150,19 @@ class Ranks:
             assert path is not None
             return path
         return Path(self.names([] if path is None or not self.is_first else [str(path)])[0])
+
+
+def spread_batch(batch: Batch, rank: int, size: int) -> Batch:
+    """A rank's samples of a global batch, but the ids of all samples; see `Spread`."""
+    bounds = [len(batch) * r // size for r in range(size + 1)]
+    mine = slice(bounds[rank], bounds[rank + 1])
+    return Batch(
+        sparse=Spread(batch.sparse, [b - a for a, b in pairwise(bounds)], rank),
+        dense=None if batch.dense is None else batch.dense[mine],
+        labels=None if batch.labels is None else batch.labels[mine],
+        weights=None if batch.weights is None else batch.weights[mine],
+        extra={name: column[mine] for name, column in batch.extra.items()},
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

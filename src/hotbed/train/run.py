@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
+from hotbed.batch import Batch
 from hotbed.config import Component, DataRecipe, Recipe
 from hotbed.data import Loader, Source
 from hotbed.embed import Distributed, EmbeddingCollection
@@ -22,7 +23,7 @@ from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
 from hotbed.train.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.train.metrics import Metrics, evaluate
-from hotbed.train.parallel import Ranks, distributed
+from hotbed.train.parallel import Ranks, distributed, spread_batch
 from hotbed.train.progress import ShowProgress
 from hotbed.train.report import RunDirectory, environment
 from hotbed.train.resume import refuse_another_recipe
@@ -63,7 +64,7 @@ def train(
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
     run.share(ranks)
-    loader = _training_loader(recipe, source, ranks)
+    loader = _training_loader(recipe, source, ranks, trainer.model)
     if resume is not None:
         refuse_another_recipe(resume, recipe)
         load_checkpoint(resume, trainer.parts())
@@ -274,10 +275,10 @@ def _callbacks(recipe: Recipe, run: RunDirectory, ranks: Ranks) -> list[Callback
     return callbacks
 
 
-def _training_loader(recipe: Recipe, source: Source, ranks: Ranks) -> Loader | BroadcastLoader:
-    """Batches of this rank, which it reads itself or is sent by the first one."""
+def _training_loader(recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module) -> Loader | BroadcastLoader:
+    """Batches of this rank, as `ParallelRecipe.reader` says."""
 
-    def loader(rank: int, world_size: int) -> Loader:
+    def loader(source: Source, rank: int, world_size: int, transform: Callable[[Batch], Batch] | None = None) -> Loader:
         return Loader(
             source,
             recipe.data.train_split,
@@ -287,13 +288,24 @@ def _training_loader(recipe: Recipe, source: Source, ranks: Ranks) -> Loader | B
             window=recipe.data.window,
             workers=recipe.data.workers,
             prefetch=recipe.data.prefetch,
+            transform=transform,
             rank=rank,
             world_size=world_size,
         )
 
     if recipe.parallel.reader == "first" and ranks.link is not None:
-        return BroadcastLoader(loader(0, 1) if ranks.is_first else None, ranks.link)
-    return loader(ranks.rank, ranks.size)
+        return BroadcastLoader(loader(source, 0, 1) if ranks.is_first else None, ranks.link)
+    if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
+        tables = {c.table_name for c in source.schema.sparse}
+        if tables != set(model.plan.by_table):
+            raise RecipeError(
+                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those of the data, "
+                "once each; use 'each' or 'first'"
+            )
+        own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
+        features = [c.name for c in source.schema.sparse if c.table_name in own]
+        return loader(source.only(features), 0, 1, lambda batch: spread_batch(batch, ranks.rank, ranks.size))
+    return loader(source, ranks.rank, ranks.size)
 
 
 def _evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:

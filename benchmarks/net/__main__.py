@@ -1,0 +1,112 @@
+"""Step time against bandwidth, for plans and codecs, on hosts joined by links with limits.
+
+    python -m benchmarks.net [--limits 100 1000] [--ranks 2 4] [--plans table row column dp] [--json FILE] [--quick]
+
+Every rank is a host of its own. Needs root and iproute2. The exit status is 1 where ranks sent other bytes than the
+plan says (more than 5 % apart).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.net.hosts import Hosts, available, run_ranks
+from benchmarks.net.step_worker import BATCH, DIM, ROWS, TABLES
+
+CODECS = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "int8 / bf16": ("int8", "bf16")}
+"""Forward and backward."""
+TOLERANCE = 0.05
+TIMEOUT_S = 300
+
+DEFINITIONS = {
+    "step_ms": "a training step of the slowest rank, median over steps, then over rounds",
+    "payload_kb": "bytes that a rank gave to exchanges in a step, mean over ranks",
+    "predicted_kb": "the same as hotbed.plan.traffic.step_traffic says, for ids that are uniform",
+    "payload_ratio": "payload ÷ predicted: what is left out are counts, and the chance of the ids",
+    "wire_ratio": "bytes on the links ÷ payload, all steps and the start of the processes included",
+}
+
+
+def measure(ranks: int, limit: float | None, scheme: str, codec: str, steps: int) -> dict[str, float]:
+    """One run."""
+    forward, backward = CODECS[codec]
+    job = json.dumps({"scheme": scheme, "forward": forward, "backward": backward, "steps": steps})
+    with Hosts(ranks, limit) as hosts:
+        found = run_ranks(hosts, [sys.executable, "-m", "benchmarks.net.step_worker", job], TIMEOUT_S)
+        on_links = sum(hosts.sent_bytes())
+    payload = statistics.mean(rank["sent_bytes"] for rank in found)
+    predicted = statistics.mean(rank["predicted_bytes"] for rank in found)
+    return {
+        "step_ms": 1e3 * max(rank["step_s"] for rank in found),
+        "payload_kb": payload / 1e3,
+        "predicted_kb": predicted / 1e3,
+        "payload_ratio": payload / predicted,
+        "wire_ratio": on_links / (payload * ranks * found[0]["steps"]),
+    }
+
+
+def main() -> int:
+    """Measure, print, write; 1 where bytes are not what the plan says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limits", nargs="+", default=["100", "1000"], help="Mbit/s, or none")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--plans", nargs="+", default=["table", "row", "column", "dp"])
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one of each, to see that everything runs")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    if reason := available():
+        console.print(f"cannot measure here: {reason}")
+        return 1
+    if args.quick:
+        args.limits, args.ranks, args.plans, args.codecs, args.rounds, args.steps = (
+            ["1000"],
+            [2],
+            ["row"],
+            ["bf16"],
+            1,
+            2,
+        )
+    cases = list(product(args.ranks, args.limits, args.plans, args.codecs))
+    runs: dict[tuple[Any, ...], list[dict[str, float]]] = {case: [] for case in cases}
+    for _, (ranks, limit, plan, codec) in track(list(product(range(args.rounds), cases)), "net", console=console):
+        limit_mbit = None if limit == "none" else float(limit)
+        runs[ranks, limit, plan, codec].append(measure(ranks, limit_mbit, plan, codec, args.steps))
+    results = [
+        {"ranks": r, "limit_mbit": limit, "plan": plan, "codec": codec}
+        | {name: statistics.median(run[name] for run in found) for name in found[0]}
+        for (r, limit, plan, codec), found in runs.items()
+    ]
+    title = f"{TABLES} tables × {ROWS:,} × {DIM}, {BATCH} samples per rank, uniform ids"
+    table = Table(*list(results[0]), title=title, title_justify="left")
+    for result in results:
+        table.add_row(*(f"{v:,.2f}" if isinstance(v, float) else str(v) for v in result.values()))
+    console.print(table)
+    if args.json:
+        about = {
+            "load": os.getloadavg(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "rounds": args.rounds,
+        }
+        text = json.dumps({"results": results, "measured": about, "definitions": DEFINITIONS}, indent=2)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return int(any(abs(result["payload_ratio"] - 1) > TOLERANCE for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

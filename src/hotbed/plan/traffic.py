@@ -1,0 +1,90 @@
+"""What a plan puts on the wire in a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hotbed.ops.codec import Codec, encoded_bytes
+from hotbed.ops.layout import BLOCK
+from hotbed.plan.ranges import count_common
+from hotbed.plan.tiling import Plan
+
+SLOT_BYTES = 8
+"""Of an id on the wire."""
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends to others in a step."""
+
+    ids: float
+    rows: float
+    gradients: float
+    copies: float
+    """Updated rows, to the ranks that read copies of them."""
+    sums: float
+    """Sums over columns, between the owners of a row's parts."""
+    dense: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def step_traffic(
+    plan: Plan,
+    distinct: Mapping[str, float],
+    *,
+    touched: Mapping[str, float] | None = None,
+    dense_values: int = 0,
+    row_sums: int = 0,
+    forward: Codec = "fp32",
+    backward: Codec = "fp32",
+) -> list[Traffic]:
+    """Bytes that each rank sends in a training step, without the counts that go ahead and without framing.
+
+    Ids are taken to fall evenly on the rows of a table.
+
+    Parameters
+    ----------
+    plan
+        Where tiles are; all tables with the wire format ``"rows"``.
+    distinct
+        By table, distinct rows of one rank's batch.
+    touched
+        By table, distinct rows of all ranks' batches together; needed where ranks read copies or rows are cut.
+    dense_values
+        Number of dense parameters, whose gradients are averaged.
+    row_sums
+        How often the optimizer sums over the columns of a row: row-wise AdaGrad once.
+    forward, backward
+        Codecs of rows and of gradients.
+    """
+    size = plan.world_size
+    rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}
+    sent = [[0.0] * 5 for _ in range(size)]
+    widest = max(-(-len(tile.cols) // BLOCK) for tile in plan.tiles)
+    for tile in plan.tiles:
+        share = len(tile.rows) / rows[tile.table]
+        units, cols = distinct[tile.table] * share, len(tile.cols)
+        for rank in range(size):
+            if rank == tile.owner:
+                continue
+            sent[rank][0] += units * SLOT_BYTES
+            sent[rank][2] += units * encoded_bytes(backward, cols)
+            if rank not in tile.readers:
+                sent[tile.owner][1] += units * encoded_bytes(forward, cols)
+        changed = (touched or distinct)[tile.table] * share
+        sent[tile.owner][3] += len(tile.readers) * changed * (SLOT_BYTES + 4 * cols)
+        for other in plan.by_table[tile.table] if row_sums else ():
+            if other.owner != tile.owner:
+                share = count_common(tile.rows, other.rows) / rows[tile.table]
+                sent[tile.owner][4] += row_sums * (touched or distinct)[tile.table] * share * 4 * widest
+    dense = 2 * (size - 1) / size * 4 * dense_values
+    return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]
+
+
+def busiest(traffic: Sequence[Traffic]) -> Traffic:
+    """What the rank sends that sends most."""
+    return max(traffic, key=lambda t: t.total)

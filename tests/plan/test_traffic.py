@@ -1,0 +1,51 @@
+"""What a plan says that ranks send, on cases that can be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotbed.plan import Plan, Tile
+from hotbed.plan.ranges import count_common
+from hotbed.plan.traffic import busiest, step_traffic
+
+ROWS, DIM = 100, 32
+
+
+def test_a_table_on_one_rank():
+    plan = Plan(3, (Tile("t", range(ROWS), range(DIM), 1),))
+    found = step_traffic(plan, {"t": 10}, backward="bf16", dense_values=30)
+    asking = (10 * 8, 0, 10 * DIM * 2, 0, 0, 2 * 2 / 3 * 4 * 30)
+    assert [tuple(t) for t in found] == [asking, (0, 2 * 10 * DIM * 4, 0, 0, 0, asking[5]), asking]
+    assert busiest(found) is found[1]
+    assert found[0].total == sum(asking)
+
+
+def test_rows_of_which_ranks_read_copies_go_to_the_readers_after_the_update():
+    plan = Plan(3, (Tile("t", range(ROWS), range(DIM), 0, readers=(2,)),))
+    owner, other, reader = step_traffic(plan, {"t": 10}, touched={"t": 25})
+    assert owner[:5] == (0, 10 * DIM * 4, 0, 25 * (8 + 4 * DIM), 0)
+    assert other[:5] == (80, 0, 10 * DIM * 4, 0, 0)
+    assert reader[:5] == (80, 0, 10 * DIM * 4, 0, 0)
+
+
+def test_parts_of_a_row_exchange_their_sums():
+    halves = (Tile("t", range(ROWS), range(16), 0), Tile("t", range(ROWS), range(16, 32), 1))
+    found = step_traffic(Plan(2, halves), {"t": 10}, touched={"t": 18}, row_sums=2)
+    assert [t.sums for t in found] == [2 * 18 * 4, 2 * 18 * 4]
+
+
+@given(*[st.tuples(st.integers(0, 20), st.integers(1, 40), st.integers(1, 9))] * 2)
+def test_common_numbers_are_counted(a: tuple[int, int, int], b: tuple[int, int, int]):
+    first, second = (range(start, start + length, step) for start, length, step in (a, b))
+    assert count_common(first, second) == len(set(first) & set(second))
+
+
+@pytest.mark.parametrize("scheme", ["row", "table"])
+def test_all_ranks_together_send_what_they_ask_for(scheme: str):
+    owners = range(4) if scheme == "row" else [2]
+    tiles = tuple(Tile("t", range(i, ROWS, len(owners)), range(DIM), o) for i, o in enumerate(owners))
+    found = step_traffic(Plan(4, tiles), {"t": 40})
+    assert sum(t.rows for t in found) == pytest.approx(3 * 40 * DIM * 4)
+    assert sum(t.gradients for t in found) == pytest.approx(3 * 40 * DIM * 4)
