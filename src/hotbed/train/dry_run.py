@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hotbed.config import Recipe
+from hotbed.config import Component, Recipe
+from hotbed.embed import EmbeddingCollection, plan_tables
 from hotbed.errors import RecipeError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table, row_bytes
@@ -27,28 +28,40 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         If the sparse optimizer is not one.
     """
     source = open_source(recipe.data)
-    optimizer = recipe.sparse_optimizer.load()
-    if not issubclass(optimizer, SparseOptimizer):
-        raise RecipeError(f"sparse_optimizer is {recipe.sparse_optimizer.class_path}, not one of hotbed.optim")
-    tables = tables_of(source, recipe.data)
+    optimizers = {"": _sparse("sparse_optimizer", recipe.sparse_optimizer)}
+    if recipe.wide_optimizer is not None:
+        optimizers["wide"] = _sparse("wide_optimizer", recipe.wide_optimizer)
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
-    # The dense part does not depend on rows, so a model with tables of one row has the same.
-    small = build(
-        "model",
-        recipe.model,
-        tables=[replace(table, rows=1, fp32_rows=0) for table in tables],
-        features=source.schema.features(recipe.data.on_bad_id),
-        dense_features=len(source.schema.dense),
-        seed=recipe.train.seed,
-    )
-    entries = [_table_plan(table, tier, optimizer) for table in tables]
-    parameters = list(small.parameters())
+    with torch.device("meta"):
+        model = build(
+            "model",
+            recipe.model,
+            tables=tables_of(source, recipe.data),
+            features=source.schema.features(recipe.data.on_bad_id),
+            dense_features=len(source.schema.dense),
+            seed=recipe.train.seed,
+        )
+    named = iter(plan_tables(model))
+    entries = [
+        _table_plan(next(named), tier, optimizers.get(path, optimizers[""]))
+        for path, module in model.named_modules()
+        if isinstance(module, EmbeddingCollection)
+        for _ in module.tables
+    ]
+    parameters = list(model.parameters())
     return {
         "tables": entries,
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
     }
+
+
+def _sparse(key: str, component: Component) -> type[SparseOptimizer]:
+    optimizer = component.load()
+    if not issubclass(optimizer, SparseOptimizer):
+        raise RecipeError(f"{key} is {component.class_path}, not one of hotbed.optim")
+    return optimizer
 
 
 def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> dict[str, Any]:
