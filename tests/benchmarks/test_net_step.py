@@ -1,0 +1,25 @@
+"""Training between hosts runs, and ranks send what the plan says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.net.hosts import available
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(available() is not None, reason=f"no network namespaces: {available()}")
+def test_ranks_send_what_the_plan_says(tmp_path: Path):
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.net", "--quick", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (result,) = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert (result["ranks"], result["plan"], result["codec"]) == (2, "row", "bf16")
+    assert result["payload_ratio"] == pytest.approx(1, abs=0.05)
