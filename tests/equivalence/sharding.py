@@ -121,3 +121,8 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, torch.Tensor
         found[table] = collection.weight(table)
         found |= {f"{table}.{n}": m for n, m in optimizer._updaters[""].state(table).items()}
     return {name: t.clone() for name, t in found.items()}
+
+
+def all_trained(group: dist.ProcessGroup | None, jobs: Mapping[str, Job]) -> dict[str, dict[str, torch.Tensor]]:
+    """`trained` of several jobs, one after the other."""
+    return {name: trained(group, job) for name, job in jobs.items()}

@@ -140,9 +140,21 @@ def test_parts_go_where_they_fit_even_if_others_have_less_work():
     assert max(c.nbytes for c in rank_costs(plan.tiles, tables, 4)) < 200 << 20
 
 
+def test_what_crosses_the_wire_is_chosen_for_all_tables_or_by_table():
+    assert make_plan(TABLES, 2).wire == make_plan(TABLES, 2, wire="rows").wire == {}
+    assert make_plan(TABLES, 2, wire="pooled").wire == dict.fromkeys("abcd", "pooled")
+    some = make_plan(TABLES, 2, {"a": "dp"}, wire={"b": "pooled", "a": "rows"})
+    assert some.wire == {"b": "pooled", "a": "rows"}
+    assert make_plan(TABLES, 1, "dp", wire="pooled").wire["a"] == "pooled"  # one rank has no copies
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: make_plan(TABLES, 2, "dp", wire="pooled"), "wire of table 'a' is 'pooled', but ranks hold copies"),
+        (lambda: make_plan(TABLES, 2, Cut(hot_rows=1), wire={"c": "pooled"}), "wire of table 'c' is 'pooled', but"),
+        (lambda: make_plan(TABLES, 2, wire="vectors"), "wire of table 'a' is 'vectors', must be rows or pooled"),
+        (lambda: make_plan(TABLES, 2, wire={"x": "rows"}), "wire names a table 'x', which the plan has not"),
         (lambda: make_plan(TABLES, 0), "world_size is 0, must be an integer of at least 1"),
         (lambda: make_plan(TABLES, 2.0, "column"), "world_size is 2.0, must be an integer of at least 1"),
         (lambda: make_plan(TABLES, 2, None), "no scheme None; use table, row"),

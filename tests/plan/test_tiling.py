@@ -75,6 +75,27 @@ def test_a_plan_is_valid_exactly_if_every_cell_is_in_one_tile(data, rows, blocks
         (lambda: Plan(1, (tile(range(0, 9, 2)),)), "4 of 9 rows of columns 0 … 32 of table 't' are in no tile"),
         (lambda: Plan(1, (tile(range(1, 9)),)), "1 of 9 rows"),
         (lambda: Plan(1, (tile(range(9), range(16, 32)),)), "9 of 9 rows of columns 0 … 16"),
+        (lambda: Plan(1, (tile(range(9)),), {"t": "row"}), "wire of table 't' is 'row', must be rows or pooled"),
+        (
+            lambda: Plan(1, (tile(range(9)),), {"t": ["rows"]}),
+            r"wire of table 't' is \['rows'\], must be rows or pooled",
+        ),
+        (
+            lambda: Plan(1, (tile(range(9)),), {"tt": "rows"}),
+            "wire names a table 'tt', which the plan has not; did you mean 't'",
+        ),
+        (
+            lambda: Plan(2, (tile(range(0, 9, 2)), tile(range(1, 9, 2), readers=(1,))), {"t": "pooled"}),
+            "wire of table 't' is 'pooled', but ranks hold copies of its rows; use 'rows'",
+        ),
+        (
+            lambda: Plan.from_dict({"world_size": 1, "tiles": [], "wire": "pooled"}),
+            "wire of a plan is 'pooled', must be an object of tables and wire formats",
+        ),
+        (
+            lambda: Plan.from_json('{"world_size": 1, "tiles": [], "wires": {}}'),
+            "a plan has no 'wires'; it has tiles, wire, world_size; did you mean 'wire'",
+        ),
         (lambda: Plan.from_json("{"), "a plan must be JSON: "),
         (lambda: Plan.from_json("[]"), "a plan must be a JSON object, got list"),
         (lambda: Plan.from_dict({"world_size": 1}), "a plan needs tiles and world_size, got world_size"),
@@ -132,6 +153,27 @@ def test_json_gives_the_plan_back():
     assert Plan.from_dict(
         {"world_size": 1, "tiles": [{"table": "t", "owner": 0, "rows": [0, 9], "cols": [0, 4]}]}
     ).tiles == (tile(range(9), range(4)),)
+
+
+def test_json_keeps_the_wire_formats():
+    tiles = (tile(range(9)), Tile("u", range(4), range(16), 0), Tile("v", range(4), range(16), 0, (1,)))
+    plan = Plan(2, tiles, {"t": "pooled", "v": "rows"})
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert json.loads(plan.to_json()) == plan.to_dict()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_keeps_its_own_wire_formats():
+    wire = {"t": "pooled"}
+    plan = Plan(1, (tile(range(9)),), wire)
+    wire["t"] = "anything"
+    assert plan.wire == {"t": "pooled"}
+
+
+def test_a_wire_format_for_no_table_is_refused():
+    """`make_plan` takes one for all tables, a plan takes one by table."""
+    with pytest.raises(PlanError, match="wire of a plan is 'pooled', must be"):
+        Plan(1, (tile(range(9)),), "pooled")
 
 
 @pytest.mark.parametrize(

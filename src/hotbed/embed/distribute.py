@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from hotbed.comm import Link
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense import data_parallel
 from hotbed.embed.wire import Wire
-from hotbed.errors import PlanError, SpecError
+from hotbed.errors import PlanError, SpecError, did_you_mean
 from hotbed.ops.codec import Codec
 from hotbed.plan import Cut, Plan, make_plan
 from hotbed.specs import Table
@@ -95,6 +95,15 @@ def distribute(
                 "make a plan for 1 rank"
             )
         return model
+    for option, value, known in (
+        ("dense", dense, get_args(Dense)),
+        ("forward_codec", forward_codec, get_args(Codec)),
+        ("backward_codec", backward_codec, get_args(Codec)),
+    ):
+        if value not in known:
+            raise SpecError(f"{option} is {value!r}, must be one of {', '.join(known)}{did_you_mean(value, known)}")
+    if isinstance(model, Distributed):
+        raise SpecError("the model is distributed already; distribute the module that was given to the first call")
     base = Link(group, timeout)
     collections = {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
     if not collections:
@@ -108,6 +117,7 @@ def distribute(
     else:
         plan = plan_for(model, base.size, plan)
     plan.check(plan_tables(model))
+    _refuse_tiers(plan)
     _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart)
     place = _place(model, device)
     wire = Wire(base.clone(), forward_codec, backward_codec, sums_apart)
@@ -139,6 +149,7 @@ class Distributed(nn.Module):
         self.wire = wire
         self.link = base.clone()
         self.dense_link = base.clone()
+        self._register_load_state_dict_pre_hook(_named_as_module)
         self._call = [_data_parallel(model, self.dense_link, dense)]  # in a list, so that it is no part of the model
 
     @override
@@ -149,9 +160,11 @@ class Distributed(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not sum gradients of dense parameters inside; for all but the last of accumulated batches."""
         call = self._call[0]
-        if not isinstance(call, DistributedDataParallel):
+        if isinstance(call, DistributedDataParallel):
+            return call.no_sync()
+        if any(p.requires_grad for p in self.module.parameters()):
             raise SpecError("no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')")
-        return call.no_sync()
+        return nullcontext()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -185,6 +198,12 @@ class Distributed(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of the model, with whole tables, of which each rank takes its tiles."""
         return self.module.load_state_dict(*args, **kwargs)
+
+
+def _named_as_module(state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Where a module around it loads a state: names of the model, as those of the wrapper's only part."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def mean_over_ranks(total: Tensor, count: int, model: nn.Module) -> Tensor:
@@ -247,6 +266,15 @@ def _local(plan: Plan, names: Mapping[str, str]) -> Plan:
     here = {name: own for own, name in names.items()}
     tiles = tuple(replace(tile, table=here[tile.table]) for tile in plan.tiles if tile.table in here)
     return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})
+
+
+def _refuse_tiers(plan: Plan) -> None:
+    for tile in plan.tiles:
+        if tile.tier != "device" or tile.cache_rows:
+            raise PlanError(
+                f"the plan puts rows of table '{tile.table}' into tier '{tile.tier}' with cache_rows {tile.cache_rows}, "
+                "but this release holds all rows where the model is; leave tier and cache_rows out"
+            )
 
 
 def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from hotbed.comm import Handle
 from hotbed.embed.arena import Arena
-from hotbed.embed.part import Contribution, Vectors
+from hotbed.embed.part import CHANGED, Contribution, Vectors
 from hotbed.embed.pooling import rows_of
 from hotbed.embed.route import Route, Stream
 from hotbed.embed.wire import Sent, Wire
+from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.codec import decode, encode
 
@@ -72,6 +73,8 @@ class Fetched:
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
         """Sum the gradient of each distinct row, and send the sums to the owners."""
+        if bags.versions() != versions:
+            raise OptimizerError(CHANGED)
         route, link = self.route, self._wire.link
         sums = torch.empty_like(self._vectors)
         self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.places, sums)
@@ -79,7 +82,7 @@ class Fetched:
         for stream in route.streams:
             values = encode(_units(sums, stream, self._arenas[stream.kind].store.dim), self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.came))
-        return Sent(self.tables, link, [sums], lambda: self._arrived(handles))
+        return Sent(self.tables, link, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         """What the ranks sent to this one, by arena, in rank order."""

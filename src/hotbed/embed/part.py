@@ -18,6 +18,12 @@ from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Feature, Table
 
+CHANGED = (
+    "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is lost which rows "
+    "the gradients belong to; give every batch its own tensors, or step before reusing them"
+)
+"""What a user is told whose ids are not what they were."""
+
 
 class Vectors(Protocol):
     """Rows that bags are pooled from: a store, or what was fetched from other ranks."""

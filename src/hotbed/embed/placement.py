@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,9 @@ class Placement:
         owner's arena; first slot in this rank's arena of copies, or −1 where it holds none.
     copies
         ``[W, tiles]`` int64: the same of every rank.
+    lines
+        ``[tiles]`` int64: lane of each tile; 0 for those of a table some of whose lanes overlap, because its rows are
+        not all cut at the same columns.
     first_keys
         ``[T + 1]`` int64: key of row 0 of each table, where the rows of all tables are numbered through.
     """
@@ -102,6 +105,10 @@ class Placement:
             rows.append([*place, self.kinds.index(kind), lane, slot, int(copies[rank, i])])
             owned[tile.owner, kind] += len(tile.rows)
         self.copies = copies.to(device)
+        lines = [
+            0 if _overlap(plan.by_table[tile.table]) else row[LANE] for tile, row in zip(self.tiles, rows, strict=True)
+        ]
+        self.lines = torch.tensor(lines, dtype=torch.int64, device=device)
         self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
         self.entries = torch.tensor(rows, dtype=torch.int64, device=device)
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
@@ -136,6 +143,12 @@ class Placement:
         entry = self.entries[found.tile]
         row = keys[found.at] - self.first_keys[entry[:, TABLE]]
         return entry[:, column] + torch.div(row - entry[:, FIRST], entry[:, STEP], rounding_mode="floor")
+
+
+def _overlap(tiles: Sequence[Tile]) -> bool:
+    """Whether any two of the distinct ranges of columns of these tiles have a column in common."""
+    lanes = sorted({(t.cols.start, t.cols.stop) for t in tiles})
+    return any(stop > start for (_, stop), (start, _) in pairwise(lanes))
 
 
 class _Layer(NamedTuple):

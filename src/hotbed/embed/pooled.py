@@ -96,7 +96,7 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     starts = _starts(message, bag[at])
     of_unit, entry = bag[at[starts]], placement.entries[tile[starts]]
     lengths = torch.diff(starts, append=torch.tensor([len(at)], device=starts.device))
-    row, first_rows = _rows(of_unit, entry[:, LANE], features * size)
+    row, first_rows = _rows(of_unit, placement.lines[tile[starts]], features * size)
     slots = placement.slots(ids.slots, Found(at, tile))
     weights = None if bags.weights is None else _by_occurrence(bags, bags.weights)[at]
     divisors = None
@@ -145,7 +145,7 @@ def _starts(*keys: Tensor) -> Tensor:
 
 
 def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
-    """Row of each unit, and first row of each bag: its units of a lane have rows of their own, in their order."""
+    """Row of each unit, and first row of each bag: its units of a line have rows of their own, in their order."""
     lanes = int(lane.max()) + 1 if len(lane) else 1
     key = bag * lanes + lane
     order = torch.argsort(key, stable=True)
@@ -248,7 +248,7 @@ class PooledVectors:
                 values[lane.units] = grad[of_bag[lane.units], lane.cols].float()
             values = encode(values, self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.asked.units))
-        return Sent(self.tables, link, [grad], lambda: self._arrived(handles))
+        return Sent(self.tables, link, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []

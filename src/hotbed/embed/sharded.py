@@ -211,7 +211,8 @@ class ShardedPart(Part):
     @override
     def rows(self, table: str) -> Tensor:
         spec = self.tables[table]
-        store = DenseStore([Span(spec.rows, spec.fp32_rows)], spec.dim, dtype=spec.dtype, device=self.device)
+        span = Span(spec.rows, spec.fp32_rows)
+        store = DenseStore([span], spec.dim, dtype=spec.dtype, device=self.device, backend=self._backend)
         raw = self.raw(table)
         for name, tensor in store.raw(0).items():
             tensor.copy_(raw[name])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotbed.embed.arena import Arena
-from hotbed.embed.part import Contribution, Part
+from hotbed.embed.part import CHANGED, Contribution, Part
 from hotbed.errors import OptimizerError
 from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import OWN
@@ -71,11 +71,7 @@ class TableUpdater:
                     "`groups` to treat tables differently"
                 )
         if any(waiting.changed() for waiting in self._waiting):
-            raise OptimizerError(
-                "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is "
-                "lost which rows the gradients belong to; give every batch its own tensors, or step before reusing "
-                "them"
-            )
+            raise OptimizerError(CHANGED)
         found: dict[Arena, list[tuple[Occurrences, Tensor]]] = defaultdict(list)
         for waiting in self._waiting:
             for arena, occurrences, grad in waiting.pieces():

@@ -43,8 +43,6 @@ class Sent:
         Tables it may concern.
     link
         The ranks.
-    sent
-        What this rank sent.
     arrived
         Waits for what the ranks sent to this one; by arena, in rank order.
     """
@@ -53,11 +51,10 @@ class Sent:
         self,
         tables: set[str],
         link: Link,
-        sent: Sequence[Tensor],
         arrived: Callable[[], Sequence[tuple[Arena, Occurrences, Tensor]]],
     ) -> None:
         self.tables = tables
-        self._link, self._sent, self._arrived = link, sent, arrived
+        self._link, self._arrived = link, arrived
         self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
 
@@ -66,9 +63,9 @@ class Sent:
         return False
 
     def finite(self) -> Tensor:
-        """0-d bool: whether all that the ranks sent is finite; all of them must ask."""
+        """0-d bool: whether all that arrived anywhere is finite; all ranks must ask."""
         if self._agreed is None:
-            finite = torch.stack([torch.isfinite(values).all() for values in self._sent]).all()
+            finite = torch.tensor(all(bool(torch.isfinite(grad).all()) for _, _, grad in self.pieces()))
             flags = self._link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
             self._agreed = flags.wait().bool().all()
         return self._agreed

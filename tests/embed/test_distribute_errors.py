@@ -1,0 +1,247 @@
+"""What `hotbed.distribute` says and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hotbed as hb
+from hotbed import optim
+from hotbed.comm import Link
+from hotbed.embed import EmbeddingCollection
+from hotbed.embed.wire import Wire
+from hotbed.errors import BatchError, CommError, HotbedError, OptimizerError, PlanError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.plan import Plan, Tile, make_plan
+from hotbed.specs import Feature, Table
+from tests.ranks import Ranks
+
+from .distributed_cases import SIZE, Model, distributed, ids, one_table, said
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def warnings_of(group: dist.ProcessGroup) -> list[str]:
+    collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])
+    with said() as found:
+        hb.distribute(collection, make_plan([Table("t", 9, 32)], SIZE, "column", wire="pooled"), group=group)
+        assert found == []
+        collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])
+        plan = make_plan([Table("t", 9, 32)], SIZE, "grid", wire="pooled")
+        options = {"forward_codec": "bf16", "backward_codec": "int8", "sums_apart": True}
+        hb.distribute(collection, plan, group=group, **options)
+    return found
+
+
+def test_what_changes_results_is_said(ranks: Ranks):
+    for found in ranks.run(SIZE, warnings_of):
+        assert found == [
+            "forward_codec='bf16' rounds what crosses the wire: results differ from those of one rank",
+            "backward_codec='int8' rounds what crosses the wire: results differ from those of one rank",
+            "sums_apart=True: row-wise rules see the columns of each tile by themselves",
+            "wire='pooled': bags of several ids of t are summed in parts",
+        ]
+
+
+def tiles(*rows: range, table: str = "t", cols: tuple[int, ...] = (0, 256), **options: Any) -> Plan:
+    """A plan of these tiles, all of rank 0."""
+    between = [range(a, b) for a, b in pairwise(cols)]
+    return Plan(SIZE, tuple(Tile(table, r, c, 0, **options) for r in rows for c in between))
+
+
+class OnMeta(nn.Module):
+    """A module that cannot make its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = one_table()
+        self.odd = nn.Module()
+        self.odd.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+
+def optimized_before(group: dist.ProcessGroup, *, by_hand: bool) -> None:
+    collection = one_table()
+    optimizer = optim.SGD(collection, lr=0.1)
+    if by_hand:
+        collection.distribute(make_plan([*collection.tables.values()], SIZE), Wire(Link(group)))
+    else:
+        hb.distribute(collection, group=group)
+    del optimizer
+
+
+def pooled(group: dist.ProcessGroup, weights: torch.Tensor | None) -> None:
+    collection = one_table()
+    plan = make_plan([*collection.tables.values()], SIZE, "row", wire="pooled")
+    collection.distribute(plan, Wire(Link(group)))
+    batch = Jagged.from_dict({"f": [[1, 2], [3]]}, None if weights is None else {"f": weights})
+    collection(batch)["f"].sum().backward()
+
+
+def no_sync_of_fsdp(group: dist.ProcessGroup) -> None:
+    model = hb.distribute(Model(), group=group, dense="fsdp")
+    model.no_sync()
+
+
+REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedError], str]] = {
+    "no tables": (
+        lambda group: hb.distribute(nn.Linear(2, 2), group=group),
+        SpecError,
+        "Linear has no hotbed.EmbeddingCollection, so there is nothing to distribute",
+    ),
+    "a plan for other ranks": (
+        lambda group: hb.distribute(one_table(), Plan(2, tiles(range(9)).tiles), group=group),
+        PlanError,
+        "the plan is for 2 ranks, this process group has 3; make a plan for 3, or start as many processes",
+    ),
+    "a plan with another table": (
+        lambda group: hb.distribute(one_table(), tiles(range(9), table="tt"), group=group),
+        PlanError,
+        "the plan has a table 'tt', the model has not; did you mean 't'?",
+    ),
+    "a plan without a table": (
+        lambda group: hb.distribute(one_table(), Plan(SIZE, ()), group=group),
+        PlanError,
+        "the plan has no tile of table 't'; make a plan for this model",
+    ),
+    "a plan for other rows": (
+        lambda group: hb.distribute(one_table(), tiles(range(0, 8, 2), range(1, 8, 2)), group=group),
+        PlanError,
+        "the plan tiles 8 × 256 of table 't', which has 9 × 256; make a plan for this model",
+    ),
+    "a cut that changes sums": (
+        lambda group: hb.distribute(one_table(), tiles(range(9), cols=(0, 40, 256)), group=group),
+        PlanError,
+        "the plan cuts table 't' (fp32) at columns 0 … 40; cuts must be multiples of 16, or the model would change",
+    ),
+    "a cut that changes scales": (
+        lambda group: hb.distribute(one_table("int8"), tiles(range(9), cols=(0, 64, 256)), group=group),
+        PlanError,
+        "the plan cuts table 't' (int8) at columns 0 … 64; cuts must be multiples of 128, or the model would change",
+    ),
+    "an unknown scheme": (
+        lambda group: hb.distribute(one_table(), "rows", group=group),
+        PlanError,
+        "no scheme 'rows'; use table, row, column, grid, dp or a Cut; did you mean 'row'?",
+    ),
+    "an optimizer that is there already": (
+        lambda group: optimized_before(group, by_hand=False),
+        OptimizerError,
+        "these tables have an optimizer already, which would go on with tables that are not here any more; "
+        "distribute the model first, then make its optimizers",
+    ),
+    "an optimizer of a collection": (
+        lambda group: optimized_before(group, by_hand=True),
+        OptimizerError,
+        "these tables have an optimizer already, which would go on with tables that are not here any more; "
+        "distribute the model first, then make its optimizers",
+    ),
+    "parameters on meta": (
+        lambda group: hb.distribute(OnMeta(), group=group),
+        SpecError,
+        "odd (Module) is on meta and has no reset_parameters(), so its parameters cannot be made; add one, or make "
+        "the model on a device",
+    ),
+    "no_sync without DDP": (
+        no_sync_of_fsdp,
+        SpecError,
+        "no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')",
+    ),
+    "trained weights of pooled vectors": (
+        lambda group: pooled(group, torch.ones(3, requires_grad=True)),
+        BatchError,
+        "per-id weights that are trained need the rows of t, which stay with their owners where wire is 'pooled'; "
+        "plan wire='rows' for these tables",
+    ),
+    "weights on some ranks": (
+        lambda group: pooled(group, None if dist.get_rank(group) == 1 else torch.ones(3)),
+        BatchError,
+        "ranks [0, 2] have per-id weights and the others none; give all of them, or none",
+    ),
+}
+
+
+def refused(group: dist.ProcessGroup, case: str) -> tuple[str, str]:
+    try:
+        REFUSED[case][0](group)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", "was refused"
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_all_ranks(ranks: Ranks, case: str):
+    _, kind, message = REFUSED[case]
+    assert ranks.run(SIZE, refused, case) == [(kind.__name__, message)] * SIZE
+
+
+def late(group: dist.ProcessGroup) -> str:
+    """Rank 1 does not look anything up."""
+    model = distributed(group, "a", timeout=timedelta(seconds=1))
+    model.wire.link.step = 7
+    if dist.get_rank(group) != 1:
+        try:
+            model.left(ids(0, 0))
+        except CommError as error:
+            return str(error)
+    return "fine"
+
+
+def test_a_rank_that_does_not_answer_in_time_is_named(ranks: Ranks):
+    found = ranks.run(SIZE, late)
+    assert found[1] == "fine"
+    for rank in (0, 2):
+        assert found[rank].startswith(f"rank {rank} of 3, step 7: the exchange of numbers of ids failed; ")
+        assert "has ended or not answered in time, its own output says why" in found[rank]
+
+
+def changed_in_place(group: dist.ProcessGroup, what: str) -> str:
+    model = hb.distribute(one_table(), "row", group=group)
+    optimizer = optim.SGD(model, lr=1.0)
+    weights = torch.ones(3)
+    batch = Jagged.from_dict({"f": (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3]))}, {"f": weights})
+    value = model(batch)["f"].sum()
+    if what == "offsets":
+        batch.offsets[0, 1] = 1
+    else:
+        batch.weights.mul_(2)
+    try:
+        value.backward()
+        optimizer.step()
+    except HotbedError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("what", ["offsets", "weights"])
+def test_bags_changed_between_lookup_and_backward_are_refused(ranks: Ranks, what: str):
+    for message in ranks.run(SIZE, changed_in_place, what):
+        assert message.startswith("ids, offsets or per-id weights were changed in place between the lookup and the")
+
+
+def mistaken(group: dist.ProcessGroup, what: str) -> str:
+    """Name of the error, if it is one of ours."""
+    options: dict[str, Any] = {"dense": {"dense": "dpp"}, "codec": {"forward_codec": "fp64"}}.get(what, {})
+    if what == "tier":
+        options = {"plan": tiles(range(9), tier="disk", cache_rows=3)}
+    with said():
+        try:
+            model = hb.distribute(one_table(), group=group, **options)
+            if what == "again":
+                hb.distribute(model, group=group)
+        except HotbedError as error:
+            return type(error).__name__
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("what", "error"), [("dense", "SpecError"), ("codec", "SpecError"), ("tier", "PlanError"), ("again", "SpecError")]
+)
+def test_options_that_nothing_knows_are_refused_and_not_ignored(ranks: Ranks, what: str, error: str):
+    assert ranks.run(SIZE, mistaken, what) == [error] * SIZE
