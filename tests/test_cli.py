@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hotbed.cli import COMMANDS, main
+from hotbed.config import Recipe
 from hotbed.errors import DataError
 from tests.cli_cases import (  # noqa: F401
     Output,
@@ -57,6 +58,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
         main(["train", "--help"])
     text = capsys.readouterr().out
     assert "Samples per step, over all processes." in text
+    assert "Short for --parallel.plan: table, row, column, grid, dp, FILE." in text
     assert "hotbed train RECIPE.yaml" in text
 
 
@@ -101,6 +103,35 @@ def test_debug_shows_the_traceback() -> None:
 def test_json_is_not_written_when_the_command_fails(tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path / "absent"), "--json", str(tmp_path / "out.json")]) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        ([], "table"),
+        (["--plan", "row"], "row"),
+        (["--plan=plans/mine.json"], "plans/mine.json"),
+        (["--parallel.plan", "grid"], "grid"),
+        (["--plan", "row", "--parallel.plan", "grid"], "row"),
+    ],
+)
+def test_a_plan_has_a_short_option(
+    options: list[str], plan: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Recipe] = []
+    monkeypatch.setattr("hotbed.train.run.train", lambda recipe, *_, **__: found.append(recipe) or {})
+    monkeypatch.setattr("hotbed.train.report.print_summary", lambda *_: None)
+    assert main(["train", str(recipe), *options]) == 0
+    assert main(["train", *options, str(recipe)]) == 0
+    assert [made.parallel.plan for made in found] == [plan, plan]
+
+
+def test_mistakes_in_what_processes_share_get_one_clear_message(recipe: Path, capsys: Output) -> None:
+    train = ["train", str(recipe)]
+    assert "argument --plan: expected one argument" in refused([*train, "--plan"], capsys)
+    assert "unknown argument --paln; did you mean '--plan'?" in refused([*train, "--paln", "row"], capsys)
+    assert "parallel.reader is 'one', must be 'each', 'first'" in refused([*train, "--parallel.reader", "one"], capsys)
+    assert "parallel.plan is empty; give a scheme" in refused([*train, "--parallel.plan", ""], capsys)
 
 
 # -- prepare and demo -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import hotbed.config
-from hotbed.config import Component, DataRecipe, Recipe, ScheduleRecipe, TrainRecipe
+from hotbed.config import Component, DataRecipe, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe
 from hotbed.errors import RecipeError, SpecError
 from hotbed.specs import Table
 
@@ -43,6 +43,14 @@ def test_a_wide_optimizer_is_there_or_none() -> None:
     assert recipe.wide_optimizer == component("hotbed.optim.FTRL", lr=0.1)
     for made in (recipe, without):
         assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(made.to_dict()))) == made
+
+
+def test_how_processes_share_the_work_is_part_of_a_recipe() -> None:
+    assert Recipe.from_dict(values()).parallel == ParallelRecipe(plan="table", dense="ddp", overlap=True, reader="each")
+    given = {"plan": "plans/mine.json", "dense": "fsdp", "forward_codec": "bf16", "overlap": False, "timeout_s": 7}
+    recipe = Recipe.from_dict(values(checkpoint="none") | {"parallel": given})
+    assert given.items() <= recipe.to_dict()["parallel"].items()
+    assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)
@@ -98,6 +106,17 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ),
         ("schedule", {"decay_start": 5, "decay_end": 5}, "schedule.decay_end is 5, must be at least 6"),
         ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be above 0; 1 is linear"),
+        ("parallel", {"plan": ""}, "parallel.plan is empty; give a scheme like table or row, or a plan's file"),
+        ("parallel", {"dense": "dpp"}, "parallel.dense is 'dpp', must be one of ddp, fsdp; did you mean 'ddp'?"),
+        ("parallel", {"reader": "frist"}, "parallel.reader is 'frist', must be one of each, first"),
+        ("parallel", {"reader": "frist"}, "did you mean 'first'?"),
+        ("parallel", {"forward_codec": "int4"}, "parallel.forward_codec is 'int4', must be one of fp32, bf16, fp16, "),
+        ("parallel", {"backward_codec": "bf61"}, "parallel.backward_codec is 'bf61', must be one of fp32, bf16, fp16"),
+        ("parallel", {"timeout_s": 0}, "parallel.timeout_s is 0, must be at least 1"),
+        ("parallel", {"timeout_s": 1.5}, "parallel.timeout_s is 1.5, must be an integer"),
+        ("parallel", {"paln": "row"}, "unknown key 'parallel.paln'; parallel may have plan, dense"),
+        ("parallel", {"paln": "row"}, "did you mean 'plan'?"),
+        ("parallel", "row", "parallel is 'row', must be a mapping"),
     ],
 )
 def test_a_bad_value_names_its_key_and_limit(key: str, value: Any, message: str) -> None:
@@ -129,6 +148,8 @@ def test_settings_that_contradict_each_other() -> None:
             Recipe.from_dict(values(**train))
     with pytest.raises(RecipeError, match=r"train\.checkpoint_every is set, but train\.checkpoint is 'none'"):
         TrainRecipe(batch_size=1, checkpoint="none", checkpoint_every=3)
+    with pytest.raises(RecipeError, match=r"parallel\.dense is 'fsdp', of which this release saves no checkpoint; set"):
+        Recipe.from_dict(values() | {"parallel": {"dense": "fsdp"}})
     recipe = Recipe.from_dict(values())
     replace(recipe, data=replace(recipe.data, valid_split="valid"), train=replace(recipe.train, checkpoint="best"))
 
@@ -210,6 +231,6 @@ def test_config_imports_nothing_heavy() -> None:
 def test_every_field_of_the_recipe_has_a_docstring() -> None:
     tree = ast.parse(Path(hotbed.config.__file__).read_text(encoding="utf-8"))
     classes = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-    for cls in (Component, DataRecipe, ScheduleRecipe, TrainRecipe):
+    for cls in (Component, DataRecipe, ScheduleRecipe, TrainRecipe, ParallelRecipe):
         for field, after in pairwise(classes[cls.__name__]):
             assert not isinstance(field, ast.AnnAssign) or isinstance(after, ast.Expr), ast.unparse(field)

@@ -90,6 +90,8 @@ class Link:
         self.size = dist.get_world_size(self.group)
         self.step = 0
         """Number of the training step, for error messages."""
+        self.failure: Exception | None = None
+        """What failed in an exchange whose caller cannot be told."""
         self.sent_bytes: Counter[str] = Counter()
         """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
         self._exchanges = 0

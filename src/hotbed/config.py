@@ -293,6 +293,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\"):
             raise RecipeError(f"name is '{self.name}', must be a plain directory name; it becomes runs/NAME")
+        if self.parallel.dense == "fsdp" and self.train.checkpoint != "none":
+            raise RecipeError(
+                "parallel.dense is 'fsdp', of which this release saves no checkpoint; set train.checkpoint to 'none', "
+                "or parallel.dense to 'ddp'"
+            )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:
             raise RecipeError(

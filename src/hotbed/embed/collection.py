@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,14 @@ from hotbed.plan import Plan
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.spread import Spread
 from hotbed.untraced import untraced
+
+
+class _Ahead(NamedTuple):
+    """Ids of a batch that were checked and exchanged before they are needed, and what was discarded of them."""
+
+    ids: Jagged
+    routes: list[object]
+    discarded: Discarded
 
 
 class EmbeddingCollection(nn.Module):
@@ -134,8 +142,14 @@ class EmbeddingCollection(nn.Module):
             raise BatchError(
                 f"the ids are on {ids.values.device} but the tables on {self.device}; use batch.to('{self.device}')"
             )
-        ahead = cast("tuple[Jagged, list[object]] | None", ids.take_ahead(self))
-        ids, routes = (self.check(ids), [None] * len(self._parts)) if ahead is None else ahead
+        ahead = cast("_Ahead | None", ids.take_ahead(self))
+        routes: list[object] = [None] * len(self._parts)
+        if ahead is None:
+            ids = self.check(ids)
+        else:
+            ids, routes = ahead.ids, ahead.routes
+            self.bad_ids += ahead.discarded.bad
+            self.truncated_ids += ahead.discarded.truncated
         kind = ids.values.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         found = Embeddings([f.name for f in self.features])
@@ -160,11 +174,17 @@ class EmbeddingCollection(nn.Module):
         link
             Ranks, over a process group of its own: other exchanges may be under way.
         """
-        checked = self.check(ids)
-        ids.put_ahead(self, (checked, [part.routes(checked, link, self._is_trained) for part in self._parts]))
+        discarded = Discarded(Counter(), Counter())
+        checked = self._checked(ids, discarded)
+        # Not whether it is training now: another thread may be evaluating the model.
+        routes = [part.routes(checked, link, self._has_trained) for part in self._parts]
+        ids.put_ahead(self, _Ahead(checked, routes, discarded))
 
     def _is_trained(self, tables: Iterable[str]) -> bool:
-        return self.training and any(self.handles[t].requires_grad for t in tables)
+        return self.training and self._has_trained(tables)
+
+    def _has_trained(self, tables: Iterable[str]) -> bool:
+        return any(self.handles[t].requires_grad for t in tables)
 
     def check(self, ids: Jagged) -> Jagged:
         """Return ids that are all valid rows in bags that are not too long; remembered, so it is done once.
@@ -172,7 +192,9 @@ class EmbeddingCollection(nn.Module):
         What breaks a limit is treated as each feature's ``on_bad_id`` and ``on_too_long`` say. On an accelerator this
         waits for the device: `verify` batches on the host, before they are moved.
         """
-        discarded = Discarded(self.bad_ids, self.truncated_ids)
+        return self._checked(ids, Discarded(self.bad_ids, self.truncated_ids))
+
+    def _checked(self, ids: Jagged, discarded: Discarded) -> Jagged:
         if isinstance(ids, Spread):
             whole = checked_ids(ids.whole, self._features_in(ids), self._rows, discarded)
             return ids if whole is ids.whole else Spread(whole, ids.sizes, ids.rank)

@@ -47,6 +47,7 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
                     mean_over_ranks_(buffer, link)
                     done.set_result(buffer)
             except Exception as error:
+                link.failure = error  # DDP would say that this is no tensor
                 done.set_exception(error)
 
         thread.submit(work)

@@ -101,7 +101,9 @@ def distribute(
         ("backward_codec", backward_codec, get_args(Codec)),
     ):
         if value not in known:
-            raise SpecError(f"{option} is {value!r}, must be one of {', '.join(known)}{did_you_mean(value, known)}")
+            raise SpecError(
+                f"{option} is {value!r}, must be one of {', '.join(known)}{did_you_mean(str(value), known)}"
+            )
     if isinstance(model, Distributed):
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
     base = Link(group, timeout)
@@ -272,7 +274,7 @@ def _refuse_tiers(plan: Plan) -> None:
     for tile in plan.tiles:
         if tile.tier != "device" or tile.cache_rows:
             raise PlanError(
-                f"the plan puts rows of table '{tile.table}' into tier '{tile.tier}' with cache_rows {tile.cache_rows}, "
+                f"the plan has rows of table '{tile.table}' in tier '{tile.tier}' with cache_rows {tile.cache_rows}, "
                 "but this release holds all rows where the model is; leave tier and cache_rows out"
             )
 

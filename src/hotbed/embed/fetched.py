@@ -82,7 +82,7 @@ class Fetched:
         for stream in route.streams:
             values = encode(_units(sums, stream, self._arenas[stream.kind].store.dim), self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.came))
-        return Sent(self.tables, link, lambda: self._arrived(handles))
+        return Sent(self.tables, link, grad.device, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         """What the ranks sent to this one, by arena, in rank order."""

@@ -248,7 +248,7 @@ class PooledVectors:
                 values[lane.units] = grad[of_bag[lane.units], lane.cols].float()
             values = encode(values, self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.asked.units))
-        return Sent(self.tables, link, lambda: self._arrived(handles))
+        return Sent(self.tables, link, grad.device, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []

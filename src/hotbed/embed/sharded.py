@@ -146,7 +146,8 @@ class ShardedPart(Part):
             bags = route.bags
             if not places.single:
                 bags = replace(bags, width=room + len(self.pooled), room=room)
-            found.append(Request(self._fetched(route, places.tables), bags, output, route.trained))
+            wanted = route.trained and trained(places.tables)
+            found.append(Request(self._fetched(route, places.tables), bags, output, wanted))
         return found
 
     def _fetched(self, route: Route | PooledRoute, tables: set[str]) -> Source:

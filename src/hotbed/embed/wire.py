@@ -43,6 +43,8 @@ class Sent:
         Tables it may concern.
     link
         The ranks.
+    device
+        Where gradients are.
     arrived
         Waits for what the ranks sent to this one; by arena, in rank order.
     """
@@ -51,10 +53,11 @@ class Sent:
         self,
         tables: set[str],
         link: Link,
+        device: torch.device,
         arrived: Callable[[], Sequence[tuple[Arena, Occurrences, Tensor]]],
     ) -> None:
         self.tables = tables
-        self._link, self._arrived = link, arrived
+        self._link, self._device, self._arrived = link, device, arrived
         self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
 
@@ -65,7 +68,9 @@ class Sent:
     def finite(self) -> Tensor:
         """0-d bool: whether all that arrived anywhere is finite; all ranks must ask."""
         if self._agreed is None:
-            finite = torch.tensor(all(bool(torch.isfinite(grad).all()) for _, _, grad in self.pieces()))
+            finite = torch.ones((), dtype=torch.bool, device=self._device)
+            for _, _, grad in self.pieces():
+                finite = finite & torch.isfinite(grad).all()
             flags = self._link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
             self._agreed = flags.wait().bool().all()
         return self._agreed

@@ -114,6 +114,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiles", tuple(self.tiles))
+        if not isinstance(self.wire, Mapping):
+            raise PlanError(f"wire of a plan is {self.wire!r}, must be an object of tables and wire formats")
         object.__setattr__(self, "wire", dict(self.wire))
         if not is_int(self.world_size) or self.world_size < 1:
             raise PlanError(f"world_size is {self.world_size!r}, must be an integer of at least 1")
@@ -192,7 +194,8 @@ class Plan:
     def to_json(self) -> str:
         """JSON, one tile per line."""
         tiles = ",\n".join(f"    {json.dumps(_tile_to_dict(t))}" for t in self.tiles)
-        return f'{{\n  "world_size": {self.world_size},\n  "tiles": [\n{tiles}\n  ]\n}}\n'
+        wire = f',\n  "wire": {json.dumps(dict(self.wire))}' if self.wire else ""
+        return f'{{\n  "world_size": {self.world_size},\n  "tiles": [\n{tiles}\n  ]{wire}\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -149,7 +149,7 @@ class DenseStore(RowStore):
 
     @override
     def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
-        if moment is not None or (len(self.rows.wide) and len(self.rows.narrow)):
+        if moment is not None or (len(self.rows.wide) and self.rows.narrow.dtype != torch.float32):
             values = read_rows(self.rows, slots) if moment is None else self.moments[moment][slots]
             return values if out is None else out.copy_(values)
         if out is None:

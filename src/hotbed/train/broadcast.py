@@ -40,8 +40,11 @@ class BroadcastLoader:
 
     def __init__(self, loader: Loader | None, link: Link, *, reader: int = 0, ahead: int = 2) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
-        self._state: dict[str, Any] | None = None
-        self._length = int(self._shared(None if loader is None else [len(loader)])[0])
+        about: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
+        messages = None if loader is None else [packed(None, about)] * self._link.size
+        _, about = unpacked(self._exchange(messages))
+        self._length: int = about["length"]
+        self._state: dict[str, Any] = about["position"]
 
     def __len__(self) -> int:
         """Count the batches of a whole epoch."""
@@ -70,12 +73,13 @@ class BroadcastLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, as the reader's loader gave it with the last batch."""
-        return dict(self._state or {})
+        return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position."""
         if self._loader is not None:
             self._loader.load_state_dict(state)
+        self._state = dict(state)
 
     def _run(self, granted: Queue[bool], arrived: Queue[Any]) -> None:
         try:
@@ -114,11 +118,6 @@ class BroadcastLoader:
         whole = torch.empty(0, dtype=torch.uint8) if messages is None else torch.cat(messages)
         sent = [0] * link.size if messages is None else [len(m) for m in messages]
         return link.all_to_all("batches", whole, sent, expected).wait()
-
-    def _shared(self, values: list[int] | None) -> list[int]:
-        """The reader's numbers, on all ranks."""
-        own = torch.tensor([0] if values is None else values)
-        return self._link.all_gather("the loader's length", own).wait()[self._reader].tolist()
 
 
 def packed(batch: Batch | None, state: Mapping[str, Any]) -> Tensor:

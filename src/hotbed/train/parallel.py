@@ -91,7 +91,8 @@ class Ranks:
     def at_step(self, step: int) -> None:
         """Say which step it is in the errors of exchanges."""
         if self._model is not None:
-            self._model.link.step = self._model.wire.link.step = step
+            for link in (self._model.link, self._model.wire.link, self._model.dense_link):
+                link.step = step
 
     @contextmanager
     def explained(self) -> Generator[None]:
@@ -101,6 +102,8 @@ class Ranks:
         except CommError:
             raise
         except RuntimeError as error:
+            if self._model is not None and self._model.dense_link.failure is not None:
+                raise self._model.dense_link.failure from error
             gone = [] if self.link is None else self.link.unreachable()
             if not gone or self.link is None:
                 raise

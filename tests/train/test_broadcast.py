@@ -1,0 +1,308 @@
+"""One rank reads and sends the others their samples: what arrives is what they would have read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hotbed.batch import Batch
+from hotbed.comm import Link
+from hotbed.data import Loader, Schema, SparseColumn
+from hotbed.data.source import Source
+from hotbed.errors import CommError, DataError
+from hotbed.jagged import Jagged
+from hotbed.train.broadcast import BroadcastLoader, packed, unpacked
+from tests.ranks import Ranks
+
+group_of_processes = pytest.mark.xdist_group("ranks")
+
+
+def bits(t: Tensor | None) -> object:
+    """Everything about a tensor; NaNs count."""
+    if t is None:
+        return None
+    return t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).tolist() if t.numel() else []
+
+
+def content(batch: Batch) -> dict[str, object]:
+    """Everything about a batch, to compare."""
+    sparse = batch.sparse
+    return {
+        "names": sparse.names,
+        "fixed": sparse.fixed,
+        "starts": sparse.starts,
+        "size": len(batch),
+        "ids": bits(sparse.values),
+        "offsets": bits(sparse.offsets),
+        "id weights": bits(sparse.weights),
+        "dense": bits(batch.dense),
+        "labels": bits(batch.labels),
+        "weights": bits(batch.weights),
+        "extra": {name: bits(t) for name, t in batch.extra.items()},
+    }
+
+
+def mixed_batch(n: int, seed: int = 0) -> Batch:
+    """Samples with one-hot, two-hot and ragged weighted ids, and every other kind of column; `session` numbers them."""
+    draw = torch.Generator().manual_seed(100 * seed + n)
+    lengths = torch.randint(0, 4, (n,), generator=draw)
+    count = int(lengths.sum())
+    history = torch.randint(0, 50, (count,), generator=draw)
+    return Batch(
+        sparse=Jagged.from_dict(
+            {
+                "user": torch.randint(0, 1000, (n,), generator=draw),
+                "pair": torch.randint(0, 50, (n, 2), generator=draw),
+                "history": (history, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))),
+            },
+            weights={"history": torch.rand(count, generator=draw)},
+        ),
+        dense=torch.randn(n, 2, generator=draw),
+        labels=torch.rand(n, 1, generator=draw).round(),
+        weights=torch.rand(n, generator=draw),
+        extra={"session": torch.arange(n), "odd": torch.arange(n, dtype=torch.uint8)},
+    )
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+ids = torch.tensor([3, 1, 2], dtype=torch.int32)
+ONE_HOT = Jagged.from_dict({"a": ids, "b": ids + 1})
+KINDS = {
+    "everything": mixed_batch(7),
+    "ids only": Batch(sparse=ONE_HOT),
+    "ragged without weights": Batch(sparse=Jagged.from_dict({"a": [[1, 2], [], [3]]}), labels=torch.ones(3, 2)),
+    "weighted": Batch(sparse=ONE_HOT, weights=torch.tensor([0.5, torch.nan, torch.inf])),
+    "empty bags": Batch(sparse=Jagged.from_dict({"a": [[], []], "b": [[], []]})),
+    "no sample": mixed_batch(5).take(torch.arange(0)),
+    "one sample": mixed_batch(1),
+    "strided": Batch(sparse=ONE_HOT, dense=torch.arange(12.0).view(4, 3).T, extra={"x": torch.arange(6)[::2]}),
+    "dtypes": Batch(
+        sparse=ONE_HOT,
+        dense=torch.tensor([[1.0], [2.0], [-0.0]], dtype=torch.bfloat16),
+        labels=torch.ones(3, 1, dtype=torch.float64),
+        extra={
+            "bool": torch.tensor([True, False, True]),
+            "int8": torch.tensor([-1, 2, 3], dtype=torch.int8),
+            "int16": torch.tensor([[1, -2], [3, 4], [5, 6]], dtype=torch.int16),
+            "float16": torch.tensor([0.5, 1.5, torch.nan], dtype=torch.float16),
+            "nothing": torch.empty(3, 0),
+            "complex64": torch.tensor([1j, 2, 3 - 1j]),
+            "a.b ü": torch.arange(3),
+            "dense": torch.arange(3),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_unpacked_as_it_was_packed(kind: str) -> None:
+    batch, state = KINDS[kind], {"epoch": 3, "consumed": 1 << 40, "shuffle": True, "split": "train"}
+    message = packed(batch, state)
+    assert (message.dtype, message.dim()) == (torch.uint8, 1)
+    found, found_state = unpacked(message)
+    assert found is not None
+    assert content(found) == content(batch)
+    assert found_state == state
+    message.zero_()  # what was unpacked has memory of its own
+    assert content(found) == content(batch)
+
+
+def test_the_end_of_the_batches_is_unpacked_as_it_was_packed() -> None:
+    assert unpacked(packed(None, {"epoch": 1})) == (None, {"epoch": 1})
+
+
+# -- exchanges --------------------------------------------------------------------------------------------------------
+
+
+class InMemory(Source):
+    """55 samples in chunks of 11; one chunk may be damaged."""
+
+    def __init__(self, damaged: int | None = None) -> None:
+        ragged = SparseColumn(name="history", rows=50, table="items", ids=None, pooling="mean")
+        self.schema = Schema(
+            sparse=(
+                SparseColumn(name="user", rows=1000),
+                SparseColumn(name="pair", rows=50, table="items", ids=2),
+                ragged,
+            ),
+            dense=("age", "price"),
+            labels=("click",),
+            weight="weight",
+            group="session",
+        )
+        self.splits = ("train",)
+        self.damaged = damaged
+        self._data = mixed_batch(55)
+
+    def _chunks(self, split: str) -> list[int]:
+        return [11] * 5
+
+    def _read(self, split: str, i: int) -> Batch:
+        if i == self.damaged:
+            raise DataError(f"chunk {i} is damaged")
+        return self._data.take(torch.arange(11 * i, 11 * i + 11))
+
+
+def loader_of(rank: int, size: int, damaged: int | None = None, **options: Any) -> Loader:
+    return Loader(InMemory(damaged), "train", rank=rank, world_size=size, **{"batch_size": 9, "workers": 1} | options)
+
+
+def both(group: dist.ProcessGroup, reader: int, ahead: int, options: dict[str, Any]) -> tuple[Loader, BroadcastLoader]:
+    """A loader of this rank's shares, and one that is sent them."""
+    link = Link(group, timedelta(seconds=15))
+    whole = loader_of(0, 1, **options) if link.rank == reader else None
+    return loader_of(link.rank, link.size, **options), BroadcastLoader(whole, link, reader=reader, ahead=ahead)
+
+
+def epochs_of_both(
+    group: dist.ProcessGroup, reader: int, ahead: int, options: dict[str, Any]
+) -> list[tuple[int, list[Any], list[Any]]]:
+    """Lengths, batches and positions, epoch by epoch."""
+    found: list[tuple[int, list[Any], list[Any]]] = []
+    for loader in both(group, reader, ahead, options):
+        for _ in range(2):
+            seen = [(content(batch), loader.state_dict()) for batch in loader]
+            found.append((len(loader), [batch for batch, _ in seen], [state for _, state in seen]))
+    return found
+
+
+@group_of_processes
+@pytest.mark.parametrize(
+    ("size", "reader", "ahead", "options"),
+    [(3, 0, 2, {"shuffle": True}), (4, 2, 1, {"batch_size": 3}), (4, 0, 9, {"batch_size": 27})],
+)
+def test_every_rank_gets_the_batches_that_it_would_have_read(
+    ranks: Ranks, size: int, reader: int, ahead: int, options: dict[str, Any]
+) -> None:
+    for first, second, sent_first, sent_second in ranks.run(size, epochs_of_both, reader, ahead, options):
+        assert sent_first == first
+        assert sent_second == second
+        assert first[0] == len(first[1])
+
+
+def left_early(group: dist.ProcessGroup) -> list[tuple[Any, Any, list[str]]]:
+    """Batches of iterations that are left after 2, at once and never, positions, and threads that are left."""
+    found: list[tuple[Any, Any, list[str]]] = []
+    for loader in both(group, 0, 2, {"shuffle": True}):
+        seen: list[Any] = []
+        for stop in (2, 1, 100):
+            for i, batch in enumerate(loader, start=1):
+                seen.append(content(batch))
+                if i == stop:
+                    break
+        threads = [t.name for t in threading.enumerate() if t.name == "hotbed-broadcast"]
+        found.append((seen, loader.state_dict(), threads))
+    return found
+
+
+@group_of_processes
+def test_an_iteration_may_be_left_early(ranks: Ranks) -> None:
+    for read, sent in ranks.run(3, left_early):
+        assert sent == read
+        assert len(read[0]) == 2 + 1 + 7
+        assert read[2] == []
+
+
+def gone_on(group: dist.ProcessGroup, stop: int) -> tuple[list[Any], list[Any]]:
+    """What is left from a position in the second epoch, read and sent."""
+    read, sent = both(group, 1, 2, {"shuffle": True})
+    list(read)
+    for i, _ in enumerate(read, start=1):
+        if i == stop:
+            break
+    state = read.state_dict()
+    read.load_state_dict(state)
+    sent.load_state_dict(state)
+    return [content(batch) for batch in read], [content(batch) for batch in sent]
+
+
+@group_of_processes
+def test_it_goes_on_from_a_position(ranks: Ranks) -> None:
+    for read, sent in ranks.run(3, gone_on, 3):
+        assert sent == read
+        assert len(read) == 4
+
+
+def positions(group: dist.ProcessGroup) -> list[Any]:
+    """Positions before a batch was given: of a new loader, and of one that a position was loaded into."""
+    read, sent = both(group, 0, 2, {})
+    found: list[Any] = [(read.state_dict(), sent.state_dict())]
+    next(iter(read))
+    state = read.state_dict()
+    sent.load_state_dict(state)
+    return [*found, (state, sent.state_dict())]
+
+
+@group_of_processes
+def test_the_position_is_known_before_the_first_batch(ranks: Ranks) -> None:
+    for pairs in ranks.run(3, positions):
+        for expected, found in pairs:
+            assert found == expected
+
+
+def with_damaged_data(group: dist.ProcessGroup) -> tuple[str, int, float, list[str]]:
+    """The error, batches before it, seconds until it, and threads that are left."""
+    link = Link(group, timedelta(seconds=2))
+    broadcast = BroadcastLoader(loader_of(0, 1, damaged=3) if link.rank == 1 else None, link, reader=1)
+    count, start = 0, time.monotonic()
+    with pytest.raises((DataError, CommError)) as caught:
+        for _ in broadcast:
+            count += 1
+    message = f"{type(caught.value).__name__}: {caught.value}"
+    del caught
+    threads = [t.name for t in threading.enumerate() if t.name == "hotbed-broadcast"]
+    return message, count, time.monotonic() - start, threads
+
+
+def whole_batches(group: dist.ProcessGroup) -> int:
+    return len(list(both(group, 0, 2, {})[1]))
+
+
+@group_of_processes
+def test_data_that_cannot_be_read_stops_all_ranks(ranks: Ranks) -> None:
+    by_rank = ranks.run(3, with_damaged_data)
+    assert by_rank[1][0] == "DataError: chunk 3 is damaged"
+    for rank, (message, count, seconds, threads) in enumerate(by_rank):
+        assert count == 3  # of 9 samples each, from the 33 before the damage
+        assert seconds < 20
+        assert threads == []
+        assert rank == 1 or message.startswith(f"CommError: rank {rank} of 3, step 0: the exchange of sizes of batches")
+        assert rank == 1 or "rank 1 has ended or not answered in time" in message
+    assert ranks.run(3, whole_batches) == [7] * 3  # with other groups of processes all goes on
+
+
+def slowly_consumed(group: dist.ProcessGroup) -> list[int]:
+    """How many batches the reader has taken when a consumer has been given some."""
+    taken = 0
+
+    class Counting(Loader):
+        def __iter__(self) -> Iterator[Batch]:
+            nonlocal taken
+            for batch in super().__iter__():
+                taken += 1
+                yield batch
+
+    link = Link(group, timedelta(seconds=15))
+    loader = Counting(InMemory(), "train", 5) if link.rank == 0 else None
+    found: list[int] = []
+    for _ in BroadcastLoader(loader, link, ahead=3):
+        time.sleep(0.05)
+        found.append(taken)
+    return found
+
+
+@group_of_processes
+def test_the_reader_is_never_further_ahead_than_it_may_be(ranks: Ranks) -> None:
+    found = ranks.run(3, slowly_consumed)[0]
+    assert len(found) == 11
+    assert all(given <= taken <= given + 3 for given, taken in enumerate(found, start=1))
+    assert found[3] > 4

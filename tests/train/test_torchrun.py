@@ -1,0 +1,285 @@
+"""``hotbed train`` in several processes of its own: torchrun, plans from files, and ranks that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hotbed
+from hotbed.batch import Batch
+from hotbed.nn import DLRM
+from hotbed.plan import Plan
+from hotbed.train.checkpoint import checkpoints_of, verify_checkpoint
+from tests.cli_cases import log_fixture, prepared_fixture, recipe_fixture  # noqa: F401
+
+# One after the other: each has several processes.
+pytestmark = pytest.mark.xdist_group("torchrun")
+
+ROOT = Path(hotbed.__file__).parents[2]
+PATIENCE_S = 120
+"""A process that takes longer hangs; the machine may be busy."""
+ENDLESS = ["--train.steps", "100000", "--train.epochs", "100000", "--train.log_every", "1"]
+
+# Processes with the environment that torchrun gives them, forked when everything is imported: to import it takes each
+# one seconds, and so none starts so much later than the others that these give up waiting.
+LAUNCH = """
+import os, sys
+import torch._dynamo, hotbed.cli, hotbed.ops.cpu, hotbed.train.run
+folder, size, *args = sys.argv[1:]
+ranks = {}
+for rank in range(int(size)):
+    pid = os.fork()
+    if pid:
+        ranks[pid] = rank
+        open(f"{folder}/{rank}.pid", "w").write(str(pid))
+        continue
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        os.dup2(os.open(f"{folder}/{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), stream.fileno())
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    sys.exit(hotbed.cli.main(args))
+while ranks:
+    pid, status = os.wait()
+    open(f"{folder}/{ranks.pop(pid)}.code", "w").write(str(os.waitstatus_to_exitcode(status)))
+"""
+
+
+class Processes:
+    """Ranks of one ``hotbed`` command; their output is in files."""
+
+    def __init__(self, folder: Path, size: int, args: list[str]) -> None:
+        self.folder, self.size = folder, size
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "COLUMNS": "200"}
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self._launcher = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(folder), str(size), *args],
+            cwd=ROOT,
+            env=env,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def text(self, rank: int, name: str) -> str:
+        file = self.folder / f"{rank}.{name}"
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
+    def error(self, rank: int) -> str:
+        """Last line on stderr."""
+        return (self.text(rank, "err").strip().splitlines() or [""])[-1]
+
+    def wait_for(self, rank: int, text: str) -> None:
+        """Wait until a rank has said something."""
+        end = time.monotonic() + PATIENCE_S
+        while text not in self.text(rank, "err"):
+            assert time.monotonic() < end, f"never said {text!r}: {self.text(rank, 'err')[-2000:]}"
+            assert not self.text(rank, "code"), self.text(rank, "err")[-2000:]
+            time.sleep(0.02)
+
+    def wait(self, *ranks: int) -> list[int]:
+        """Wait until ranks (all by default) have ended; their exit codes."""
+        ranks = ranks or tuple(range(self.size))
+        end = time.monotonic() + PATIENCE_S
+        while not all(self.text(rank, "code") for rank in ranks):
+            assert time.monotonic() < end, "\n".join(self.text(rank, "err")[-1000:] for rank in ranks)
+            time.sleep(0.02)
+        return [int(self.text(rank, "code")) for rank in ranks]
+
+    def send(self, rank: int, how: signal.Signals) -> None:
+        os.kill(int(self.text(rank, "pid")), how)
+
+    def end(self) -> None:
+        """Kill what is left of them."""
+        os.killpg(self._launcher.pid, signal.SIGKILL)
+        self._launcher.wait(PATIENCE_S)
+
+
+@contextmanager
+def processes(folder: Path, size: int, *args: str) -> Iterator[Processes]:
+    folder.mkdir()
+    started = Processes(folder, size, ["train", *args])
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def the_run(folder: Path) -> Path:
+    """The one run's directory."""
+    (run,) = (folder / "runs" / "small").iterdir()
+    return run
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+# -- torchrun ---------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    options = ["--plan", "table", "--data.valid_split", "valid", "--train.log_every", "5", "--train.eval_every", "10"]
+    done = subprocess.run(
+        [*command, "-m", "hotbed", "train", str(recipe), *options, "--out", "runs", "--json", "summary.json"],
+        cwd=tmp_path,
+        env=os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    run = the_run(tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "plan.json",
+        "recipe.yaml",
+        "summary.json",
+    ]
+    assert (summary["ranks"], summary["steps"], summary["samples"], summary["epochs"]) == (2, 19, 2400, 1)
+    assert 0 <= summary["ids_exchange_hidden_share"] <= 1
+    assert summary["test"]["samples"] == 300
+    assert 0.5 < summary["test"]["auc"] < 1
+    assert [(line["event"], line["step"]) for line in lines_of(run)] == [
+        ("train", 5),
+        ("train", 10),
+        ("eval", 10),
+        ("train", 15),
+        ("train", 19),
+    ]
+    plan = Plan.from_json((run / "plan.json").read_text())
+    assert plan.world_size == 2
+    assert len(plan.by_table) == 26
+    (checkpoint,) = checkpoints_of(run)
+    verify_checkpoint(checkpoint)
+    assert done.stdout.count("small: test, 300 samples") == 1
+    assert done.stdout.count("19 steps, 2,400 samples") == 1
+    assert done.stdout.count("2 processes; ") == 1
+    assert done.stdout.count("run: ") == 1
+    assert len(re.findall(r"^step 10/19 ", done.stderr, flags=re.MULTILINE)) == 1
+    assert done.stderr.count("valid AUC") == 1
+
+
+def test_a_plan_that_there_is_not(recipe: Path, tmp_path: Path) -> None:
+    with processes(tmp_path / "ranks", 2, str(recipe), "--plan", "tabel", "--out", str(tmp_path / "runs")) as started:
+        assert started.wait() == [2, 2]
+    for rank in range(2):
+        assert started.error(rank) == (
+            f"hotbed: error: rank {rank}: there is no plan tabel; give a JSON file, or a scheme: table, row, column, "
+            f"grid, dp"
+        )
+        assert "Traceback" not in started.text(rank, "err")
+        assert started.text(rank, "out") == ""
+    assert not (tmp_path / "runs").exists()
+
+
+# -- ranks that die ---------------------------------------------------------------------------------------------------
+
+EXCHANGE = re.compile(
+    r"the exchange of [\w' ]+ failed; rank (\d) has ended or not answered in time, its own output says"
+)
+AVERAGE = re.compile(
+    r"(?:one of ranks|rank) (\d(?:, \d)*) ended or does not answer, so gradients cannot be averaged; its "
+)
+
+
+def assert_it_is_said_who_died(started: Processes, dead: int, first_step: int) -> None:
+    """Who notices may itself be what the third one misses, so a chain of messages leads to the rank that died."""
+    blamed: dict[int, list[int]] = {}
+    for rank in {0, 1, 2} - {dead}:
+        error = started.error(rank)
+        found = re.match(rf"hotbed: error: rank {rank} of 3, step (\d+): ", error)
+        assert found, started.text(rank, "err")[-3000:]
+        assert int(found[1]) >= first_step
+        what = EXCHANGE.match(error, found.end()) or AVERAGE.match(error, found.end())
+        assert what, error
+        assert "Traceback" not in started.text(rank, "err")
+        blamed[rank] = [int(r) for r in what[1].split(", ")]
+    assert any(dead in others for others in blamed.values()), blamed
+    for others in blamed.values():
+        assert any(r == dead or dead in blamed[r] for r in others), blamed
+
+
+def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(PATIENCE_S)]
+    first = ["--plan", "row", "--train.checkpoint_every", "10"]
+    with processes(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
+        started.wait_for(0, "step 12/")
+        killed = time.monotonic()
+        started.send(1, signal.SIGKILL)
+        assert started.wait() == [2, -signal.SIGKILL, 2]
+        assert time.monotonic() - killed < PATIENCE_S / 2  # they need not wait for the timeout
+    assert_it_is_said_who_died(started, 1, 12)
+    assert started.text(0, "out") == ""
+    run = the_run(tmp_path)
+    assert not (run / "summary.json").exists()
+    checkpoint = checkpoints_of(run)[-1]
+    verify_checkpoint(checkpoint)
+    step = int(checkpoint.name.removeprefix("last-"))
+    rest = ["--plan", str(run / "plan.json"), "--resume", str(checkpoint), "--train.steps", str(step + 3)]
+    rest += ["--train.epochs", "100000", "--name", "again", "--train.log_every", "1"]
+    with processes(tmp_path / "again", 3, *options, *rest) as started:
+        assert started.wait() == [0, 0, 0], started.text(0, "err")
+    (again,) = (tmp_path / "runs" / "again").iterdir()
+    summary = json.loads((again / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"], summary["ranks"]) == (step + 3, 3 * 128, 3)
+    assert (again / "plan.json").read_text() == (run / "plan.json").read_text()
+    # The last steps before the death are done again, to the bit.
+    before = {line["step"]: line["loss"] for line in lines_of(run)}
+    after = {line["step"]: line["loss"] for line in lines_of(again)}
+    assert sorted(after) == [step + 1, step + 2, step + 3]
+    both = before.keys() & after.keys()
+    assert [after[s] for s in both] == [before[s] for s in both]
+    assert started.text(0, "out").count("run: ") == 1
+    assert started.text(1, "out") == started.text(2, "out") == ""
+
+
+def test_when_a_rank_hangs_the_others_end_after_the_timeout(recipe: Path, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "5"]
+    with processes(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
+        started.wait_for(0, "step 5/")
+        started.send(2, signal.SIGSTOP)
+        assert started.wait(0, 1) == [2, 2]
+        assert started.text(2, "code") == ""
+    assert_it_is_said_who_died(started, 2, 5)
+
+
+class DiesInBackward(DLRM):
+    """Ends the process of rank 1 in the backward of its fourth batch, when all gradients but one are there."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            self.batches = getattr(self, "batches", 0) + 1
+            if self.batches == 4 and torch.distributed.get_rank() == 1:
+                self.bottom[0].weight.register_hook(lambda _: os._exit(3))
+        return super().forward(batch)
+
+
+def test_when_a_rank_dies_before_dense_gradients_are_averaged_the_others_say_so(recipe: Path, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", str(PATIENCE_S)]
+    options += ["--model.class_path", f"{__name__}.DiesInBackward"]
+    with processes(tmp_path / "dead", 3, str(recipe), *options, *ENDLESS) as started:
+        assert started.wait() == [2, 3, 2], started.error(0) + started.error(2)
+    assert_it_is_said_who_died(started, 1, 4)
+    for rank in (0, 2):
+        assert ", step 4: " in started.error(rank)
+        assert "gradients" in started.error(rank)
