@@ -1,4 +1,4 @@
-"""hotbed: row-wise AdaGrad on the tables, SGD on the MLPs."""
+"""hotbed: row-wise AdaGrad on the tables, SGD on the MLPs; on one process, or distributed over ranks by a scheme."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import hotbed as hb
 from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Workload
@@ -42,10 +43,21 @@ def dlrm(workload: Workload) -> hb.nn.DLRM:
     return hb.nn.DLRM(tables(workload), features(workload), DENSE_FEATURES, bottom=BOTTOM, top=TOP)
 
 
+def distributed(make: Callable[[], nn.Module], scheme: str | None, sums_apart: bool) -> Any:
+    """What ``make`` makes, whole; or with a scheme this rank's part of it, without its ever being whole."""
+    if scheme is None:
+        return make()
+    with torch.device("meta"):
+        model = make()
+    return hb.distribute(model, scheme, device="cpu", sums_apart=sums_apart)
+
+
 class Embedding:
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, scheme: str | None = None, sums_apart: bool = False) -> None:
         self.workload = workload
-        self.collection = hb.EmbeddingCollection(tables(workload), features(workload))
+        self.collection = distributed(
+            lambda: hb.EmbeddingCollection(tables(workload), features(workload)), scheme, sums_apart
+        )
         self.optimizer = hb.optim.RowWiseAdagrad(self.collection, lr=LR, eps=EPS)
 
     def prepare(self, ids: Tensor) -> hb.Jagged:
@@ -81,9 +93,9 @@ class Embedding:
 
 
 class Step:
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, scheme: str | None = None, sums_apart: bool = False) -> None:
         self.workload = workload
-        self.model = dlrm(workload)
+        self.model = distributed(lambda: dlrm(workload), scheme, sums_apart)
         self.sparse = hb.optim.RowWiseAdagrad(self.model, lr=LR, eps=EPS)
         self.dense = torch.optim.SGD(self.model.parameters(), lr=LR)
 

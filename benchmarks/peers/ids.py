@@ -20,9 +20,15 @@ def zipf_ids(rng: np.random.Generator, rows: int, count: int) -> npt.NDArray[np.
     return np.random.default_rng(0).permutation(rows)[ranks]
 
 
+def uniform_ids(rng: np.random.Generator, rows: int, count: int) -> npt.NDArray[np.int64]:
+    """Ids ``[count]`` of one table, of which hardly any repeats."""
+    return rng.integers(rows, size=count)
+
+
 def write_ids(workload: Workload, batches: int, path: Path) -> None:
     """Draw ids ``[batches, tables, batch · pooling]`` int64 and save them as a ``.npy`` file."""
     rng = np.random.default_rng(1)
+    draw = uniform_ids if workload.uniform else zipf_ids
     shape = (workload.tables, workload.batch * workload.pooling)
-    drawn = [zipf_ids(rng, workload.rows, workload.tables * shape[1]).reshape(shape) for _ in range(batches)]
+    drawn = [draw(rng, workload.rows, workload.tables * shape[1]).reshape(shape) for _ in range(batches)]
     np.save(path, np.stack(drawn))

@@ -9,34 +9,60 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.peers.workloads import STEPS
+
 Round = Mapping[str, Mapping[str, float]]
 """What the workers of one round reported, by side."""
 
 Results = Mapping[str, Mapping[str, float]]
-"""Summaries by section: ``step``, and sections of embeddings."""
-
-ONE_THREAD = ("fbgemm_default", "fbgemm_hugepages")
-"""Peers that use one thread, whatever there is, and so are compared with hotbed on one thread, too."""
+"""Summaries by section of `WORKLOADS`."""
 
 TIMES = {"": "total_s", "_lookup": "lookup_s", "_update": "update_s"}
 """Suffix of a ratio of embeddings → what it compares."""
 
-STEP_RATIOS = {
-    "ratio_torchrec_fp32": ("torchrec", "fp32", "bf16"),
-    "ratio_torchrec_fp32_like_for_like": ("torchrec", "fp32", "fp32"),
-    "ratio_torchrec_bf16": ("torchrec", "bf16", "bf16"),
-    "ratio_plain_fp32": ("plain", "fp32", "bf16"),
-    "ratio_plain_fp32_like_for_like": ("plain", "fp32", "fp32"),
-    "ratio_plain_bf16": ("plain", "bf16", "bf16"),
+EMBEDDING_RATIOS = {
+    "ratio_fbgemm_default": ("fbgemm_default", "hotbed"),
+    "ratio_fbgemm_hugepages": ("fbgemm_hugepages", "hotbed"),
+    "ratio_plain": ("plain", "hotbed"),
+    "ratio_fbgemm_default_one_thread": ("fbgemm_default", "hotbed_one_thread"),
+    "ratio_fbgemm_hugepages_one_thread": ("fbgemm_hugepages", "hotbed_one_thread"),
+    **{
+        f"ratio_{ours}{pages}": (f"torchrec_{peer}{pages}", f"hotbed_{ours}")
+        for peer, ours in (("table", "table"), ("row", "row"), ("column", "column"), ("column", "column_apart"))
+        for pages in ("", "_hugepages")
+    },
 }
-"""Ratio of whole steps → peer, its precision, hotbed's precision."""
+"""Ratio → peer, and which hotbed. FBGEMM uses one thread, whatever there is, so it is compared with one, too."""
 
-PEERS = {
+SHARDED = {f"torchrec_{scheme}": f"TorchRec {scheme}-wise" for scheme in ("table", "row", "column")}
+"""Peers that shard tables over ranks → what to call them."""
+
+PRECISIONS = {"_fp32": ("fp32", "bf16"), "_fp32_like_for_like": ("fp32", "fp32"), "_bf16": ("bf16", "bf16")}
+"""Suffix of a ratio of whole steps → precision of the peer, of hotbed."""
+
+STEP_RATIOS = {
+    ratio + suffix: (peer, ours, *precisions)
+    for ratio, (peer, ours) in {
+        "ratio_torchrec": ("torchrec", "hotbed"),
+        "ratio_plain": ("plain", "hotbed"),
+        **{ratio: sides for ratio, sides in EMBEDDING_RATIOS.items() if sides[0] in SHARDED},
+    }.items()
+    for suffix, precisions in PRECISIONS.items()
+}
+"""Ratio of whole steps → peer, which hotbed, precision of the peer, of hotbed."""
+
+NAMES = {
     "fbgemm_default": "FBGEMM, as installed",
     "fbgemm_hugepages": "FBGEMM, huge pages",
     "plain": "plain PyTorch (SGD)",
     "torchrec": "TorchRec",
+    **SHARDED,
+    **{f"{peer}_hugepages": f"{name}, huge pages" for peer, name in SHARDED.items()},
+    "hotbed_one_thread": "hotbed 1 thread",
+    "hotbed_column": "hotbed exact",
+    "hotbed_column_apart": "hotbed per shard",
 }
+"""What tables and the chart call a peer, and a hotbed that has to be told from another."""
 
 DEFINITIONS = {
     "ratio_*": "peer seconds ÷ hotbed seconds: how many times faster hotbed is. Median, smallest (_min) and largest "
@@ -55,16 +81,36 @@ DEFINITIONS = {
     "lookup, backward and update; measured in the same process on the same memory",
     "step": "forward, loss, backward and update of a whole DLRM; row-wise AdaGrad on the tables (plain PyTorch: SGD), "
     "SGD on the MLPs",
-    "step.ratio_*_fp32": "hotbed as recommended (bf16 autocast) against the peer as installed (float32): NOT the same "
-    "precision",
-    "step.ratio_*_fp32_like_for_like": "both in float32",
-    "step.ratio_*_bf16": "both under torch.autocast('cpu', torch.bfloat16)",
-    "step.samples_per_s": "hotbed under bf16 autocast",
+    "step.ratio_*_fp32, world2_step.ratio_*_fp32": "hotbed as recommended (bf16 autocast) against the peer as "
+    "installed (float32): NOT the same precision",
+    "step.ratio_*_fp32_like_for_like, world2_step.ratio_*_fp32_like_for_like": "both in float32",
+    "step.ratio_*_bf16, world2_step.ratio_*_bf16": "both under torch.autocast('cpu', torch.bfloat16)",
+    "step.samples_per_s, world2_step.samples_per_s_*": "hotbed under bf16 autocast; at world size 2 by scheme",
+    "world2, world2_uniform": "2 processes on this machine, one thread each, joined by Gloo over the loopback "
+    "interface, half of the batch each; tables sharded over them. From a rank's ids to its pooled vectors and from a "
+    "given gradient to updated rows, exchanges between the ranks included. Seconds of a step are those of its slower "
+    "rank; both start together. Ids follow Zipf's law, or every row is as popular as any other: hotbed sends each "
+    "distinct row once per rank, which helps where ids repeat",
+    "world2_step": "the same for a whole step of the DLRM of `step`, whose MLPs are data-parallel (DDP) on both sides",
+    "ratio_table*, ratio_row*, ratio_column*": "TorchRec and hotbed with all tables sharded table-, row- or "
+    "column-wise, each the way it recommends: TorchRec with optimizers fused into backward, hotbed with wire format "
+    "`rows`",
+    "ratio_table_hugepages, ratio_row_hugepages, ratio_column*_hugepages": "TorchRec with THP_MEM_ALLOC_ENABLE=1",
+    "ratio_column, ratio_column_hugepages, ratio_column_fp32*, ratio_column_bf16": "hotbed's row-wise AdaGrad is exact "
+    "(a row has one moment, whoever holds its columns), TorchRec's has a moment per row and shard: NOT the same rule",
+    "ratio_column_apart*": "hotbed with sums_apart=True: a moment per row and shard, as in TorchRec",
     "numerics": "largest absolute difference of pooled vectors, rows and moments after the same steps in FBGEMM and in "
     "hotbed",
-    "busy_cores": "processor seconds ÷ seconds of the timed steps; threads that wait for each other are busy, too",
+    "numerics_world2": "the same for TorchRec and hotbed on 2 ranks, by scheme (`column`: with sums_apart=True)",
+    "busy_cores": "processor seconds of all ranks ÷ seconds of the timed steps; threads that wait for each other are "
+    "busy, too",
     "cpu_wait_share": "seconds that threads of a worker waited for a core ÷ seconds it measured; large where other "
-    "processes were in the way, and then the worker is run again (attempts)",
+    "processes were in the way, and then a worker of one process is run again (attempts)",
+    "others_share": "processor seconds that other processes used (or other machines, where this one is virtual) ÷ "
+    "seconds a worker measured; decides whether a worker of several ranks is run again, which has more threads than "
+    "there are cores",
+    "build_s, cpu_wait_share, others_share, huge_page_bytes, peak_bytes": "where a worker has several ranks, the "
+    "largest of any",
 }
 
 
@@ -74,18 +120,16 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def embedding_summary(rounds: Sequence[Round]) -> dict[str, float]:
-    """Ratios to each peer, share of the row limit, and seconds."""
+    """Ratios of `EMBEDDING_RATIOS` whose sides were measured, share of the row limit if that was, and seconds."""
     summary: dict[str, float] = {}
-    peers = [side for side in rounds[0] if not side.startswith("hotbed")]
-    for ratio, peer, ours in [
-        *((f"ratio_{peer}", peer, "hotbed") for peer in peers),
-        *((f"ratio_{peer}_one_thread", peer, "hotbed_one_thread") for peer in peers if peer in ONE_THREAD),
-    ]:
-        for suffix, time in TIMES.items():
-            summary |= spread(ratio + suffix, [r[peer][time] / r[ours][time] for r in rounds])
-    limits = [r["hotbed"]["gather_s"] + r["hotbed"]["scatter_s"] for r in rounds]
-    shares = [limit / r["hotbed"]["total_s"] for limit, r in zip(limits, rounds, strict=True)]
-    summary |= spread("share_of_row_limit", shares) | spread("row_limit_s", limits)
+    for ratio, (peer, ours) in EMBEDDING_RATIOS.items():
+        if rounds[0].keys() >= {peer, ours}:
+            for suffix, time in TIMES.items():
+                summary |= spread(ratio + suffix, [r[peer][time] / r[ours][time] for r in rounds])
+    if "gather_s" in rounds[0].get("hotbed", {}):
+        limits = [r["hotbed"]["gather_s"] + r["hotbed"]["scatter_s"] for r in rounds]
+        shares = [limit / r["hotbed"]["total_s"] for limit, r in zip(limits, rounds, strict=True)]
+        summary |= spread("share_of_row_limit", shares) | spread("row_limit_s", limits)
     for side in rounds[0]:
         for suffix, time in TIMES.items():
             summary |= spread(f"{side}{suffix}_s", [r[side][time] for r in rounds])
@@ -93,12 +137,16 @@ def embedding_summary(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def step_summary(rounds: Sequence[Round], batch: int) -> dict[str, float]:
-    """Ratios of `STEP_RATIOS`, samples per second, and seconds."""
+    """Ratios of `STEP_RATIOS` whose sides were measured, samples per second of each hotbed, and seconds."""
     summary: dict[str, float] = {}
-    for ratio, (peer, theirs, ours) in STEP_RATIOS.items():
-        summary |= spread(ratio, [r[peer][f"{theirs}_s"] / r["hotbed"][f"{ours}_s"] for r in rounds])
-    summary |= spread("samples_per_s", [batch / r["hotbed"]["bf16_s"] for r in rounds])
+    for ratio, (peer, ours, peer_precision, our_precision) in STEP_RATIOS.items():
+        if rounds[0].keys() >= {peer, ours}:
+            ratios = [r[peer][f"{peer_precision}_s"] / r[ours][f"{our_precision}_s"] for r in rounds]
+            summary |= spread(ratio, ratios)
     for side in rounds[0]:
+        if side.startswith("hotbed"):
+            name = "samples_per_s" + side.removeprefix("hotbed")
+            summary |= spread(name, [batch / r[side]["bf16_s"] for r in rounds])
         for precision in ("fp32", "bf16"):
             summary |= spread(f"{side}_{precision}_s", [r[side][f"{precision}_s"] for r in rounds])
     return summary
@@ -106,16 +154,22 @@ def step_summary(rounds: Sequence[Round], batch: int) -> dict[str, float]:
 
 def compared(section: str, summary: Mapping[str, float]) -> dict[str, tuple[str, str, str]]:
     """Ratios of a section → what to call the comparison, names of hotbed's and of the peer's seconds."""
-    if section == "step":
+
+    def called(peer: str, theirs: str, ours: str, mine: str) -> str:
+        """Sides and precisions in words; a hotbed that need not be told from another only with its precision."""
+        of_hotbed = NAMES.get(ours, "hotbed" if mine else "")
+        return ", ".join(filter(None, (f"{NAMES[peer]} {theirs}".strip(), f"{of_hotbed} {mine}".strip())))
+
+    if section in STEPS:
         return {
-            ratio: (f"{PEERS[peer]} {theirs}, hotbed {ours}", f"hotbed_{ours}_s", f"{peer}_{theirs}_s")
-            for ratio, (peer, theirs, ours) in STEP_RATIOS.items()
+            ratio: (called(peer, theirs, ours, mine), f"{ours}_{mine}_s", f"{peer}_{theirs}_s")
+            for ratio, (peer, ours, theirs, mine) in STEP_RATIOS.items()
+            if ratio in summary
         }
-    peers = [peer for peer in PEERS if f"ratio_{peer}" in summary]
-    return {f"ratio_{peer}": (PEERS[peer], "hotbed_s", f"{peer}_s") for peer in peers} | {
-        f"ratio_{peer}_one_thread": (f"{PEERS[peer]}, hotbed 1 thread", "hotbed_one_thread_s", f"{peer}_s")
-        for peer in peers
-        if peer in ONE_THREAD
+    return {
+        ratio: (called(peer, "", ours, ""), f"{ours}_s", f"{peer}_s")
+        for ratio, (peer, ours) in EMBEDDING_RATIOS.items()
+        if ratio in summary
     }
 
 
@@ -128,21 +182,21 @@ def table(section: str, summary: Mapping[str, float], title: str) -> Table:
     def shown(ratio: str) -> str:
         return f"{summary[ratio]:.2f} ({summary[f'{ratio}_min']:.2f}–{summary[f'{ratio}_max']:.2f})"
 
-    embeddings = section != "step"
+    embeddings = section not in STEPS
     heads = ("peer ÷ hotbed", *(("of lookups", "of updates") if embeddings else ()))
     made = Table(section, "hotbed", "peer", *heads, title=title, title_justify="left")
     for ratio, (name, ours, theirs) in compared(section, summary).items():
         parts = (f"{summary[ratio + suffix]:.2f}" for suffix in list(TIMES)[1:]) if embeddings else ()
         made.add_row(name, milliseconds(summary[ours]), milliseconds(summary[theirs]), shown(ratio), *parts)
-    if embeddings:
+    if "row_limit_s" in summary:
         limit, share = milliseconds(summary["row_limit_s"]), shown("share_of_row_limit")
         made.add_row("limit of random rows", milliseconds(summary["hotbed_s"]), limit, f"share: {share}")
     return made
 
 
-def numerics_table(numerics: Mapping[str, Any]) -> Table:
-    """Outcome and largest difference of every optimizer."""
-    made = Table("optimizer", "outcome", "largest difference", "", title="the same numbers as FBGEMM?")
+def numerics_table(numerics: Mapping[str, Any], what: str, title: str) -> Table:
+    """Outcome and largest difference of every case."""
+    made = Table(what, "outcome", "largest difference", "", title=title, title_justify="left")
     for name, case in numerics["cases"].items():
         difference = f"{case['max_abs_diff']:.1e}" if "max_abs_diff" in case else ""
         made.add_row(name, case["outcome"], difference, case.get("why", ""))
@@ -155,12 +209,12 @@ def chart(results: Results, titles: Mapping[str, str], path: Path) -> None:
 
     bars = {section: compared(section, summary) for section, summary in results.items()}
     counts = [len(of_section) for of_section in bars.values()]
-    figure = Figure(figsize=(9, 0.32 * sum(counts) + 0.6 * len(bars) + 0.4), layout="constrained")
+    figure = Figure(figsize=(11, 0.32 * sum(counts) + 0.6 * len(bars) + 0.4), layout="constrained")
     panels = figure.subplots(len(bars), sharex=True, squeeze=False, height_ratios=counts)[:, 0]
     for axes, (section, of_section) in zip(panels, bars.items(), strict=True):
         for place, ratio in enumerate(of_section):
             middle, low, high = (results[section][ratio + end] for end in ("", "_min", "_max"))
-            mixed = section == "step" and STEP_RATIOS[ratio][1] != STEP_RATIOS[ratio][2]
+            mixed = section in STEPS and STEP_RATIOS[ratio][2] != STEP_RATIOS[ratio][3]
             axes.barh(place, middle, color="tab:gray" if mixed else "tab:orange")
             axes.plot([low, high], [place, place], color="black", linewidth=1)
             axes.text(high, place, f" {middle:.1f}", va="center")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import report
-from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.peers.workloads import STEPS, WORKLOADS, Workload
 
 
 class Results:
-    """Summaries by section, ``numerics``, ``definitions``; by section what was ``measured`` on what, and the ``raw``.
+    """Summaries by section, what ``numerics`` found, ``definitions``; by section what was ``measured`` on what, and the
+    ``raw``.
 
     Parameters
     ----------
@@ -41,8 +42,8 @@ class Results:
         self, section: str, workload: Workload, rounds: Sequence[report.Round], about: Mapping[str, Any]
     ) -> None:
         """Add what the workers of some rounds reported."""
-        step = section == "step"
-        summary = report.step_summary(rounds, workload.batch) if step else report.embedding_summary(rounds)
+        steps = section in STEPS
+        summary = report.step_summary(rounds, workload.batch) if steps else report.embedding_summary(rounds)
         self.data.setdefault("raw", {})[section] = rounds
         self.add(section, summary, {**about, "workload": asdict(workload)})
 

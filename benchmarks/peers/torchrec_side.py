@@ -1,17 +1,27 @@
-"""TorchRec: its DLRM under ``DistributedModelParallel``, one process, planned and sharded as by default.
+"""TorchRec: embedding bags, or its DLRM, under ``DistributedModelParallel``.
 
-Tables become one FBGEMM operator with row-wise AdaGrad fused into backward; the MLPs are trained by SGD. Batches are
-what TorchRec's own Criteo loader makes: a new ``KeyedJaggedTensor`` per batch that brings its lengths, offsets and
-places of keys along, so none of them is computed in the step.
+Tables become FBGEMM's operators with row-wise AdaGrad fused into backward; the MLPs are trained by SGD. One process is
+planned and sharded as by default; several shard all tables by one scheme. Batches are what TorchRec's own Criteo loader
+makes: a new ``KeyedJaggedTensor`` per batch that brings its lengths, offsets and places of keys along, so none of them
+is computed in the step.
+
+*Scale of gradients.* TorchRec divides the gradients of embeddings by the number of ranks where they have crossed the
+wire (``comm_ops.GRADIENT_DIVISION``, True unless ``set_gradient_division`` says otherwise), for all schemes here; so a
+loss that is a mean over a rank's samples trains on the mean over all. hotbed divides, too, in its update. Both
+therefore turn the same gradients into the same rows, which `benchmarks.peers.numerics_world2` checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.models.dlrm import DLRM
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -21,39 +31,102 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Workload
 
 
-class Step:
-    def __init__(self, workload: Workload) -> None:
+def bags(
+    tables: Mapping[str, tuple[int, int]], features: Mapping[str, str], lr: float, eps: float
+) -> EmbeddingBagCollection:
+    """An ``EmbeddingBagCollection`` on ``meta``, from rows and dim of each table and the table of each feature."""
+    collection = EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[feature for feature, table in features.items() if table == name],
+            )
+            for name, (rows, dim) in tables.items()
+        ],
+        device=torch.device("meta"),
+    )
+    apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": lr, "eps": eps})
+    return collection
+
+
+def distributed(
+    model: nn.Module, collection: EmbeddingBagCollection, tables: Sequence[str], path: str, scheme: str | None
+) -> DistributedModelParallel:
+    """The model, planned by default; or with all tables of the collection at this path sharded by a scheme.
+
+    Table-wise, every rank has as many neighbouring tables, so that pooled vectors keep the order of features.
+    """
+    if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        collection = EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    name=name, embedding_dim=workload.dim, num_embeddings=workload.rows, feature_names=[name]
-                )
-                for name in workload.names
-            ],
-            device=torch.device("meta"),
-        )
-        model = DLRM(collection, DENSE_FEATURES, [*BOTTOM], [*TOP])
-        apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": LR, "eps": EPS})
-        self.model = DistributedModelParallel(model, device=torch.device("cpu"))
+    plan: ShardingPlan | None = None
+    if scheme is not None:
+        ranks = dist.get_world_size()
+        of_table = {
+            "table": lambda i: table_wise(rank=i * ranks // len(tables)),
+            "row": lambda i: row_wise(),
+            "column": lambda i: column_wise(ranks=list(range(ranks))),
+        }[scheme]
+        generators = {name: of_table(i) for i, name in enumerate(tables)}
+        options = {"local_size": ranks, "world_size": ranks, "device_type": "cpu"}
+        plan = ShardingPlan({path: construct_module_sharding_plan(collection, generators, **options)})
+        kernels = {sharding.compute_kernel for sharding in plan.plan[path].values()}
+        if kernels != {"fused"}:
+            raise RuntimeError(f"TorchRec plans {kernels} where the optimizer works in backward, must be fused")
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan)
+
+
+class _Side:
+    """Tables of a workload, and its batches."""
+
+    def __init__(self, workload: Workload) -> None:
+        w = workload
+        size = w.batch * w.pooling
+        self.constants = {
+            "keys": w.names,
+            "lengths": torch.full((w.tables * w.batch,), w.pooling),
+            "offsets": torch.arange(0, w.tables * size + 1, w.pooling),
+            "stride": w.batch,
+            "length_per_key": [size] * w.tables,
+            "offset_per_key": [i * size for i in range(w.tables + 1)],
+            "index_per_key": {name: i for i, name in enumerate(w.names)},
+        }
+        self.tables = bags(dict.fromkeys(w.names, (w.rows, w.dim)), {name: name for name in w.names}, LR, EPS)
+
+    def ids(self, ids: Tensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(values=ids, **self.constants)
+
+
+class Embedding(_Side):
+    def __init__(self, workload: Workload, scheme: str | None = None) -> None:
+        super().__init__(workload)
+        self.model = distributed(self.tables, self.tables, workload.names, "", scheme)
+
+    def prepare(self, ids: Tensor) -> KeyedJaggedTensor:
+        return self.ids(ids)
+
+    def lookup(self, batch: KeyedJaggedTensor) -> Tensor:
+        return self.model(batch).values()
+
+    def update(self, pooled: Tensor, grad: Tensor) -> None:
+        pooled.backward(grad.flatten(1))
+
+
+class Step(_Side):
+    def __init__(self, workload: Workload, scheme: str | None = None) -> None:
+        super().__init__(workload)
+        model = DLRM(self.tables, DENSE_FEATURES, [*BOTTOM], [*TOP])
+        path = "sparse_arch.embedding_bag_collection"
+        self.model = distributed(model, self.tables, workload.names, path, scheme)
         dense = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(self.model.named_parameters())),
             lambda parameters: torch.optim.SGD(parameters, lr=LR),
         )
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
-        w = workload
-        self.constants = {
-            "keys": w.names,
-            "lengths": torch.ones(w.tables * w.batch, dtype=torch.int64),
-            "offsets": torch.arange(w.tables * w.batch + 1),
-            "stride": w.batch,
-            "length_per_key": [w.batch] * w.tables,
-            "offset_per_key": [i * w.batch for i in range(w.tables + 1)],
-            "index_per_key": {name: i for i, name in enumerate(w.names)},
-        }
 
     def prepare(self, ids: Tensor, dense: Tensor, labels: Tensor) -> tuple[Tensor, KeyedJaggedTensor]:
-        return dense, KeyedJaggedTensor(values=ids, **self.constants)
+        return dense, self.ids(ids)
 
     def logits(self, batch: tuple[Tensor, KeyedJaggedTensor]) -> Tensor:
         return self.model(*batch)

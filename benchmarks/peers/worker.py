@@ -1,12 +1,13 @@
-"""One side of one comparison in a process of its own; prints its median seconds as one line of JSON.
+"""One side of one comparison in a process of its own, or in one per rank; prints its median seconds as a line of JSON.
 
-python -m benchmarks.peers.worker embedding fbgemm_side WORKLOAD_AS_JSON ids.npy
+python -m benchmarks.peers.worker embedding fbgemm_side WORKLOAD_AS_JSON OPTIONS_AS_JSON ids.npy
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import resource
 import statistics
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.peers import ranks
 from benchmarks.peers.sides import Embedding, Step
 from benchmarks.peers.workloads import Workload, dense_inputs, read_ids
 
@@ -32,6 +34,7 @@ def batches_needed(kind: str, workload: Workload) -> int:
 def embedding_seconds(side: Embedding, ids: Tensor, grad: Tensor) -> tuple[float, float, float]:
     """Seconds of one lookup, of its backward and update, and processor seconds of both."""
     batch = side.prepare(ids)
+    ranks.wait_for_others()
     busy = time.process_time()
     start = time.perf_counter()
     pooled = side.lookup(batch)
@@ -47,17 +50,18 @@ def measure_embedding(side: Embedding, workload: Workload, batches: list[Tensor]
     grad = torch.randn(workload.batch, workload.tables, workload.dim) * 1e-3
     steps = workload.warmup + workload.steps
     limits: list[tuple[float, float]] = []
-    if hasattr(side, "row_limit"):
+    if workload.limit and hasattr(side, "row_limit"):
         limits.append(side.row_limit(batches[steps : steps + workload.limit]))
     times = [embedding_seconds(side, ids, grad) for ids in batches[:steps]][workload.warmup :]
-    if hasattr(side, "row_limit"):
+    if workload.limit and hasattr(side, "row_limit"):
         limits.append(side.row_limit(batches[steps + workload.limit :]))
-    totals = [lookup + update for lookup, update, _ in times]
+    busy = ranks.total([(busy,) for _, _, busy in times])
+    lookups, updates, totals = zip(*ranks.largest([(a, b, a + b) for a, b, _ in times]), strict=True)
     return {
-        "lookup_s": statistics.median(lookup for lookup, _, _ in times),
-        "update_s": statistics.median(update for _, update, _ in times),
+        "lookup_s": statistics.median(lookups),
+        "update_s": statistics.median(updates),
         "total_s": statistics.median(totals),
-        "busy_cores": sum(busy for _, _, busy in times) / sum(totals),
+        "busy_cores": sum(seconds for (seconds,) in busy) / sum(totals),
         **{
             name: statistics.mean(limit[i] for limit in limits)
             for i, name in enumerate(("gather_s", "scatter_s"))
@@ -69,6 +73,7 @@ def measure_embedding(side: Embedding, workload: Workload, batches: list[Tensor]
 def step_seconds(side: Step, ids: Tensor, dense: Tensor, labels: Tensor, bf16: bool) -> float:
     """Seconds of one training step."""
     batch = side.prepare(ids, dense, labels)
+    ranks.wait_for_others()
     start = time.perf_counter()
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = side.logits(batch)
@@ -82,7 +87,7 @@ def step_seconds(side: Step, ids: Tensor, dense: Tensor, labels: Tensor, bf16: b
 
 def measure_step(side: Step, workload: Workload, batches: list[Tensor]) -> dict[str, float]:
     """Medians over steps, in float32 and under bf16 autocast."""
-    dense, labels = dense_inputs(workload)
+    dense, labels = dense_inputs(workload)  # those of ranks are alike: nothing depends on them
     seconds: dict[str, float] = {}
     remaining = iter(batches)
     for precision in ("fp32", "bf16"):
@@ -90,7 +95,8 @@ def measure_step(side: Step, workload: Workload, batches: list[Tensor]) -> dict[
             step_seconds(side, next(remaining), dense, labels, bf16=precision == "bf16")
             for _ in range(workload.warmup + workload.steps)
         ]
-        seconds[f"{precision}_s"] = statistics.median(times[workload.warmup :])
+        slowest = ranks.largest([(taken,) for taken in times[workload.warmup :]])
+        seconds[f"{precision}_s"] = statistics.median(taken for (taken,) in slowest)
     return seconds
 
 
@@ -98,6 +104,13 @@ def cpu_wait_seconds() -> float:
     """Seconds that the threads of this process were ready to run and had no core, together."""
     tasks = Path("/proc/self/task").iterdir()
     return sum(int((task / "schedstat").read_text(encoding="utf-8").split()[1]) for task in tasks) / 1e9
+
+
+def machine_seconds() -> float:
+    """Processor seconds of all processes of this machine, and those that other virtual machines took from it."""
+    fields = Path("/proc/stat").read_text(encoding="utf-8").split(maxsplit=9)[1:9]
+    user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, fields)
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def huge_page_bytes() -> int:
@@ -108,25 +121,33 @@ def huge_page_bytes() -> int:
 
 def main() -> None:
     """Build, warm up, measure, print."""
-    kind, module, workload_json, ids_path = sys.argv[1:]
+    kind, module, workload_json, options_json, ids_path = sys.argv[1:]
     warnings.simplefilter("ignore")  # the peers announce deprecations of their own parts
-    workload = Workload(**json.loads(workload_json))
+    rank, count = ranks.join()
+    workload = Workload(**json.loads(workload_json)).of_one_rank
     contender = importlib.import_module(f"benchmarks.peers.{module}")
     torch.manual_seed(0)
     start = time.perf_counter()
-    side = contender.Step(workload) if kind == "step" else contender.Embedding(workload)
+    make = contender.Step if kind == "step" else contender.Embedding
+    side = make(workload, **json.loads(options_json))
     build_s = time.perf_counter() - start
     measure = measure_step if kind == "step" else measure_embedding
-    batches = read_ids(Path(ids_path))
-    start, waited = time.perf_counter(), cpu_wait_seconds()
+    batches = read_ids(Path(ids_path), rank, count)
+    ranks.wait_for_others()
+    start, waited, own, everyone = time.perf_counter(), cpu_wait_seconds(), time.process_time(), machine_seconds()
     seconds = measure(side, workload, batches)
+    measured_s = time.perf_counter() - start
+    ((of_ranks,),) = ranks.total([[time.process_time() - own]])
     about = {
         "build_s": build_s,
-        "cpu_wait_share": (cpu_wait_seconds() - waited) / (time.perf_counter() - start),
+        "cpu_wait_share": (cpu_wait_seconds() - waited) / measured_s,
+        "others_share": max(0.0, machine_seconds() - everyone - of_ranks) / measured_s,
         "huge_page_bytes": huge_page_bytes(),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    print(json.dumps({**seconds, **about}))
+    (most,) = ranks.largest([list(about.values())])
+    ranks.leave()
+    print(json.dumps({**seconds, **dict(zip(about, most, strict=True))}))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,15 @@ class Workload:
     rows, dim, tables
         Of the tables.
     batch, pooling
-        Samples, and ids per sample and feature.
+        Samples, of all ranks together, and ids per sample and feature.
     warmup, steps
         Batches that are not timed, and that are; per precision where whole steps are timed.
     limit
-        Batches for the row limit, before the timed steps and again after them.
+        Batches for the row limit, before the timed steps and again after them; 0: it is not measured.
+    ranks
+        Processes that share the tables and the batch.
+    uniform
+        Whether every row is as popular as any other; else popularity follows Zipf's law.
     """
 
     rows: int
@@ -43,6 +47,8 @@ class Workload:
     warmup: int = 3
     steps: int = 10
     limit: int = 12
+    ranks: int = 1
+    uniform: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -56,31 +62,46 @@ class Workload:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the rows."""
+        """Bytes of the rows, on all ranks together."""
         return self.tables * self.rows * self.dim * 4
+
+    @property
+    def of_one_rank(self) -> Workload:
+        """What one of the ranks has of every batch."""
+        return replace(self, batch=self.batch // self.ranks)
 
     def __str__(self) -> str:
         size = f"{self.tables} tables × {self.rows:,} × {self.dim}, batch {self.batch:,}"
-        return f"{size}, {self.pooling} id{'s' * (self.pooling > 1)} per bag"
+        ids = f"{self.pooling} {'uniform ' * self.uniform}id{'s' * (self.pooling > 1)} per bag"
+        return f"{size}, {ids}" + f", {self.ranks} ranks" * (self.ranks > 1)
 
 
+SHARDED = Workload(rows=200_000, dim=128, limit=0, ranks=2)
 WORKLOADS = {
     "embedding": Workload(rows=1_000_000, dim=128),
     "multi_hot": Workload(rows=100_000, dim=128, batch=1024, pooling=20),
     "narrow": Workload(rows=1_000_000, dim=16),
     "step": Workload(rows=200_000, dim=128),
+    "world2": SHARDED,
+    "world2_uniform": replace(SHARDED, uniform=True),
+    "world2_step": SHARDED,
 }
 """By section of the result."""
+
+STEPS = ("step", "world2_step")
+"""Sections that time whole training steps; the others time embeddings."""
 
 
 def tiny(workload: Workload) -> Workload:
     """Small enough to see in seconds whether everything runs; timings mean nothing."""
-    return replace(workload, rows=500, tables=4, batch=64, warmup=1, steps=2, limit=4)
+    return replace(workload, rows=500, tables=4, batch=64, warmup=1, steps=2, limit=min(4, workload.limit))
 
 
-def read_ids(path: Path) -> list[Tensor]:
-    """Ids of each batch ``[tables · batch · pooling]``, copied from the file."""
-    return [torch.from_numpy(batch.flatten()) for batch in np.load(path, mmap_mode="r")]
+def read_ids(path: Path, rank: int = 0, ranks: int = 1) -> list[Tensor]:
+    """A rank's ids of each batch ``[tables · batch / ranks · pooling]``, copied from the file."""
+    batches = np.load(path, mmap_mode="r")
+    own = slice(rank * batches.shape[2] // ranks, (rank + 1) * batches.shape[2] // ranks)
+    return [torch.from_numpy(batch[:, own].flatten()) for batch in batches]
 
 
 def dense_inputs(workload: Workload) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from benchmarks.peers import hotbed_side, report
 from benchmarks.peers.results import Results
-from benchmarks.peers.workloads import Workload
+from benchmarks.peers.workloads import WORKLOADS, Workload
 
 ROOT = Path(__file__).parents[2]
 OWN_PYTHON = ROOT / "benchmarks" / "peers" / ".venv" / "bin" / "python"
@@ -157,5 +157,12 @@ def test_the_whole_comparison_tiny(tmp_path):
     assert {"sgd", "adagrad", "rowwise_adagrad"} <= {
         name for name, case in found["numerics"]["cases"].items() if case["outcome"] == "equal"
     }
-    assert found["settings"]["quick"] and set(found["raw"]) == {"embedding", "multi_hot", "narrow", "step"}
+    for section in ("world2", "world2_uniform"):
+        for ratio in ("table", "row", "column", "column_apart", "table_hugepages"):
+            assert found[section][f"ratio_{ratio}"] > 0
+    assert found["world2_step"]["ratio_table_bf16"] > 0 and found["world2_step"]["samples_per_s_row"] > 0
+    assert {scheme: case["outcome"] for scheme, case in found["numerics_world2"]["cases"].items()} == dict.fromkeys(
+        ("table", "row", "column"), "equal"
+    )
+    assert set(found["raw"]) == set(WORKLOADS) and all(about["quick"] for about in found["measured"].values())
     assert file.with_suffix(".png").stat().st_size > 0
