@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not isinstance(error, CommError)
-        rank = f"rank {os.environ['RANK']}: " if several else ""
+        rank = f"rank {os.environ.get('RANK', '?')}: " if several else ""
         print(f"hotbed: error: {rank}{error}", file=sys.stderr)
         return 2
     return 0

@@ -48,7 +48,7 @@ def recipe_of(parsed: Namespace) -> Recipe:
         _set_deep(values, key, text)
     for key in ("recipe", "out", "resume", "dry_run", "json"):
         values.pop(key, None)
-    if plan := values.pop("plan", None):
+    if (plan := values.pop("plan", None)) is not None:
         values["parallel"]["plan"] = plan
     for parent, key in ((values["data"], "source"), *((values, key) for key in _COMPONENTS)):
         if (parent[key] or {}).get("class_path", "") is None:

@@ -207,10 +207,11 @@ class Link:
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
         calls: list[tuple[int, dist.Work]] = []
+        sent: list[object] = []  # kept until the end: Gloo never sends what nobody refers to
         for r in others:
             try:
                 received = dist.irecv(torch.empty(1, dtype=torch.uint8), group=self.group, group_src=r, tag=tag)
-                dist.isend(own, group=self.group, group_dst=r, tag=tag)
+                sent.append(dist.isend(own, group=self.group, group_dst=r, tag=tag))
                 assert received is not None
                 calls.append((r, received))
             except RuntimeError:

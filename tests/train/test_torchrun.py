@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,48 +34,51 @@ PATIENCE_S = 120
 """A process that takes longer hangs; the machine may be busy."""
 ENDLESS = ["--train.steps", "100000", "--train.epochs", "100000", "--train.log_every", "1"]
 
-# Processes with the environment that torchrun gives them, forked when everything is imported: to import it takes each
-# one seconds, and so none starts so much later than the others that these give up waiting.
-LAUNCH = """
-import os, sys
-import torch._dynamo, hotbed.cli, hotbed.ops.cpu, hotbed.train.run
-folder, size, *args = sys.argv[1:]
-ranks = {}
-for rank in range(int(size)):
-    pid = os.fork()
-    if pid:
+# Processes with the environment that torchrun gives them, forked by one that has imported everything: that takes
+# seconds, and so none starts so much later than the others that these give up waiting.
+LAUNCHER = f"""
+import json, os, signal, sys
+import torch._dynamo, hotbed.cli, hotbed.ops.cpu, hotbed.train.run, {__name__}
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    if not os.fork():
+        break
+else:
+    sys.exit()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+os.setsid()
+folder, size, port, args = json.loads(line)
+
+def note(name, text):
+    with open(f"{{folder}}/{{name}}", "w") as file:
+        file.write(str(text))
+
+note("leader.pid", os.getpid())
+ranks = {{}}
+for rank in range(size):
+    if pid := os.fork():
         ranks[pid] = rank
-        open(f"{folder}/{rank}.pid", "w").write(str(pid))
+        note(f"{{rank}}.pid", pid)
         continue
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
-        os.dup2(os.open(f"{folder}/{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), stream.fileno())
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.dup2(os.open(f"{{folder}}/{{rank}}.{{name}}", os.O_CREAT | os.O_WRONLY, 0o600), stream.fileno())
+    os.environ |= {{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}}
+    os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}}
     sys.exit(hotbed.cli.main(args))
 while ranks:
     pid, status = os.wait()
-    open(f"{folder}/{ranks.pop(pid)}.code", "w").write(str(os.waitstatus_to_exitcode(status)))
+    note(f"{{ranks.pop(pid)}}.code", os.waitstatus_to_exitcode(status))
 """
 
 
 class Processes:
     """Ranks of one ``hotbed`` command; their output is in files."""
 
-    def __init__(self, folder: Path, size: int, args: list[str]) -> None:
+    def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "COLUMNS": "200"}
-        env |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self._launcher = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(folder), str(size), *args],
-            cwd=ROOT,
-            env=env,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-        )
 
-    def text(self, rank: int, name: str) -> str:
+    def text(self, rank: int | str, name: str) -> str:
         file = self.folder / f"{rank}.{name}"
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
@@ -83,21 +86,19 @@ class Processes:
         """Last line on stderr."""
         return (self.text(rank, "err").strip().splitlines() or [""])[-1]
 
-    def wait_for(self, rank: int, text: str) -> None:
-        """Wait until a rank has said something."""
+    def wait_for(self, rank: int | str, name: str, text: str = "") -> None:
+        """Wait until a file of a rank has content, or contains a text."""
         end = time.monotonic() + PATIENCE_S
-        while text not in self.text(rank, "err"):
-            assert time.monotonic() < end, f"never said {text!r}: {self.text(rank, 'err')[-2000:]}"
-            assert not self.text(rank, "code"), self.text(rank, "err")[-2000:]
+        while not (found := self.text(rank, name)) or text not in found:
+            assert time.monotonic() < end, "\n".join(self.text(r, "err")[-1000:] for r in range(self.size))
+            assert name == "code" or not self.text(rank, "code"), self.text(rank, "err")[-2000:]
             time.sleep(0.02)
 
     def wait(self, *ranks: int) -> list[int]:
         """Wait until ranks (all by default) have ended; their exit codes."""
         ranks = ranks or tuple(range(self.size))
-        end = time.monotonic() + PATIENCE_S
-        while not all(self.text(rank, "code") for rank in ranks):
-            assert time.monotonic() < end, "\n".join(self.text(rank, "err")[-1000:] for rank in ranks)
-            time.sleep(0.02)
+        for rank in ranks:
+            self.wait_for(rank, "code")
         return [int(self.text(rank, "code")) for rank in ranks]
 
     def send(self, rank: int, how: signal.Signals) -> None:
@@ -105,18 +106,46 @@ class Processes:
 
     def end(self) -> None:
         """Kill what is left of them."""
-        os.killpg(self._launcher.pid, signal.SIGKILL)
-        self._launcher.wait(PATIENCE_S)
+        self.wait_for("leader", "pid")
+        with suppress(ProcessLookupError):
+            os.killpg(int(self.text("leader", "pid")), signal.SIGKILL)
 
 
-@contextmanager
-def processes(folder: Path, size: int, *args: str) -> Iterator[Processes]:
-    folder.mkdir()
-    started = Processes(folder, size, ["train", *args])
-    try:
-        yield started
-    finally:
-        started.end()
+class Launcher:
+    """Starts ranks."""
+
+    def __init__(self) -> None:
+        env = os.environ | {"COLUMNS": "200", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", LAUNCHER]
+        self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, text=True)
+
+    @contextmanager
+    def start(self, folder: Path, size: int, *args: str) -> Iterator[Processes]:
+        """Ranks of ``hotbed train ARGS``; what is left of them afterwards is killed."""
+        folder.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port: int = free.getsockname()[1]
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([str(folder), size, port, ["train", *args]]) + "\n")
+        self._process.stdin.flush()
+        started = Processes(folder, size)
+        try:
+            yield started
+        finally:
+            started.end()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    made = Launcher()
+    yield made
+    made.close()
 
 
 def the_run(folder: Path) -> Path:
@@ -179,8 +208,10 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
     assert done.stderr.count("valid AUC") == 1
 
 
-def test_a_plan_that_there_is_not(recipe: Path, tmp_path: Path) -> None:
-    with processes(tmp_path / "ranks", 2, str(recipe), "--plan", "tabel", "--out", str(tmp_path / "runs")) as started:
+def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    with launcher.start(
+        tmp_path / "ranks", 2, str(recipe), "--plan", "tabel", "--out", str(tmp_path / "runs")
+    ) as started:
         assert started.wait() == [2, 2]
     for rank in range(2):
         assert started.error(rank) == (
@@ -219,11 +250,13 @@ def assert_it_is_said_who_died(started: Processes, dead: int, first_step: int) -
         assert any(r == dead or dead in blamed[r] for r in others), blamed
 
 
-def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
+    launcher: Launcher, recipe: Path, tmp_path: Path
+) -> None:
     options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(PATIENCE_S)]
     first = ["--plan", "row", "--train.checkpoint_every", "10"]
-    with processes(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
-        started.wait_for(0, "step 12/")
+    with launcher.start(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
+        started.wait_for(0, "err", "step 12/")
         killed = time.monotonic()
         started.send(1, signal.SIGKILL)
         assert started.wait() == [2, -signal.SIGKILL, 2]
@@ -237,7 +270,7 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(re
     step = int(checkpoint.name.removeprefix("last-"))
     rest = ["--plan", str(run / "plan.json"), "--resume", str(checkpoint), "--train.steps", str(step + 3)]
     rest += ["--train.epochs", "100000", "--name", "again", "--train.log_every", "1"]
-    with processes(tmp_path / "again", 3, *options, *rest) as started:
+    with launcher.start(tmp_path / "again", 3, *options, *rest) as started:
         assert started.wait() == [0, 0, 0], started.text(0, "err")
     (again,) = (tmp_path / "runs" / "again").iterdir()
     summary = json.loads((again / "summary.json").read_text())
@@ -253,10 +286,10 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(re
     assert started.text(1, "out") == started.text(2, "out") == ""
 
 
-def test_when_a_rank_hangs_the_others_end_after_the_timeout(recipe: Path, tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "5"]
-    with processes(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
-        started.wait_for(0, "step 5/")
+def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "8"]
+    with launcher.start(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
+        started.wait_for(0, "err", "step 5/")
         started.send(2, signal.SIGSTOP)
         assert started.wait(0, 1) == [2, 2]
         assert started.text(2, "code") == ""
@@ -274,10 +307,12 @@ class DiesInBackward(DLRM):
         return super().forward(batch)
 
 
-def test_when_a_rank_dies_before_dense_gradients_are_averaged_the_others_say_so(recipe: Path, tmp_path: Path) -> None:
+def test_when_a_rank_dies_before_dense_gradients_are_averaged_the_others_say_so(
+    launcher: Launcher, recipe: Path, tmp_path: Path
+) -> None:
     options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", str(PATIENCE_S)]
     options += ["--model.class_path", f"{__name__}.DiesInBackward"]
-    with processes(tmp_path / "dead", 3, str(recipe), *options, *ENDLESS) as started:
+    with launcher.start(tmp_path / "dead", 3, str(recipe), *options, *ENDLESS) as started:
         assert started.wait() == [2, 3, 2], started.error(0) + started.error(2)
     assert_it_is_said_who_died(started, 1, 4)
     for rank in (0, 2):

@@ -14,13 +14,19 @@ if TYPE_CHECKING:
     from hotbed.train.trainer import Trainer
 
 
-def refuse_non_finite(loss: float, batch: Batch, trainer: Trainer) -> None:
-    """Raise `NonFiniteError` unless the loss is finite: where it happened, the likely cause and what to try."""
+def refuse_non_finite(loss: float, own: float, batch: Batch, trainer: Trainer) -> None:
+    """Raise `NonFiniteError` unless the loss is finite: where it happened, the likely cause and what to try.
+
+    ``loss`` is that of all ranks, ``own`` is finite where this rank had no part in it.
+    """
     if math.isfinite(loss):
         return
+    cause = "The samples of another rank did this, whose own message says how"
+    if not math.isfinite(own) or trainer.ranks.size == 1:
+        cause = _cause(batch, trainer.model)
     raise NonFiniteError(
         f"the loss is {loss} in step {trainer.step + 1:,} (epoch {trainer.epoch}, batch {trainer.position:,} of it); "
-        f"training stopped before the batch touched any parameter or table. {_cause(batch, trainer.model)}"
+        f"training stopped before the batch touched any parameter or table. {cause}"
     )
 
 
