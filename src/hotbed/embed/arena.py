@@ -88,6 +88,12 @@ class Arena:
         """Slots of a piece ``[R]``."""
         return torch.arange(self.first_slots[piece], self.first_slots[piece + 1], device=self.store.device)
 
+    def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Piece of each slot ``[n]``, and which slot of the piece it is."""
+        firsts = torch.tensor(self.first_slots[:-1], dtype=torch.int64, device=slots.device)
+        piece = torch.searchsorted(firsts, slots, right=True) - 1
+        return piece, slots - firsts[piece]
+
     def rows(self, piece: int) -> Tensor:
         """The rows of a piece float32; shares memory where all of them are stored so."""
         raw = self.store.raw(piece)

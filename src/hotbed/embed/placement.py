@@ -86,7 +86,11 @@ class Placement:
         self.rank = rank
         number = {t.name: i for i, t in enumerate(tables)}
         self.tiles = [tile for tile in plan.tiles if tile.table in number]
-        self.kinds = list(dict.fromkeys(self._kind(tile) for tile in self.tiles))
+        dtypes: dict[str, RowDtype] = {t.name: t.dtype for t in tables}
+        kinds = [Kind(len(tile.cols), dtypes[tile.table]) for tile in self.tiles]
+        self.kinds = list(dict.fromkeys(kinds))
+        self._owned: dict[Kind, list[int]] = defaultdict(list)
+        self._copied: dict[Kind, list[int]] = defaultdict(list)
         self.lanes = sorted({(t.cols.start, t.cols.stop) for t in self.tiles})
         self.has_readers = any(tile.readers for tile in self.tiles)
         self.dim = tables[0].dim
@@ -94,8 +98,11 @@ class Placement:
         copied: dict[tuple[int, Kind], int] = defaultdict(int)
         copies = torch.full((plan.world_size, len(self.tiles)), -1, dtype=torch.int64)
         rows: list[list[int]] = []
-        for i, tile in enumerate(self.tiles):
-            kind = self._kind(tile)
+        for i, (tile, kind) in enumerate(zip(self.tiles, kinds, strict=True)):
+            if rank == tile.owner:
+                self._owned[kind].append(i)
+            if rank in tile.readers:
+                self._copied[kind].append(i)
             for reader in tile.readers:
                 copies[reader, i] = copied[reader, kind]
                 copied[reader, kind] += len(tile.rows)
@@ -113,16 +120,13 @@ class Placement:
         self.entries = torch.tensor(rows, dtype=torch.int64, device=device)
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
 
-    def _kind(self, tile: Tile) -> Kind:
-        return Kind(len(tile.cols), next(t.dtype for t in self.tables if t.name == tile.table))
-
     def owned(self, kind: Kind) -> list[int]:
         """Tiles of this kind that this rank owns, in the order of their slots."""
-        return [i for i, tile in enumerate(self.tiles) if tile.owner == self.rank and self._kind(tile) == kind]
+        return self._owned[kind]
 
     def copied(self, kind: Kind) -> list[int]:
         """Tiles of this kind that this rank reads a copy of, in the order of their slots."""
-        return [i for i, tile in enumerate(self.tiles) if self.rank in tile.readers and self._kind(tile) == kind]
+        return self._copied[kind]
 
     def pieces(self, tiles: Sequence[int]) -> list[Piece]:
         """These tiles as pieces of an arena."""

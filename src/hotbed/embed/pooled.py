@@ -18,20 +18,13 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.part import Contribution, Vectors
 from hotbed.embed.placement import KIND, LANE, OWNER, Found, Placement
-from hotbed.embed.pooling import Asked, Asking, ask, pool, rows_of, sum_by_rank
+from hotbed.embed.pooling import Asked, ask, pool, rows_of, sum_by_rank
+from hotbed.embed.route import Lane, counts_of
 from hotbed.embed.wire import Sent, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.codec import decode, encode
 from hotbed.ops.layout import FIXED, MEAN, OUT, RAGGED_ROW, START
-
-
-class Lane(NamedTuple):
-    """Units of a stream that hold the same columns: positions in the stream, their rows here, the columns."""
-
-    units: Tensor
-    rows: Tensor
-    cols: slice
 
 
 class PooledStream(NamedTuple):
@@ -104,8 +97,9 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
         whole = torch.bincount(bag, minlength=features * size)[of_unit]
         mean = bags.features[:, MEAN].bool()[torch.div(of_unit, max(size, 1), rounding_mode="floor")]
         divisors = torch.where(mean, whole, 1).float()
-    streams: list[PooledStream] = []
-    asking: list[Asking] = []
+    asking: list[Asked] = []
+    lanes: list[list[Lane]] = []
+    bags_of: list[Tensor] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     for kind in range(len(placement.kinds)):
         a, b = torch.searchsorted(
@@ -114,7 +108,7 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
         i, j = firsts[[a, b]].tolist()
         owner, lane = entry[a:b, OWNER], entry[a:b, LANE]
         asking.append(
-            Asking(
+            Asked(
                 slots[i:j],
                 lengths[a:b],
                 None if weights is None else weights[i:j],
@@ -123,14 +117,18 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
                 torch.bincount(owner, minlength=link.size).tolist(),
             )
         )
-        lanes = [
-            Lane(units, row[a:b][units], slice(*placement.lanes[number]))
-            for number in lane.unique().tolist()
-            for units in [(lane == number).nonzero()[:, 0]]
-        ]
-        streams.append(PooledStream(kind, lanes, of_unit[a:b], asking[-1].units, Asked.nothing()))
-    asked = ask(asking, link)
-    streams = [stream._replace(asked=answer) for stream, answer in zip(streams, asked, strict=True)]
+        lanes.append(
+            [
+                Lane(units, row[a:b][units], slice(*placement.lanes[number]))
+                for number in lane.unique().tolist()
+                for units in [(lane == number).nonzero()[:, 0]]
+            ]
+        )
+        bags_of.append(of_unit[a:b])
+    streams = [
+        PooledStream(kind, lanes[kind], bags_of[kind], asking[kind].units, asked)
+        for kind, asked in enumerate(ask(asking, link))
+    ]
     rows = int(first_rows[-1])
     return PooledRoute(renamed(bags, first_rows, rows), rows, streams, trained)
 
@@ -161,11 +159,8 @@ def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
 
 def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
     """Values that are parallel to the batch's ids, in the order of occurrences."""
-    parts: list[Tensor] = []
-    for start, fixed, row in bags.features[:, [START, FIXED, RAGGED_ROW]].tolist():
-        count = bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1])
-        parts.append(values[start : start + count])
-    return torch.cat(parts)
+    starts = bags.features[:, START].tolist()
+    return torch.cat([values[start : start + count] for start, count in zip(starts, counts_of(bags), strict=True)])
 
 
 def renamed(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:

@@ -15,8 +15,8 @@ from hotbed.ops import Backend, BagLayout, Occurrences, Rows
 from hotbed.store import RowStore
 
 
-class Asking(NamedTuple):
-    """Units that a rank asks for, by owner, in one arena kind.
+class Asked(NamedTuple):
+    """Units of one arena kind: what a rank asks for, by owner, or what an owner is asked for, by rank.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Asking(NamedTuple):
     divisors
         Ids of each unit's whole bag ``[m]`` float32, 1 where pooling is not mean; None where none is.
     ids, units
-        How many of them by owner.
+        How many of them by owner, or by rank.
     """
 
     slots: Tensor
@@ -40,24 +40,7 @@ class Asking(NamedTuple):
     units: list[int]
 
 
-class Asked(NamedTuple):
-    """The same, as an owner has it from all ranks, by rank."""
-
-    slots: Tensor
-    lengths: Tensor
-    weights: Tensor | None
-    divisors: Tensor | None
-    ids: list[int]
-    units: list[int]
-
-    @staticmethod
-    def nothing() -> Asked:
-        """What an owner has been asked for before anything was exchanged."""
-        none = torch.empty(0, dtype=torch.int64)
-        return Asked(none, none, None, None, [], [])
-
-
-def ask(asking: Sequence[Asking], link: Link) -> list[Asked]:
+def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
     """Exchange what ranks ask for, by arena kind; all ranks must call this.
 
     Raises

@@ -51,8 +51,7 @@ def _messages(placement: Placement, kind: int, arena: Arena, touched: Tensor | N
         nothing = torch.empty(0, dtype=torch.int64, device=placement.copies.device)
         return nothing, nothing, nothing
     slots = touched.unique()
-    firsts = torch.tensor(arena.first_slots[:-1], device=slots.device)
-    piece = torch.searchsorted(firsts, slots, right=True) - 1
+    piece, within = arena.locate(slots)
     first_there = placement.copies[:, tiles][:, piece]  # [W, n]
     readers, which = (first_there >= 0).nonzero(as_tuple=True)
-    return slots[which], first_there[readers, which] + slots[which] - firsts[piece[which]], readers
+    return slots[which], first_there[readers, which] + within[which], readers

@@ -171,13 +171,13 @@ def _renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
     if not in_order:
         ids = torch.empty(len(bags.ids), dtype=torch.int64, device=positions.device)
         first = 0
-        for start, count in zip(starts, _counts(bags), strict=True):
+        for start, count in zip(starts, counts_of(bags), strict=True):
             ids[start : start + count] = positions[first : first + count]
             first += count
     return replace(bags, ids=ids, features=features)
 
 
-def _counts(bags: BagLayout) -> list[int]:
+def counts_of(bags: BagLayout) -> list[int]:
     """Number of ids of each feature."""
     return [
         bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1])

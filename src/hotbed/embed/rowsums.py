@@ -81,14 +81,13 @@ class _Target:
             self.slots = groups.rows[: int(groups.counts[0])]
             total = torch.empty(len(self.slots), arena.store.dim, dtype=torch.float32, device=device)
             ops.segment_sum(occurrences, groups, grad, None, total)
-        firsts = torch.tensor(arena.first_slots[:-1], dtype=torch.int64, device=device)
-        self._piece = torch.searchsorted(firsts, self.slots, right=True) - 1
+        self._piece, within = arena.locate(self.slots)
         active = step.hyper[self._piece, ACTIVE] != 0
-        self.slots, self._piece = self.slots[active], self._piece[active]
+        self.slots, self._piece, within = self.slots[active], self._piece[active], within[active]
         tiles = torch.tensor(placement.owned(placement.kinds[kind]), dtype=torch.int64, device=device)
         self.tile = tiles[self._piece]
         entry = placement.entries[self.tile]
-        self.row = entry[:, FIRST] + (self.slots - firsts[self._piece]) * entry[:, STEP]
+        self.row = entry[:, FIRST] + within * entry[:, STEP]
         self.key = placement.first_keys[entry[:, TABLE]] + self.row
         self._moments = {m.name: arena.store.read(self.slots, m.name) for m in step.rule.moments}
         self._steps: Steps = rule_steps(
@@ -128,7 +127,7 @@ class _Exchange:
     """Who sends which blocks to whom; the same for all sums of a step."""
 
     def __init__(self, placement: Placement, targets: Sequence[_Target], link: Link) -> None:
-        self._link, self._targets = link, targets
+        self._link = link
         device = placement.entries.device
         key = torch.cat([t.key for t in targets])
         tile = torch.cat([t.tile for t in targets])

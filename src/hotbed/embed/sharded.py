@@ -87,7 +87,7 @@ class ShardedPart(Part):
         slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
-        self._pooled = list(pooled)
+        self._spread = _LookedUp(BagPlaces(pooled, slots), 0, True)
         by_wire = {
             form: {f: i for f, i in pooled.items() if plan.wire.get(f.table, "rows") == form}
             for form in ("rows", "pooled")
@@ -126,7 +126,11 @@ class ShardedPart(Part):
                     f"feature '{self.sequences[0].name}' is not pooled, so ids must be exchanged; give every rank all "
                     "features of its samples"
                 )
-            return [make_spread_route(self._pooled, ids, self.placement, link, trained=trained(set(self.tables)))]
+            return [
+                make_spread_route(
+                    list(self._spread.places.features), ids, self.placement, link, trained=trained(set(self.tables))
+                )
+            ]
         for places, _, is_pooled in self._looked_up:
             bags = places.layout(ids, len(self.pooled), 0)
             make = make_pooled_route if is_pooled else make_route
@@ -139,9 +143,7 @@ class ShardedPart(Part):
     ) -> list[Request]:
         found: list[Request] = []
         exchanged = self.routes(ids, self.wire.link, trained) if routes is None else cast(_Routes, routes)
-        looked_up = self._looked_up
-        if isinstance(ids, Spread):
-            looked_up = [_LookedUp(BagPlaces({f: i for i, f in enumerate(self._pooled)}, {}), 0, True)]
+        looked_up = [self._spread] if isinstance(ids, Spread) else self._looked_up
         for (places, output, _), route in zip(looked_up, exchanged, strict=True):
             bags = route.bags
             if not places.single:

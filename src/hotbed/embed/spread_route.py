@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.placement import KIND, LANE, SLOT, Placement
-from hotbed.embed.pooled import Lane, PooledRoute, PooledStream, renamed
+from hotbed.embed.pooled import PooledRoute, PooledStream, renamed
 from hotbed.embed.pooling import Asked
+from hotbed.embed.route import Lane
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout

@@ -15,7 +15,7 @@ from hotbed.errors import RecipeError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table, row_bytes
 from hotbed.train.report import size
-from hotbed.train.run import build, open_source, tables_of
+from hotbed.train.run import new_model, open_source
 from hotbed.train.trainer import resolve_device
 
 
@@ -33,14 +33,7 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         optimizers["wide"] = _sparse("wide_optimizer", recipe.wide_optimizer)
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
     with torch.device("meta"):
-        model = build(
-            "model",
-            recipe.model,
-            tables=tables_of(source, recipe.data),
-            features=source.schema.features(recipe.data.on_bad_id),
-            dense_features=len(source.schema.dense),
-            seed=recipe.train.seed,
-        )
+        model = new_model(recipe, source)
     named = iter(plan_tables(model))
     entries = [
         _table_plan(next(named), tier, optimizers.get(path, optimizers[""]))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hotbed.train.trainer import Trainer
 
 
-def refuse_non_finite(loss: float, own: float, batch: Batch, trainer: Trainer) -> None:
+def refuse_non_finite(loss: float, own: Tensor, batch: Batch, trainer: Trainer) -> None:
     """Raise `NonFiniteError` unless the loss is finite: where it happened, the likely cause and what to try.
 
     ``loss`` is that of all ranks, ``own`` is finite where this rank had no part in it.
@@ -22,7 +22,7 @@ def refuse_non_finite(loss: float, own: float, batch: Batch, trainer: Trainer) -
     if math.isfinite(loss):
         return
     cause = "The samples of another rank did this, whose own message says how"
-    if not math.isfinite(own) or trainer.ranks.size == 1:
+    if not math.isfinite(own.item()) or trainer.ranks.size == 1:
         cause = _cause(batch, trainer.model)
     raise NonFiniteError(
         f"the loss is {loss} in step {trainer.step + 1:,} (epoch {trainer.epoch}, batch {trainer.position:,} of it); "

@@ -180,20 +180,25 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     torch.manual_seed(recipe.train.seed)
     several = dist.is_available() and dist.is_initialized()
     with torch.device("meta") if several else device:
-        model = build(
-            "model",
-            recipe.model,
-            tables=tables_of(source, recipe.data),
-            features=source.schema.features(recipe.data.on_bad_id),
-            dense_features=len(source.schema.dense),
-            seed=recipe.train.seed,
-        )
+        model = new_model(recipe, source)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
     if several:
         return distributed(model, recipe.parallel, device)
     # A model of the user's may make some of its tensors on the CPU whatever the default device is.
     return model.to(device)
+
+
+def new_model(recipe: Recipe, source: Source) -> Any:
+    """What the recipe's model class makes, on torch's default device."""
+    return build(
+        "model",
+        recipe.model,
+        tables=tables_of(source, recipe.data),
+        features=source.schema.features(recipe.data.on_bad_id),
+        dense_features=len(source.schema.dense),
+        seed=recipe.train.seed,
+    )
 
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:

@@ -138,7 +138,7 @@ class Trainer:
                 # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
                 value, everyone, samples = self.ranks.add(total, labels, len(batch))
                 value /= max(everyone, 1)
-                refuse_non_finite(value, float(total.detach()), batch, self)
+                refuse_non_finite(value, total, batch, self)
                 for optimizer in self.optimizers.values():
                     optimizer.zero_grad()
                 # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
