@@ -10,20 +10,11 @@ from hypothesis import strategies as st
 
 from hotbed.errors import PlanError
 from hotbed.plan import Plan, Tile
-from hotbed.plan.ranges import first_common
 from hotbed.specs import Table
 
 
 def tile(rows: range, cols: range = range(32), owner: int = 0, **options: object) -> Tile:
     return Tile("t", rows, cols, owner, **options)
-
-
-ranges = st.builds(lambda start, length, step: range(start, start + length, step), *[st.integers(1, 40)] * 3)
-
-
-@given(a=ranges, b=ranges)
-def test_first_common_is_the_smallest_of_the_intersection(a, b):
-    assert first_common(a, b) == min(set(a) & set(b), default=None)
 
 
 @given(data=st.data(), rows=st.integers(1, 30), blocks=st.integers(1, 4))

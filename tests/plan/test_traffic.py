@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hotbed.plan import Plan, Tile
-from hotbed.plan.ranges import count_common
 from hotbed.plan.traffic import busiest, step_traffic
 
 ROWS, DIM = 100, 32
@@ -34,12 +31,6 @@ def test_parts_of_a_row_exchange_their_sums():
     halves = (Tile("t", range(ROWS), range(16), 0), Tile("t", range(ROWS), range(16, 32), 1))
     found = step_traffic(Plan(2, halves), {"t": 10}, touched={"t": 18}, row_sums=2)
     assert [t.sums for t in found] == [2 * 18 * 4, 2 * 18 * 4]
-
-
-@given(*[st.tuples(st.integers(0, 20), st.integers(1, 40), st.integers(1, 9))] * 2)
-def test_common_numbers_are_counted(a: tuple[int, int, int], b: tuple[int, int, int]):
-    first, second = (range(start, start + length, step) for start, length, step in (a, b))
-    assert count_common(first, second) == len(set(first) & set(second))
 
 
 @pytest.mark.parametrize("scheme", ["row", "table"])

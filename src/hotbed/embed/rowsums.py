@@ -4,182 +4,251 @@ Row-wise rules and norms need sums over all columns of a row. Each owner sums it
 blocks to the owners of the row's other columns, and all add all blocks in column order: the bits of an uncut row.
 
 Nobody has to say which rows these are: every tile of a row was asked for the row by the same batch, so its owners
-touched the same rows.
+touched the same rows, and both sides put them in the order of (tile that sends, tile that receives, row).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.placement import FIRST, LANE, OWNER, STEP, TABLE, Placement
+from hotbed.embed.placement import Placement
 from hotbed.ops import Backend, Occurrences, RuleStep
-from hotbed.ops.layout import ACTIVE, BLOCK
+from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
 from hotbed.ops.random import random_bits
-from hotbed.ops.reference_rules import Steps, blocks_of, rule_steps, sum_of_blocks
+from hotbed.ops.reference_rules import blocks_of, rule_steps, sqrt, sum_of_blocks
+from hotbed.optim.rules import Rule
+from hotbed.plan.ranges import common_places
+
+_SGD = Rule("sgd")
 
 
-def update_together(
-    placement: Placement,
-    arenas: Mapping[int, Arena],
-    steps: Mapping[Arena, RuleStep],
-    found: Mapping[Arena, tuple[Occurrences, Tensor]],
-    ops: Backend,
-    link: Link,
-) -> None:
-    """Update cut rows by a rule that sums over columns; all ranks must call this.
+class Neighbour(NamedTuple):
+    """A tile of this rank, and another tile that has other columns of some of its rows.
+
+    Attributes
+    ----------
+    kind, piece
+        The own tile: its arena, and which piece of it.
+    rows
+        The common rows, as slots of the piece.
+    owner
+        Rank that owns the other tile.
+    tile, other
+        The two, as the plan numbers them.
+    blocks
+        Which blocks of a row the other tile has.
+    """
+
+    kind: int
+    piece: int
+    rows: range
+    owner: int
+    tile: int
+    other: int
+    blocks: slice
+
+
+class Touched:
+    """Rows of an arena that a step changes, and their gradients.
+
+    Attributes
+    ----------
+    slots
+        ``[U]``, rising.
+    piece
+        Piece of each ``[U]``.
+    gradient
+        Summed and scaled ``[U, cols]``.
+    """
+
+    def __init__(self, arena: Arena, step: RuleStep, found: tuple[Occurrences, Tensor] | None, ops: Backend) -> None:
+        self.arena, self.step = arena, step
+        device = arena.store.device
+        slots = torch.empty(0, dtype=torch.int64, device=device)
+        gradient = arena.store.empty((0, arena.store.dim), torch.float32)
+        if found is not None and bool(step.gate):
+            occurrences, grad = found
+            groups = ops.group(occurrences)
+            slots = groups.rows[: int(groups.counts[0])]
+            gradient = arena.store.empty((len(slots), arena.store.dim), torch.float32)
+            ops.segment_sum(occurrences, groups, grad, None, gradient)
+            gradient *= step.inv_scale
+        piece, within = arena.locate(slots)
+        active = step.hyper[piece, ACTIVE] != 0
+        if not bool(active.all()):
+            slots, piece, within, gradient = slots[active], piece[active], within[active], gradient[active]
+        self.slots, self.piece, self.gradient, self._within = slots, piece, gradient, within
+        first_slots = torch.tensor(arena.first_slots, dtype=torch.int64, device=device)
+        self._bounds: list[int] = torch.searchsorted(slots, first_slots).tolist()
+
+    def of(self, piece: int, rows: range | None = None) -> slice | Tensor:
+        """Which of them are of this piece, or have these places in it."""
+        start, stop = self._bounds[piece], self._bounds[piece + 1]
+        if rows is None or rows == range(len(self.arena.pieces[piece].rows)):
+            return slice(start, stop)
+        within = self._within[start:stop]
+        common = (within >= rows.start) & (within < rows.stop) & ((within - rows.start) % rows.step == 0)
+        return start + common.nonzero()[:, 0]
+
+
+class RowSums:
+    """Sums over the columns of rows that are cut.
 
     Parameters
     ----------
     placement
         Where tiles are.
-    arenas
-        By kind, those that hold parts of rows.
-    steps, found
-        As in `Part.update`.
-    ops
-        Kernels that sum gradients; the rule itself is plain PyTorch.
-    link
-        The ranks.
+
+    Attributes
+    ----------
+    kinds
+        Arenas that hold parts of rows.
     """
-    targets = [_Target(placement, kind, arena, steps[arena], found.get(arena), ops) for kind, arena in arenas.items()]
-    exchange = _Exchange(placement, targets, link)
-    sums: list[Tensor | None] = [None] * len(targets)
-    while True:
-        asked = [target.advance(s) for target, s in zip(targets, sums, strict=True)]
-        columns = [a for a in asked if a is not None]
-        if len(columns) < len(targets):
-            break  # all end together, for the rule is one
-        sums = [*exchange.sums(columns)]
-    for target in targets:
-        target.write()
 
+    def __init__(self, placement: Placement) -> None:
+        self.kinds = [i for i, kind in enumerate(placement.kinds) if kind.cols < placement.dim]
+        self._dim = placement.dim
+        by_table: dict[str, list[int]] = defaultdict(list)
+        for i, tile in enumerate(placement.tiles):
+            by_table[tile.table].append(i)
+        neighbours: list[Neighbour] = []
+        self._blocks: dict[int, list[slice]] = {}
+        """Which blocks of a row each piece has, by kind."""
+        for kind in self.kinds:
+            owned = placement.owned(placement.kinds[kind])
+            self._blocks[kind] = [_blocks(placement.tiles[i].cols) for i in owned]
+            for piece, i in enumerate(owned):
+                tile = placement.tiles[i]
+                for j in by_table[tile.table]:
+                    other = placement.tiles[j]
+                    rows = common_places(tile.rows, other.rows)
+                    if i != j and rows:
+                        neighbours.append(Neighbour(kind, piece, rows, other.owner, i, j, _blocks(other.cols)))
+        self._to = sorted(neighbours, key=lambda n: (n.owner, n.tile, n.other))
+        self._from = sorted(neighbours, key=lambda n: (n.owner, n.other, n.tile))
 
-class _Target:
-    """The touched rows of an arena on their way through the rule."""
-
-    def __init__(
+    def update(
         self,
-        placement: Placement,
-        kind: int,
-        arena: Arena,
-        step: RuleStep,
-        found: tuple[Occurrences, Tensor] | None,
+        arenas: Mapping[int, Arena],
+        steps: Mapping[Arena, RuleStep],
+        found: Mapping[Arena, tuple[Occurrences, Tensor]],
         ops: Backend,
+        link: Link,
     ) -> None:
-        self.arena, self._step = arena, step
-        device = arena.store.device
-        self.slots = torch.empty(0, dtype=torch.int64, device=device)
-        total = torch.empty(0, arena.store.dim, dtype=torch.float32, device=device)
-        if found is not None and bool(step.gate):
-            occurrences, grad = found
-            groups = ops.group(occurrences)
-            self.slots = groups.rows[: int(groups.counts[0])]
-            total = torch.empty(len(self.slots), arena.store.dim, dtype=torch.float32, device=device)
-            ops.segment_sum(occurrences, groups, grad, None, total)
-        self._piece, within = arena.locate(self.slots)
-        active = step.hyper[self._piece, ACTIVE] != 0
-        self.slots, self._piece, within = self.slots[active], self._piece[active], within[active]
-        tiles = torch.tensor(placement.owned(placement.kinds[kind]), dtype=torch.int64, device=device)
-        self.tile = tiles[self._piece]
-        entry = placement.entries[self.tile]
-        self.row = entry[:, FIRST] + within * entry[:, STEP]
-        self.key = placement.first_keys[entry[:, TABLE]] + self.row
-        self._moments = {m.name: arena.store.read(self.slots, m.name) for m in step.rule.moments}
-        self._steps: Steps = rule_steps(
-            step.rule,
-            arena.store.read(self.slots),
-            self._moments,
-            total[active] * step.inv_scale,
-            step.hyper[self._piece],
-            placement.dim,
-            step.uses,
-        )
-        self._new: Tensor | None = None
+        """Update cut rows by a rule that sums over columns; all ranks must call this.
 
-    def advance(self, sums: Tensor | None) -> Tensor | None:
-        """Go on with the sums over columns that were asked for; what is asked for next ``[U, cols]``, or None."""
-        try:
-            return next(self._steps) if sums is None else self._steps.send(sums)
-        except StopIteration as end:
-            self._new = end.value
-            return None
+        Parameters
+        ----------
+        arenas
+            By kind, those of `kinds`.
+        steps, found
+            As in `Part.update`.
+        ops
+            Kernels that sum gradients.
+        link
+            The ranks.
+        """
+        touched = {
+            kind: Touched(arenas[kind], steps[arenas[kind]], found.get(arenas[kind]), ops) for kind in self.kinds
+        }
+        step = steps[arenas[self.kinds[0]]]
+        if step.rule.name == "rowwise_adagrad" and step.uses <= {"decay"}:
+            squares = {kind: blocks_of(t.gradient * t.gradient) for kind, t in touched.items()}
+            for kind, sums in self._sums(touched, squares, link).items():
+                _rowwise_adagrad(touched[kind], sums, self._dim)
+        else:
+            self._any_rule(touched, link)
+        for t in touched.values():
+            t.arena.updates += len(t.slots) > 0
 
-    def write(self) -> None:
-        """Store rows and moments."""
-        assert self._new is not None
-        if not len(self.slots):
-            return
-        self.arena.updates += 1
-        first_cols = torch.tensor([p.cols.start for p in self.arena.pieces], device=self.slots.device)[self._piece]
-        cols = first_cols[:, None] + torch.arange(self.arena.store.dim, device=self.slots.device)
-        random = random_bits(self._step.seeds[self._piece], self.row, cols)
-        self.arena.store.write(self.slots, self._new, random=random)
-        for name, moment in self._moments.items():
-            self.arena.store.write(self.slots, moment, name)
+    def _any_rule(self, touched: Mapping[int, Touched], link: Link) -> None:
+        """In plain PyTorch, with one exchange per sum that the rule asks for."""
+        steps = {}
+        moments = {}
+        for kind, t in touched.items():
+            store, rule = t.arena.store, t.step.rule
+            moments[kind] = {m.name: store.read(t.slots, m.name) for m in rule.moments}
+            hyper = t.step.hyper[t.piece]
+            rows = store.read(t.slots)
+            steps[kind] = rule_steps(rule, rows, moments[kind], t.gradient, hyper, self._dim, t.step.uses)
+        sums: Mapping[int, Tensor] | None = None
+        new: dict[int, Tensor] = {}
+        while not new:
+            blocks: dict[int, Tensor] = {}
+            for kind, generator in steps.items():
+                try:
+                    blocks[kind] = blocks_of(next(generator) if sums is None else generator.send(sums[kind]))
+                except StopIteration as end:  # all end together, for the rule is one
+                    new[kind] = end.value
+            if blocks:
+                sums = self._sums(touched, blocks, link)
+        for kind, t in touched.items():
+            _store(t, new[kind], moments[kind])
 
-
-class _Exchange:
-    """Who sends which blocks to whom; the same for all sums of a step."""
-
-    def __init__(self, placement: Placement, targets: Sequence[_Target], link: Link) -> None:
-        self._link = link
-        device = placement.entries.device
-        key = torch.cat([t.key for t in targets])
-        tile = torch.cat([t.tile for t in targets])
-        self._starts = [0]
-        for t in targets:
-            self._starts.append(self._starts[-1] + len(t.key))
-        distinct, row = key.unique(return_inverse=True)
-        others = placement.find(distinct)
-        # Every pair (own tile, another tile of the same row).
-        per_row = torch.bincount(others.at, minlength=len(distinct))
-        order = torch.argsort(others.at, stable=True)
-        firsts = per_row.cumsum(0) - per_row
-        counts = per_row[row]
-        mine = torch.repeat_interleave(torch.arange(len(key), device=device), counts)
-        within = torch.arange(len(mine), device=device) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        theirs = others.tile[order][firsts[row[mine]] + within]
-        apart = theirs != tile[mine]
-        mine, theirs = mine[apart], theirs[apart]
-        rank = placement.entries[theirs, OWNER]
-        # Both sides sort by (tile of the sender, tile of the receiver, row), for each pair of ranks.
-        self._send = _sorted(mine, (rank, tile[mine], theirs, key[mine]))
-        self._receive = _sorted(mine, (rank, theirs, tile[mine], key[mine]))
-        self._from = _sorted(theirs, (rank, theirs, tile[mine], key[mine]))
-        self._counts = torch.bincount(rank, minlength=link.size).tolist()
-        starts = torch.tensor([a // BLOCK for a, _ in placement.lanes], dtype=torch.int64, device=device)
-        stops = torch.tensor([-(-b // BLOCK) for _, b in placement.lanes], dtype=torch.int64, device=device)
-        lane = placement.entries[:, LANE]
-        self._first_block, self._blocks = starts[lane], (stops - starts)[lane]
-        self._tile, self._device = tile, device
-        self._row_blocks = -(-placement.dim // BLOCK)
-        self._widest = int((stops - starts).max())
-
-    def sums(self, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Sums over all columns of each row ``[U]``, by target, from the columns that are here ``[U, cols]``."""
-        padded = torch.zeros(len(self._tile), self._widest, dtype=torch.float32, device=self._device)
-        for start, values in zip(self._starts, columns, strict=False):
-            blocks = blocks_of(values)
-            padded[start : start + len(blocks), : blocks.shape[1]] = blocks
-        came = self._link.all_to_all("sums over columns", padded[self._send], self._counts, self._counts).wait()
-        whole = torch.zeros(len(self._tile), self._row_blocks, dtype=torch.float32, device=self._device)
-        everyone = torch.arange(len(self._tile), device=self._device)
-        for at, tile, blocks in ((everyone, self._tile, padded), (self._receive, self._from, came)):
-            for i in range(self._widest):
-                live = self._blocks[tile] > i
-                whole[at[live], self._first_block[tile[live]] + i] = blocks[live, i]
-        total = sum_of_blocks(whole)
-        return [total[a:b] for a, b in zip(self._starts, self._starts[1:], strict=False)]
+    def _sums(self, touched: Mapping[int, Touched], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
+        """Sums over all columns of each row ``[U]``, by kind, from the blocks that are here ``[U, blocks]``."""
+        whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
+        for kind, own in self._blocks.items():
+            for piece, columns in enumerate(own):
+                rows = touched[kind].of(piece)
+                whole[kind][rows, columns] = blocks[kind][rows]
+        outgoing: list[list[Tensor]] = [[] for _ in range(link.size)]
+        for n in self._to:
+            outgoing[n.owner].append(blocks[n.kind][touched[n.kind].of(n.piece, n.rows)].flatten())
+        places = [touched[n.kind].of(n.piece, n.rows) for n in self._from]
+        shapes = [
+            (len(touched[n.kind].slots[rows]), n.blocks.stop - n.blocks.start)
+            for n, rows in zip(self._from, places, strict=True)
+        ]
+        sizes = [rows * columns for rows, columns in shapes]
+        to = [sum(len(values) for values in of_rank) for of_rank in outgoing]
+        came = [sum(s for n, s in zip(self._from, sizes, strict=True) if n.owner == r) for r in range(link.size)]
+        nothing = next(iter(blocks.values())).new_empty(0)
+        sent = torch.cat([nothing, *(values for of_rank in outgoing for values in of_rank)])
+        received = link.all_to_all("sums over columns", sent, to, came).wait().split(sizes)
+        for n, rows, shape, values in zip(self._from, places, shapes, received, strict=True):
+            whole[n.kind][rows, n.blocks] = values.view(shape)
+        return {kind: sum_of_blocks(w) for kind, w in whole.items()}
 
 
-def _sorted(values: Tensor, keys: Sequence[Tensor]) -> Tensor:
-    """Values by several keys, the first of which decides most."""
-    order = torch.arange(len(values), device=values.device)
-    for key in reversed(keys):
-        order = order[torch.argsort(key[order], stable=True)]
-    return values[order]
+def _blocks(cols: range) -> slice:
+    return slice(cols.start // BLOCK, -(-cols.stop // BLOCK))
+
+
+def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
+    """``v ← v + squares / dim``; what follows is gradient descent with a step size per row, and has a kernel."""
+    store, step, slots = touched.arena.store, touched.step, touched.slots
+    (moment,) = step.rule.moments
+    v = store.read(slots, moment.name) + squares / dim
+    store.write(slots, v, moment.name)
+    hyper = step.hyper[touched.piece]
+    step_size = hyper[:, LR] / (sqrt(v) + hyper[:, OWN])
+    descent = step.hyper[:, :OWN].clone()
+    descent[:, LR] = 1
+    one = torch.ones_like(step.inv_scale)
+    occurrences = Occurrences(slots, torch.arange(len(slots), device=slots.device), step_size)
+    store.update(replace(step, rule=_SGD, hyper=descent, inv_scale=one), occurrences, touched.gradient)
+
+
+def _store(touched: Touched, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
+    """Round and store rows; store their moments."""
+    arena, slots, piece = touched.arena, touched.slots, touched.piece
+    random = None
+    if arena.pieces and arena.pieces[0].table.dtype != "fp32":
+        first, step, col = torch.tensor(
+            [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
+        )[piece].unbind(1)
+        _, within = arena.locate(slots)
+        cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
+        random = random_bits(touched.step.seeds[piece], first + within * step, cols)
+    arena.store.write(slots, rows, random=random)
+    for name, moment in moments.items():
+        arena.store.write(slots, moment, name)

@@ -21,7 +21,7 @@ from hotbed.embed.placement import KIND, Kind, Placement
 from hotbed.embed.pooled import PooledRoute, PooledVectors, make_pooled_route
 from hotbed.embed.push import push_rows
 from hotbed.embed.route import Route, make_route
-from hotbed.embed.rowsums import update_together
+from hotbed.embed.rowsums import RowSums
 from hotbed.embed.spread_route import make_spread_route
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
@@ -76,6 +76,7 @@ class ShardedPart(Part):
         self._plan = plan
         self._backend: BackendName = backend
         self.placement = Placement(tables, plan, wire.link.rank, device)
+        self._row_sums = RowSums(self.placement)
 
         def arena(kind: Kind, tiles: list[int]) -> Arena:
             pieces = self.placement.pieces(tiles)
@@ -162,14 +163,15 @@ class ShardedPart(Part):
     @override
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         step = next(iter(steps.values()))
-        cut = {kind: a for kind, a in enumerate(self.arenas) if self.placement.kinds[kind].cols < self.dim}
-        together = bool(cut) and not self.wire.sums_apart and sums_rows(step.rule, step.uses)
+        cut: dict[int, Arena] = {}
+        if sums_rows(step.rule, step.uses) and not self.wire.sums_apart:
+            cut = {kind: self.arenas[kind] for kind in self._row_sums.kinds}
         for arena, (occurrences, grad) in found.items():
-            if not (together and arena in cut.values()):
+            if arena not in cut.values():
                 arena.updates += 1
                 arena.store.update(steps[arena], occurrences, grad)
-        if together:
-            update_together(self.placement, cut, steps, found, self.ops, self.wire.link)
+        if cut:
+            self._row_sums.update(cut, steps, found, self.ops, self.wire.link)
         if self.placement.has_readers:
             touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
             push_rows(self.placement, self.arenas, self.copies, touched, self.wire.link)

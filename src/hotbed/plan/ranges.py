@@ -27,3 +27,12 @@ def count_common(a: range, b: range) -> int:
     if first is None:
         return 0
     return (min(a[-1], b[-1]) - first) // math.lcm(a.step, b.step) + 1
+
+
+def common_places(a: range, b: range) -> range:
+    """Where in ``a`` the numbers are that two rising ranges have in common."""
+    first = first_common(a, b)
+    if first is None:
+        return range(0)
+    start, step = (first - a.start) // a.step, math.lcm(a.step, b.step) // a.step
+    return range(start, start + step * count_common(a, b), step)

@@ -64,7 +64,6 @@ def step_traffic(
     size = plan.world_size
     rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}
     sent = [[0.0] * 5 for _ in range(size)]
-    widest = max(-(-len(tile.cols) // BLOCK) for tile in plan.tiles)
     for tile in plan.tiles:
         share = len(tile.rows) / rows[tile.table]
         units, cols = distinct[tile.table] * share, len(tile.cols)
@@ -80,7 +79,7 @@ def step_traffic(
         for other in plan.by_table[tile.table] if row_sums else ():
             if other.owner != tile.owner:
                 share = count_common(tile.rows, other.rows) / rows[tile.table]
-                sent[tile.owner][4] += row_sums * (touched or distinct)[tile.table] * share * 4 * widest
+                sent[tile.owner][4] += row_sums * (touched or distinct)[tile.table] * share * 4 * -(-cols // BLOCK)
     dense = 2 * (size - 1) / size * 4 * dense_values
     return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]
 
