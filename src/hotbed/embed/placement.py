@@ -7,6 +7,7 @@ slot of every other.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hotbed.embed.arena import Piece
+from hotbed.embed.cells import Cells
 from hotbed.plan import Plan, Tile
 from hotbed.specs import RowDtype, Table
 
@@ -111,6 +113,10 @@ class Placement:
             slot = owned[tile.owner, kind]
             rows.append([*place, self.kinds.index(kind), lane, slot, int(copies[rank, i])])
             owned[tile.owner, kind] += len(tile.rows)
+        self._lane_starts = torch.tensor([start for start, _ in self.lanes], dtype=torch.int64, device=device)
+        self._cell = [
+            math.gcd(self.dim, kind.cols, *(a for a, b in self.lanes if b - a == kind.cols)) for kind in self.kinds
+        ]
         self.copies = copies.to(device)
         lines = [
             0 if _overlap(plan.by_table[tile.table]) else row[LANE] for tile, row in zip(self.tiles, rows, strict=True)
@@ -132,6 +138,14 @@ class Placement:
         """These tiles as pieces of an arena."""
         by_name = {t.name: t for t in self.tables}
         return [Piece(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
+
+    def cells(self, kind: int, rows: Tensor, lane: Tensor) -> Cells:
+        """Where units of a kind are in a matrix of whole rows, by row ``[n]`` and lane ``[n]``."""
+        cols, width = self.kinds[kind].cols, self._cell[kind]
+        first = rows * (self.dim // width) + torch.div(self._lane_starts[lane], width, rounding_mode="floor")
+        if width < cols:
+            first = (first[:, None] + torch.arange(cols // width, device=rows.device)).flatten()
+        return Cells(first, width, cols)
 
     def find(self, keys: Tensor) -> Found:
         """The tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""

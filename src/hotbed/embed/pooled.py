@@ -19,7 +19,7 @@ from hotbed.embed.arena import Arena
 from hotbed.embed.part import Contribution, Vectors
 from hotbed.embed.placement import KIND, LANE, OWNER, Found, Placement
 from hotbed.embed.pooling import Asked, ask, pool, rows_of, sum_by_rank
-from hotbed.embed.route import Lane, counts_of
+from hotbed.embed.route import counts_of
 from hotbed.embed.wire import Sent, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
@@ -34,8 +34,8 @@ class PooledStream(NamedTuple):
     ----------
     kind
         Number of the kind.
-    lanes
-        Where vectors go when they arrive.
+    rows, lanes
+        Where vectors go when they arrive ``[m]``: row here, and lane.
     bags
         Bag of each unit ``[m]``, by owner: ``feature · B + sample``.
     to
@@ -45,7 +45,8 @@ class PooledStream(NamedTuple):
     """
 
     kind: int
-    lanes: list[Lane]
+    rows: Tensor
+    lanes: Tensor
     bags: Tensor
     to: list[int]
     asked: Asked
@@ -98,15 +99,14 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
         mean = bags.features[:, MEAN].bool()[torch.div(of_unit, max(size, 1), rounding_mode="floor")]
         divisors = torch.where(mean, whole, 1).float()
     asking: list[Asked] = []
-    lanes: list[list[Lane]] = []
-    bags_of: list[Tensor] = []
+    parts: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     for kind in range(len(placement.kinds)):
         a, b = torch.searchsorted(
             entry[:, KIND].contiguous(), torch.tensor([kind, kind + 1], device=at.device)
         ).tolist()
         i, j = firsts[[a, b]].tolist()
-        owner, lane = entry[a:b, OWNER], entry[a:b, LANE]
+        owner = entry[a:b, OWNER]
         asking.append(
             Asked(
                 slots[i:j],
@@ -117,17 +117,10 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
                 torch.bincount(owner, minlength=link.size).tolist(),
             )
         )
-        lanes.append(
-            [
-                Lane(units, row[a:b][units], slice(*placement.lanes[number]))
-                for number in lane.unique().tolist()
-                for units in [(lane == number).nonzero()[:, 0]]
-            ]
-        )
-        bags_of.append(of_unit[a:b])
+        parts.append(slice(a, b))
     streams = [
-        PooledStream(kind, lanes[kind], bags_of[kind], asking[kind].units, asked)
-        for kind, asked in enumerate(ask(asking, link))
+        PooledStream(kind, row[part], entry[part, LANE], of_unit[part], asking[kind].units, asked)
+        for (kind, part), asked in zip(enumerate(parts), ask(asking, link), strict=True)
     ]
     rows = int(first_rows[-1])
     return PooledRoute(renamed(bags, first_rows, rows), rows, streams, trained)
@@ -190,29 +183,34 @@ class PooledVectors:
         Tables of the features.
     wire, ops
         Exchange and kernels.
-    dim
-        Columns of the tables.
+    placement
+        Of the tables.
     """
 
     updates = 0
     """Never updated, see `hotbed.embed.fetched.Fetched`."""
 
     def __init__(
-        self, route: PooledRoute, arenas: Sequence[Arena], tables: set[str], wire: Wire, ops: Backend, dim: int
+        self,
+        route: PooledRoute,
+        arenas: Sequence[Arena],
+        tables: set[str],
+        wire: Wire,
+        ops: Backend,
+        placement: Placement,
     ) -> None:
         self.route, self.tables = route, tables
-        self._arenas, self._wire, self._ops, self._dim = arenas, wire, ops, dim
+        self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, placement
         handles: list[Handle[Tensor]] = []
         for stream in route.streams:
             answer = encode(pool(arenas[stream.kind].store, stream.asked, ops), wire.forward)
             handles.append(wire.link.all_to_all("pooled vectors", answer, stream.asked.units, stream.to))
-        vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
-        if any(len(lane.rows) < route.rows for stream in route.streams for lane in stream.lanes):
+        vectors = arenas[0].store.empty((route.rows, placement.dim), torch.float32)
+        if sum(len(s.rows) * placement.kinds[s.kind].cols for s in route.streams) < vectors.numel():
             vectors.zero_()  # a bag may have more units of some columns than of others
         for stream, handle in zip(route.streams, handles, strict=True):
             values = decode(handle.wait(), wire.forward)
-            for lane in stream.lanes:
-                vectors[lane.rows, lane.cols] = values[lane.units]
+            placement.cells(stream.kind, stream.rows, stream.lanes).put(values, vectors)
         self._rows = rows_of(vectors)
 
     @property
@@ -238,10 +236,8 @@ class PooledVectors:
         for stream in self.route.streams:
             feature, sample = torch.div(stream.bags, size, rounding_mode="floor"), stream.bags % size
             of_bag = sample * bags.width + bags.room + bags.features[feature, OUT]
-            values = grad.new_empty(len(of_bag), self._arenas[stream.kind].store.dim, dtype=torch.float32)
-            for lane in stream.lanes:
-                values[lane.units] = grad[of_bag[lane.units], lane.cols].float()
-            values = encode(values, self._wire.backward)
+            units = self._placement.cells(stream.kind, of_bag, stream.lanes).take(grad)
+            values = encode(units.float(), self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.asked.units))
         return Sent(self.tables, link, grad.device, lambda: self._arrived(handles))
 

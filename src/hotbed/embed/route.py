@@ -13,23 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
+from hotbed.embed.cells import Cells
 from hotbed.embed.placement import COPY, KIND, LANE, OWNER, Found, Placement
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import BASE, FIXED, RAGGED_ROW, START, TABLE
-
-
-class Lane(NamedTuple):
-    """Units of a stream that hold the same columns: their positions in the stream, their rows here, the columns."""
-
-    units: Tensor
-    rows: Tensor
-    cols: slice
 
 
 @dataclass
@@ -50,7 +42,7 @@ class Stream:
         Units by owner.
     first
         First row of whole units, which lie here in order; −1 where units are parts of rows.
-    lanes
+    cells
         Where units are parts of rows: which parts of which rows.
     received
         Slots that were asked for here ``[m]``, by rank.
@@ -64,9 +56,17 @@ class Stream:
     copies: Tensor | None
     to: list[int]
     first: int
-    lanes: list[Lane]
+    cells: Cells | None
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     came: list[int] = field(default_factory=list)
+
+    def own(self, rank: int) -> tuple[int, int]:
+        """First and past the last of the units that this rank asks of itself."""
+        return sum(self.to[:rank]), sum(self.to[: rank + 1])
+
+    def own_received(self, rank: int) -> tuple[int, int]:
+        """The same among what was asked for here."""
+        return sum(self.came[:rank]), sum(self.came[: rank + 1])
 
 
 @dataclass
@@ -136,6 +136,7 @@ def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tu
     slots = placement.slots(keys, found)
     places = torch.full((len(keys),), -1, dtype=torch.int64, device=keys.device)
     streams: list[Stream] = []
+    parts: list[tuple[Stream, Found]] = []
     rows = start = 0
     for number, sent in enumerate(to):
         stop = start + sum(sent)
@@ -143,20 +144,17 @@ def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tu
         part = Found(found.at[start:stop], found.tile[start:stop])
         copies = placement.slots(keys, part, COPY) if is_copy else None
         whole = placement.kinds[kind].cols == placement.dim
-        streams.append(Stream(kind, is_copy, slots[start:stop], copies, sent, rows if whole else -1, []))
+        streams.append(Stream(kind, is_copy, slots[start:stop], copies, sent, rows if whole else -1, None))
         if whole:
             places[part.at] = torch.arange(rows, rows + stop - start, device=keys.device)
             rows += stop - start
         else:
-            lane = placement.entries[part.tile, LANE]
-            for i in lane.unique().tolist():
-                units = (lane == i).nonzero()[:, 0]
-                streams[-1].lanes.append(Lane(units, part.at[units], slice(*placement.lanes[i])))
+            parts.append((streams[-1], part))
         start = stop
     cut = (places < 0).nonzero()[:, 0]
     places[cut] = torch.arange(rows, rows + len(cut), device=keys.device)
-    for s in streams:
-        s.lanes = [lane._replace(rows=places[lane.rows]) for lane in s.lanes]
+    for s, part in parts:
+        s.cells = placement.cells(s.kind, places[part.at], placement.entries[part.tile, LANE])
     return streams, places, rows + len(cut)
 
 

@@ -155,7 +155,7 @@ class ShardedPart(Part):
 
     def _fetched(self, route: Route | PooledRoute, tables: set[str]) -> Source:
         if isinstance(route, PooledRoute):
-            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.dim)
+            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement)
         return Fetched(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim)
 
     # -- updates ---------------------------------------------------------------------------------------------------

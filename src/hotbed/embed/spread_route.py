@@ -16,7 +16,6 @@ from hotbed.comm import Link
 from hotbed.embed.placement import KIND, LANE, SLOT, Placement
 from hotbed.embed.pooled import PooledRoute, PooledStream, renamed
 from hotbed.embed.pooling import Asked
-from hotbed.embed.route import Lane
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
@@ -73,10 +72,9 @@ def _stream(kind: int, features: Sequence[Feature], ids: Spread, placement: Plac
     """Units of one kind: by owner, then tile, then feature, then sample."""
     size, device = len(ids), ids.values.device
     entries = placement.entries.tolist()
-    lanes: dict[int, list[Tensor]] = {}
+    lanes: list[Tensor] = []
     bags: list[Tensor] = []
     to = [0] * link.size
-    position = 0
     held: list[tuple[Feature, int]] = []
     for owner in range(link.size):
         for i, tile in enumerate(placement.tiles):
@@ -87,15 +85,15 @@ def _stream(kind: int, features: Sequence[Feature], ids: Spread, placement: Plac
                     continue
                 if owner == link.rank:
                     held.append((feature, entries[i][SLOT]))
-                units = torch.arange(position, position + size, device=device)
-                lanes.setdefault(entries[i][LANE], []).append(units)
+                lanes.append(torch.full((size,), entries[i][LANE], device=device))
                 bags.append(torch.arange(f * size, (f + 1) * size, device=device))
                 to[owner] += size
-                position += size
-    of_unit = torch.cat(bags) if bags else torch.empty(0, dtype=torch.int64, device=device)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    of_unit = torch.cat([nothing, *bags])
     return PooledStream(
         kind,
-        [Lane(units := torch.cat(found), of_unit[units], slice(*placement.lanes[i])) for i, found in lanes.items()],
+        of_unit,
+        torch.cat([nothing, *lanes]),
         of_unit,
         to,
         _asked(held, ids),
