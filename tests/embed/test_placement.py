@@ -61,11 +61,11 @@ def test_every_rank_knows_every_slot_of_every_other(plan):
     everyone = placements(plan)
     keys = torch.arange(sum(t.rows for t in TABLES))
     for asking in everyone:
-        assert torch.equal(asking.entries[:, :COPY], everyone[0].entries[:, :COPY])
+        assert torch.equal(asking.entries[:COPY], everyone[0].entries[:COPY])
         found = asking.find(keys)
-        entry = asking.entries[found.tile]
+        entry = asking.entries[:, found.tile]
         owned = [[rows_by_slot(p, p.owned(kind)) for kind in p.kinds] for p in everyone]
-        columns = (found.at, found.tile, entry[:, OWNER], entry[:, KIND], asking.slots(keys, found))
+        columns = (found.at, found.tile, entry[OWNER], entry[KIND], asking.slots(keys, found))
         for key, tile, owner, kind, slot in zip(*(c.tolist() for c in columns), strict=True):
             assert owned[owner][kind][slot] == (tile, row_of(asking, key))
 
@@ -76,14 +76,14 @@ def test_readers_know_the_slots_of_their_copies_and_owners_those_of_the_readers(
     keys = torch.arange(sum(t.rows for t in TABLES))
     for rank, placement in enumerate(everyone):
         assert torch.equal(placement.copies, everyone[0].copies)
-        assert torch.equal(placement.entries[:, COPY], placement.copies[rank])
+        assert torch.equal(placement.entries[COPY], placement.copies[rank])
         assert placement.has_readers == any(tile.readers for tile in placement.tiles)
         for i, tile in enumerate(placement.tiles):
             assert (placement.copies[rank, i] >= 0) == (rank in tile.readers)
         copied = [rows_by_slot(placement, placement.copied(kind)) for kind in placement.kinds]
         found = placement.find(keys)
-        here = placement.entries[found.tile, COPY] >= 0
-        columns = (found.at, found.tile, placement.entries[found.tile, KIND], placement.slots(keys, found, COPY))
+        here = placement.entries[COPY, found.tile] >= 0
+        columns = (found.at, found.tile, placement.entries[KIND, found.tile], placement.slots(keys, found, COPY))
         for key, tile, kind, slot in zip(*(c[here].tolist() for c in columns), strict=True):
             assert copied[kind][slot] == (tile, row_of(placement, key))
 
@@ -92,7 +92,7 @@ def test_readers_know_the_slots_of_their_copies_and_owners_those_of_the_readers(
 def test_tiles_of_one_width_and_dtype_are_one_kind_and_equal_columns_one_lane(plan):
     placement = placements(plan)[0]
     dtypes = {t.name: t.dtype for t in TABLES}
-    for tile, entry in zip(placement.tiles, placement.entries.tolist(), strict=True):
+    for tile, entry in zip(placement.tiles, placement.entries.T.tolist(), strict=True):
         assert placement.kinds[entry[KIND]] == (len(tile.cols), dtypes[tile.table])
         assert placement.lanes[entry[LANE]] == (tile.cols.start, tile.cols.stop)
     assert len(set(placement.kinds)) == len(placement.kinds)
@@ -117,8 +117,8 @@ def test_slots_of_a_rank_follow_each_other_in_the_order_of_the_plan():
         ),
     )
     placement = Placement([table], plan, 0, CPU)
-    assert placement.entries[:, SLOT].tolist() == [0, 0, 5]
-    assert placement.entries[:, COPY].tolist() == [0, -1, -1]
+    assert placement.entries[SLOT].tolist() == [0, 0, 5]
+    assert placement.entries[COPY].tolist() == [0, -1, -1]
     keys = torch.tensor([8, 3, 2, 9])
     found = placement.find(keys)
     order = torch.argsort(found.at, stable=True)

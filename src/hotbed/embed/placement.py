@@ -22,7 +22,7 @@ from hotbed.plan import Plan, Tile
 from hotbed.specs import RowDtype, Table
 
 TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
-"""Columns of `Placement.entries`."""
+"""Rows of `Placement.entries`."""
 
 
 class Kind(NamedTuple):
@@ -72,7 +72,7 @@ class Placement:
     has_readers
         Whether any rank holds a copy of any rows.
     entries
-        ``[tiles, 9]`` int64: table; owner; first row, the row to stop before, row step; kind; lane; first slot in the
+        ``[9, tiles]`` int64: table; owner; first row, the row to stop before, row step; kind; lane; first slot in the
         owner's arena; first slot in this rank's arena of copies, or −1 where it holds none.
     copies
         ``[W, tiles]`` int64: the same of every rank.
@@ -123,7 +123,9 @@ class Placement:
         ]
         self.lines = torch.tensor(lines, dtype=torch.int64, device=device)
         self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
-        self.entries = torch.tensor(rows, dtype=torch.int64, device=device)
+        self.entries = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9).T.contiguous()
+        self._row_keys = self.first_keys[self.entries[TABLE]] + self.entries[FIRST]
+        self._strided = bool((self.entries[STEP] > 1).any())
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
 
     def owned(self, kind: Kind) -> list[int]:
@@ -149,18 +151,17 @@ class Placement:
 
     def find(self, keys: Tensor) -> Found:
         """The tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""
-        table = torch.searchsorted(self.first_keys, keys, right=True) - 1
-        row = keys - self.first_keys[table]
-        found = [layer.find(table, row, self.entries) for layer in self._layers]
+        found = [layer.find(keys, self.first_keys, self.entries) for layer in self._layers]
         if len(found) == 1:
             return found[0]
         return Found(torch.cat([f.at for f in found]), torch.cat([f.tile for f in found]))
 
     def slots(self, keys: Tensor, found: Found, column: int = SLOT) -> Tensor:
         """Slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
-        entry = self.entries[found.tile]
-        row = keys[found.at] - self.first_keys[entry[:, TABLE]]
-        return entry[:, column] + torch.div(row - entry[:, FIRST], entry[:, STEP], rounding_mode="floor")
+        within = keys[found.at] - self._row_keys[found.tile]
+        if self._strided:
+            within = torch.div(within, self.entries[STEP][found.tile], rounding_mode="floor")
+        return self.entries[column][found.tile] + within
 
 
 def _overlap(tiles: Sequence[Tile]) -> bool:
@@ -173,7 +174,8 @@ class _Layer(NamedTuple):
     """Tiles of which no two of a table have a row in common, and of each table one row step.
 
     ``step [T]`` (0: the layer has no tile of the table), ``base [T]`` and ``span [T]`` order the tiles by (table,
-    residue of the row by the step, first row): ``keys`` of the tiles rise.
+    residue of the row by the step, first row): ``keys`` of the tiles rise. ``plain``: every step is 1, and they are the
+    keys of rows.
     """
 
     step: Tensor
@@ -181,18 +183,24 @@ class _Layer(NamedTuple):
     span: Tensor
     keys: Tensor
     tiles: Tensor
+    plain: bool
     complete: bool
 
-    def find(self, table: Tensor, row: Tensor, entries: Tensor) -> Found:
+    def find(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> Found:
+        if self.plain and self.complete:
+            at = torch.searchsorted(self.keys, keys, right=True) - 1
+            return Found(torch.arange(len(keys), device=keys.device), self.tiles[at])
+        table = torch.searchsorted(first_keys, keys, right=True) - 1
+        row = keys - first_keys[table]
         step = self.step[table]
         residue = row % step.clamp(min=1)
         at = torch.searchsorted(self.keys, self.base[table] + residue * self.span[table] + row, right=True) - 1
         tile = self.tiles[at.clamp(min=0)]
         if self.complete:
             return Found(torch.arange(len(row), device=row.device), tile)
-        entry = entries[tile]
-        inside = (at >= 0) & (step > 0) & (entry[:, TABLE] == table) & (row >= entry[:, FIRST]) & (row < entry[:, STOP])
-        inside &= (row - entry[:, FIRST]) % entry[:, STEP] == 0
+        first = entries[FIRST][tile]
+        inside = (at >= 0) & (step > 0) & (entries[TABLE][tile] == table) & (row >= first) & (row < entries[STOP][tile])
+        inside &= (row - first) % entries[STEP][tile] == 0
         which = inside.nonzero()[:, 0]
         return Found(which, tile[which])
 
@@ -214,7 +222,7 @@ def _layers(
         entries: list[tuple[int, int]] = []
         covered = 0
         total = 0
-        for t, found in combs.items():
+        for t, found in sorted(combs.items()):
             base[t], span[t] = total, rows[t]
             if depth >= len(found):
                 continue
@@ -232,6 +240,7 @@ def _layers(
                 span=numbers(span),
                 keys=numbers([key for key, _ in entries]),
                 tiles=numbers([i for _, i in entries]),
+                plain=set(step) == {1},
                 complete=covered == sum(rows),
             )
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -82,13 +83,13 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_mean=False, width=features, room=0))
     bag = ids.bags % features * size + torch.div(ids.bags, features, rounding_mode="floor")
     found = placement.find(ids.slots)
-    entry = placement.entries[found.tile]
-    message = (entry[:, KIND] * link.size + entry[:, OWNER]) * len(placement.lanes) + entry[:, LANE]
+    kind, owner, lane = (placement.entries[column] for column in (KIND, OWNER, LANE))
+    message = ((kind * link.size + owner) * len(placement.lanes) + lane)[found.tile]
     order = torch.argsort(found.at, stable=True)  # layers follow each other, but ids of a bag must keep their order
     order = order[torch.argsort(message[order], stable=True)]
     at, tile, message = found.at[order], found.tile[order], message[order]
     starts = _starts(message, bag[at])
-    of_unit, entry = bag[at[starts]], placement.entries[tile[starts]]
+    of_unit, kind, owner, lane = bag[at[starts]], kind[tile[starts]], owner[tile[starts]], lane[tile[starts]]
     lengths = torch.diff(starts, append=torch.tensor([len(at)], device=starts.device))
     row, first_rows = _rows(of_unit, placement.lines[tile[starts]], features * size)
     slots = placement.slots(ids.slots, Found(at, tile))
@@ -101,26 +102,24 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     asking: list[Asked] = []
     parts: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    for kind in range(len(placement.kinds)):
-        a, b = torch.searchsorted(
-            entry[:, KIND].contiguous(), torch.tensor([kind, kind + 1], device=at.device)
-        ).tolist()
+    ends = torch.searchsorted(kind, torch.arange(len(placement.kinds) + 1, device=at.device)).tolist()
+    for a, b in pairwise(ends):
         i, j = firsts[[a, b]].tolist()
-        owner = entry[a:b, OWNER]
+        to = owner[a:b]
         asking.append(
             Asked(
                 slots[i:j],
                 lengths[a:b],
                 None if weights is None else weights[i:j],
                 None if divisors is None else divisors[a:b],
-                torch.bincount(torch.repeat_interleave(owner, lengths[a:b]), minlength=link.size).tolist(),
-                torch.bincount(owner, minlength=link.size).tolist(),
+                torch.bincount(torch.repeat_interleave(to, lengths[a:b]), minlength=link.size).tolist(),
+                torch.bincount(to, minlength=link.size).tolist(),
             )
         )
         parts.append(slice(a, b))
     streams = [
-        PooledStream(kind, row[part], entry[part, LANE], of_unit[part], asking[kind].units, asked)
-        for (kind, part), asked in zip(enumerate(parts), ask(asking, link), strict=True)
+        PooledStream(i, row[part], lane[part], of_unit[part], asking[i].units, asked)
+        for (i, part), asked in zip(enumerate(parts), ask(asking, link), strict=True)
     ]
     rows = int(first_rows[-1])
     return PooledRoute(renamed(bags, first_rows, rows), rows, streams, trained)

@@ -124,11 +124,11 @@ def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, 
 
 def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tuple[list[Stream], Tensor, int]:
     """Streams, place of each distinct row, and number of places."""
-    entry = placement.entries[found.tile]
-    copied = entry[:, COPY] >= 0
     has_copies = placement.has_readers
-    stream = 2 * entry[:, KIND] + copied if has_copies else entry[:, KIND]
-    key = stream * link.size + entry[:, OWNER]
+    stream = placement.entries[KIND]
+    if has_copies:
+        stream = 2 * stream + (placement.entries[COPY] >= 0)
+    key = (stream * link.size + placement.entries[OWNER])[found.tile]
     count = len(placement.kinds) * (2 if has_copies else 1)
     order = torch.argsort(key.to(torch.int32), stable=True)
     to = torch.bincount(key, minlength=count * link.size).view(count, link.size).tolist()
@@ -154,7 +154,7 @@ def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tu
     cut = (places < 0).nonzero()[:, 0]
     places[cut] = torch.arange(rows, rows + len(cut), device=keys.device)
     for s, part in parts:
-        s.cells = placement.cells(s.kind, places[part.at], placement.entries[part.tile, LANE])
+        s.cells = placement.cells(s.kind, places[part.at], placement.entries[LANE][part.tile])
     return streams, places, rows + len(cut)
 
 

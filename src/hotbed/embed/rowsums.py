@@ -28,6 +28,8 @@ from hotbed.optim.rules import Rule
 from hotbed.plan.ranges import common_places
 
 _SGD = Rule("sgd")
+_ROWS_AT_ONCE = 1 << 12
+"""Whose squares stay in a core's cache."""
 
 
 class Neighbour(NamedTuple):
@@ -161,7 +163,10 @@ class RowSums:
         }
         step = steps[arenas[self.kinds[0]]]
         if step.rule.name == "rowwise_adagrad" and step.uses <= {"decay"}:
-            squares = {kind: blocks_of(t.gradient * t.gradient) for kind, t in touched.items()}
+            squares = {
+                kind: torch.cat([blocks_of(part * part) for part in t.gradient.split(_ROWS_AT_ONCE)])
+                for kind, t in touched.items()
+            }
             for kind, sums in self._sums(touched, squares, link).items():
                 _rowwise_adagrad(touched[kind], sums, self._dim)
         else:

@@ -193,7 +193,7 @@ class ShardedPart(Part):
         found: list[Holder] = []
         for i, tile in enumerate(placement.tiles):
             if tile.table == table:
-                kind = int(placement.entries[i, KIND])
+                kind = int(placement.entries[KIND, i])
                 owned, copied = placement.owned(placement.kinds[kind]), placement.copied(placement.kinds[kind])
                 found.append(
                     Holder(

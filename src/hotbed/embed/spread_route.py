@@ -78,14 +78,14 @@ def _stream(kind: int, features: Sequence[Feature], ids: Spread, placement: Plac
     held: list[tuple[Feature, int]] = []
     for owner in range(link.size):
         for i, tile in enumerate(placement.tiles):
-            if tile.owner != owner or entries[i][KIND] != kind:
+            if tile.owner != owner or entries[KIND][i] != kind:
                 continue
             for f, feature in enumerate(features):
                 if feature.table != tile.table:
                     continue
                 if owner == link.rank:
-                    held.append((feature, entries[i][SLOT]))
-                lanes.append(torch.full((size,), entries[i][LANE], device=device))
+                    held.append((feature, entries[SLOT][i]))
+                lanes.append(torch.full((size,), entries[LANE][i], device=device))
                 bags.append(torch.arange(f * size, (f + 1) * size, device=device))
                 to[owner] += size
     nothing = torch.empty(0, dtype=torch.int64, device=device)

@@ -56,7 +56,9 @@ def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
         while sum(map(len, _free)) > MAX_FREE_BYTES:
             _free.pop(0)
     if block is None:
-        block = _map(nbytes)
+        # Sizes that vary, as of what follows the distinct rows of a batch, shall fit into one another's memory.
+        step = 1 << max(nbytes.bit_length() - 3, 0)
+        block = _map(-(-nbytes // step) * step)
     array = _aligned(block, nbytes)
     # torch holds the array for as long as any tensor shares its storage.
     weakref.finalize(array, _returned.append, block).atexit = False

@@ -91,7 +91,9 @@ def block_sum(x: Tensor) -> Tensor:
 
 def blocks_of(x: Tensor) -> Tensor:
     """Sums of blocks of `BLOCK` columns ``[…, ⌈D / 16⌉]``, by halving trees."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    if x.shape[-1] % BLOCK:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
+    x = x.unflatten(-1, (-1, BLOCK))
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
