@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
 
-.PHONY: help setup demo test check format gpu-suite bench-peers clean
+.PHONY: help setup demo test check format gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -37,6 +37,12 @@ gpu-suite: .venv/ready  ## correctness and bandwidth on a GPU (or tiny, under th
 
 bench-peers: $(PEERS)/ready  ## against FBGEMM, TorchRec and plain PyTorch on this CPU: make bench-peers [ARGS="--only step"]
 	$(PEERS)/bin/python -m benchmarks.peers --json benchmarks/results/peers_cpu.json $(ARGS)
+
+bench-net: $(PEERS)/ready  ## step time and bytes between hosts (network namespaces, as root): make bench-net [ARGS="--ranks 2 4 8"]
+	$(PEERS)/bin/python -m benchmarks.net --json benchmarks/results/net.json $(ARGS)
+
+bench-ablation: .venv/ready  ## what each thing is worth whose gain the source reports
+	$(BIN)/python -m benchmarks.ablation --json benchmarks/results/ablation.json
 
 $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	$(PYTHON) -m venv $(PEERS)

@@ -97,7 +97,7 @@ def batch(sizes: Sizes, seed: int) -> hb.Batch:
     )
 
 
-def dlrm_step(sizes: Sizes, *, bf16: bool = True, compiled: bool = False) -> Callable[[int], None]:
+def dlrm_step(sizes: Sizes, *, bf16: bool = True, compiled: bool = False) -> Callable[[hb.Batch], None]:
     """A training step of a whole DLRM."""
     torch.manual_seed(0)
     model = hb.nn.DLRM(*specs(sizes), 13, bottom=BOTTOM, top=TOP)
@@ -105,8 +105,7 @@ def dlrm_step(sizes: Sizes, *, bf16: bool = True, compiled: bool = False) -> Cal
     if compiled:
         model.compile()
 
-    def step(i: int) -> None:
-        samples = batch(sizes, i)
+    def step(samples: hb.Batch) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             logits = model(samples)
         dense.zero_grad()
@@ -117,26 +116,27 @@ def dlrm_step(sizes: Sizes, *, bf16: bool = True, compiled: bool = False) -> Cal
     return step
 
 
-def embedding_step(sizes: Sizes, kind: type[nn.Module]) -> Callable[[int], None]:
+def embedding_step(sizes: Sizes, kind: type[nn.Module]) -> Callable[[hb.Batch], None]:
     """Lookup, backward and update of all tables."""
     model = kind(*specs(sizes))
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     grad = torch.randn(sizes.batch, sizes.tables, 128)
 
-    def step(i: int) -> None:
-        model(batch(sizes, i).sparse).backward(grad)
+    def step(samples: hb.Batch) -> None:
+        model(samples.sparse).backward(grad)
         sparse.step()
 
     return step
 
 
-def alternated(sizes: Sizes, without: Callable[[int], None], with_it: Callable[[int], None]) -> float:
+def alternated(sizes: Sizes, without: Callable[[hb.Batch], None], with_it: Callable[[hb.Batch], None]) -> float:
     """Median seconds of a step without ÷ with, in turns; the first two of each are not counted."""
     times: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 + sizes.steps):
         for given, step in ((False, without), (True, with_it)):
+            samples = batch(sizes, i)
             start = time.perf_counter()
-            step(i)
+            step(samples)
             times[given].append(time.perf_counter() - start)
     return statistics.median(times[False][2:]) / statistics.median(times[True][2:])
 

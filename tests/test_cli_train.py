@@ -11,8 +11,9 @@ from hotbed.batch import Batch
 from hotbed.cli import main
 from hotbed.config import Recipe
 from hotbed.embed import EmbeddingCollection
+from hotbed.plan import make_plan
 from hotbed.train.checkpoint import checkpoints_of
-from hotbed.train.run import build_model, open_source
+from hotbed.train.run import build_model, open_source, tables_of
 from tests.cli_cases import (  # noqa: F401
     Output,
     inspected,
@@ -185,6 +186,38 @@ def test_a_dry_run_prints_bytes_and_allocates_no_table(
     assert plan["dense_parameters"] == 13 * 16 + 16 + 16 * 8 + 8 + 360 * 16 + 16 + 16 + 1
     assert "dense parameters" in capsys.readouterr().out
     assert not (recipe.parent / "runs").exists()
+
+
+def test_a_dry_run_shows_the_plan_of_several_ranks(
+    recipe: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, plan, _ = train(recipe, "--dry_run")
+    assert status == 0
+    assert not {"plan", "ranks"} & set(plan)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    status, of_three, _ = train(recipe, "--dry_run", "--plan", "row")
+    assert (status, of_three["plan"]["world_size"], len(of_three["ranks"])) == (0, 3, 3)
+    assert sum(rank["bytes"] for rank in of_three["ranks"]) == of_three["table_bytes"] == plan["table_bytes"]
+    shown = capsys.readouterr().out
+    assert "3 row parts" in shown
+    assert "MiB" in shown
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(of_three["plan"]))
+    monkeypatch.delenv("WORLD_SIZE")
+    status, from_file, _ = train(recipe, "--dry_run", "--plan", str(file))
+    assert (status, from_file["plan"]) == (0, of_three["plan"])
+
+
+def test_a_plan_that_there_is_not_is_said_in_one_process(recipe: Path, tmp_path: Path, capsys: Output) -> None:
+    for options in ([], ["--dry_run"]):
+        message = refused(["train", str(recipe), "--plan", "tabel", *options], capsys)
+        assert "there is no plan tabel; give a JSON file, or a scheme: table, row, column" in message
+    file = tmp_path / "plan.json"
+    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    file.write_text(make_plan(tables_of(open_source(made.data), made.data), 2, "row").to_json())
+    message = refused(["train", str(recipe), "--plan", str(file)], capsys)
+    assert "the plan is for 2 ranks, but torch.distributed is not initialised" in message
 
 
 class Linear(nn.Module):

@@ -3,7 +3,7 @@
     python -m benchmarks.net [--limits 100 1000] [--ranks 2 4] [--plans table row column dp] [--json FILE] [--quick]
 
 Every rank is a host of its own. Needs root and iproute2. The exit status is 1 where ranks sent other bytes than the
-plan says (more than 5 % apart).
+plan says (more than 5 % apart), or the links carried more than these and their framing.
 """
 
 from __future__ import annotations
@@ -12,22 +12,30 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.net.chart import draw
 from benchmarks.net.hosts import Hosts, available, run_ranks
 from benchmarks.net.step_worker import BATCH, DIM, ROWS, TABLES
+from hotbed.train.report import environment
 
 CODECS = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "int8 / bf16": ("int8", "bf16")}
 """Forward and backward."""
 TOLERANCE = 0.05
+FRAMING = 1.1
+"""Largest bytes on the links ÷ payload: headers of Ethernet, IP and TCP are 1.046, acknowledgements come on top …"""
+STARTING_BYTES = 1 << 20
+"""… and what a rank sends before the first step."""
 TIMEOUT_S = 300
 
 DEFINITIONS = {
@@ -36,6 +44,7 @@ DEFINITIONS = {
     "predicted_kb": "the same as hotbed.plan.traffic.step_traffic says, for ids that are uniform",
     "payload_ratio": "payload ÷ predicted: what is left out are counts, and the chance of the ids",
     "wire_ratio": "bytes on the links ÷ payload, all steps and the start of the processes included",
+    "wire_ratio_limit": "what it may be, see FRAMING and STARTING_BYTES in benchmarks/net",
 }
 
 
@@ -46,6 +55,7 @@ def measure(ranks: int, limit: float | None, scheme: str, codec: str, steps: int
     with Hosts(ranks, limit) as hosts:
         found = run_ranks(hosts, [sys.executable, "-m", "benchmarks.net.step_worker", job], TIMEOUT_S)
         on_links = sum(hosts.sent_bytes())
+    steps_done = found[0]["steps"]
     payload = statistics.mean(rank["sent_bytes"] for rank in found)
     predicted = statistics.mean(rank["predicted_bytes"] for rank in found)
     return {
@@ -53,8 +63,20 @@ def measure(ranks: int, limit: float | None, scheme: str, codec: str, steps: int
         "payload_kb": payload / 1e3,
         "predicted_kb": predicted / 1e3,
         "payload_ratio": payload / predicted,
-        "wire_ratio": on_links / (payload * ranks * found[0]["steps"]),
+        "wire_ratio": on_links / (payload * ranks * steps_done),
+        "wire_ratio_limit": FRAMING + STARTING_BYTES / (payload * steps_done),
     }
+
+
+def as_predicted(result: dict[str, Any]) -> bool:
+    """Whether ranks and links carried the bytes that the plan says."""
+    payload_is = abs(result["payload_ratio"] - 1) <= TOLERANCE
+    return payload_is and 1 <= result["wire_ratio"] <= result["wire_ratio_limit"]
+
+
+def _commit() -> str:
+    git = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> int:
@@ -99,13 +121,17 @@ def main() -> int:
     console.print(table)
     if args.json:
         about = {
+            **environment(torch.device("cpu")),
             "load": os.getloadavg(),
+            "commit": _commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": args.rounds,
         }
         text = json.dumps({"results": results, "measured": about, "definitions": DEFINITIONS}, indent=2)
         args.json.write_text(text + "\n", encoding="utf-8")
-    return int(any(abs(result["payload_ratio"] - 1) > TOLERANCE for result in results))
+        picture = args.json.with_suffix(".png")
+        console.print(f"chart: {picture}" if draw(results, title, picture) else "no chart: matplotlib is not installed")
+    return int(not all(map(as_predicted, results)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
-from hotbed.plan.traffic import busiest, step_traffic
+from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
 """Tables, their rows and columns, samples of a rank."""
@@ -50,7 +50,7 @@ def batches(rank: int, count: int) -> list[hb.Batch]:
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step (median), bytes that this rank sent in it, and what the plan says that the busiest sends."""
+    """Seconds of a step (median), bytes that this rank sent in it, and what the plan says that it sends."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs announce that they round
@@ -92,15 +92,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "step_s": statistics.median(seconds[WARMUP:]),
         "sent_bytes": sum(sent.values()) / job["steps"],
         "predicted_bytes": expected[rank].total,
-        "predicted_busiest": asdict_of(busiest(expected)),
-        "by_exchange": {name: total / job["steps"] for name, total in sent.items()},
         "steps": WARMUP + job["steps"],
     }
-
-
-def asdict_of(traffic: Any) -> dict[str, float]:
-    """Fields of a named tuple."""
-    return traffic._asdict()
 
 
 if __name__ == "__main__":

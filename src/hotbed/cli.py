@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HotbedError, OSError) as error:
         if debug:
             raise
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not isinstance(error, CommError)
+        several = os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, CommError)
         rank = f"rank {os.environ.get('RANK', '?')}: " if several else ""
         print(f"hotbed: error: {rank}{error}", file=sys.stderr)
         return 2
@@ -126,7 +126,7 @@ def _explained(message: str, known: Sequence[str]) -> str:
 
 
 def _train(parsed: Namespace) -> None:
-    from hotbed.train.parallel import process_group
+    from hotbed.train.parallel import process_group, started
     from hotbed.train.report import RunDirectory, print_summary
     from hotbed.train.run import train
 
@@ -135,13 +135,14 @@ def _train(parsed: Namespace) -> None:
         from hotbed.train.dry_run import memory_plan, print_memory_plan
 
         plan = memory_plan(recipe)
-        print_memory_plan(_stdout(), plan)
-        _write_json(parsed.json, plan)
+        if started().rank == 0:
+            print_memory_plan(_stdout(), plan)
+            _write_json(parsed.json, plan)
         return
     resume = None if parsed.resume is None else Path(parsed.resume)
-    with process_group(recipe.parallel):
+    with process_group(recipe.parallel, recipe.train.device) as here:
         summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=resume)
-    if os.environ.get("RANK", "0") == "0":
+    if here.rank == 0:
         print_summary(_stdout(), summary)
         _write_json(parsed.json, summary)
 
@@ -156,7 +157,12 @@ def _add_demo(parser: ArgumentParser) -> None:
     parser.add_argument("--promise", action="store_true", help="One model under every plan, and what came out.")
     parser.add_argument("--ranks", type=int, default=3, help="Processes of the promise.")
     parser.add_argument("--steps", type=int, default=100, help="Steps of the promise.")
-    parser.add_argument("--out", type=str, default="runs", help="Everything goes into a new directory OUT/demo/TIME.")
+    parser.add_argument(
+        "--out",
+        type=str,
+        default="runs",
+        help="Everything goes into a new directory OUT/demo/TIME, or OUT/promise/TIME.",
+    )
     add_json(parser)
 
 

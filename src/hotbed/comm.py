@@ -78,7 +78,9 @@ class Link:
         After which an exchange of a `clone` fails; default: that of torch.distributed.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, *, _of: Link | None = None
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CommError(
                 "torch.distributed is not initialised; start with `torchrun` and call "
@@ -88,13 +90,26 @@ class Link:
         self.timeout = timeout
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.step = 0
-        """Number of the training step, for error messages."""
+        self._step: list[int] = [0] if _of is None else _of._step  # one number for all clones
         self.failure: Exception | None = None
         """What failed in an exchange whose caller cannot be told."""
         self.sent_bytes: Counter[str] = Counter()
         """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
         self._exchanges = 0
+
+    @property
+    def step(self) -> int:
+        """Number of the training step, for the error messages of this link and of all its clones; 0: not known."""
+        return self._step[0]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step[0] = step
+
+    @property
+    def here(self) -> str:
+        """Rank, and step if it is known, as error messages begin."""
+        return f"rank {self.rank} of {self.size}" + (f", step {self.step:,}" if self.step else "")
 
     def clone(self) -> Link:
         """The same ranks over a process group of their own, for exchanges that overlap with others.
@@ -103,9 +118,15 @@ class Link:
         ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
         """
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, timeout=self.timeout)
+        try:
+            group = dist.new_group(ranks, timeout=self.timeout)
+        except RuntimeError as error:
+            raise CommError(
+                f"{self.here}: no process group could be started; another rank has ended or not come as far in time, "
+                f"its own output says why ({_reason(error)})"
+            ) from error
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        return Link(group, self.timeout)
+        return Link(group, self.timeout, _of=self)
 
     def all_to_all(
         self,
@@ -236,8 +257,8 @@ class Link:
     def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
         who = "another rank" if peer is None else f"rank {peer}"
         explained = CommError(
-            f"rank {self.rank} of {self.size}, step {self.step}: the exchange of {what} failed; {who} has ended "
-            f"or not answered in time, its own output says why ({_reason(error)})"
+            f"{self.here}: the exchange of {what} failed; {who} has ended or not answered in time, its own output "
+            f"says why ({_reason(error)})"
         )
         explained.__cause__ = error
         return explained

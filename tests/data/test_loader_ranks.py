@@ -165,6 +165,7 @@ def test_a_rank_reads_only_the_chunks_that_it_needs() -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size", "message"),
     [
+        (0, 0, r"world_size is 0, must be at least 1"),
         (-1, 2, r"rank is -1, must be between 0 and world_size − 1, which is 1"),
         (2, 2, r"rank is 2, must be between 0 and world_size − 1, which is 1"),
         (1, 1, r"rank is 1, must be between 0 and world_size − 1, which is 0"),

@@ -279,6 +279,15 @@ def test_a_model_may_have_schemes_of_its_own_for_collections():
     assert [len(own[name]) for name in ("left.t", "u")] == [2, 2] and not any(t.readers for t in own["u"])
     named = plan_for(model, 2, {"right.t": "row"}).by_table
     assert len(named["right.t"]) == 2 and not any(tile.readers for tile in named["right.t"])
+    assert all(len(tile.ranks) == 2 for tile in named["v"])  # what is not named keeps the model's own
+
+
+def test_a_table_that_several_features_share_has_as_much_work():
+    tables = [hb.Table(name, rows=10, dim=16) for name in "abcd"]
+    features = [hb.Feature(f"{name}{i}", name) for name in "abcd" for i in range(3 if name == "a" else 1)]
+    plan = plan_for(hb.EmbeddingCollection(tables, features), 2, "table")
+    (alone,) = [t.owner for t in plan.by_table["a"]]
+    assert [plan.by_table[name][0].owner for name in "bcd"] == [1 - alone] * 3
 
 
 def names(group: dist.ProcessGroup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotbed.plan import Plan, Tile
-from hotbed.plan.traffic import busiest, step_traffic
+from hotbed.plan.traffic import step_traffic
 
 ROWS, DIM = 100, 32
 
@@ -15,7 +15,6 @@ def test_a_table_on_one_rank():
     found = step_traffic(plan, {"t": 10}, backward="bf16", dense_values=30)
     asking = (10 * 8, 0, 10 * DIM * 2, 0, 0, 2 * 2 / 3 * 4 * 30)
     assert [tuple(t) for t in found] == [asking, (0, 2 * 10 * DIM * 4, 0, 0, 0, asking[5]), asking]
-    assert busiest(found) is found[1]
     assert found[0].total == sum(asking)
 
 

@@ -175,6 +175,16 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_every_rank_has_random_numbers_of_its_own() -> None:
+    states = [torch.Generator().manual_seed(rank).get_state() for rank in range(3)]
+    none = torch.empty(3, 0, dtype=torch.uint8)
+    saved = RandomState(lambda own: torch.stack(states) if own.shape[1] else none, rank=1).state_dict()
+    assert saved["cpu"].shape == (3, len(states[0]))
+    for rank in range(5):  # of more ranks than were saved, some share
+        RandomState(rank=rank).load_state_dict(saved)
+        assert torch.equal(torch.get_rng_state(), states[rank % 3])
+
+
 @pytest.mark.parametrize("state", [{"f": print}, {"bytes": b"x"}, {("a", "b"): 1}])
 def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path, state: Any) -> None:
     with pytest.raises(CheckpointError, match="which a checkpoint cannot hold"):

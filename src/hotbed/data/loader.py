@@ -29,6 +29,11 @@ from hotbed.data.source import Source
 from hotbed.errors import SpecError, did_you_mean
 
 
+def share_of(samples: int, rank: int, world_size: int) -> slice:
+    """Which samples of a batch are a rank's; wherever batches are divided, so that runs can change who divides them."""
+    return slice(samples * rank // world_size, samples * (rank + 1) // world_size)
+
+
 class Loader:
     """Iterate over a split of a source in batches; one iteration is one epoch.
 
@@ -90,6 +95,8 @@ class Loader:
         for name, value in numbers.items():
             if value < 1:
                 raise SpecError(f"{name} is {value:,}, must be at least 1")
+        if world_size < 1:
+            raise SpecError(f"world_size is {world_size:,}, must be at least 1")
         if not 0 <= rank < world_size:
             raise SpecError(f"rank is {rank:,}, must be between 0 and world_size − 1, which is {world_size - 1:,}")
         if seed < 0:
@@ -133,7 +140,8 @@ class Loader:
                 while start < end or ahead:
                     while start < end and len(ahead) < self.prefetch:
                         stop = min(start + self.batch_size, end)
-                        ahead.append((epoch.batch(pool, *self._share(start, stop)), stop))
+                        share = share_of(stop - start, self.rank, self.world_size)
+                        ahead.append((epoch.batch(pool, start + share.start, start + share.stop), stop))
                         start = stop
                     future, stop = ahead.popleft()
                     batch = future.result()
@@ -143,11 +151,6 @@ class Loader:
                     yield batch
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
-
-    def _share(self, start: int, stop: int) -> tuple[int, int]:
-        """Samples of a batch that are this rank's."""
-        size = stop - start
-        return start + size * self.rank // self.world_size, start + size * (self.rank + 1) // self.world_size
 
     # -- position --------------------------------------------------------------------------------------------------
 

@@ -78,17 +78,15 @@ class ParquetSource(Source):
             raise SpecError(f"{path} has the splits {', '.join(groups)} as folders; leave valid and test_fraction at 0")
         self._groups = groups
         self.splits = tuple(groups)
-        s = self.schema
-        names = [c.name for c in s.sparse] + [*s.dense, *s.labels, *(name for name in (s.weight, s.group) if name)]
-        self._columns = list(dict.fromkeys(names))
 
     def _chunks(self, split: str) -> Sequence[int]:
         return [g.samples for g in self._groups[split]]
 
     def _read(self, split: str, i: int) -> Batch:
         group = self._groups[split][i]
-        table = group.read(self._columns)
         s, where = self.schema, str(group)
+        names = [c.name for c in s.sparse] + [*s.dense, *s.labels, *(name for name in (s.weight, s.group) if name)]
+        table = group.read(list(dict.fromkeys(names)))
         values: list[arrow.Array] = []
         offsets: list[arrow.Array] = []
         for column in s.sparse:

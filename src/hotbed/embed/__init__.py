@@ -1,6 +1,14 @@
 """Embedding tables as a module: ids in, pooled vectors out, gradients to the sparse optimizer."""
 
-from hotbed.embed.collection import EmbeddingCollection
+from hotbed.embed.collection import EmbeddingCollection, tables_on_meta
 from hotbed.embed.distribute import Distributed, distribute, mean_over_ranks, plan_for, plan_tables
 
-__all__ = ["Distributed", "EmbeddingCollection", "distribute", "mean_over_ranks", "plan_for", "plan_tables"]
+__all__ = [
+    "Distributed",
+    "EmbeddingCollection",
+    "distribute",
+    "mean_over_ranks",
+    "plan_for",
+    "plan_tables",
+    "tables_on_meta",
+]

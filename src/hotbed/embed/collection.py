@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -28,6 +30,21 @@ from hotbed.plan import Plan
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.spread import Spread
 from hotbed.untraced import untraced
+
+_tables_on_meta = ContextVar("tables_on_meta", default=False)
+
+
+@contextmanager
+def tables_on_meta() -> Generator[None]:
+    """Let collections that are made inside, and not told where to be, have their tables on ``meta``.
+
+    Then a rank makes only the rows that `hotbed.distribute` gives it, while everything else of a model is made as ever.
+    """
+    token = _tables_on_meta.set(True)
+    try:
+        yield
+    finally:
+        _tables_on_meta.reset(token)
 
 
 class _Ahead(NamedTuple):
@@ -90,7 +107,8 @@ class EmbeddingCollection(nn.Module):
         self.features = tuple(features)
         self.seed = seed
         self._backend: BackendName = backend
-        place = torch.get_default_device() if device is None else torch.device(device)
+        elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
+        place = elsewhere if device is None else torch.device(device)
         self._parts: list[Part] = [
             WholePart(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
@@ -176,8 +194,9 @@ class EmbeddingCollection(nn.Module):
         """
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
-        # Not whether it is training now: another thread may be evaluating the model.
-        routes = [part.routes(checked, link, self._has_trained) for part in self._parts]
+        # As if all were trained: another thread may be evaluating the model, or about to unfreeze a table, and ranks
+        # must agree. The call itself decides whose gradients are sent.
+        routes = [part.routes(checked, link, lambda _: True) for part in self._parts]
         ids.put_ahead(self, _Ahead(checked, routes, discarded))
 
     def _is_trained(self, tables: Iterable[str]) -> bool:

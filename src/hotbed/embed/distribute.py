@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -55,11 +56,11 @@ def distribute(
     ----------
     model
         Any module; it is changed in place. Tables and parameters on ``meta`` get their initial values here, the
-        latter by the modules' ``reset_parameters``.
+        latter by the modules' ``reset_parameters``, so not those that a module's constructor would have given them.
     plan
         Where tables are; or a scheme for `make_plan`, for all tables or by table.
     group
-        Process group; default: all ranks. It must be initialised already (``torchrun`` and
+        Process group of all ranks; default: torch's own. It must be initialised already (``torchrun`` and
         ``torch.distributed.init_process_group()``). Without one, the model is returned as it is.
     device
         Where the model is to be; default: where it is (from ``meta``: the CPU).
@@ -85,16 +86,9 @@ def distribute(
     PlanError
         If the plan is for another number of ranks or other tables.
     SpecError
-        If the model has no tables, or a module on ``meta`` cannot make its parameters.
+        If the model has no tables, a module on ``meta`` cannot make its parameters, or ``group`` is a part of the
+        ranks.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        if isinstance(plan, Plan) and plan.world_size > 1:
-            raise PlanError(
-                f"the plan is for {plan.world_size} ranks, but torch.distributed is not initialised; start with "
-                f"`torchrun --nproc_per_node {plan.world_size}` and call torch.distributed.init_process_group(), or "
-                "make a plan for 1 rank"
-            )
-        return model
     for option, value, known in (
         ("dense", dense, get_args(Dense)),
         ("forward_codec", forward_codec, get_args(Codec)),
@@ -106,10 +100,18 @@ def distribute(
             )
     if isinstance(model, Distributed):
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
-    base = Link(group, timeout)
     collections = {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
     if not collections:
         raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
+    if not dist.is_available() or not dist.is_initialized():
+        _check_for_one(model, plan)
+        return model
+    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+        raise SpecError(
+            f"the process group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; a model is "
+            "distributed over all of them in this release, leave group out"
+        )
+    base = Link(group, timeout)
     if isinstance(plan, Plan):
         if plan.world_size != base.size:
             raise PlanError(
@@ -120,7 +122,8 @@ def distribute(
         plan = plan_for(model, base.size, plan)
     plan.check(plan_tables(model))
     _refuse_tiers(plan)
-    _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart)
+    if base.rank == 0:
+        _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart, dense)
     place = _place(model, device)
     wire = Wire(base.clone(), forward_codec, backward_codec, sums_apart)
     for path, collection in collections.items():
@@ -246,14 +249,17 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
     """`make_plan` for the tables of a model.
 
     A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
-    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it.
+    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. What ``make_plan``
+    is not told of ids is taken from the features: one id per sample and feature.
     """
-    tables = plan_tables(model)
-    if not isinstance(scheme, Mapping):
-        names = _plan_names(model)
-        own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
-        scheme = {name: own.get(path, scheme) for (path, _), name in names.items()}
-    return make_plan(tables, world_size, scheme, **options)
+    names = _plan_names(model)
+    own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
+    given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
+    schemes = {name: own.get(path, of_others) for (path, _), name in names.items()} | dict(given)
+    collections = ((path, m) for path, m in model.named_modules() if isinstance(m, EmbeddingCollection))
+    ids = Counter(names[path, feature.table] for path, m in collections for feature in m.features)
+    options.setdefault("ids", ids)
+    return make_plan(plan_tables(model), world_size, schemes, **options)
 
 
 def _plan_names(model: nn.Module) -> dict[tuple[str, str], str]:
@@ -289,6 +295,13 @@ def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
     """Make what is on ``meta``, and move the rest."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.is_meta and names.setdefault(id(parameter), name) != name:
+            raise SpecError(
+                f"'{name}' and '{names[id(parameter)]}' are one parameter on meta, which would become two; make the "
+                "model on a device"
+            )
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(t.is_meta for t in own):
@@ -300,8 +313,31 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                 "parameters cannot be made; add one, or make the model on a device"
             )
         module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                t.fill_(_unset(t.dtype))
         reset()
+        for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if bool(_is_unset(t).any()):
+                raise SpecError(
+                    f"{path or 'the model'} ({type(module).__name__}) is on meta and its reset_parameters() does not "
+                    f"fill '{name}'; let it, or make the model on a device"
+                )
     model.to(device)
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """What marks a value that nobody has set yet."""
+    if dtype == torch.bool:
+        return 0
+    return torch.iinfo(dtype).min if not (dtype.is_floating_point or dtype.is_complex) else math.nan
+
+
+def _is_unset(t: Tensor) -> Tensor:
+    """Where a tensor still has the mark; of booleans that is not known."""
+    if t.dtype == torch.bool:
+        return torch.zeros_like(t)
+    return t.isnan() if t.is_floating_point() or t.is_complex() else t == _unset(t.dtype)
 
 
 def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
@@ -319,7 +355,22 @@ def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
     return data_parallel(model, link)
 
 
-def _say_what_changes_results(plan: Plan, forward: Codec, backward: Codec, sums_apart: bool) -> None:
+def _check_for_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut]) -> None:
+    """Raise `PlanError` for what would be no plan of this model, or is one for several ranks."""
+    if not isinstance(plan, Plan):
+        plan = plan_for(model, 1, plan)
+    if plan.world_size > 1:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, but torch.distributed is not initialised; start with "
+            f"`torchrun --nproc_per_node {plan.world_size}` and call torch.distributed.init_process_group(), or "
+            "make a plan for 1 rank"
+        )
+    plan.check(plan_tables(model))
+
+
+def _say_what_changes_results(plan: Plan, forward: Codec, backward: Codec, sums_apart: bool, dense: Dense) -> None:
+    if dense == "fsdp":
+        _log.warning("dense='fsdp': gradients of dense parameters are summed in another order than in rank order")
     for name, codec in (("forward_codec", forward), ("backward_codec", backward)):
         if codec != "fp32":
             _log.warning("%s=%r rounds what crosses the wire: results differ from those of one rank", name, codec)

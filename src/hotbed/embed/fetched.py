@@ -165,7 +165,7 @@ def _swap(
 
 
 def _ask_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
-    """The same with a codec; what a rank asks of itself goes through it, too, so that plans change nothing more."""
+    """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
     answer = encode(store.read(stream.received), wire.forward)
     handle = wire.link.all_to_all("rows", answer, stream.came, stream.to)
     return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.forward)))

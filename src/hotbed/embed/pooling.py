@@ -68,7 +68,7 @@ def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
                 link.all_to_all("ids", a.slots, a.ids, ids),
                 link.all_to_all("bag lengths", a.lengths[kept], sent, expected),
                 None if a.weights is None else link.all_to_all("weights", a.weights, a.ids, ids),
-                None if a.divisors is None else link.all_to_all("bag lengths", a.divisors, a.units, units),
+                None if a.divisors is None else link.all_to_all("lengths of whole bags", a.divisors, a.units, units),
             ]
         )
     found: list[Asked] = []

@@ -122,6 +122,11 @@ class ShardedPart(Part):
     def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> _Routes:
         found: _Routes = []
         if isinstance(ids, Spread):
+            if ids.whole.weights is not None and ids.whole.weights.requires_grad:
+                raise BatchError(
+                    "per-id weights that are trained need every rank to have all ids of its samples; give the batch "
+                    "without hotbed.Spread"
+                )
             if self.sequences:
                 raise BatchError(
                     f"feature '{self.sequences[0].name}' is not pooled, so ids must be exchanged; give every rank all "

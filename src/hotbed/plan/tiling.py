@@ -281,14 +281,30 @@ def _check_cover(table: str, tiles: Sequence[Tile]) -> None:
     for left, right in pairwise(cuts):
         here = [t for t in tiles if t.cols.start <= left < t.cols.stop]
         where = f"columns {left} … {right} of table '{table}'"
-        here.sort(key=lambda t: (t.rows.start, t.rows.step))
-        for i, a in enumerate(here):
-            for b in here[i + 1 :]:
-                if b.rows.start > a.rows[-1]:
-                    break  # so do all that follow
-                row = first_common(a.rows, b.rows)
-                if row is not None:
-                    raise PlanError(f"row {row:,}, {where}, is in two tiles, of ranks {a.owner} and {b.owner}")
+        shared = _shared_row(here)
+        if shared is not None:
+            row, a, b = shared
+            raise PlanError(f"row {row:,}, {where}, is in two tiles, of ranks {a.owner} and {b.owner}")
         missing = rows - sum(len(t.rows) for t in here)
         if missing:
             raise PlanError(f"{missing:,} of {rows:,} rows of {where} are in no tile; tiles must cover a table")
+
+
+def _shared_row(tiles: Sequence[Tile]) -> tuple[int, Tile, Tile] | None:
+    """A row that two of the tiles have, and these two."""
+    if len({t.rows.step for t in tiles}) == 1:
+        # As in most plans. Rows of different residues never meet, so neighbours among those of one decide.
+        ordered = sorted(tiles, key=lambda t: (t.rows.start % t.rows.step, t.rows.start))
+        for a, b in pairwise(ordered):
+            if a.rows.start % a.rows.step == b.rows.start % b.rows.step and b.rows.start <= a.rows[-1]:
+                return b.rows.start, a, b
+        return None
+    ordered = sorted(tiles, key=lambda t: (t.rows.start, t.rows.step))
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if b.rows.start > a.rows[-1]:
+                break  # so do all that follow
+            row = first_common(a.rows, b.rows)
+            if row is not None:
+                return row, a, b
+    return None

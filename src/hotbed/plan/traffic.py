@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from hotbed.ops.codec import Codec, encoded_bytes
@@ -82,8 +82,3 @@ def step_traffic(
                 sent[tile.owner][4] += row_sums * (touched or distinct)[tile.table] * share * 4 * -(-cols // BLOCK)
     dense = 2 * (size - 1) / size * 4 * dense_values
     return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]
-
-
-def busiest(traffic: Sequence[Traffic]) -> Traffic:
-    """What the rank sends that sends most."""
-    return max(traffic, key=lambda t: t.total)

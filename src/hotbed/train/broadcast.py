@@ -1,6 +1,6 @@
 """`BroadcastLoader`: one process reads the data and sends every other its samples.
 
-What is read once need not be decoded by every process, and only one needs to see the files. Batches go ahead of their
+What is read once need not be decoded by every process. Batches go ahead of their
 use, by a thread over a process group of its own, but never more than ``ahead`` of them: that is how many exchanges a
 rank has still to take part in when training stops, on all ranks alike.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.data import Loader
+from hotbed.data.loader import share_of
 from hotbed.jagged import Jagged
 
 
@@ -97,8 +98,7 @@ class BroadcastLoader:
         state = self._loader.state_dict()
         size, ranks = 0 if batch is None else len(batch), self._link.size
         shares = [
-            None if batch is None else batch.take(torch.arange(size * r // ranks, size * (r + 1) // ranks))
-            for r in range(ranks)
+            None if batch is None else batch.take(torch.arange(size)[share_of(size, r, ranks)]) for r in range(ranks)
         ]
         messages = [packed(share, state) for share in shares]
         self._exchange(messages)

@@ -17,7 +17,7 @@ import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -45,17 +45,30 @@ class Stateful(Protocol):
 
 
 class RandomState:
-    """State of torch's default random generators, as a part of a checkpoint."""
+    """State of torch's default random generators, on all ranks, as a part of a checkpoint.
+
+    Parameters
+    ----------
+    gather
+        Rows of all ranks from those of each, in rank order; default: there is one rank.
+    rank
+        This one.
+    """
+
+    def __init__(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows, rank: int = 0) -> None:
+        self._gather, self._rank = gather, rank
 
     def state_dict(self) -> dict[str, Any]:
-        """Generator states, uint8."""
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        """Generator states by rank ``[W, n]`` uint8; of CUDA that of the present device, or none ``[W, 0]``."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
+        return {"cpu": self._gather(torch.get_rng_state()[None]), "cuda": self._gather(cuda[None])}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the generators; those of CUDA devices only where there are as many."""
-        torch.set_rng_state(state_dict["cpu"])
-        if len(state_dict["cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(list(state_dict["cuda"]))
+        """Set the generators. Ranks beyond those that were saved take the states in turn."""
+        cpu, cuda = state_dict["cpu"], state_dict["cuda"]
+        torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch reads a part of a tensor from its start
+        if cuda.shape[1] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(cuda[self._rank % len(cuda)].clone())
 
 
 def save_checkpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,20 @@ from hotbed.config import Component, Recipe
 from hotbed.embed import EmbeddingCollection, plan_tables
 from hotbed.errors import RecipeError
 from hotbed.optim import SparseOptimizer
-from hotbed.specs import Table, row_bytes
+from hotbed.plan import Plan, Tile
+from hotbed.plan.cost import Cost, rank_costs, tile_bytes
+from hotbed.plan.show import plan_view
+from hotbed.specs import Table
+from hotbed.train.parallel import planned, started
 from hotbed.train.report import size
 from hotbed.train.run import new_model, open_source
 from hotbed.train.trainer import resolve_device
 
 
 def memory_plan(recipe: Recipe) -> dict[str, Any]:
-    """Bytes by table and tier, and dense parameters, without allocating a table.
+    """Bytes by table and tier, and dense parameters, without allocating a table; of several ranks their plan, too.
+
+    The plan is that of as many processes as torchrun started, or that of the recipe's file.
 
     Raises
     ------
@@ -34,20 +40,33 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
     with torch.device("meta"):
         model = new_model(recipe, source)
-    named = iter(plan_tables(model))
-    entries = [
-        _table_plan(next(named), tier, optimizers.get(path, optimizers[""]))
+    tables = plan_tables(model)
+    trained_by = [
+        optimizers.get(path, optimizers[""])
         for path, module in model.named_modules()
         if isinstance(module, EmbeddingCollection)
         for _ in module.tables
     ]
+    entries = [_table_plan(table, tier, by) for table, by in zip(tables, trained_by, strict=True)]
     parameters = list(model.parameters())
     return {
         "tables": entries,
+        **_of_ranks(planned(model, recipe.parallel, started().size), tables, trained_by),
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
     }
+
+
+def _of_ranks(plan: Plan, tables: Sequence[Table], trained_by: Sequence[type[SparseOptimizer]]) -> dict[str, Any]:
+    """The plan of several ranks, and the bytes and work of each."""
+    if plan.world_size == 1:
+        return {}
+    costs = [Cost(0, 0.0)] * plan.world_size
+    for table, by in zip(tables, trained_by, strict=True):
+        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=by.rule.moments)
+        costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
+    return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "work": cost.work} for cost in costs]}
 
 
 def _sparse(key: str, component: Component) -> type[SparseOptimizer]:
@@ -58,20 +77,16 @@ def _sparse(key: str, component: Component) -> type[SparseOptimizer]:
 
 
 def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> dict[str, Any]:
-    moments = [table.rows * (table.dim if moment.per == "element" else 1) for moment in optimizer.rule.moments]
+    whole = Tile(table.name, range(table.rows), range(table.dim), 0)
+    weights = tile_bytes(table, whole)
     return {
         "name": table.name,
         "rows": table.rows,
         "dim": table.dim,
         "tier": tier,
-        "weight_bytes": _weight_bytes(table),
-        "moment_bytes": 4 * sum(moments),
+        "weight_bytes": weights,
+        "moment_bytes": tile_bytes(table, whole, optimizer.rule.moments) - weights,
     }
-
-
-def _weight_bytes(table: Table) -> int:
-    narrow = table.rows - table.fp32_rows
-    return row_bytes("fp32", table.dim) * table.fp32_rows + row_bytes(table.dtype, table.dim) * narrow
 
 
 def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
@@ -90,4 +105,7 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
         table.add_row(e["name"], e["tier"], f"{e['rows']:,}", str(e["dim"]), weights, moments)
     console.print(table)
     console.print(f"tables: {size(plan['table_bytes'])} in all")
+    if "plan" in plan:
+        costs = [Cost(rank["bytes"], rank["work"]) for rank in plan["ranks"]]
+        console.print(plan_view(Plan.from_dict(plan["plan"]), costs))
     console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")

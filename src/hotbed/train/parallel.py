@@ -6,8 +6,8 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,38 +16,105 @@ from torch import Tensor, nn
 from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe
-from hotbed.embed import Distributed, distribute
-from hotbed.errors import CommError, PlanError
+from hotbed.data.loader import share_of
+from hotbed.embed import Distributed, distribute, plan_for
+from hotbed.errors import CommError, HotbedError, PlanError
 from hotbed.plan import Plan
 from hotbed.plan.schemes import SCHEMES
 from hotbed.spread import Spread
 
 
+class Started(NamedTuple):
+    """What torchrun says of this process in the environment."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def started() -> Started:
+    """Read the environment; a process that torchrun did not start is alone.
+
+    Raises
+    ------
+    CommError
+        If a variable is no number, or they do not fit together.
+    """
+
+    def number(name: str, default: int) -> int:
+        value = os.environ.get(name, str(default))
+        if not value.isdecimal():
+            raise CommError(f"the environment variable {name} is {value!r}, must be a number; start with torchrun")
+        return int(value)
+
+    size = number("WORLD_SIZE", 1)
+    if size > 1 and "RANK" not in os.environ:
+        raise CommError(
+            f"the environment variable WORLD_SIZE is {size}, but RANK is not set; start with torchrun, or unset it to "
+            "train with one process"
+        )
+    rank = number("RANK", 0)
+    if rank >= size:
+        raise CommError(
+            f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0 … {size - 1}; start with "
+            "torchrun, or unset both to train with one process"
+        )
+    return Started(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
+
+
 @contextmanager
-def process_group(parallel: ParallelRecipe) -> Generator[bool]:
-    """Join the other processes that torchrun started, if it did; whether there are any."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or dist.is_initialized():
-        yield dist.is_initialized()
+def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[Started]:
+    """Join the other processes that torchrun started, if it did.
+
+    Parameters
+    ----------
+    parallel
+        The timeout.
+    device
+        Where this one will compute, as in `TrainRecipe`; of several GPUs it takes the one of its local rank.
+
+    Raises
+    ------
+    CommError
+        If the others cannot be met, or there are fewer GPUs than processes here.
+    """
+    here = started()
+    if here.size == 1 or dist.is_initialized():
+        yield here
         return
-    here, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(cores // here, 1))  # torchrun says 1, whatever there is
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(timeout=timedelta(seconds=parallel.timeout_s))
+    torch.set_num_threads(max(usable_cores() // here.local_size, 1))  # torchrun says 1, whatever there is
+    if device != "cpu" and torch.cuda.is_available():
+        if here.local_rank >= torch.cuda.device_count():
+            raise CommError(
+                f"rank {here.rank} of {here.size} is process {here.local_rank} here, but there are "
+                f"{torch.cuda.device_count()} GPUs; start as many processes as there are GPUs, or set train.device cpu"
+            )
+        torch.cuda.set_device(here.local_rank)
     try:
-        yield True
+        dist.init_process_group(timeout=timedelta(seconds=parallel.timeout_s))
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise CommError(
+            f"rank {here.rank} of {here.size} could not meet the others at {place} within {parallel.timeout_s} s "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    try:
+        yield here
     finally:
         dist.destroy_process_group()
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device) -> nn.Module:
     """The model over all processes, as a recipe says; as it is where there is one process."""
-    if not dist.is_initialized():
-        return model
     return distribute(
         model,
-        read_plan(Path(parallel.plan)) if parallel.plan not in SCHEMES else parallel.plan,
+        _plan_or_scheme(parallel),
         device=device,
         dense=parallel.dense,
         forward_codec=parallel.forward_codec,
@@ -55,6 +122,16 @@ def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device
         sums_apart=parallel.sums_apart,
         timeout=timedelta(seconds=parallel.timeout_s),
     )
+
+
+def planned(model: nn.Module, parallel: ParallelRecipe, world_size: int) -> Plan:
+    """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
+    plan = _plan_or_scheme(parallel)
+    return plan if isinstance(plan, Plan) else plan_for(model, world_size, plan)
+
+
+def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
+    return parallel.plan if parallel.plan in SCHEMES else read_plan(Path(parallel.plan))
 
 
 def read_plan(file: Path) -> Plan:
@@ -91,25 +168,25 @@ class Ranks:
     def at_step(self, step: int) -> None:
         """Say which step it is in the errors of exchanges."""
         if self._model is not None:
-            for link in (self._model.link, self._model.wire.link, self._model.dense_link):
-                link.step = step
+            self._model.link.step = step
 
     @contextmanager
     def explained(self) -> Generator[None]:
         """Raise a `CommError` that names the rank which is gone, for what fails inside because it is."""
         try:
             yield
-        except CommError:
+        except HotbedError:
             raise
         except RuntimeError as error:
             if self._model is not None and self._model.dense_link.failure is not None:
                 raise self._model.dense_link.failure from error
-            gone = [] if self.link is None else self.link.unreachable()
+            # Other errors have nothing to do with other ranks: asking who is gone would blame those that wait.
+            gone = [] if self.link is None or not _of_a_collective(error) else self.link.unreachable()
             if not gone or self.link is None:
                 raise
             raise CommError(
-                f"rank {self.rank} of {self.size}, step {self.link.step}: {_ranks(gone)} ended or does not answer, so "
-                f"gradients cannot be averaged; its own output says why ({str(error).splitlines()[0]})"
+                f"{self.link.here}: {_ranks(gone)} ended or does not answer; its own output says why "
+                f"({str(error).splitlines()[0]})"
             ) from error
 
     def add(self, *values: float | Tensor) -> list[float]:
@@ -157,15 +234,20 @@ class Ranks:
 
 def spread_batch(batch: Batch, rank: int, size: int) -> Batch:
     """A rank's samples of a global batch, but the ids of all samples; see `Spread`."""
-    bounds = [len(batch) * r // size for r in range(size + 1)]
-    mine = slice(bounds[rank], bounds[rank + 1])
+    shares = [share_of(len(batch), r, size) for r in range(size)]
+    mine = shares[rank]
     return Batch(
-        sparse=Spread(batch.sparse, [b - a for a, b in pairwise(bounds)], rank),
+        sparse=Spread(batch.sparse, [s.stop - s.start for s in shares], rank),
         dense=None if batch.dense is None else batch.dense[mine],
         labels=None if batch.labels is None else batch.labels[mine],
         weights=None if batch.weights is None else batch.weights[mine],
         extra={name: column[mine] for name, column in batch.extra.items()},
     )
+
+
+def _of_a_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised it; Gloo's errors are plain ones that begin with a place in its source."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -35,7 +35,7 @@ class Ahead:
     Attributes
     ----------
     exchange_s
-        Seconds that exchanging ids ahead took.
+        Seconds that it took to check, move and exchange ids ahead, on this rank.
     waited_s
         Seconds of it that steps waited for.
     """
@@ -50,7 +50,7 @@ class Ahead:
     @property
     def hidden_share(self) -> float:
         """Share of the seconds of `exchange_s` that no step waited for."""
-        return 1 - min(self.waited_s / self.exchange_s, 1) if self.exchange_s else 0.0
+        return max(1 - self.waited_s / self.exchange_s, 0) if self.exchange_s else 0.0
 
     def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[Batch, T, bool]]:
         """Batches that are ready, what came with each, and whether it is the last."""
@@ -85,8 +85,8 @@ class Ahead:
 
     def _prepared(self, batch: Batch) -> Batch:
         assert self._link is not None
-        batch = self._move(batch)
         start = time.perf_counter()
+        batch = self._move(batch)
         for collection in self._collections:
             collection.exchange_ahead(batch.sparse, self._link)
         self.exchange_s += time.perf_counter() - start

@@ -164,22 +164,23 @@ def _run(folder: Path, ranks: int, job: Mapping[str, Any]) -> list[dict[str, Any
         with (folder / f"rank{rank}.log").open("wb") as log:
             processes.append(subprocess.Popen(argv, env=os.environ | place, stdout=log, stderr=subprocess.STDOUT))
     try:
-        expected = -signal.SIGKILL if "save" in job else 0
-        codes = _ended(processes)
+        failed = _first_failure(processes, -signal.SIGKILL if "save" in job else 0)
     finally:
         for process in processes:
             process.kill()
-    for rank, code in enumerate(codes):
-        if code != expected:
-            text = (folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
-            raise CommError(f"process {rank} of {ranks} ended with {code}: {text[-2000:]}")
+    if failed is not None:
+        text = (folder / f"rank{failed}.log").read_text(encoding="utf-8", errors="replace")
+        raise CommError(f"process {failed} of {ranks} ended with {processes[failed].returncode}: {text[-2000:]}")
     return [] if "save" in job else json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
 
-def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes, once all have ended, or one has failed."""
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]], expected: int) -> int | None:
+    """The first process that ends otherwise than expected; None once all have ended so."""
     while True:
         codes = [process.poll() for process in processes]
-        if any(code not in (None, 0, -signal.SIGKILL) for code in codes) or None not in codes:
-            return [0 if code is None else code for code in codes]
+        for rank, code in enumerate(codes):
+            if code not in (None, expected):
+                return rank
+        if None not in codes:
+            return None
         time.sleep(0.05)

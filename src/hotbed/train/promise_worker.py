@@ -54,7 +54,7 @@ def main() -> None:
     """Train, and write what was found."""
     job = json.loads(sys.argv[1])
     recipe = Recipe.from_dict(yaml.safe_load(Path(job["recipe"]).read_text(encoding="utf-8")))
-    with process_group(ParallelRecipe()):
+    with process_group(ParallelRecipe(), "cpu"):
         found = [_trained(recipe, name, plan, job) for name, plan in job["plans"].items()]
     if int(os.environ["RANK"]) == 0:
         (Path(job["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
@@ -19,7 +18,7 @@ from rich.table import Table as RichTable
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.train.files import write_json, write_text
-from hotbed.train.parallel import Ranks
+from hotbed.train.parallel import Ranks, usable_cores
 
 if TYPE_CHECKING:
     from hotbed.data.prepare import PrepareReport
@@ -87,8 +86,7 @@ def _lists(value: Any) -> Any:
 
 def environment(device: torch.device) -> dict[str, str]:
     """What figures depend on: hardware and versions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    hardware = f"{_cpu_model()}, {cores} cores"
+    hardware = f"{_cpu_model()}, {usable_cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
     return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": _release()}

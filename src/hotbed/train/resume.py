@@ -24,7 +24,7 @@ MAY_DIFFER = frozenset(
         *(f"train.{key}" for key in ("checkpoint_every", "eval_every", "eval_batch_size", "monitor", "patience")),
     }
 )
-"""Keys that do not change what a step does."""
+"""Keys that do not change what a step does; a plan may, in the one way that `Plan.wire` states."""
 
 
 def refuse_another_recipe(checkpoint: Path, recipe: Recipe) -> None:

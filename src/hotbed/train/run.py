@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotbed.batch import Batch
-from hotbed.config import Component, DataRecipe, Recipe
+from hotbed.config import Component, DataRecipe, ParallelRecipe, Recipe
 from hotbed.data import Loader, Source
-from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
 from hotbed.errors import CheckpointError, RecipeError, SpecError, did_you_mean
 from hotbed.specs import Table
 from hotbed.train.broadcast import BroadcastLoader
@@ -49,7 +50,8 @@ def train(
     console
         Where progress goes.
     resume
-        Checkpoint to go on from; what is trained then is bit for bit what the run that made it would have trained.
+        Checkpoint to go on from; with as many processes as before, what is trained then is bit for bit what the run
+        that made it would have trained.
         A recipe that would train something else is refused (`refuse_another_recipe`).
         Early stopping counts anew.
     extra
@@ -89,7 +91,7 @@ def train(
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
         "test": None if test is None else trainer.evaluate(test).to_dict(),
-        "ids_out_of_range": ranks.add_counts(bad_ids(trainer.model)),
+        "ids_out_of_range": ranks.add_counts(_own_bad_ids(trainer, recipe)),
         **_of_ranks(trainer),
         **environment(trainer.device),
         "run": str(run.path),
@@ -132,7 +134,7 @@ def evaluate_checkpoint(path: Path, split: str, data: str | None = None) -> tupl
     stored = read_manifest(checkpoint)["recipe"]
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
-    recipe = Recipe.from_dict(stored)
+    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())  # this is one process
     source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     _check_split("--split", split, source)
     device = resolve_device("auto")
@@ -179,12 +181,14 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     """
     torch.manual_seed(recipe.train.seed)
     several = dist.is_available() and dist.is_initialized()
-    with torch.device("meta") if several else device:
+    with device, tables_on_meta() if several else nullcontext():
         model = new_model(recipe, source)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
-    if several:
-        return distributed(model, recipe.parallel, device)
+    model = distributed(model, recipe.parallel, device)
+    if isinstance(model, Distributed):
+        torch.manual_seed(recipe.train.seed + model.link.rank)  # what is drawn from now on is of a rank's own samples
+        return model
     # A model of the user's may make some of its tensors on the CPU whatever the default device is.
     return model.to(device)
 
@@ -266,6 +270,17 @@ def bad_ids(model: nn.Module) -> dict[str, int]:
     return counts
 
 
+def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
+    """The same, of ids that no other rank counts: where owners read, all owners of a table read its ids."""
+    counts = bad_ids(trainer.model)
+    if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
+        return counts
+    first_owner = {table: tiles[0].owner for table, tiles in trainer.model.plan.by_table.items()}
+    collections = (m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection))
+    own = {f.name for c in collections for f in c.features if first_owner[f.table] == trainer.ranks.rank}
+    return {feature: count for feature, count in counts.items() if feature in own}
+
+
 def _callbacks(recipe: Recipe, run: RunDirectory, ranks: Ranks) -> list[Callback]:
     train = recipe.train
     callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
@@ -307,6 +322,15 @@ def _training_loader(recipe: Recipe, source: Source, ranks: Ranks, model: nn.Mod
                 f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those of the data, "
                 "once each; use 'each' or 'first'"
             )
+        cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
+        copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]
+        for how, names in (("cut into rows", cut), ("copied", copied)):
+            if names:
+                raise RecipeError(
+                    f"parallel.reader is 'owners', but parallel.plan {recipe.parallel.plan} has tables that are {how} "
+                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}), whose owners need ids of other samples; "
+                    "use 'each' or 'first', or plan 'table' or 'column'"
+                )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
         return loader(source.only(features), 0, 1, lambda batch: spread_batch(batch, ranks.rank, ranks.size))

@@ -252,7 +252,7 @@ class Trainer:
             "model": self.model,
             **self.optimizers,
             **{f"{name}_schedule": schedule for name, schedule in self.schedules.items()},
-            "random": RandomState(),
+            "random": RandomState(self.ranks.gather, self.ranks.rank),
             "position": self,
         }
 
@@ -282,4 +282,6 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
-    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())  # with its number: what is current, each thread has
+    return torch.device(device.replace("auto", "cpu"))

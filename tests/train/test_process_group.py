@@ -1,0 +1,107 @@
+"""What a process knows of the others from its environment, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hotbed.cli import main
+from hotbed.config import ParallelRecipe
+from hotbed.errors import CommError
+from hotbed.train.parallel import Started, process_group, started
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without what a launcher may have set."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_process_is_alone_or_what_torchrun_says(environment: pytest.MonkeyPatch) -> None:
+    assert started() == Started(rank=0, size=1, local_rank=0, local_size=1)
+    for name, value in zip(VARIABLES, (5, 8, 1, 4), strict=False):
+        environment.setenv(name, str(value))
+    assert started() == Started(rank=5, size=8, local_rank=1, local_size=4)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"WORLD_SIZE": "two"},
+            "the environment variable WORLD_SIZE is 'two', must be a number; start with torchrun",
+        ),
+        (
+            {"WORLD_SIZE": "2"},
+            "the environment variable WORLD_SIZE is 2, but RANK is not set; start with torchrun, or unset it to train "
+            "with one process",
+        ),
+        (
+            {"RANK": "3"},
+            "the environment variable RANK is 3, but WORLD_SIZE is 1: ranks are 0 … 0; start with torchrun, or unset "
+            "both to train with one process",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": ""},
+            "the environment variable LOCAL_RANK is '', must be a number; start with torchrun",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_is_refused(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    with pytest.raises(CommError) as caught, process_group(ParallelRecipe()):
+        pass
+    assert str(caught.value) == message
+
+
+def test_others_that_cannot_be_met_are_said_to_be_so(environment: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    for name, value in zip(VARIABLES, ("1", "2", "1", "2", "127.0.0.1", "9"), strict=True):
+        environment.setenv(name, value)
+    try:
+        with (
+            pytest.raises(CommError, match=r"^rank 1 of 2 could not meet the others at 127\.0\.0\.1:9 within 1 s \("),
+            process_group(ParallelRecipe(timeout_s=1), "cpu"),
+        ):
+            pass
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_more_processes_than_gpus_are_refused(environment: pytest.MonkeyPatch) -> None:
+    for name, value in zip(VARIABLES, ("1", "2", "1", "2"), strict=False):
+        environment.setenv(name, value)
+    environment.setattr(torch.cuda, "is_available", lambda: True)
+    environment.setattr(torch.cuda, "device_count", lambda: 1)
+    environment.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(CommError) as caught, process_group(ParallelRecipe()):
+        pass
+    assert str(caught.value) == (
+        "rank 1 of 2 is process 1 here, but there are 1 GPUs; start as many processes as there are GPUs, or set "
+        "train.device cpu"
+    )
+
+
+def test_the_command_line_says_so_too(
+    environment: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "{name: n, data: {path: nowhere}, model: {class_path: hotbed.nn.DLRM}, train: {batch_size: 8}, "
+        "dense_optimizer: {class_path: torch.optim.SGD}, sparse_optimizer: {class_path: hotbed.optim.SGD}}",
+        encoding="utf-8",
+    )
+    environment.setenv("WORLD_SIZE", "many")
+    assert main(["train", str(recipe)]) == 2
+    assert capsys.readouterr().err.endswith(
+        "hotbed: error: the environment variable WORLD_SIZE is 'many', must be a number; start with torchrun\n"
+    )

@@ -1,0 +1,67 @@
+"""Who reads the data of several ranks: every rank its samples, one for all, or owners the features of their tables."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from hotbed.config import Recipe
+from hotbed.data import write_synthetic_log
+from hotbed.data.prepare import prepare
+from hotbed.errors import RecipeError
+from hotbed.train.demo import demo_recipe
+from hotbed.train.report import RunDirectory
+from hotbed.train.run import train
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small log with splits."""
+    folder = tmp_path_factory.mktemp("readers")
+    write_synthetic_log(folder / "log.tsv", 1500, seed=0, test_fraction=0.2)
+    prepare(folder / "log.tsv", folder / "data", threshold=2, test_fraction=0.2)
+    return folder / "data"
+
+
+def trained(group: dist.ProcessGroup, data: Path, out: Path, parallel: Mapping[str, Any]) -> dict[str, Any] | str:
+    """The summary of a run, or what is said against it."""
+    values = demo_recipe(data, 1200).to_dict()
+    values["train"] |= {"batch_size": 250, "device": "cpu", "checkpoint": "none"}
+    values["data"] |= {"shuffle": True, "workers": 1}
+    values["parallel"] = {"timeout_s": 20, **parallel}
+    try:
+        return train(Recipe.from_dict(values), RunDirectory(out, "run"), Console(file=io.StringIO()))
+    except RecipeError as error:
+        return str(error)
+
+
+def test_who_reads_changes_nothing(ranks: Ranks, data: Path, tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    for reader in ("each", "first", "owners"):
+        by_rank = ranks.run(3, trained, data, tmp_path / reader, {"reader": reader, "plan": "table"})
+        assert all(summary["test"] == by_rank[0]["test"] for summary in by_rank)
+        found[reader] = by_rank[0]
+    assert found["each"]["steps"] == 5
+    for reader in ("first", "owners"):
+        for what in ("test", "steps", "samples", "ids_out_of_range"):
+            assert found[reader][what] == found["each"][what], (reader, what)
+
+
+@pytest.mark.parametrize(("plan", "how"), [("row", "cut into rows"), ("dp", "copied")])
+def test_owners_cannot_read_for_plans_that_share_rows(
+    ranks: Ranks, data: Path, tmp_path: Path, plan: str, how: str
+) -> None:
+    for said in ranks.run(3, trained, data, tmp_path, {"reader": "owners", "plan": plan}):
+        assert said == (
+            f"parallel.reader is 'owners', but parallel.plan {plan} has tables that are {how} (C1, C2, C3 …), whose "
+            "owners need ids of other samples; use 'each' or 'first', or plan 'table' or 'column'"
+        )
