@@ -100,12 +100,12 @@ def distribute(
             )
     if isinstance(model, Distributed):
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
-    collections = {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
-    if not collections:
-        raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
     if not dist.is_available() or not dist.is_initialized():
         _check_for_one(model, plan)
         return model
+    collections = {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
+    if not collections:
+        raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         raise SpecError(
             f"the process group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; a model is "
