@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import hotbed as hb
 from hotbed.batch import Batch
 from hotbed.config import Recipe, TrainRecipe
+from hotbed.data import Schema, SparseColumn
+from hotbed.data.source import Source
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
 from tests.train import planted
@@ -84,3 +86,20 @@ def hotbed_threads() -> list[str]:
     """Threads of iterations; that of the dense gradients lives as long as its model."""
     names = [thread.name for thread in threading.enumerate()]
     return [n for n in names if n.startswith(("hotbed-ahead", "hotbed-broadcast", "hotbed-loader"))]
+
+
+class InMemory(Source):
+    """The planted data, a chunk of 30 samples each."""
+
+    def __init__(self) -> None:
+        dense = tuple(f"x{i}" for i in range(planted.DENSE))
+        sparse = tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items())
+        self.schema = Schema(sparse=sparse, dense=dense, labels=("click",), group="user")
+        self.splits = ("train",)
+        self._data = planted.batches(9, 30, last=10)
+
+    def _chunks(self, split: str) -> list[int]:
+        return [len(batch) for batch in self._data]
+
+    def _read(self, split: str, i: int) -> Batch:
+        return self._data[i]

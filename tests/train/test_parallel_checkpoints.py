@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hotbed.batch import Batch
-from hotbed.data import Loader, Schema, SparseColumn
-from hotbed.data.source import Source
+from hotbed.data import Loader
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.callbacks import KeepBest, KeepLast
@@ -20,26 +18,20 @@ from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
 
-from .parallel_cases import RECIPE, TRAIN, Group, assert_equal, hotbed_threads, make_trainer, place, shares, state_of
+from .parallel_cases import (
+    RECIPE,
+    TRAIN,
+    Group,
+    InMemory,
+    assert_equal,
+    hotbed_threads,
+    make_trainer,
+    place,
+    shares,
+    state_of,
+)
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
-
-
-class InMemory(Source):
-    """The planted data, a chunk of 30 samples each."""
-
-    def __init__(self) -> None:
-        dense = tuple(f"x{i}" for i in range(planted.DENSE))
-        sparse = tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items())
-        self.schema = Schema(sparse=sparse, dense=dense, labels=("click",), group="user")
-        self.splits = ("train",)
-        self._data = planted.batches(9, 30, last=10)
-
-    def _chunks(self, split: str) -> list[int]:
-        return [len(batch) for batch in self._data]
-
-    def _read(self, split: str, i: int) -> Batch:
-        return self._data[i]
 
 
 STEPS, STOPPED = 14, 9

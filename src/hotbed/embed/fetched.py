@@ -52,8 +52,8 @@ class Fetched:
         self.route, self.tables = route, tables
         self._arenas, self._wire, self._ops = arenas, wire, ops
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
-        ask = _ask if wire.forward == "fp32" else _ask_encoded
-        on_their_way = [ask(s, arenas[s.kind].store, self._vectors, wire) for s in route.streams if not s.copied]
+        fetch = _fetch if wire.forward == "fp32" else _fetch_encoded
+        on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, wire) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
                 _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
@@ -129,7 +129,7 @@ def _from_others(stream: Stream, wire: Wire) -> int:
     return sum(stream.came) - (stop - start)
 
 
-def _ask(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
     """Send the rows that others asked for, and receive what this rank asked for, where it belongs if it can be.
 
     What it asks of itself is not sent, but read; which can wait until the rest is on its way.
@@ -164,7 +164,7 @@ def _swap(
     return link.exchange(what, outgoing, incoming)
 
 
-def _ask_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+def _fetch_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
     """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
     answer = encode(store.read(stream.received), wire.forward)
     handle = wire.link.all_to_all("rows", answer, stream.came, stream.to)
