@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hotbed.comm import Link
 from hotbed.errors import CommError
+from hotbed.hops import NodeLink
 
 from .ranks import SIZES, Ranks
 
@@ -20,8 +24,8 @@ def rows_for(sender: int, receiver: int) -> torch.Tensor:
     return torch.full((count, 3), 10.0 * sender + receiver)
 
 
-def exchanged(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    link = Link(group)
+def exchanged(group: dist.ProcessGroup, per_node: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    link = Link(group) if per_node is None else NodeLink(Link(group), per_node).clone()
     parts = [rows_for(link.rank, r) for r in range(link.size)]
     from_others = [len(rows_for(r, link.rank)) for r in range(link.size)]
     first = link.all_to_all("rows", torch.cat(parts), [len(p) for p in parts], from_others)
@@ -34,6 +38,56 @@ def test_every_rank_gets_what_was_sent_to_it(ranks: Ranks, size: int):
     for rank, (rows, gathered) in enumerate(ranks.run(size, exchanged)):
         assert torch.equal(rows, torch.cat([rows_for(r, rank) for r in range(size)]))
         assert gathered.tolist() == [[r, 7] for r in range(size)]
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_in_two_hops_every_rank_gets_the_same(ranks: Ranks, per_node: int):
+    for one_hop, two_hops in zip(ranks.run(4, exchanged), ranks.run(4, exchanged, per_node), strict=True):
+        for found, expected in zip(two_hops, one_hop, strict=True):
+            assert torch.equal(found, expected)
+
+
+def of_nodes(group: dist.ProcessGroup) -> tuple[set[int], int, str]:
+    """Ranks that this one sends to in two hops, the bytes, and what is said when some have left."""
+    link = NodeLink(Link(group, timedelta(seconds=1)), 2)
+    sent_to: set[int] = set()
+    for part in (link._inside, link._between):
+        original = part._pairwise
+
+        def noted(outgoing: Any, incoming: Any, others: Any, part: Link = part, original: Any = original) -> Any:
+            sent_to.update(part._names[r] for r in others if outgoing[r].numel())
+            return original(outgoing, incoming, others)
+
+        part._pairwise = noted  # pyright: ignore[reportAttributeAccessIssue]
+    ones = [1] * link.size
+    link.all_to_all("numbers", torch.arange(link.size), ones, ones).wait()
+    link.step = 3
+    said = ""
+    if link.rank < 2:  # the other node has left
+        with pytest.raises(CommError) as caught:
+            link.all_to_all("numbers", torch.arange(link.size), ones, ones).wait()
+        said = str(caught.value)
+    return sent_to, link.sent_bytes["numbers"], said
+
+
+def test_in_two_hops_a_rank_talks_to_its_node_and_to_its_place_on_others(ranks: Ranks):
+    found = ranks.run(4, of_nodes)
+    assert [sent_to for sent_to, _, _ in found] == [{1, 2}, {0, 3}, {3, 0}, {2, 1}]
+    for rank in (0, 1):
+        _, nbytes, said = found[rank]
+        assert nbytes >= 2 * 8 + 2 * 8  # two numbers to the rank beside it, two to the other node
+        assert said.startswith(f"rank {rank} of 4, step 3: the exchange of numbers failed; rank {rank + 2} has ended")
+
+
+def test_nodes_must_be_of_equal_size(ranks: Ranks):
+    for said in ranks.run(3, of_uneven_nodes):
+        assert said == "ranks_per_node is 2, must divide the 3 ranks; start as many processes on every node"
+
+
+def of_uneven_nodes(group: dist.ProcessGroup) -> str:
+    with pytest.raises(CommError) as caught:
+        NodeLink(Link(group), 2)
+    return str(caught.value)
 
 
 def overlapped(group: dist.ProcessGroup) -> list[float]:

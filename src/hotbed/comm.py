@@ -76,10 +76,19 @@ class Link:
         A process group; default: all ranks.
     timeout
         After which an exchange of a `clone` fails; default: that of torch.distributed.
+    of
+        A link that this one is a clone or a part of; they share the number of the step.
+    names
+        Ranks of that link which this one connects, so that error messages call them so; default: all.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, *, _of: Link | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        *,
+        of: Link | None = None,
+        names: Sequence[int] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CommError(
@@ -90,7 +99,9 @@ class Link:
         self.timeout = timeout
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self._step: list[int] = [0] if _of is None else _of._step  # one number for all clones
+        self._names = range(self.size) if names is None else names
+        self._of_ranks = self.size if of is None else of.size
+        self._step: list[int] = [0] if of is None else of._step
         self.failure: Exception | None = None
         """What failed in an exchange whose caller cannot be told."""
         self.sent_bytes: Counter[str] = Counter()
@@ -109,7 +120,7 @@ class Link:
     @property
     def here(self) -> str:
         """Rank, and step if it is known, as error messages begin."""
-        return f"rank {self.rank} of {self.size}" + (f", step {self.step:,}" if self.step else "")
+        return f"rank {self._names[self.rank]} of {self._of_ranks}" + (f", step {self.step:,}" if self.step else "")
 
     def clone(self) -> Link:
         """The same ranks over a process group of their own, for exchanges that overlap with others.
@@ -117,16 +128,19 @@ class Link:
         All processes of torch.distributed must call this, as for ``torch.distributed.new_group``. (With its
         ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
         """
-        ranks = dist.get_process_group_ranks(self.group)
+        group = self._new_group(dist.get_process_group_ranks(self.group))
+        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+        return Link(group, self.timeout, of=self, names=self._names)
+
+    def _new_group(self, ranks: Sequence[int]) -> object:
+        """A process group of these ranks of torch.distributed; what those that are not among them get is no group."""
         try:
-            group = dist.new_group(ranks, timeout=self.timeout)
+            return dist.new_group(list(ranks), timeout=self.timeout)
         except RuntimeError as error:
             raise CommError(
                 f"{self.here}: no process group could be started; another rank has ended or not come as far in time, "
                 f"its own output says why ({_reason(error)})"
             ) from error
-        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        return Link(group, self.timeout, _of=self)
 
     def all_to_all(
         self,
@@ -255,7 +269,7 @@ class Link:
         return Handle(result, work, lambda error, peer: self._explained(what, error, peer))
 
     def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
-        who = "another rank" if peer is None else f"rank {peer}"
+        who = "another rank" if peer is None else f"rank {self._names[peer]}"
         explained = CommError(
             f"{self.here}: the exchange of {what} failed; {who} has ended or not answered in time, its own output "
             f"says why ({_reason(error)})"

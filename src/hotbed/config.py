@@ -253,6 +253,8 @@ class ParallelRecipe:
     """How gradients of rows cross the wire; all but fp32 round them."""
     sums_apart: bool = False
     """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns."""
+    ranks_per_node: int | None = None
+    """Exchange in two hops, inside nodes of so many processes and then between nodes; it does not change results."""
     overlap: bool = True
     """Exchange the ids of the next batch while one is computed; it does not change results."""
     reader: Reader = "each"
@@ -267,6 +269,8 @@ class ParallelRecipe:
         for key in ("forward_codec", "backward_codec"):
             _one_of(f"parallel.{key}", getattr(self, key), get_args(Codec))
         _at_least("parallel.timeout_s", self.timeout_s, 1)
+        if self.ranks_per_node is not None:
+            _at_least("parallel.ranks_per_node", self.ranks_per_node, 1)
         if not self.plan:
             raise RecipeError("parallel.plan is empty; give a scheme like table or row, or a plan's file")
 

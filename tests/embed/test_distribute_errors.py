@@ -166,6 +166,11 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         SpecError,
         "no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')",
     ),
+    "uneven nodes": (
+        lambda group: hb.distribute(one_table(), group=group, ranks_per_node=2),
+        CommError,
+        "ranks_per_node is 2, must divide the 3 ranks; start as many processes on every node",
+    ),
     "a part of the ranks": (
         part_of_the_ranks,
         SpecError,

@@ -13,6 +13,7 @@ from hotbed import optim
 from hotbed.comm import Link
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.wire import Wire
+from hotbed.hops import NodeLink
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
@@ -49,6 +50,7 @@ class Job:
     wire: Mapping[str, object] = field(default_factory=dict)
     backend: str = "auto"
     tables: Sequence[Table] = TABLES
+    ranks_per_node: int | None = None
 
 
 SIZES = {"fixed": (5, 5, 5, 5), "ragged": (6, 6, 6, 6), "weighted": (4, 4, 4, 4), "empty": (7, 0, 3, 0)}
@@ -101,7 +103,10 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, torch.Tensor
     ranks = range(job.world_size)
     collection = EmbeddingCollection(job.tables, FEATURES, seed=3, backend=job.backend)
     if job.plan is not None:
-        collection.distribute(job.plan, Wire(Link(group, timedelta(seconds=30)), **job.wire))
+        link = Link(group, timedelta(seconds=30))
+        if job.ranks_per_node is not None:
+            link = NodeLink(link, job.ranks_per_node)
+        collection.distribute(job.plan, Wire(link, **job.wire))
     optimizer = getattr(optim, job.optimizer)(collection, **{"lr": 0.05, **job.options})
     losses: list[torch.Tensor] = []
     for step in range(job.steps):

@@ -86,6 +86,15 @@ def test_all_plans_give_the_same_bits(ranks: Ranks, size: int, kind: str, optimi
         assert not differing(found[scheme], found["table"]), scheme
 
 
+def test_exchanging_in_two_hops_gives_the_same_bits(ranks: Ranks):
+    job = Job(None, steps=3, optimizer="RowWiseAdagrad", kind="empty")
+    plans = {s: plan(s, 4) for s in ("mixed", "column", "pooled column")}
+    flat = results(ranks, 4, {s: replace(job, plan=p) for s, p in plans.items()})
+    hops = results(ranks, 4, {s: replace(job, plan=p, ranks_per_node=2) for s, p in plans.items()})
+    for scheme, found in hops.items():
+        assert not differing(found, flat[scheme]), scheme
+
+
 def check_narrow(ranks: Ranks, dtype: str, fp32_rows: int, schemes: Sequence[str]) -> None:
     """Rows of 144 columns can be cut where int8 has its scales; of shorter ones no cut is there."""
     tables = tuple(

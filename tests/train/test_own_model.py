@@ -19,7 +19,7 @@ from .parallel_cases import RECIPE, Group, InMemory
 
 pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
 
-OWN = replace(RECIPE, model=Component("tests.train.test_own_model.Own", {}))
+OWN = replace(RECIPE, model=Component(class_path="tests.train.test_own_model.Own"))
 
 
 class Own(nn.Module):

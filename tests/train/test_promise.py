@@ -14,8 +14,6 @@ from hotbed.errors import CommError, RecipeError
 from hotbed.train import promise
 from hotbed.train.promise import KILLED, PLANS, RESUMED, run_promise
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "promise.json"

@@ -120,6 +120,7 @@ def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
         sums_apart=parallel.sums_apart,
+        ranks_per_node=parallel.ranks_per_node,
         timeout=timedelta(seconds=parallel.timeout_s),
     )
 

@@ -20,7 +20,7 @@ MAY_DIFFER = frozenset(
         "name",
         *(f"data.{key}" for key in ("path", "workers", "prefetch", "valid_split", "test_split")),
         *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
-        *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "timeout_s")),
+        *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
         *(f"train.{key}" for key in ("checkpoint_every", "eval_every", "eval_batch_size", "monitor", "patience")),
     }
 )

@@ -1,0 +1,92 @@
+"""Exchanges in two hops, inside nodes and then between them: for many nodes of several ranks each.
+
+What a rank has for another goes first to the rank of its own node that has the receiver's place there, and from it to
+the receiver. So a rank talks to the ranks of its node and to one rank of every other node: as many bytes cross between
+nodes, in fewer and larger messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed.comm import Handle, Link
+from hotbed.errors import CommError
+
+
+class NodeLink(Link):
+    """A link whose exchanges take two hops.
+
+    Parameters
+    ----------
+    whole
+        The ranks; its process group is used for broadcasts only.
+    ranks_per_node
+        Ranks that follow each other and share a node.
+
+    Raises
+    ------
+    CommError
+        If it does not divide the number of ranks.
+    """
+
+    def __init__(self, whole: Link, ranks_per_node: int) -> None:
+        super().__init__(whole.group, whole.timeout, of=whole)
+        if ranks_per_node < 1 or self.size % ranks_per_node:
+            raise CommError(
+                f"ranks_per_node is {ranks_per_node}, must divide the {self.size} ranks; start as many processes on "
+                "every node"
+            )
+        self.ranks_per_node = ranks_per_node
+        everyone = range(self.size)
+        self._inside = self._part([everyone[n : n + ranks_per_node] for n in everyone[::ranks_per_node]])
+        self._between = self._part([everyone[i::ranks_per_node] for i in range(ranks_per_node)])
+
+    def _part(self, parts: Sequence[Sequence[int]]) -> Link:
+        """The link of the part that has this rank; all processes make all of them, in one order."""
+        names = dist.get_process_group_ranks(self.group)
+        groups = [self._new_group([names[r] for r in part]) for part in parts]
+        (mine,) = (i for i, part in enumerate(parts) if self.rank in part)
+        group = groups[mine]
+        assert isinstance(group, dist.ProcessGroup)
+        link = Link(group, self.timeout, of=self, names=parts[mine])
+        link.sent_bytes = self.sent_bytes
+        return link
+
+    @override
+    def clone(self) -> NodeLink:
+        return NodeLink(super().clone(), self.ranks_per_node)
+
+    @override
+    def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+        nodes, places = range(self._between.size), range(self._inside.size)
+        device = outgoing[0].device
+        sizes = torch.tensor([t.nbytes for t in outgoing], device=device).view(len(nodes), len(places)).T.contiguous()
+        ones = [1] * len(places)
+        passed_on = self._inside.all_to_all(f"sizes of {what}", sizes, ones, ones).wait().tolist()
+        first = [torch.empty(sum(of_nodes), dtype=torch.uint8, device=device) for of_nodes in passed_on]
+        by_place = [_bytes([outgoing[n * len(places) + p] for n in nodes]) for p in places]
+        self._inside.exchange(what, by_place, first).wait()
+        parts = [buffer.split(of_nodes) for buffer, of_nodes in zip(first, passed_on, strict=True)]
+        expected = [[incoming[n * len(places) + p].nbytes for p in places] for n in nodes]
+        second = [torch.empty(sum(of_node), dtype=torch.uint8, device=device) for of_node in expected]
+        by_node = [torch.cat([parts[p][n] for p in places]) for n in nodes]
+        arrived = self._between.exchange(what, by_node, second)
+
+        def unpack() -> None:
+            arrived.wait()
+            for n in nodes:
+                for p, part in zip(places, second[n].split(expected[n]), strict=True):
+                    whole = incoming[n * len(places) + p]
+                    whole.copy_(part.view(whole.dtype).view(whole.shape))
+
+        return Handle(unpack)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype one after the other, as bytes."""
+    return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)
