@@ -196,7 +196,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_sha256", full)
+    monkeypatch.setattr(module.blocks, "describe", full)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
     assert list(tmp_path.iterdir()) == []
@@ -237,8 +237,37 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors has SHA-256"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: block 0 of 1 \(bytes 0 … .* has changed"):
         verify_checkpoint(tmp_path / "c")
+
+
+def test_damage_has_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.blocks, "BLOCK_BYTES", 64)
+    file = saved(tmp_path) / "model.safetensors"
+    monkeypatch.undo()  # a checkpoint says how large its blocks are
+    verify_checkpoint(tmp_path / "c")
+    content = bytearray(file.read_bytes())
+    last = (len(content) - 1) // 64
+    for block in (1, last):
+        damaged = content.copy()
+        damaged[block * 64] ^= 1
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"block {block} of {last + 1} \(bytes {block * 64:,} … "):
+            load_checkpoint(tmp_path / "c", {"model": nn.Linear(4, 2)})
+
+
+def test_no_changed_byte_of_any_file_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    for file in sorted(saved(tmp_path).iterdir()):
+        content = file.read_bytes()
+        for at in range(0, len(content), 7):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+            with pytest.raises(CheckpointError):
+                load_checkpoint(tmp_path / "c", {"model": model})
+        file.write_bytes(content)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    load_checkpoint(tmp_path / "c", {"model": model})
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -255,7 +284,7 @@ def test_a_directory_without_a_valid_manifest_is_no_checkpoint(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(tmp_path / "c")
     manifest.write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, this release reads 1"):
+    with pytest.raises(CheckpointError, match="format 99, this release reads 2"):
         read_manifest(tmp_path / "c")
 
 

@@ -4,7 +4,7 @@
 
     model.safetensors, dense.safetensors, …   the tensors of one part each
     manifest.json                             written last: format, step, recipe, and per part its plain values; per
-                                              file its size and SHA-256
+                                              file its size and the SHA-256 of every 16 MiB; its own SHA-256
 
 All is written under a hidden name, waits until it is on the disk, and is renamed then, so a directory without a valid
 manifest is no checkpoint, and neither a killed run nor a power failure leaves half of one. A part is anything with
@@ -26,9 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hotbed.errors import CheckpointError, HotbedError
+from hotbed.train import blocks
 from hotbed.train.files import sync
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -120,9 +121,10 @@ def save_checkpoint(
                 file = unfinished / f"{name}.safetensors"
                 save_file({key: t.detach().contiguous() for key, t in tensors.values()}, file)
                 sync(file)
-                files[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
-        manifest = {"format": FORMAT, "step": step, "recipe": recipe, "files": files, "parts": states}
-        (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+                files[file.name] = blocks.describe(file)
+        manifest: dict[str, Any] = {"format": FORMAT, "step": step, "recipe": recipe, "files": files, "parts": states}
+        manifest["sha256"] = _sha256_of(manifest)
+        (unfinished / MANIFEST).write_text(_json(manifest), encoding="utf-8")
         sync(unfinished / MANIFEST)
         sync(unfinished)
         unfinished.rename(path)
@@ -159,7 +161,7 @@ def load_checkpoint(path: str | Path, parts: Mapping[str, Stateful]) -> dict[str
         tensors: dict[str, Tensor] = {}
         file = path / f"{name}.safetensors"
         if file.name in manifest["files"]:
-            _verify(file, manifest["files"][file.name])
+            blocks.verify(file, manifest["files"][file.name])
             tensors = load_file(file)
         try:
             part.load_state_dict(_restored(manifest["parts"][name], tensors))
@@ -198,7 +200,7 @@ def verify_checkpoint(path: str | Path) -> None:
     """Read all files of a checkpoint and compare them with the manifest; a `CheckpointError` names what differs."""
     path = Path(path)
     for name, entry in read_manifest(path)["files"].items():
-        _verify(path / name, entry)
+        blocks.verify(path / name, entry)
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
@@ -219,28 +221,18 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged ({error}); use another checkpoint") from None
     if version != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {version}, this release reads {FORMAT}; update hotbed")
+    if manifest.pop("sha256", None) != _sha256_of(manifest):
+        raise CheckpointError(f"{file} is damaged (its content has changed); use another checkpoint")
     return manifest
 
 
-def _verify(file: Path, expected: Mapping[str, Any]) -> None:
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing, but the manifest lists it; copy the checkpoint again")
-    size = file.stat().st_size
-    if size != expected["bytes"]:
-        raise CheckpointError(
-            f"{file} has {size:,} bytes, the manifest says {expected['bytes']:,}; copy the checkpoint again"
-        )
-    digest = _sha256(file)
-    if digest != expected["sha256"]:
-        raise CheckpointError(
-            f"{file} has SHA-256 {digest[:12]}…, the manifest says {expected['sha256'][:12]}…: its content has "
-            f"changed; copy the checkpoint again"
-        )
+def _json(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _sha256_of(manifest: Mapping[str, Any]) -> str:
+    """Of a manifest without its own; reading JSON and writing it again leaves it as it was."""
+    return hashlib.sha256(_json(manifest).encode()).hexdigest()
 
 
 # JSON has no tensors, tuples or integer keys, which torch's states use: they are written as {"$kind": …}.
