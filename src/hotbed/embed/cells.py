@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,11 +25,6 @@ class Cells:
     at: Tensor
     width: int
     cols: int
-
-    def units(self, start: int, stop: int) -> Cells:
-        """Those of some consecutive units."""
-        per_unit = self.cols // self.width
-        return replace(self, at=self.at[start * per_unit : stop * per_unit])
 
     def take(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
         """The units ``[n, cols]``; ``out`` is contiguous memory to copy to."""

@@ -108,7 +108,7 @@ def distribute(
     if not dist.is_available() or not dist.is_initialized():
         _check_for_one(model, plan)
         return model
-    collections = {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
+    collections = _collections(model)
     if not collections:
         raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
@@ -134,8 +134,8 @@ def distribute(
     if ranks_per_node is not None and ranks_per_node not in (1, base.size):  # which would be one hop
         link = NodeLink(link, ranks_per_node)
     wire = Wire(link, forward_codec, backward_codec, sums_apart)
+    names = _plan_names(model)
     for path, collection in collections.items():
-        names = _plan_names(model)
         own = {name: names[path, name] for name in collection.tables}
         collection.distribute(_local(plan, own), wire, place)
     _materialize(model, place)
@@ -247,9 +247,8 @@ def plan_tables(model: nn.Module) -> list[Table]:
     names = _plan_names(model)
     return [
         replace(table, name=names[path, table.name])
-        for path, m in model.named_modules()
-        if isinstance(m, EmbeddingCollection)
-        for table in m.tables.values()
+        for path, collection in _collections(model).items()
+        for table in collection.tables.values()
     ]
 
 
@@ -264,15 +263,19 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
     own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
     given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
     schemes = {name: own.get(path, of_others) for (path, _), name in names.items()} | dict(given)
-    collections = ((path, m) for path, m in model.named_modules() if isinstance(m, EmbeddingCollection))
-    ids = Counter(names[path, feature.table] for path, m in collections for feature in m.features)
+    ids = Counter(names[path, f.table] for path, collection in _collections(model).items() for f in collection.features)
     options.setdefault("ids", ids)
     return make_plan(plan_tables(model), world_size, schemes, **options)
 
 
+def _collections(model: nn.Module) -> dict[str, EmbeddingCollection]:
+    """Collections of a model, by path."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
+
+
 def _plan_names(model: nn.Module) -> dict[tuple[str, str], str]:
     """Name of each table in plans, by its collection's path and its name there."""
-    tables = [(p, t) for p, m in model.named_modules() if isinstance(m, EmbeddingCollection) for t in m.tables]
+    tables = [(path, table) for path, collection in _collections(model).items() for table in collection.tables]
     count = Counter(table for _, table in tables)
     return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
 

@@ -65,8 +65,8 @@ class Touched:
     ----------
     slots
         ``[U]``, rising.
-    piece
-        Piece of each ``[U]``.
+    piece, within
+        Piece of each ``[U]``, and which slot of the piece it is.
     gradient
         Summed and scaled ``[U, cols]``.
     """
@@ -87,7 +87,7 @@ class Touched:
         active = step.hyper[piece, ACTIVE] != 0
         if not bool(active.all()):
             slots, piece, within, gradient = slots[active], piece[active], within[active], gradient[active]
-        self.slots, self.piece, self.gradient, self._within = slots, piece, gradient, within
+        self.slots, self.piece, self.within, self.gradient = slots, piece, within, gradient
         first_slots = torch.tensor(arena.first_slots, dtype=torch.int64, device=device)
         self._bounds: list[int] = torch.searchsorted(slots, first_slots).tolist()
 
@@ -96,7 +96,7 @@ class Touched:
         start, stop = self._bounds[piece], self._bounds[piece + 1]
         if rows is None or rows == range(len(self.arena.pieces[piece].rows)):
             return slice(start, stop)
-        within = self._within[start:stop]
+        within = self.within[start:stop]
         common = (within >= rows.start) & (within < rows.stop) & ((within - rows.start) % rows.step == 0)
         return start + common.nonzero()[:, 0]
 
@@ -206,9 +206,10 @@ class RowSums:
                 rows = touched[kind].of(piece)
                 whole[kind][rows, columns] = blocks[kind][rows]
         outgoing: list[list[Tensor]] = [[] for _ in range(link.size)]
+        common = {(n.tile, n.other): touched[n.kind].of(n.piece, n.rows) for n in self._to}
         for n in self._to:
-            outgoing[n.owner].append(blocks[n.kind][touched[n.kind].of(n.piece, n.rows)].flatten())
-        places = [touched[n.kind].of(n.piece, n.rows) for n in self._from]
+            outgoing[n.owner].append(blocks[n.kind][common[n.tile, n.other]].flatten())
+        places = [common[n.tile, n.other] for n in self._from]
         shapes = [
             (len(touched[n.kind].slots[rows]), n.blocks.stop - n.blocks.start)
             for n, rows in zip(self._from, places, strict=True)
@@ -251,9 +252,8 @@ def _store(touched: Touched, rows: Tensor, moments: Mapping[str, Tensor]) -> Non
         first, step, col = torch.tensor(
             [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
         )[piece].unbind(1)
-        _, within = arena.locate(slots)
         cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
-        random = random_bits(touched.step.seeds[piece], first + within * step, cols)
+        random = random_bits(touched.step.seeds[piece], first + touched.within * step, cols)
     arena.store.write(slots, rows, random=random)
     for name, moment in moments.items():
         arena.store.write(slots, moment, name)
