@@ -8,11 +8,11 @@ import yaml
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.checkpoint import checkpoints_in
 from hotbed.cli import main
 from hotbed.config import Recipe
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import make_plan
-from hotbed.train.checkpoint import checkpoints_of
 from hotbed.train.run import build_model, open_source, tables_of
 from tests.cli_cases import (  # noqa: F401
     Output,
@@ -146,7 +146,7 @@ def test_overrides_are_typed_and_win_over_the_file(recipe: Path) -> None:
 def test_a_resumed_run_ends_where_one_that_was_not_stopped_ends(recipe: Path) -> None:
     _, whole, _ = train(recipe, "--train.epochs", "2")
     _, _, run = train(recipe, "--train.epochs", "2", "--train.steps", "11")
-    checkpoint = checkpoints_of(run)[-1]
+    checkpoint = checkpoints_in(run / "checkpoints")[-1]
     assert checkpoint.name == "last-00000011"
     _, resumed, _ = train(recipe, "--train.epochs", "2", "--resume", str(checkpoint))
     assert (resumed["steps"], resumed["samples"]) == (whole["steps"], whole["samples"] - 11 * 128)
@@ -155,7 +155,7 @@ def test_a_resumed_run_ends_where_one_that_was_not_stopped_ends(recipe: Path) ->
 
 def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, capsys: Output) -> None:
     _, _, run = train(recipe, "--train.steps", "3")
-    resume = ["--resume", str(checkpoints_of(run)[-1])]
+    resume = ["--resume", str(checkpoints_in(run / "checkpoints")[-1])]
     others = ["--dense_optimizer.init_args.lr", "0.5", "--data.window", "3", "--sparse_optimizer.init_args.eps", "0.1"]
     message = refused(["train", str(recipe), *resume, *others], capsys)
     assert "data.window was 8 and is now 3; dense_optimizer.init_args.lr was 0.01 and is now 0.5; sparse_" in message
@@ -251,7 +251,7 @@ def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> 
         "init_args": {"lr": 0.05},
     }
     _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
-    _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_of(begun)[-1]))
+    _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_in(begun / "checkpoints")[-1]))
     assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"] - 7 * 128)
     assert resumed["test"] == whole["test"]
     assert main(["eval", "--checkpoint", str(run), "--json", str(recipe.parent / "eval.json")]) == 0

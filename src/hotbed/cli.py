@@ -193,8 +193,8 @@ def _add_init(parser: ArgumentParser) -> None:
 
 
 def _init(parsed: Namespace) -> None:
+    from hotbed.files import write_text
     from hotbed.train.draft import draft_recipe
-    from hotbed.train.files import write_text
 
     out = None if parsed.out is None else Path(parsed.out)
     if out is not None and out.exists():
@@ -243,7 +243,7 @@ def _eval(parsed: Namespace) -> None:
     checkpoint, metrics = evaluate_checkpoint(Path(parsed.checkpoint), parsed.split, parsed.data)
     values = metrics.to_dict()
     print_metrics(_stdout(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
-    _write_json(parsed.json, {"checkpoint": checkpoint, parsed.split: values})
+    _write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})
 
 
 def _add_inspect(parser: ArgumentParser) -> None:
@@ -298,7 +298,7 @@ COMMANDS: Mapping[str, Command] = {
 
 def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
     if path is not None:
-        from hotbed.train.files import write_json
+        from hotbed.files import write_json
 
         write_json(Path(path), value)
 

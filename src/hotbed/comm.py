@@ -109,6 +109,13 @@ class Link:
         self._exchanges = 0
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors must be that are exchanged: NCCL takes those of the present GPU, Gloo those of the host."""
+        if dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    @property
     def step(self) -> int:
         """Number of the training step, for the error messages of this link and of all its clones; 0: not known."""
         return self._step[0]

@@ -56,6 +56,8 @@ class Table:
         Initial values are uniform on ``[−init_bound, init_bound)``. Default ``1/√rows`` (NVIDIA DLRM).
     init_version
         Version of the initial-value function. Stored with the table, so that a table that grows keeps its values.
+    init_seed
+        Seed of the initial values, 32 bits. Default: from the collection's seed and the table's name.
     dtype
         What rows are stored as. Arithmetic and optimizer state are float32 always; a narrower row is rounded
         stochastically after each update, so tiny updates arrive in the mean. ``"int8"`` has a power-of-two scale per
@@ -77,6 +79,7 @@ class Table:
     dim: int
     init_bound: float | None = None
     init_version: int = 1
+    init_seed: int | None = None
     dtype: RowDtype = "fp32"
     fp32_rows: int = 0
     frozen: bool = False
@@ -96,7 +99,8 @@ class Table:
             raise SpecError(f"table '{self.name}': init_bound is {self.init_bound}, must be finite and not negative")
         if self.init_version != 1:
             raise SpecError(f"table '{self.name}': init_version is {self.init_version}, this release knows only 1")
-
+        if self.init_seed is not None and not (is_int(self.init_seed) and 0 <= self.init_seed < 1 << 32):
+            raise SpecError(f"table '{self.name}': init_seed is {self.init_seed!r}, must be an integer of 32 bits")
         if self.dtype not in get_args(RowDtype):
             known = get_args(RowDtype)
             raise SpecError(
@@ -115,6 +119,8 @@ class Table:
 
     def seed(self, collection_seed: int) -> int:
         """32-bit seed of this table's initial values; depends on the name, not on the table's position."""
+        if self.init_seed is not None:
+            return self.init_seed
         digest = hashlib.blake2b(f"{collection_seed}/{self.name}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little")
 

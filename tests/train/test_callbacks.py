@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
-from hotbed.train.checkpoint import checkpoints_of, load_checkpoint, read_manifest
 from hotbed.train.progress import PrepareProgress, ShowProgress
 from tests.train import planted
 from tests.train.planted import Losses
@@ -93,12 +93,12 @@ def test_the_best_checkpoint_is_kept_and_restored(tmp_path: Path) -> None:
     keep = KeepBest(tmp_path / "checkpoints", recipe)
     trainer = planted.trainer(TRAIN, callbacks=[Scripted([0.5, 0.7, 0.6, 0.1], keep), keep])
     trainer.fit(planted.batches(4))
-    best = checkpoints_of(tmp_path)
+    best = checkpoints_in(tmp_path / "checkpoints")
     assert [path.name for path in best] == ["best-00000002"]
     other = planted.trainer(TRAIN)
     load_checkpoint(best[0], {"model": other.model})
     assert str(other.model.state_dict()) == str(trainer.model.state_dict())
-    assert Recipe.from_dict(read_manifest(best[0])["recipe"]) == recipe
+    assert Recipe.from_dict(read_manifest(best[0]).recipe) == recipe
 
 
 def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -106,12 +106,12 @@ def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
 
     class Spy(Callback):
         def on_step(self, trainer: Trainer, loss: float) -> None:
-            seen.append([path.name for path in checkpoints_of(tmp_path)])
+            seen.append([path.name for path in checkpoints_in(tmp_path / "checkpoints")])
 
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path / "checkpoints", RECIPE, every=2), Spy()])
     trainer.fit(planted.batches(5))
     assert seen == [[], ["last-00000002"], ["last-00000002"], ["last-00000004"], ["last-00000004"]]
-    assert [path.name for path in checkpoints_of(tmp_path)] == ["last-00000005"]
+    assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["last-00000005"]
 
 
 def test_checkpoints_do_not_change_training(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hotbed.config import ScheduleRecipe, TrainRecipe
-from hotbed.train.files import write_json
+from hotbed.files import write_json
 from tests.train import planted
 from tests.train.planted import Losses
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, verify_checkpoint
 from hotbed.data import Loader
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.callbacks import KeepBest, KeepLast
-from hotbed.train.checkpoint import checkpoints_of, load_checkpoint, read_manifest, verify_checkpoint
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
@@ -76,11 +76,13 @@ def _run(group: Group, scheme: str, options: dict[str, Any]) -> dict[str, Any]:
 def test_a_checkpoint_of_three_ranks_is_gone_on_from_by_any_number(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks.run(3, _run, "row", {})
     first = ranks.run(3, _run, "row", {"stop": STOPPED, "save": tmp_path / "run" / "checkpoints"})
-    (checkpoint,) = checkpoints_of(tmp_path / "run")
+    (checkpoint,) = checkpoints_in(tmp_path / "run" / "checkpoints")
     assert checkpoint.name == f"last-{STOPPED:08d}"
-    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]  # nothing unfinished is left
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        checkpoint.name
+    ]  # nothing unfinished is left
     verify_checkpoint(checkpoint)
-    assert read_manifest(checkpoint)["recipe"]["name"] == "test"
+    assert read_manifest(checkpoint).recipe["name"] == "test"
     saved = first[0]["state"]
     resume = {"resume": checkpoint}
     # Of equally many ranks, whatever the plan: the bits of a run that was not interrupted.

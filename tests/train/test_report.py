@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 
 from hotbed.config import Recipe
-from hotbed.train.files import write_json, write_text
+from hotbed.files import write_json, write_text
 from hotbed.train.report import RunDirectory, environment, print_summary, size
 from tests.train.test_callbacks import RECIPE
 
@@ -83,7 +83,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotbed.train.files.os.fsync", killed)
+    monkeypatch.setattr("hotbed.files.os.fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         write_json(file, {"a": 2})
     assert json.loads(file.read_text()) == {"a": 1}
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hotbed.train.files.os.fsync", full)
+    monkeypatch.setattr("hotbed.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_text(tmp_path / "f.txt", "content")
     assert list(tmp_path.iterdir()) == []

@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 
+from hotbed.checkpoint import MANIFEST, find_checkpoint
 from hotbed.cli import main
 from hotbed.config import DataRecipe, Recipe
 from hotbed.errors import RecipeError
 from hotbed.specs import Table
-from hotbed.train.checkpoint import MANIFEST, find_checkpoint
 from hotbed.train.dry_run import memory_plan
 from hotbed.train.resume import refuse_another_recipe
 from hotbed.train.run import build_model, build_trainer, open_source, tables_of
@@ -93,7 +93,7 @@ def test_dtypes_on_the_command_line(recipe: Path, capsys: Output) -> None:
 
 def test_a_checkpoint_from_before_there_were_row_dtypes_can_be_resumed(recipe: Path) -> None:
     _, _, run = train(recipe, "--train.steps", "2")
-    checkpoint = find_checkpoint(run)
+    checkpoint = Path(find_checkpoint(run).path)
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     del manifest["recipe"]["data"]["dtype"], manifest["recipe"]["data"]["fp32_rows"], manifest["sha256"]
     manifest["sha256"] = hashlib.sha256(json.dumps(manifest, indent=1).encode()).hexdigest()

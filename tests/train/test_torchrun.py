@@ -21,9 +21,9 @@ from torch import Tensor
 
 import hotbed
 from hotbed.batch import Batch
+from hotbed.checkpoint import checkpoints_in, verify_checkpoint
 from hotbed.nn import DLRM
 from hotbed.plan import Plan
-from hotbed.train.checkpoint import checkpoints_of, verify_checkpoint
 from tests.cli_cases import log_fixture, prepared_fixture, recipe_fixture  # noqa: F401
 
 # One after the other: each has several processes.
@@ -198,7 +198,7 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
     plan = Plan.from_json((run / "plan.json").read_text())
     assert plan.world_size == 2
     assert len(plan.by_table) == 26
-    (checkpoint,) = checkpoints_of(run)
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
     verify_checkpoint(checkpoint)
     assert done.stdout.count("small: test, 300 samples") == 1
     assert done.stdout.count("19 steps, 2,400 samples") == 1
@@ -265,7 +265,7 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
     assert started.text(0, "out") == ""
     run = the_run(tmp_path)
     assert not (run / "summary.json").exists()
-    checkpoint = checkpoints_of(run)[-1]
+    checkpoint = checkpoints_in(run / "checkpoints")[-1]
     verify_checkpoint(checkpoint)
     step = int(checkpoint.name.removeprefix("last-"))
     rest = ["--plan", str(run / "plan.json"), "--resume", str(checkpoint), "--train.steps", str(step + 3)]

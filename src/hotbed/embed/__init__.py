@@ -2,10 +2,12 @@
 
 from hotbed.embed.collection import EmbeddingCollection, tables_on_meta
 from hotbed.embed.distribute import Distributed, distribute, mean_over_ranks, plan_for, plan_tables
+from hotbed.embed.held import Held
 
 __all__ = [
     "Distributed",
     "EmbeddingCollection",
+    "Held",
     "distribute",
     "mean_over_ranks",
     "plan_for",

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor, nn
 
+from hotbed.apart import are_tables_apart
 from hotbed.bags import describe
 from hotbed.batch import Embeddings
 from hotbed.comm import Link
 from hotbed.embed.arena import raw_shapes
 from hotbed.embed.autograd import PooledLookup
+from hotbed.embed.held import Held
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
 from hotbed.embed.part import Part, WholePart
 from hotbed.embed.sharded import ShardedPart
@@ -245,6 +247,11 @@ class EmbeddingCollection(nn.Module):
         return self._parts[0].device
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether ranks share the tables."""
+        return any(isinstance(part, ShardedPart) for part in self._parts)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of rows and moments on this rank."""
         return sum(part.nbytes for part in self._parts)
@@ -256,6 +263,10 @@ class EmbeddingCollection(nn.Module):
         distributed, all ranks must call this.
         """
         return self._part(table).rows(table)
+
+    def held(self, table: str) -> list[Held]:
+        """Tiles of a table that are on this rank; for checkpoints."""
+        return self._part(table).held(table)
 
     def freeze(self, *tables: str) -> Self:
         """Stop training these tables (all if none is named)."""
@@ -341,6 +352,8 @@ class EmbeddingCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if are_tables_apart():
+            return
         for table in self.tables:
             for name, tensor in self._part(table).raw(table).items():
                 destination[f"{prefix}{table}.{name}"] = tensor
@@ -356,7 +369,7 @@ class EmbeddingCollection(nn.Module):
         error_msgs: list[str],
     ) -> None:
         expected: set[str] = set()
-        for table in self.tables:
+        for table in () if are_tables_apart() else self.tables:
             shapes = raw_shapes(self.tables[table])
             keys = {name: f"{prefix}{table}.{name}" for name in shapes}
             expected.update(keys.values())

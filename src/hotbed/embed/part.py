@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, Piece
+from hotbed.embed.held import Held
 from hotbed.embed.layout import BagPlaces
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
@@ -177,6 +178,10 @@ class Part(ABC):
         """Overwrite a table with what `raw` gave."""
 
     @abstractmethod
+    def held(self, table: str) -> list[Held]:
+        """Tiles of a table that are on this rank."""
+
+    @abstractmethod
     def rows(self, table: str) -> Tensor:
         """The rows of a table ``[R, D]`` float32."""
 
@@ -293,6 +298,11 @@ class WholePart(Part):
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
         for name, tensor in self.raw(table).items():
             tensor.copy_(raw[name])
+
+    @override
+    def held(self, table: str) -> list[Held]:
+        arena, piece = self._place[table]
+        return [Held(arena.pieces[piece], arena, piece, True)]
 
     @override
     def rows(self, table: str) -> Tensor:

@@ -15,6 +15,7 @@ from hotbed.comm import Link
 from hotbed.embed.arena import Arena, Piece
 from hotbed.embed.fetched import Fetched
 from hotbed.embed.gather import Holder, gathered_moment, gathered_raw, scatter_moment, scatter_raw
+from hotbed.embed.held import Held
 from hotbed.embed.layout import BagPlaces
 from hotbed.embed.part import Part, Request, Source
 from hotbed.embed.placement import KIND, Kind, Placement
@@ -217,6 +218,15 @@ class ShardedPart(Part):
     @override
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
         scatter_raw(raw, self._holders(table))
+
+    @override
+    def held(self, table: str) -> list[Held]:
+        found: list[Held] = []
+        for holder in self._holders(table):
+            for place, owned in ((holder.owned, True), (holder.copied, False)):
+                if place is not None:
+                    found.append(Held(holder.piece, *place, owned))
+        return found
 
     @override
     def rows(self, table: str) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hotbed.apart import are_tables_apart
 from hotbed.embed.arena import Arena
 from hotbed.embed.part import CHANGED, Contribution, Part
 from hotbed.errors import OptimizerError
@@ -139,13 +140,13 @@ class TableUpdater:
     def state(self, table: str) -> dict[str, Tensor]:
         """A table's moments and its ``step``; views where the whole table is here."""
         part = self._part_of[table]
-        moments = {m.name: part.moment(table, m.name) for m in self.rule.moments}
-        return {**moments, "step": self._steps[self._order[table]]}
+        moments = () if are_tables_apart() else self.rule.moments
+        return {**{m.name: part.moment(table, m.name) for m in moments}, "step": self._steps[self._order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave."""
         part = self._part_of[table]
-        for moment in self.rule.moments:
+        for moment in () if are_tables_apart() else self.rule.moments:
             part.load_moment(table, moment.name, state[moment.name])
         self._steps[self._order[table]] = state["step"]
 

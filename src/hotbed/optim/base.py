@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,15 @@ from hotbed.errors import OptimizerError, SpecError, did_you_mean
 from hotbed.optim.rules import Rule, SparseModule, Updater
 
 WeightDecayMode = Literal["l2", "decoupled"]
+
+
+class Trained(NamedTuple):
+    """A table that an optimizer trains, and what its moments started at, by name."""
+
+    collection: SparseModule
+    table: str
+    updater: Updater
+    initial: Mapping[str, float]
 
 
 class SparseOptimizer(torch.optim.Optimizer):
@@ -89,6 +98,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.check(group)
         self._places = places
         self._updaters: dict[str, Updater] = {}
+        self._trained: list[Trained] = []
         for path, collection in collections.items():
             fill = {
                 places[name][1]: {m.name: float(group[m.initial]) if m.initial else 0.0 for m in self.rule.moments}
@@ -97,6 +107,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if places[name][0] == path
             }
             self._updaters[path] = collection.connect(self.rule, fill, self._on_grad)
+            self._trained += [Trained(collection, table, self._updaters[path], fill[table]) for table in fill]
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise `SpecError` if an option of a group is out of range."""
@@ -235,6 +246,10 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if self.state[handle]:
                     self._updaters[path].load_state(table, self.state[handle])
         self.state.clear()
+
+    def trained(self) -> list[Trained]:
+        """The tables it trains: all that it was made for, less those that a later optimizer has taken over."""
+        return [trained for trained in self._trained if trained.table in trained.updater.tables]
 
     def _refresh_state(self) -> None:
         self.state.clear()

@@ -60,7 +60,15 @@ Learning rate; largest norm of a row's gradient (∞: any); largest norm of an u
 
 
 class Updater(Protocol):
-    """One optimizer's end of a collection: gradients wait here until the step."""
+    """One optimizer's end of a collection: gradients wait here until the step.
+
+    Attributes
+    ----------
+    tables
+        Those it trains.
+    """
+
+    tables: set[str]
 
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
         """Apply everything that waits to the tables named in ``hyper``, and forget it.

@@ -8,7 +8,7 @@ update.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -40,11 +40,29 @@ class Span(NamedTuple):
     first_col: int = 0
 
 
+class Extent(NamedTuple):
+    """Rows ``start … stop − 1`` of one of a store's `RowStore.arrays`."""
+
+    array: str
+    start: int
+    stop: int
+
+
 class RowStore(ABC):
-    """Rows and their moments, addressed by slot."""
+    """Rows and their moments, addressed by slot.
+
+    Attributes
+    ----------
+    slots, dim
+        Number of rows, and of columns.
+    on_change
+        Called with the slots ``[n]`` that `update` or `write` is about to change, repetitions included; so that a
+        checkpoint can be written while training goes on.
+    """
 
     slots: int
     dim: int
+    on_change: Callable[[Tensor], None] | None = None
 
     @property
     @abstractmethod
@@ -125,3 +143,15 @@ class RowStore(ABC):
         ``weight`` ``[R, D]`` float32 where all rows are; else ``weight`` (narrow rows), ``exponents`` of int8 rows, and
         ``fp32_weight`` of the rows that are float32, if any.
         """
+
+    @abstractmethod
+    def arrays(self) -> dict[str, Tensor]:
+        """Everything that is stored, by name: what rows are stored as, and moments; shares the store's memory."""
+
+    @abstractmethod
+    def extents(self, span: int) -> dict[str, Extent]:
+        """Where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
+
+    @abstractmethod
+    def places(self, slots: Tensor) -> dict[str, Tensor]:
+        """By array, which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""

@@ -13,10 +13,10 @@ from typing_extensions import override
 from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep, cpu_memory
 from hotbed.ops.narrow import MIN_EXPONENT, block_count
-from hotbed.ops.rows import read_rows, write_rows
+from hotbed.ops.rows import places, read_rows, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
-from hotbed.store.base import RowStore, Span, Tier
+from hotbed.store.base import Extent, RowStore, Span, Tier
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -25,6 +25,9 @@ TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
+MOMENT = "moment."
+"""What the names of moments begin with among a store's arrays."""
+
 INITIAL_CHUNK = 1 << 22
 """Cells that are drawn at once before they are rounded to a narrow dtype."""
 
@@ -134,6 +137,8 @@ class DenseStore(RowStore):
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
+        if self.on_change is not None:
+            self.on_change(occurrences.slots)
         groups = self.ops.group(occurrences)
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
@@ -164,6 +169,8 @@ class DenseStore(RowStore):
 
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+        if self.on_change is not None:
+            self.on_change(slots)
         if moment is None:
             write_rows(self.rows, slots, values, random)
         else:
@@ -176,19 +183,46 @@ class DenseStore(RowStore):
 
     @override
     def raw(self, span: int) -> dict[str, Tensor]:
+        arrays = self.arrays()
+        return {
+            name: arrays[e.array][e.start : e.stop]
+            for name, e in self.extents(span).items()
+            if not name.startswith(MOMENT)
+        }
+
+    @override
+    def arrays(self) -> dict[str, Tensor]:
+        rows = {"wide": self.rows.wide, "narrow": self.rows.narrow, "exponents": self.rows.exponents}
+        return {**rows, **{f"{MOMENT}{name}": t for name, t in self.moments.items()}}
+
+    @override
+    def extents(self, span: int) -> dict[str, Extent]:
         rows, fp32_rows = self.spans[span][:2]
+        first_slot = sum(s.rows for s in self.spans[:span])
         first_wide = sum(s.fp32_rows for s in self.spans[:span])
-        wide = self.rows.wide[first_wide : first_wide + fp32_rows]
+        wide = Extent("wide", first_wide, first_wide + fp32_rows)
+        narrow = first_slot - first_wide, first_slot - first_wide + rows - fp32_rows
         if fp32_rows == rows:
-            return {"weight": wide}
-        first = sum(s.rows - s.fp32_rows for s in self.spans[:span])
-        narrow = slice(first, first + rows - fp32_rows)
-        raw = {"weight": self.rows.narrow[narrow]}
+            found = {"weight": wide}
+        else:
+            found = {"weight": Extent("narrow", *narrow)}
+            if self.rows.narrow.dtype == torch.int8:
+                found["exponents"] = Extent("exponents", *narrow)
+            if fp32_rows:
+                found["fp32_weight"] = wide
+        moments = (f"{MOMENT}{name}" for name in self.moments)
+        return {**found, **{name: Extent(name, first_slot, first_slot + rows) for name in moments}}
+
+    @override
+    def places(self, slots: Tensor) -> dict[str, Tensor]:
+        found = {f"{MOMENT}{name}": slots for name in self.moments}
+        if not len(self.rows.narrow):  # then slots are positions in `wide`
+            return {"wide": slots, **found}
+        wide, at = places(self.rows, slots)
+        found |= {"wide": at[wide], "narrow": at[~wide]}
         if self.rows.narrow.dtype == torch.int8:
-            raw["exponents"] = self.rows.exponents[narrow]
-        if fp32_rows:
-            raw["fp32_weight"] = wide
-        return raw
+            found["exponents"] = at[~wide]
+        return found
 
     @override
     def to(self, device: torch.device) -> Self:

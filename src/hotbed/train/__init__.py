@@ -1,7 +1,7 @@
 """Training: the loop, its callbacks, metrics, checkpoints and reports."""
 
+from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.train.callbacks import Callback
-from hotbed.train.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.trainer import Trainer
 

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.config import Monitor, Recipe
 from hotbed.errors import RecipeError
-from hotbed.train.checkpoint import load_checkpoint, save_checkpoint
-from hotbed.train.files import without_nan
+from hotbed.files import without_nan
 from hotbed.train.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def replace_checkpoint(directory: Path, kind: str, trainer: Trainer, recipe: Rec
     first = trainer.ranks.is_first
     (exists,) = trainer.ranks.add(first and path.exists())
     if not exists:
-        save_checkpoint(path, trainer.parts(), step=trainer.step, recipe=recipe.to_dict(), write=first)
+        save_checkpoint(path, trainer.parts(), step=trainer.step, recipe=recipe.to_dict())
     if first:
         for other in directory.glob(f"{kind}-*"):
             if other != path:

@@ -10,11 +10,11 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
+from hotbed.checkpoint import MANIFEST, checkpoints_in, verify_checkpoint
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet_files import find_parquet
 from hotbed.errors import DataError
 from hotbed.specs import is_int
-from hotbed.train.checkpoint import MANIFEST, checkpoints_of, read_manifest, verify_checkpoint
 from hotbed.train.report import size
 
 
@@ -74,15 +74,27 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    manifest = read_manifest(path)
-    verify_checkpoint(path)
+    manifest = verify_checkpoint(path)
     return {
         "kind": "checkpoint",
         "path": path,
-        "step": manifest["step"],
-        "recipe": (manifest["recipe"] or {}).get("name"),
-        "parts": list(manifest["parts"]),
-        "files": [{"file": name, **entry} for name, entry in manifest["files"].items()],
+        "step": manifest.step,
+        "recipe": (manifest.recipe or {}).get("name"),
+        "ranks": (manifest.plan or {}).get("world_size", 1),
+        "bytes": manifest.nbytes,
+        "parts": list(manifest.parts),
+        "tables": [
+            {
+                "table": name,
+                "rows": table.spec.rows,
+                "dim": table.spec.dim,
+                "dtype": table.spec.dtype,
+                "moments": list(table.moments),
+                "tiles": len(table.tiles),
+            }
+            for name, table in manifest.tables.items()
+        ],
+        "files": [{"file": name, "bytes": entry["bytes"]} for name, entry in manifest.files.items()],
         "verified": True,
     }
 
@@ -94,7 +106,7 @@ def _run(path: Path) -> dict[str, Any]:
         "path": path,
         "finished": summary.is_file(),
         "summary": json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
-        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_of(path)],
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(path / "checkpoints")],
     }
 
 

@@ -17,12 +17,12 @@ import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import Cut, make_plan
 from hotbed.train.callbacks import Callback
-from hotbed.train.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.train.parallel import process_group
 from hotbed.train.run import build_trainer, open_source, tables_of
 from hotbed.train.trainer import Trainer
@@ -42,7 +42,7 @@ class _Recorder(Callback):
             return
         path = Path(self._save["checkpoint"])
         if trainer.step == self._save["at"]:
-            save_checkpoint(path, trainer.parts(), step=trainer.step, write=trainer.ranks.is_first)
+            save_checkpoint(path, trainer.parts(), step=trainer.step)
             if trainer.ranks.is_first:
                 path.with_suffix(".json").write_text(json.dumps(self.losses), encoding="utf-8")
             trainer.ranks.add(0)  # nobody dies before it is there

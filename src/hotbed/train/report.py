@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.config import Recipe
+from hotbed.files import write_json, write_text
 from hotbed.plan import Plan
-from hotbed.train.files import write_json, write_text
 from hotbed.train.parallel import Ranks, usable_cores
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from hotbed.checkpoint import read_manifest
 from hotbed.config import Recipe
 from hotbed.errors import RecipeError
-from hotbed.train.checkpoint import read_manifest
 
 MAY_DIFFER = frozenset(
     {
@@ -44,7 +44,7 @@ def refuse_another_recipe(checkpoint: Path, recipe: Recipe) -> None:
     CheckpointError
         If there is no valid checkpoint.
     """
-    stored = read_manifest(checkpoint)["recipe"]
+    stored = read_manifest(checkpoint).recipe
     if stored is None:
         return
     # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which

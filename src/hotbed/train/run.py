@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotbed.batch import Batch
+from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.config import Component, DataRecipe, ParallelRecipe, Recipe
 from hotbed.data import Loader, Source
 from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
@@ -22,7 +23,6 @@ from hotbed.errors import CheckpointError, RecipeError, SpecError, did_you_mean
 from hotbed.specs import Table
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
-from hotbed.train.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, distributed, spread_batch
 from hotbed.train.progress import ShowProgress
@@ -113,7 +113,7 @@ def _of_ranks(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def evaluate_checkpoint(path: Path, split: str, data: str | None = None) -> tuple[Path, Metrics]:
+def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -> tuple[Directory, Metrics]:
     """Evaluate a checkpoint's model with the recipe that is stored in it.
 
     Parameters
@@ -131,7 +131,7 @@ def evaluate_checkpoint(path: Path, split: str, data: str | None = None) -> tupl
         The checkpoint and its metrics.
     """
     checkpoint = find_checkpoint(path)
-    stored = read_manifest(checkpoint)["recipe"]
+    stored = read_manifest(checkpoint).recipe
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
     recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())  # this is one process

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hotbed.batch import Batch
+from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.errors import BatchError, RecipeError
 from hotbed.train.callbacks import Callback
-from hotbed.train.checkpoint import RandomState, Stateful
 from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.nonfinite import refuse_non_finite

@@ -7,20 +7,21 @@ import pytest
 import torch
 from torch import nn
 
+from hotbed.checkpoint import (
+    RandomState,
+    blocks,
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    storage,
+    verify_checkpoint,
+)
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
 from hotbed.optim import Adam, SparseOptimizer
 from hotbed.specs import Feature, Table
-from hotbed.train import checkpoint as module
-from hotbed.train.checkpoint import (
-    RandomState,
-    find_checkpoint,
-    load_checkpoint,
-    read_manifest,
-    save_checkpoint,
-    verify_checkpoint,
-)
 
 
 class Part:
@@ -53,7 +54,7 @@ def test_a_model_and_its_optimizer_come_back_bit_for_bit(tmp_path: Path) -> None
     other = nn.Linear(4, 2)
     other_optimizer = torch.optim.Adam(other.parameters(), lr=1.0)
     manifest = load_checkpoint(tmp_path / "c", {"model": other, "dense": other_optimizer})
-    assert (manifest["step"], manifest["recipe"]) == (3, {"name": "x"})
+    assert (manifest.step, manifest.recipe) == (3, {"name": "x"})
     assert torch.equal(other.weight, model.weight)
     assert str(other_optimizer.state_dict()) == str(optimizer.state_dict())
 
@@ -119,14 +120,6 @@ def test_narrow_tables_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert bits(model.state_dict()) != at_four[0]
 
 
-def test_rows_of_another_dtype_are_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "c", {"model": narrow_model()[0]})
-    tables = [Table(name, 20, 12, fp32_rows=wide) for name, (_, wide) in NARROW.items()]
-    model = EmbeddingCollection(tables, [Feature(name, table=name) for name in NARROW])
-    with pytest.raises(CheckpointError, match=r"table 'user': int8 \[20, 12\] in the state_dict, float32 \[20, 12\]"):
-        load_checkpoint(tmp_path / "c", {"model": model})
-
-
 class Tied(nn.Module):
     """Two layers with one weight."""
 
@@ -139,7 +132,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
     save_checkpoint(tmp_path / "c", {"model": model})
-    saved = read_manifest(tmp_path / "c")["parts"]["model"]
+    saved = read_manifest(tmp_path / "c").parts["model"]
     assert saved["decode.weight"] == saved["encode.weight"] == {"$tensor": "encode.weight"}
     load_checkpoint(tmp_path / "c", {"model": other})
     assert other.decode.weight is other.encode.weight
@@ -147,24 +140,23 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
-def test_all_is_on_the_disk_before_the_rename_and_the_rename_before_anything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    rename, sync = Path.rename, module.sync
+    finish, write = storage._LocalWriter.finish, storage.LocalDirectory.write
 
-    def renamed(path: Path, target: Path) -> Path:
-        events.append("rename")
-        return rename(path, target)
+    def finished(writer: Any) -> None:
+        events.append(writer._path.name)
+        finish(writer)
 
-    def synced(path: Path) -> None:
-        events.append(path.name if path.is_file() or path == tmp_path else "directory")
-        sync(path)
+    def written(place: Any, name: str, text: str) -> None:
+        events.append(name)
+        write(place, name, text)
 
-    monkeypatch.setattr(Path, "rename", renamed)
-    monkeypatch.setattr(module, "sync", synced)
-    save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
-    assert events == ["model.safetensors", "manifest.json", "directory", "rename", tmp_path.name]
+    monkeypatch.setattr(storage._LocalWriter, "finish", finished)
+    monkeypatch.setattr(storage.LocalDirectory, "write", written)
+    save_checkpoint(tmp_path / "c", {"model": narrow_model()[0]})
+    assert events == ["unfinished.json", "tables-00000-00000.safetensors", "manifest.json"]
+    assert sorted(f.name for f in (tmp_path / "c").iterdir()) == ["manifest.json", "tables-00000-00000.safetensors"]
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
@@ -192,26 +184,49 @@ def test_what_a_checkpoint_cannot_hold_is_refused(tmp_path: Path, state: Any) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["write", "finish"])
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.blocks, "describe", full)
+    monkeypatch.setattr(storage._LocalWriter, when, full)
     with pytest.raises(OSError, match="No space left"):
         save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_save_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Killed before the rename: everything is there, under a name that nobody looks for.
-    monkeypatch.setattr(module.shutil, "rmtree", lambda *_, **__: None)
-    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+def test_a_killed_save_is_no_checkpoint_and_is_replaced_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Killed before the manifest: all data files are there.
+    path = tmp_path / "checkpoints" / "last-00000001"
+    monkeypatch.setattr(storage.LocalDirectory, "remove_all", lambda _: None)
+    write = storage.LocalDirectory.write
+
+    def killed(place: Any, name: str, text: str) -> None:
+        if name == "manifest.json":
+            raise KeyboardInterrupt
+        write(place, name, text)
+
+    monkeypatch.setattr(storage.LocalDirectory, "write", killed)
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path / "checkpoints" / "last-00000001", {"model": nn.Linear(2, 2)})
+        save_checkpoint(path, {"model": nn.Linear(2, 2)})
     monkeypatch.undo()
-    assert not (tmp_path / "checkpoints" / "last-00000001").exists()
+    assert sorted(f.name for f in path.iterdir()) == ["model.safetensors", "unfinished.json"]
     with pytest.raises(CheckpointError, match="neither a checkpoint"):
         find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no manifest"):
+        load_checkpoint(path, {"model": nn.Linear(2, 2)})
+    save_checkpoint(path, {"model": narrow_model()[0]})
+    assert find_checkpoint(tmp_path).path == str(path)
+    verify_checkpoint(path)
+
+
+def test_a_directory_of_other_things_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"exists already and holds thesis\.txt; choose another directory"):
+        save_checkpoint(tmp_path, {"model": nn.Linear(2, 2)})
+    assert [f.name for f in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
@@ -242,7 +257,7 @@ def test_a_changed_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_damage_has_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     file = saved(tmp_path) / "model.safetensors"
     monkeypatch.undo()  # a checkpoint says how large its blocks are
     verify_checkpoint(tmp_path / "c")
@@ -284,7 +299,7 @@ def test_a_directory_without_a_valid_manifest_is_no_checkpoint(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="is damaged"):
         read_manifest(tmp_path / "c")
     manifest.write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, this release reads 2"):
+    with pytest.raises(CheckpointError, match="format 99, this release reads 3"):
         read_manifest(tmp_path / "c")
 
 

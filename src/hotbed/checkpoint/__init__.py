@@ -1,0 +1,23 @@
+"""Checkpoints: directories that any plan, number of ranks and tier can save and load; see docs/checkpoint-format.md."""
+
+from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, checkpoints_in, find_checkpoint, read_manifest
+from hotbed.checkpoint.save import Saving, save_checkpoint
+from hotbed.checkpoint.state import RandomState, Stateful
+from hotbed.checkpoint.storage import Directory, directory
+
+__all__ = [
+    "MANIFEST",
+    "Directory",
+    "Manifest",
+    "RandomState",
+    "Saving",
+    "Stateful",
+    "checkpoints_in",
+    "directory",
+    "find_checkpoint",
+    "load_checkpoint",
+    "read_manifest",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

@@ -1,0 +1,141 @@
+"""Loading a checkpoint: every rank reads what it needs of the tables, whatever tiles they were saved in.
+
+Rows come straight from the files into the tables, block by block, each checked before it is used; so memory is bounded
+by a few blocks. Rows that were cut at other columns lie apart in the files, so such tiles are read whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotbed.apart import tables_apart
+from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
+from hotbed.checkpoint.parts import TablePart, link_of, refuse_parts_of_distributed, tables_of_parts
+from hotbed.checkpoint.state import Stateful, restored
+from hotbed.checkpoint.storage import Directory, directory
+from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.errors import CheckpointError, HotbedError, did_you_mean
+
+_log = logging.getLogger("hotbed")
+
+
+def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful]) -> Manifest:
+    """Load the state of some parts; parts of the checkpoint that are not asked for are not read.
+
+    The number of ranks and the plan may be others than those that saved it, and so may the dtype of rows: those that
+    are narrower here are rounded to the nearest, and it is logged.
+
+    Parameters
+    ----------
+    path
+        A checkpoint: a local path, or a URI like ``s3://bucket/path``.
+    parts
+        What to load into, by the name it was saved under.
+
+    Returns
+    -------
+    Manifest
+        What the checkpoint says of itself: ``step``, ``recipe``, ….
+
+    Raises
+    ------
+    CheckpointError
+        If the checkpoint is absent, incomplete or damaged, lacks a part, or does not fit it. Nothing was loaded then,
+        unless the message says that tables were.
+    """
+    place = directory(path)
+    manifest = read_manifest(place)
+    for name in parts:
+        if name not in manifest.parts:
+            raise CheckpointError(
+                f"{place} has no part '{name}'; it has {', '.join(manifest.parts)}{did_you_mean(name, manifest.parts)}"
+            )
+    refuse_parts_of_distributed(parts, link_of(parts))
+    tables = tables_of_parts(parts)
+    for name, table in tables.items():
+        _check(f"{place}", name, table, manifest)
+    with VerifiedFiles(place, manifest.files) as verified:
+        files = TensorFiles(verified)
+        states: dict[str, Any] = {}
+        for name in parts:
+            file = f"{name}.safetensors"
+            tensors = {key: files.read(file, key) for key in files.arrays(file)} if file in manifest.files else {}
+            states[name] = restored(manifest.parts[name], tensors)
+        begun = False
+        try:
+            for name, table in tables.items():
+                _load_table(name, table, manifest.tables[name], files)
+                begun = True
+        except CheckpointError as error:
+            if begun:
+                raise CheckpointError(f"{error}; some tables were loaded already, make the model again") from None
+            raise
+    for name, part in parts.items():
+        try:
+            with tables_apart():
+                part.load_state_dict(states[name])
+        except (HotbedError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{place}: part '{name}' does not fit this {type(part).__name__}: {error}; load it with the recipe "
+                "that it was made with"
+            ) from error
+    return manifest
+
+
+def verify_checkpoint(path: str | Path | Directory) -> Manifest:
+    """Read all files of a checkpoint and compare them with the manifest; a `CheckpointError` names what differs."""
+    place = directory(path)
+    manifest = read_manifest(place)
+    with VerifiedFiles(place, manifest.files) as verified:
+        for name in manifest.files:
+            verified[name].verify()
+        files = TensorFiles(verified)
+        for name, table in manifest.tables.items():
+            for tile in table.tiles:
+                if not any(key.startswith(f"{tile.key}/") for key in files.arrays(tile.file)):
+                    raise CheckpointError(f"{place}/{tile.file} holds nothing of table '{name}' under '{tile.key}'")
+    return manifest
+
+
+def _check(place: str, name: str, table: TablePart, manifest: Manifest) -> None:
+    """Raise `CheckpointError` unless the checkpoint has this table with these moments."""
+    if name not in manifest.tables:
+        raise CheckpointError(
+            f"{place} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}"
+            f"{did_you_mean(name, manifest.tables)}; init_from takes what fits, see hotbed train --init_from"
+        )
+    saved, spec = manifest.tables[name], table.table
+    if (saved.spec.rows, saved.spec.dim) != (spec.rows, spec.dim):
+        raise CheckpointError(
+            f"{place}: table '{name}' is {saved.spec.rows:,} × {saved.spec.dim}, here {spec.rows:,} × {spec.dim}; make "
+            "rows and dim those it was saved with; hotbed train --init_from lets tables grow"
+        )
+    for moment, wanted in table.saved.moments.items():
+        if moment not in saved.moments or saved.moments[moment].per != wanted.per:
+            has = ", ".join(f"{m} per {s.per}" for m, s in saved.moments.items()) or "none"
+            raise CheckpointError(
+                f"{place}: the moments of table '{name}' are {has}; part '{wanted.optimizer}' needs {moment} per "
+                f"{wanted.per}; use the optimizer that it was saved with"
+            )
+    for held in table.collection.held(spec.name):
+        if held.arena.store.on_change is not None:
+            raise CheckpointError("the tables are being saved; call wait() of what save_checkpoint returned first")
+
+
+def _load_table(name: str, table: TablePart, saved: SavedTable, files: TensorFiles) -> None:
+    spec = table.table
+    if (saved.spec.dtype, saved.spec.fp32_rows) != (spec.dtype, spec.fp32_rows):
+        _log.info(
+            "table %s: %s rows (%s of them fp32) are read as %s (%s fp32), rounded to the nearest where narrower",
+            *(name, saved.spec.dtype, saved.spec.fp32_rows, spec.dtype, spec.fp32_rows),
+        )
+    with torch.no_grad():
+        for held in table.collection.held(spec.name):
+            load_tile(held, saved, table.saved.moments if held.owned else (), files)

@@ -1,0 +1,209 @@
+"""The manifest: what makes a directory a checkpoint, and what it says of files, parts and tables.
+
+It is written last, so a directory without a valid one is no checkpoint, and neither a killed run nor a power failure
+leaves half of one. ``docs/checkpoint-format.md`` describes every entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hotbed.checkpoint.blocks import Entry
+from hotbed.checkpoint.storage import Directory, directory
+from hotbed.errors import CheckpointError
+from hotbed.specs import Table
+
+FORMAT = 3
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class SavedMoment:
+    """A moment of a table: ``per`` row or element, what untouched rows have, and the part that is its optimizer."""
+
+    per: Literal["row", "element"]
+    initial: float
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class SavedTile:
+    """A rectangle of a table and the arrays ``KEY/…`` of a file that hold it.
+
+    Where it is ``keyed``, the array ``KEY/keys`` names the rows that the others hold, rising; all other rows of the
+    rectangle have their initial values.
+    """
+
+    rows: range
+    cols: range
+    file: str
+    key: str
+    keyed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        values: dict[str, Any] = {
+            "rows": [self.rows.start, self.rows.stop, self.rows.step],
+            "cols": [self.cols.start, self.cols.stop],
+            "file": self.file,
+            "key": self.key,
+        }
+        return {**values, "keyed": True} if self.keyed else values
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> SavedTile:
+        """What `to_dict` gave."""
+        rows, cols = range(*values["rows"]), range(*values["cols"])
+        return SavedTile(rows, cols, values["file"], values["key"], values.get("keyed", False))
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """A table: what it is, and the tiles that it is in.
+
+    ``spec.init_seed`` is the seed of the initial values, whatever the collection's was.
+    """
+
+    spec: Table
+    moments: Mapping[str, SavedMoment] = field(default_factory=dict)
+    tiles: tuple[SavedTile, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint's manifest says.
+
+    Attributes
+    ----------
+    step
+        Optimizer steps taken.
+    recipe, plan
+        Plain values of both, where there are any.
+    parts
+        By name, the plain values of a state; tensors are named by ``{"$tensor": KEY}`` in ``NAME.safetensors``.
+    tables
+        By the path of the collection in the model and the table's name.
+    files
+        By name: size, and the SHA-256 of every block.
+    """
+
+    step: int = 0
+    recipe: Mapping[str, Any] | None = None
+    plan: Mapping[str, Any] | None = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, SavedTable] = field(default_factory=dict)
+    files: Mapping[str, Entry] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """JSON with its own SHA-256."""
+        values: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.step,
+            "recipe": self.recipe,
+            "plan": self.plan,
+            "tables": {name: _table_to_dict(table) for name, table in self.tables.items()},
+            "files": self.files,
+            "parts": self.parts,
+        }
+        return _json({**values, "sha256": _sha256_of(values)})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+
+def read_manifest(path: str | Path | Directory) -> Manifest:
+    """Manifest of a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none, or it is damaged or of another format.
+    """
+    place = directory(path)
+    if not place.has(MANIFEST):
+        raise CheckpointError(f"{place} holds no {MANIFEST}, so it is not a checkpoint, or one that was never finished")
+    file = f"{place}/{MANIFEST}"
+    try:
+        values = json.loads(place.read(MANIFEST).decode())
+        version = values["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); use another checkpoint") from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{place} has checkpoint format {version}, this release reads {FORMAT}; use the release that wrote it"
+        )
+    if values.pop("sha256", None) != _sha256_of(values):
+        raise CheckpointError(f"{file} is damaged (its content has changed); use another checkpoint")
+    tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
+    return Manifest(values["step"], values["recipe"], values["plan"], values["parts"], tables, values["files"])
+
+
+def checkpoints_in(path: str | Path | Directory) -> list[Directory]:
+    """Checkpoints in a directory, named ``KIND-STEP``, by step; the newest is the last."""
+    place = directory(path)
+    folders = [place / name for name in place.names() if "-" in name and not name.startswith(".")]
+    return sorted((f for f in folders if f.has(MANIFEST)), key=lambda folder: folder.name.split("-")[-1])
+
+
+def find_checkpoint(path: str | Path | Directory) -> Directory:
+    """The path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none.
+    """
+    place = directory(path)
+    if place.has(MANIFEST):
+        return place
+    for folder in (place / "checkpoints", place):
+        found = checkpoints_in(folder)
+        if found:
+            return found[-1]
+    raise CheckpointError(f"{place} is neither a checkpoint ({MANIFEST}) nor a run's directory with one")
+
+
+def _table_to_dict(table: SavedTable) -> dict[str, Any]:
+    spec = table.spec
+    return {
+        "name": spec.name,
+        "rows": spec.rows,
+        "dim": spec.dim,
+        "dtype": spec.dtype,
+        "fp32_rows": spec.fp32_rows,
+        "init": {"seed": spec.init_seed, "bound": spec.bound, "version": spec.init_version},
+        "moments": {name: vars(moment) for name, moment in table.moments.items()},
+        "tiles": [tile.to_dict() for tile in table.tiles],
+    }
+
+
+def _table_from_dict(values: Mapping[str, Any]) -> SavedTable:
+    init = values["init"]
+    spec = Table(
+        values["name"],
+        values["rows"],
+        values["dim"],
+        init_bound=init["bound"],
+        init_seed=init["seed"],
+        init_version=init["version"],
+        dtype=values["dtype"],
+        fp32_rows=values["fp32_rows"],
+    )
+    tiles = tuple(SavedTile.from_dict(tile) for tile in values["tiles"])
+    return SavedTable(spec, {name: SavedMoment(**m) for name, m in values["moments"].items()}, tiles)
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=1)
+
+
+def _sha256_of(values: Mapping[str, Any]) -> str:
+    """Of a manifest without its own; reading JSON and writing it again leaves it as it was."""
+    return hashlib.sha256(_json(values).encode()).hexdigest()

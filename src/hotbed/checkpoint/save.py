@@ -1,0 +1,370 @@
+"""Saving a checkpoint: every rank writes the tiles that it owns, the first one the rest and, last, the manifest.
+
+Ranks write into one directory and tell the first by a small file each, ``rank-N.json``, what they wrote. No table is
+gathered and nothing waits for other ranks but the manifest, so saving can go on in a thread beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hotbed.apart import tables_apart
+from hotbed.checkpoint.blocks import Entry
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
+from hotbed.checkpoint.parts import TablePart, link_of, plan_of, refuse_parts_of_distributed, tables_of_parts
+from hotbed.checkpoint.snapshot import Snapshot
+from hotbed.checkpoint.state import Stateful, Tensors, plain
+from hotbed.checkpoint.storage import Directory, directory
+from hotbed.checkpoint.tensors import Array
+from hotbed.checkpoint.writing import FileWriter, Piece, rows_per_piece
+from hotbed.comm import Link
+from hotbed.embed import Held
+from hotbed.embed.held import stored_as
+from hotbed.errors import CheckpointError
+from hotbed.store import MOMENT, RowStore
+
+UNFINISHED = "unfinished.json"
+"""File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
+PATIENCE_S = 600.0
+"""How long the first rank waits for the others once it has written its own files."""
+
+_log = logging.getLogger("hotbed")
+
+
+def save_checkpoint(
+    path: str | Path | Directory,
+    parts: Mapping[str, Stateful],
+    *,
+    step: int = 0,
+    recipe: Mapping[str, Any] | None = None,
+    background: bool = False,
+    then: Callable[[], None] | None = None,
+) -> Saving:
+    """Save the state of some parts; of a distributed model, all ranks must call this with the same path.
+
+    Parameters
+    ----------
+    path
+        The directory to make: a local path that all ranks see, or a URI like ``s3://bucket/path``.
+    parts
+        What to save by name, for example ``{"model": model, "sparse": optimizer}``.
+    step
+        Optimizer steps taken so far.
+    recipe
+        Plain values of the recipe, so that the model can be built again.
+    background
+        Return as soon as what is not in tables has been copied, and write in a thread while training goes on: the
+        checkpoint is of the moment of this call. Until it is written, tables may be changed by optimizers only.
+    then
+        Called on the first rank, by the thread that writes, when the checkpoint is there.
+
+    Returns
+    -------
+    Saving
+        What was written, or is being written: `Saving.wait` for it.
+
+    Raises
+    ------
+    CheckpointError
+        If there is a checkpoint or anything else at ``path``, a rank cannot write, or a part's state holds what is
+        neither a tensor nor plain.
+    """
+    started = time.perf_counter()
+    link = link_of(parts)
+    refuse_parts_of_distributed(parts, link)
+    tables = tables_of_parts(parts)
+    with tables_apart():
+        states = {name: part.state_dict() for name, part in parts.items()}
+    plains: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, state in states.items():
+        found: Tensors = {}
+        plains[name] = plain(state, found, "")
+        tensors[name] = {key: t.detach() for key, t in found.values()}
+    place = directory(path)
+    token = _agreed(link, lambda: _make(place))
+    if background:
+        tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
+    stores = list(dict.fromkeys(h.arena.store for t in tables.values() for h in _owned(t)))
+    saving = Saving(
+        place,
+        token,
+        Manifest(step, recipe, plan_of(parts), plains, {name: t.saved for name, t in tables.items()}),
+        tables,
+        tensors if link is None or link.rank == 0 else {},
+        link,
+        Snapshot(stores) if background else None,
+        then,
+    )
+    saving.started_s = time.perf_counter() - started
+    if background:
+        saving.start()
+    else:
+        saving.run()
+        saving.wait()
+    return saving
+
+
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes
+    ----------
+    path
+        Where.
+    nbytes
+        Bytes that this rank has written.
+    seconds
+        How long this rank has written.
+    stalled_s
+        How long training was held up by it: at its start, and for rows that had to be kept (see `Snapshot`).
+    """
+
+    def __init__(
+        self,
+        place: Directory,
+        token: str,
+        manifest: Manifest,
+        tables: Mapping[str, TablePart],
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        link: Link | None,
+        snapshot: Snapshot | None,
+        then: Callable[[], None] | None,
+    ) -> None:
+        self.path = place.path
+        self._place, self._token, self._manifest = place, token, manifest
+        self._tables, self._tensors, self._link, self._then = tables, tensors, link, then
+        self._snapshot = snapshot
+        self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.nbytes = 0
+        self.seconds = 0.0
+        self.started_s = 0.0
+
+    @property
+    def stalled_s(self) -> float:  # noqa: D102
+        waited = 0.0 if self._snapshot is None else self._snapshot.waited_s
+        return self.started_s + (self.seconds if self._snapshot is None else waited)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank still writes. What went wrong is raised here as well as by `wait`, if it is this rank's."""
+        writes = self._thread is not None and self._thread.is_alive()
+        if not writes and self._error is not None:
+            raise self._error
+        return writes
+
+    def start(self) -> None:
+        """Write in a thread."""
+        self._thread = threading.Thread(target=self.run, name="hotbed-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is there; all ranks must call this.
+
+        Raises
+        ------
+        CheckpointError
+            If another rank could not write its part.
+        OSError
+            If this one could not.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        failed = _failed(self._link, self._error is not None)
+        if failed and self._rank == 0 and not self._place.has(MANIFEST):
+            self._place.remove_all()  # nobody writes there any more
+        if self._error is not None:
+            raise self._error
+        if failed:
+            raise CheckpointError(
+                f"{self.path} was not saved: rank {failed[0]} could not write its part; its own output says why"
+            )
+
+    def run(self) -> None:
+        """Write; what goes wrong is raised by `wait`."""
+        start = time.perf_counter()
+        try:
+            files, tiles = self._written()
+            self._told(files, tiles)
+            if self._rank == 0:
+                self._finish(files, tiles)
+                if self._then is not None:
+                    self._then()
+        except BaseException as error:
+            self._error = error
+            self._tell_error(error)
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.close()
+            self._tables, self._tensors = {}, {}
+            self.seconds = time.perf_counter() - start
+        if self._thread is not None and self._error is None:
+            _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
+
+    def _written(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
+        """Write this rank's files; their entries, and the tiles of each table that are in them."""
+        with FileWriter(self._place) as writer:
+            for part, tensors in self._tensors.items():
+                if tensors:
+                    writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
+            pieces = _pieces_of(self._tables, self._snapshot)
+            tiles = writer.write_pieces(pieces, f"tables-{self._rank:05d}")
+            if self._snapshot is not None:
+                self._snapshot.close()
+            files = writer.entries()
+        self.nbytes = sum(entry["bytes"] for entry in files.values())
+        return files, tiles
+
+    def _told(self, files: Mapping[str, Entry], tiles: Mapping[str, Sequence[SavedTile]]) -> None:
+        """Tell the first rank what this one wrote."""
+        if self._rank != 0:
+            told = {
+                "token": self._token,
+                "files": files,
+                "tiles": {n: [t.to_dict() for t in of] for n, of in tiles.items()},
+            }
+            self._place.write(f"rank-{self._rank}.json", json.dumps(told))
+
+    def _finish(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
+        """Collect what the others wrote, write the manifest, and remove what only served to make it."""
+        deadline = time.monotonic() + PATIENCE_S
+        for rank in range(1, self._size):
+            told = self._told_by(rank, deadline)
+            files |= told["files"]
+            for name, of in told["tiles"].items():
+                tiles.setdefault(name, []).extend(SavedTile.from_dict(t) for t in of)
+        tables = {
+            name: replace(table, tiles=tuple(sorted(tiles[name], key=lambda t: (t.cols.start, t.rows.start))))
+            for name, table in self._manifest.tables.items()
+        }
+        self._place.write(MANIFEST, replace(self._manifest, tables=tables, files=files).to_json())
+        for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
+            self._place.remove(name)
+
+    def _told_by(self, rank: int, deadline: float) -> dict[str, Any]:
+        name = f"rank-{rank}.json"
+        while time.monotonic() < deadline:
+            if self._place.has(name):
+                told = json.loads(self._place.read(name))
+                if told["token"] == self._token:
+                    if "error" in told:
+                        raise CheckpointError(
+                            f"{self.path} was not saved: rank {rank} could not write: {told['error']}"
+                        )
+                    return told
+            time.sleep(0.02)
+        raise CheckpointError(
+            f"{self.path} was not saved: rank {rank} has not written {name} in {PATIENCE_S:,.0f} s; all ranks must see "
+            "one directory, on a shared file system or an object store"
+        )
+
+    def _tell_error(self, error: BaseException) -> None:
+        """Let the first rank know, so that it does not wait; it hears of it later anyway."""
+        if self._rank != 0:
+            told = {"token": self._token, "error": str(error) or type(error).__name__}
+            with suppress(OSError):
+                self._place.write(f"rank-{self._rank}.json", json.dumps(told))
+
+
+def _owned(table: TablePart) -> list[Held]:
+    return [held for held in table.collection.held(table.table.name) if held.owned]
+
+
+def _pieces_of(tables: Mapping[str, TablePart], snapshot: Snapshot | None) -> list[Piece]:
+    """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
+    tiles = [(name, table, held) for name, table in tables.items() for held in _owned(table)]
+    order = {store: i for i, store in enumerate(dict.fromkeys(held.arena.store for _, _, held in tiles))}
+    tiles.sort(key=lambda tile: (order[tile[2].arena.store], tile[2].number))
+    return [piece for tile in tiles for piece in _pieces(*tile, snapshot)]
+
+
+def _pieces(name: str, table: TablePart, held: Held, snapshot: Snapshot | None) -> Iterator[Piece]:
+    """A tile in pieces that fit into a file."""
+    store, rows = held.arena.store, held.piece.rows
+    extents = {
+        key: extent
+        for key, extent in held.extents().items()
+        if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
+    }
+    of_rows, whole = stored_as(held.piece.table, rows), store.arrays()
+    step = rows_per_piece(sum(whole[e.array][:1].nbytes for e in extents.values()))
+    for first in range(0, len(rows), step):
+        last = min(first + step, len(rows))
+        arrays: dict[str, Array] = {}
+        for key, extent in extents.items():
+            of = of_rows.get(key, range(len(rows)))  # all rows have moments
+            start, stop = max(first, of.start) - of.start, min(last, of.stop) - of.start
+            if start < stop:
+                arrays[key] = _array(store, extent.array, extent.start + start, extent.start + stop, snapshot)
+        yield Piece(name, rows[first:last], held.piece.cols, arrays)
+
+
+def _array(store: RowStore, name: str, first: int, last: int, snapshot: Snapshot | None) -> Array:
+    """Rows of one of a store's arrays, as they are or as they were."""
+    tensor = store.arrays()[name]
+
+    def rows(start: int, stop: int) -> Tensor:
+        if snapshot is None:
+            return tensor[first + start : first + stop].cpu()
+        return snapshot.read(store, name, first + start, first + stop)
+
+    return Array(tensor.dtype, (last - first, *tensor.shape[1:]), rows)
+
+
+def _make(place: Directory) -> str:
+    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token."""
+    names = place.names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
+    if names and UNFINISHED not in names:
+        raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
+    for name in names:
+        place.remove(name)
+    place.make()
+    token = uuid.uuid4().hex
+    place.write(UNFINISHED, json.dumps({"token": token}))
+    return token
+
+
+def _agreed(link: Link | None, first: Callable[[], str]) -> str:
+    """What the first rank's call returns, on all ranks; or an error on all."""
+    if link is None:
+        return first()
+    error: Exception | None = None
+    text = ""
+    if link.rank == 0:
+        try:
+            text = first()
+        except (CheckpointError, OSError) as raised:
+            error = raised
+    sent = torch.tensor(list(text.encode().ljust(32, b"\0")), dtype=torch.uint8, device=link.device)
+    came = bytes(link.broadcast("the checkpoint's token", sent, 0).wait().tolist()).rstrip(b"\0").decode()
+    if error is not None:
+        raise error
+    if not came:
+        raise CheckpointError("rank 0 could not make the checkpoint's directory; its own output says why")
+    return came
+
+
+def _failed(link: Link | None, failed: bool) -> list[int]:
+    """Ranks that failed."""
+    if link is None:
+        return [0] if failed else []
+    flags = link.all_gather(
+        "whether the checkpoint was written", torch.tensor([int(failed)], device=link.device)
+    ).wait()
+    return [rank for rank, flag in enumerate(flags.flatten().tolist()) if flag]

@@ -1,0 +1,141 @@
+"""Rows as they were at one moment, while training goes on to change them.
+
+A copy of all tables would take as much memory again. Instead, before rows change that have not been read yet, they are
+copied: at first most of a batch, soon few, because popular rows are copied once. When these copies reach a limit,
+training waits until the reader has passed some of them; what it waited is reported.
+
+A reader's copy may be torn where rows change under it. These are rows that were kept before they changed, so putting
+those in the place of what was read makes it right.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hotbed.store import RowStore
+
+KEPT_BYTES = 256 << 20
+"""Limit of the rows that are kept, by default."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+class _Kept:
+    """Rows of an array before a step changed them, by rising place."""
+
+    def __init__(self, places: Tensor, rows: Tensor) -> None:
+        self.places, self.rows = places, rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.places.nbytes
+
+
+class _Array:
+    """One array of a store: which of its rows nobody has read or kept yet, and what was kept."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.bits = tensor.view(_BITS[tensor.element_size()])  # torch cannot index all narrow dtypes
+        self.dtype = tensor.dtype
+        self.pending = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
+        self.kept: list[_Kept] = []
+
+
+class Snapshot:
+    """The present rows and moments of some stores; `read` them in rising order, then `close` it.
+
+    Parameters
+    ----------
+    stores
+        They must not be written to but by ``update`` and ``write`` until it is closed.
+    limit_bytes
+        How many bytes of rows may be kept at once, beside those of one step.
+
+    Attributes
+    ----------
+    waited_s
+        Seconds that updates were held up, for keeping rows and for room to keep them.
+    most_bytes
+        Most bytes that were kept at once.
+    """
+
+    def __init__(self, stores: Iterable[RowStore], limit_bytes: int = KEPT_BYTES) -> None:
+        self._limit = limit_bytes
+        self._lock = threading.Condition()
+        self._bytes = 0
+        self._closed = False
+        self.waited_s = 0.0
+        self.most_bytes = 0
+        self._arrays: dict[RowStore, dict[str, _Array]] = {
+            store: {name: _Array(t) for name, t in store.arrays().items() if len(t)} for store in stores
+        }
+        for store in self._arrays:
+            store.on_change = partial(self._keep, store)
+
+    def read(self, store: RowStore, name: str, start: int, stop: int) -> Tensor:
+        """Rows ``start … stop − 1`` of an array, on the CPU; each once, in rising order."""
+        array = self._arrays[store][name]
+        rows = array.bits[start:stop].to("cpu", copy=True)
+        with self._lock:
+            array.pending[start:stop] = False
+            kept = [_between(k, start, stop) for k in array.kept]
+            self._forget(array, stop)
+        for places, old in kept:
+            rows[(places - start).cpu()] = old.cpu()
+        return rows.view(array.dtype)
+
+    def close(self) -> None:
+        """Forget everything; the stores are free."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        for store in self._arrays:
+            store.on_change = None
+        self._arrays.clear()
+
+    def _keep(self, store: RowStore, slots: Tensor) -> None:
+        """Copy the rows at these slots that nobody has read or kept."""
+        start = time.perf_counter()
+        with self._lock:
+            arrays = self._arrays.get(store, {})
+            for name, places in store.places(slots).items():
+                array = arrays.get(name)
+                if array is None:
+                    continue
+                places = places[array.pending[places]]
+                if not len(places):
+                    continue
+                places = torch.unique(places)
+                array.pending[places] = False
+                array.kept.append(_Kept(places, array.bits.index_select(0, places)))
+                self._bytes += array.kept[-1].nbytes
+            self.most_bytes = max(self.most_bytes, self._bytes)
+            self._lock.wait_for(lambda: self._bytes <= self._limit or self._closed)
+        self.waited_s += time.perf_counter() - start
+
+    def _forget(self, array: _Array, stop: int) -> None:
+        """Give up what was kept of rows before ``stop``; what is mostly given up is made small."""
+        remaining: list[_Kept] = []
+        for kept in array.kept:
+            first = int(torch.searchsorted(kept.places, stop))
+            if first == len(kept.places):
+                self._bytes -= kept.nbytes
+                continue
+            if first > len(kept.places) // 2:
+                self._bytes -= kept.nbytes
+                kept = _Kept(kept.places[first:].clone(), kept.rows[first:].clone())
+                self._bytes += kept.nbytes
+            remaining.append(kept)
+        array.kept = remaining
+        self._lock.notify_all()
+
+
+def _between(kept: _Kept, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    bounds = torch.searchsorted(kept.places, torch.tensor([start, stop], device=kept.places.device))
+    first, last = bounds.tolist()
+    return kept.places[first:last], kept.rows[first:last]

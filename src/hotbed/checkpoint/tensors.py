@@ -1,0 +1,250 @@
+"""Safetensors files, written as a stream of arrays whose rows are made when they are needed, and read by rows.
+
+The layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, little-endian;
+the header, JSON, padded with spaces; the arrays, one after the other, row-major and little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, Entry, VerifiedFiles
+from hotbed.checkpoint.storage import Directory
+from hotbed.errors import CheckpointError
+
+CHUNK_BYTES = 16 << 20
+"""Bytes of rows that are made, or read to be picked from, at once."""
+
+_ALIGNMENT = 64
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class Array(NamedTuple):
+    """An array to write.
+
+    Attributes
+    ----------
+    dtype, shape
+        Of all of it.
+    rows
+        Gives its rows ``start … stop − 1`` in the CPU's memory, where they stay as they are until the file is finished.
+        Called once for each row, in rising order.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Array:
+        """All of a tensor, which nobody changes before the file is finished."""
+        flat = tensor.detach().contiguous()
+        flat = flat.view(1, *flat.shape) if flat.dim() == 0 else flat
+
+        def rows(start: int, stop: int) -> Tensor:
+            return flat[start:stop].cpu()
+
+        return Array(tensor.dtype, tuple(tensor.shape), rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Stored(NamedTuple):
+    """An array in a file: what it is, and its first byte there."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, which is all of an array without dimensions."""
+        return prod(self.shape[1:]) * self.dtype.itemsize
+
+
+def write_arrays(place: Directory, name: str, arrays: Mapping[str, Array], threads: BlockWriters) -> Future[Entry]:
+    """Write a file; its entry for the manifest comes when all of it is safe."""
+    header: dict[str, object] = {}
+    at = 0
+    for key, array in arrays.items():
+        if array.dtype not in _NAMES:
+            raise CheckpointError(f"'{key}' is {array.dtype}, which safetensors cannot hold; save it in another dtype")
+        header[key] = {
+            "dtype": _NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    file = BlockWriter(place, name, threads)
+    try:
+        file.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for array in arrays.values():
+            count = array.shape[0] if array.shape else 1
+            step = max(CHUNK_BYTES * max(count, 1) // max(array.nbytes, 1), 1)
+            for start in range(0, count if array.nbytes else 0, step):
+                file.write(bytes_of(array.rows(start, min(start + step, count)).contiguous()))
+        return file.finish()
+    except BaseException:
+        file.abandon()
+        raise
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the CPU, which is contiguous."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # dimensions of 1 may have any stride
+    values: Any = flat.view(torch.uint8).numpy()
+    return memoryview(values)
+
+
+class TensorFiles:
+    """Arrays of a checkpoint's files.
+
+    Parameters
+    ----------
+    files
+        The files, of which only blocks that are unharmed are read.
+    """
+
+    def __init__(self, files: VerifiedFiles) -> None:
+        self._files = files
+        self._headers: dict[str, dict[str, Stored]] = {}
+
+    def arrays(self, file: str) -> dict[str, Stored]:
+        """What a file holds."""
+        if file not in self._headers:
+            self._headers[file] = _header(self._files[file], f"{self._files.place}/{file}")
+        return self._headers[file]
+
+    def find(self, file: str, key: str) -> Stored:
+        """One array of a file; a `CheckpointError` if it is not there."""
+        arrays = self.arrays(file)
+        if key not in arrays:
+            raise CheckpointError(f"{self._files.place}/{file} has no array '{key}', which the manifest speaks of")
+        return arrays[key]
+
+    def read(self, file: str, key: str) -> Tensor:
+        """A whole array."""
+        stored = self.find(file, key)
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        if out.numel():
+            self._files[file].read_into(stored.start, bytes_of(out))
+        return out
+
+    def read_rows(self, file: str, key: str, rows: range) -> Tensor:
+        """Some rows of an array; ``rows`` rises, with any step."""
+        stored = self.find(file, key)
+        out = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+        self.copy_rows(file, key, rows, range(stored.shape[1]) if len(stored.shape) > 1 else range(1), out)
+        return out
+
+    def copy_rows(self, file: str, key: str, rows: range, cols: range, out: Tensor) -> None:
+        """Copy rows and columns of an array into a tensor of the same dtype, on any device, with bounded memory.
+
+        Parameters
+        ----------
+        file, key
+            Which array, ``[R]`` or ``[R, D]``.
+        rows, cols
+            Which of it; for ``[R]`` columns do not count.
+        out
+            ``[rows]`` or ``[rows, cols]``; a view serves, too.
+        """
+        stored = self.find(file, key)
+        if not len(rows) or not out.numel():
+            return
+        reader = self._files[file]
+        whole = len(stored.shape) == 1 or len(cols) == stored.shape[1]
+        size = stored.row_bytes
+        end = stored.start + (rows[-1] + 1) * size
+        if whole and rows.step == 1 and out.is_contiguous() and out.device.type == "cpu":
+            reader.read_into(stored.start + rows.start * size, bytes_of(out), end)
+            return
+        step = max(CHUNK_BYTES // (size * rows.step), 1)
+        buffer = torch.empty(((min(step, len(rows)) - 1) * rows.step + 1, *stored.shape[1:]), dtype=stored.dtype)
+        for at in range(0, len(rows), step):
+            part = rows[at : at + step]
+            chunk = buffer[: part[-1] + 1 - part.start]
+            reader.read_into(stored.start + part.start * size, bytes_of(chunk), end)
+            picked = chunk[:: rows.step]
+            out[at : at + len(part)] = picked if whole else picked[:, cols.start : cols.stop]
+
+
+def _header(reader: BlockReader, where: str) -> dict[str, Stored]:
+    length = bytearray(8)
+    reader.read_into(0, memoryview(length))
+    size = int.from_bytes(length, "little")
+    if not 2 <= size <= reader.size - 8:
+        raise CheckpointError(f"{where} is no safetensors file: its header would be {size:,} bytes long")
+    text = bytearray(size)
+    reader.read_into(8, memoryview(text))
+    return header_of(bytes(text), 8 + size, reader.size, where)
+
+
+def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Stored]:
+    """Arrays that a header names; a `CheckpointError` if it is none.
+
+    Parameters
+    ----------
+    text
+        The header.
+    first
+        Position of the byte after it.
+    size
+        Bytes of the file.
+    where
+        The file, for errors.
+    """
+    found: dict[str, Stored] = {}
+    try:
+        for key, entry in json.loads(text).items():
+            if key == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            stored = Stored(_DTYPES[entry["dtype"]], tuple(entry["shape"]), first + start)
+            if not 0 <= start <= stop <= size - first or stop - start != prod(stored.shape) * stored.dtype.itemsize:
+                raise ValueError(f"array '{key}' does not fit the file")
+            found[key] = stored
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} is no safetensors file that can be read here: {error}") from None
+    return found
+
+
+def fill_files(items: Sequence[tuple[str, Mapping[str, Array]]], most: int) -> list[list[str]]:
+    """Which named groups of arrays go into one file of at most so many bytes, in their order."""
+    files: list[list[str]] = []
+    room = 0
+    for name, arrays in items:
+        size = sum(array.nbytes for array in arrays.values())
+        if not files or size > room:
+            files.append([])
+            room = most
+        files[-1].append(name)
+        room -= size
+    return files

@@ -1,0 +1,81 @@
+"""Tables and states into files, for all that makes checkpoints: saving, converting, importing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from hotbed.checkpoint.blocks import BlockWriters, Entry
+from hotbed.checkpoint.manifest import SavedTile
+from hotbed.checkpoint.storage import Directory
+from hotbed.checkpoint.tensors import Array, fill_files, write_arrays
+
+FILE_BYTES = 1 << 30
+"""Most bytes of a file of tables."""
+
+
+class Piece(NamedTuple):
+    """A rectangle of a table as a group of arrays of a file; `SavedTile` says what the arrays are called.
+
+    Attributes
+    ----------
+    table
+        Its name in the manifest.
+    rows, cols
+        The rectangle.
+    arrays
+        By name. Where there is an array ``keys``, the others hold only the rows that it names.
+    """
+
+    table: str
+    rows: range
+    cols: range
+    arrays: Mapping[str, Array]
+
+
+class FileWriter:
+    """Writes the files of a checkpoint, one after the other; use it as a context.
+
+    Parameters
+    ----------
+    place
+        The directory.
+    """
+
+    def __init__(self, place: Directory) -> None:
+        self._place = place
+        self._threads = BlockWriters()
+        self._entries: dict[str, Future[Entry]] = {}
+
+    def write(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Write a file of arrays."""
+        self._entries[name] = write_arrays(self._place, name, arrays, self._threads)
+
+    def write_pieces(self, pieces: Sequence[Piece], prefix: str) -> dict[str, list[SavedTile]]:
+        """Write pieces of tables into files ``PREFIX-NUMBER.safetensors``; by table, where each piece is."""
+        keyed = {f"{piece.table}/{i}": piece for i, piece in enumerate(pieces)}
+        tiles: dict[str, list[SavedTile]] = {}
+        for number, keys in enumerate(fill_files([(key, p.arrays) for key, p in keyed.items()], FILE_BYTES)):
+            file = f"{prefix}-{number:05d}.safetensors"
+            for key in keys:
+                piece = keyed[key]
+                tile = SavedTile(piece.rows, piece.cols, file, key, "keys" in piece.arrays)
+                tiles.setdefault(piece.table, []).append(tile)
+            self.write(file, {f"{key}/{name}": array for key in keys for name, array in keyed[key].arrays.items()})
+        return tiles
+
+    def entries(self) -> dict[str, Entry]:
+        """What the manifest says of the files, once all of them are safe."""
+        return {name: entry.result() for name, entry in self._entries.items()}
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.close()
+
+
+def rows_per_piece(row_bytes: int) -> int:
+    """How many rows of so many bytes fit into a file."""
+    return max(FILE_BYTES // max(row_bytes, 1), 1)

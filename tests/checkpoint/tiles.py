@@ -1,0 +1,125 @@
+"""Tables in tiles without processes: what a checkpoint saves and loads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
+from hotbed.checkpoint.parts import TablePart
+from hotbed.checkpoint.save import Saving, _make
+from hotbed.checkpoint.storage import directory
+from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.embed import Held
+from hotbed.embed.arena import Arena, Piece
+from hotbed.optim import Moment
+from hotbed.specs import Table
+from hotbed.store import MOMENT
+
+Rectangles = Sequence[tuple[range, range]]
+MOMENTS = (Moment("sum", "row"), Moment("m", "element"))
+SAVED_MOMENTS = {"sum": SavedMoment("row", 0.5, "sparse"), "m": SavedMoment("element", -0.25, "sparse")}
+
+
+class Rank(NamedTuple):
+    """Stands for a rank in what a checkpoint asks of a link."""
+
+    rank: int
+    size: int
+
+
+class Tiles:
+    """A table in tiles, each in an arena of its own; stands for a collection."""
+
+    def __init__(self, table: Table, rectangles: Rectangles, *, seed: int = 0) -> None:
+        self.table, self.seed = table, seed
+        self.tiles: list[Held] = []
+        for rows, cols in rectangles:
+            piece = Piece(table, rows, cols)
+            arena = Arena([piece], len(cols), seed=seed, device=torch.device("cpu"), backend="auto")
+            for moment in MOMENTS:
+                arena.store.add_moment(moment)
+                arena.store.view(0, moment.name).fill_(SAVED_MOMENTS[moment.name].initial)
+            self.tiles.append(Held(piece, arena, 0, True))
+
+    def held(self, _: str) -> list[Held]:
+        return self.tiles
+
+    @property
+    def part(self) -> TablePart:
+        spec = replace(self.table, init_seed=self.table.seed(self.seed), init_bound=self.table.bound)
+        return TablePart(self, self.table, SavedTable(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
+
+    def fill(self, seed: int, rows: Sequence[int] | None = None) -> None:
+        """Give rows (all by default) random values and moments that do not depend on the tiles."""
+        draw = torch.Generator().manual_seed(seed)
+        shape = self.table.rows, self.table.dim
+        values, moment = torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)
+        sums = torch.rand(self.table.rows, generator=draw)
+        for held in self.tiles:
+            store, own, cols = held.arena.store, held.piece.rows, held.piece.cols
+            at = torch.tensor([i for i, row in enumerate(own) if rows is None or row in rows], dtype=torch.int64)
+            picked = torch.tensor(list(own), dtype=torch.int64)[at]
+            if len(at):
+                store.write(at, values[picked, cols.start : cols.stop].contiguous())
+                store.write(at, sums[picked], "sum")
+                store.write(at, moment[picked, cols.start : cols.stop].contiguous(), "m")
+
+    def values(self) -> dict[str, Tensor]:
+        """Rows and moments of the whole table, as float32."""
+        whole = torch.full((self.table.rows, self.table.dim), torch.nan)
+        found = {"rows": whole, "m": whole.clone(), "sum": torch.full((self.table.rows,), torch.nan)}
+        for held in self.tiles:
+            rows, cols = held.piece.rows, held.piece.cols
+            at = slice(rows.start, rows[-1] + 1, rows.step)
+            slots = held.arena.slots(0)
+            found["rows"][at, cols.start : cols.stop] = held.arena.store.read(slots)
+            found["m"][at, cols.start : cols.stop] = held.arena.store.read(slots, "m")
+            found["sum"][at] = held.arena.store.read(slots, "sum")
+        return found
+
+    def bits(self) -> dict[str, bytes]:
+        """Everything in the tiles as it is stored."""
+        found: dict[str, bytes] = {}
+        for i, held in enumerate(self.tiles):
+            arrays = held.arena.store.arrays()
+            for name, extent in held.extents().items():
+                part = arrays[extent.array][extent.start : extent.stop]
+                found[f"{i}.{name}"] = part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return found
+
+
+def save(path: Path, tiles: Tiles, *, ranks: int = 1) -> Manifest:
+    """Save the tiles, given to some ranks in turn."""
+    place = directory(path)
+    token = _make(place)
+    for rank in reversed(range(ranks)):
+        own = Tiles(tiles.table, [], seed=tiles.seed)
+        own.tiles = tiles.tiles[rank::ranks]
+        parts: Mapping[str, Any] = {"t": own.part}
+        manifest = Manifest(tables={"t": own.part.saved})
+        saving = Saving(place, token, manifest, parts, {}, Rank(rank, ranks), None, None)  # type: ignore[arg-type]
+        saving.run()
+        if saving._error is not None:
+            raise saving._error
+    return read_manifest(path)
+
+
+def load(path: Path, tiles: Tiles) -> None:
+    """Load into the tiles."""
+    manifest = read_manifest(path)
+    with VerifiedFiles(directory(path), manifest.files) as verified:
+        for held in tiles.tiles:
+            load_tile(held, manifest.tables["t"], [m.name for m in MOMENTS], TensorFiles(verified))
+
+
+def names_of(manifest: Manifest) -> list[str]:
+    """Names of a moment's arrays, without the prefix."""
+    return [name.removeprefix(MOMENT) for name in manifest.tables["t"].moments]
