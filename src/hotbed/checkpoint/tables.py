@@ -9,14 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hotbed import ops
 from hotbed.checkpoint.manifest import SavedTable, SavedTile
 from hotbed.checkpoint.tensors import CHUNK_BYTES, TensorFiles
 from hotbed.embed import Held
 from hotbed.embed.held import form, stored_as
 from hotbed.ops.layout import SCALE_BLOCK
-from hotbed.ops.narrow import MIN_EXPONENT, widen
+from hotbed.ops.narrow import MIN_EXPONENT, exponents_of, round_nearest, widen
 from hotbed.plan.ranges import common_places
+from hotbed.plan.tiling import column_unit
+from hotbed.specs import Table
 from hotbed.store import MOMENT
+from hotbed.store.dense import TORCH_DTYPES
 
 Places = range | Tensor
 """Rising positions of rows; ``[n]`` int64 where they follow no rule."""
@@ -60,14 +64,14 @@ def load_tile(held: Held, saved: SavedTable, moments: Collection[str], files: Te
     files
         The checkpoint's files.
     """
-    known = len(range(held.piece.rows.start, min(held.piece.rows.stop, saved.spec.rows), held.piece.rows.step))
-    if any(tile.keyed for tile in saved.tiles):
-        _reset(held, saved, moments, known)
+    known = held.piece.rows[: len(range(held.piece.rows.start, saved.spec.rows, held.piece.rows.step))]
     found = list(common(held.piece.rows, held.piece.cols, saved, files))
     if form(saved.spec) == form(held.piece.table):
+        if any(c.tile.keyed for c in found):
+            _initialize(held, saved.spec, known)
         _copy_raw(held, found, files)
     else:
-        _copy_values(held, found, known, files)
+        _copy_values(held, saved.spec, found, known, files)
     extents, arrays = held.extents(), held.arena.store.arrays()
     for name in moments:
         e = extents[f"{MOMENT}{name}"]
@@ -75,6 +79,9 @@ def load_tile(held: Held, saved: SavedTable, moments: Collection[str], files: Te
         # Of a row that is cut into columns each tile has its value: that of the first columns is taken, last.
         for c in sorted(found, key=lambda c: -c.tile.cols.start):
             columns = _columns(c, held.piece.cols) if target.dim() > 1 else None
+            if c.tile.keyed:
+                of_tile = _at(target, common_places(held.piece.rows, c.tile.rows))
+                (of_tile if columns is None else of_tile[:, columns[1]]).fill_(saved.moments[name].initial)
             copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
 
@@ -88,12 +95,13 @@ def common(rows: range, cols: range, saved: SavedTable, files: TensorFiles) -> I
         if not tile.keyed:
             yield Common(tile, stored_as(saved.spec, tile.rows), there, common_places(rows, tile.rows), shared)
             continue
-        keys = files.read(tile.file, f"{tile.key}/keys")
-        within = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
-        wide = int(torch.searchsorted(keys, form(saved.spec)[1]))
+        keys = files.keys(tile.file, f"{tile.key}/keys")
+        wide = _below(keys, form(saved.spec)[1])
         arrays = {name: range(*((0, wide) if name == "fp32_weight" else (wide, len(keys)))) for name in _names(saved)}
-        places = within.nonzero()[:, 0]
-        yield Common(tile, arrays, places, (keys[places] - rows.start) // rows.step, shared)
+        first, last = _below(keys, rows.start), _below(keys, rows.stop)
+        distance = keys[first:last] - rows.start
+        within = (distance % rows.step == 0).nonzero()[:, 0]
+        yield Common(tile, arrays, first + within, distance[within] // rows.step, shared)
 
 
 def copy_rows(
@@ -133,7 +141,7 @@ def copy_rows(
         cols, out = range(columns[0].start, columns[0].stop), out[:, columns[1]]
     file, key = c.tile.file, f"{c.tile.key}/{name}"
     if isinstance(source, range) and isinstance(target, range):
-        files.copy_rows(file, key, source, cols, out[target.start : target[-1] + 1 : target.step])
+        files.copy_rows(file, key, source, cols, _at(out, target))
         return
     assert isinstance(source, Tensor) and isinstance(target, Tensor)
     bits = _BITS[out.element_size()]
@@ -187,36 +195,55 @@ def _copy_raw(held: Held, found: Collection[Common], files: TensorFiles) -> None
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
 
 
-def _copy_values(held: Held, found: Collection[Common], known: int, files: TensorFiles) -> None:
-    """Copy the values of the first ``known`` rows, rounding to the nearest what is narrower here."""
+def _copy_values(held: Held, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
+    """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
     store, cols = held.arena.store, held.piece.cols
-    exponents = held.extents().get("exponents")
-    wide = len(stored_as(held.piece.table, held.piece.rows).get("fp32_weight", ()))
-    if exponents is not None:  # they only grow, but these are of values that go
-        rows = slice(exponents.start, exponents.start + max(known - wide, 0))
-        store.arrays()["exponents"][rows] = MIN_EXPONENT
+    keyed = any(c.tile.keyed for c in found)
     step = max(CHUNK_BYTES // (4 * len(cols)), 1)
     slots = held.arena.slots(held.number)
-    for first in range(0, known, step):
-        last = min(first + step, known)
-        values = store.read(slots[first:last])
+    for first in range(0, len(known), step):
+        last = min(first + step, len(known))
+        part = slots[first:last]
+        values = initial_values(spec, known[first:last], cols).to(store.device) if keyed else store.read(part)
         for c in found:
             here, rows = values_of(c, first, last, files)
             if len(here):
                 at = torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here
                 values[at.to(values.device) - first, _columns(c, cols)[1]] = rows.to(values.device)
-        store.write(slots[first:last], values)
+        _lower_exponents(held, first, last)
+        store.write(part, values)
 
 
-def _reset(held: Held, saved: SavedTable, moments: Collection[str], known: int) -> None:
-    """Give the first ``known`` rows the initial values that the saved table's had, and their moments theirs."""
-    store, spec = held.arena.store, saved.spec
-    slot = held.arena.first_slots[held.number]
+def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
+    """Initial values of these cells ``[rows, cols]``, as the table stores them, in float32."""
     assert spec.init_seed is not None
-    rows = held.piece.rows[:known]
-    store.initialize(slot, seed=spec.init_seed, rows=rows, cols=held.piece.cols, bound=spec.bound)
-    for name in moments:
-        store.view(held.number, name)[:known] = saved.moments[name].initial
+    unit = column_unit(spec)  # its columns share a scale, so they are rounded together
+    blocks = range(cols.start // unit * unit, min(-(-cols.stop // unit) * unit, spec.dim))
+    values = torch.empty(len(rows), len(blocks), dtype=torch.float32)
+    kernels = ops.select(values.device)
+    kernels.initial_values_(values, seed=spec.init_seed, rows=rows, cols=blocks, bound=spec.bound)
+    narrow = values[len(stored_as(spec, rows).get("fp32_weight", ())) :]
+    dtype = TORCH_DTYPES[form(spec)[0]]
+    exponents = exponents_of(narrow) if dtype == torch.int8 else torch.empty(0, dtype=torch.int8)
+    narrow.copy_(widen(round_nearest(narrow, dtype, exponents), exponents))
+    return values[:, cols.start - blocks.start : cols.stop - blocks.start]
+
+
+def _initialize(held: Held, spec: Table, known: range) -> None:
+    """Give ``known`` rows the initial values that they had in the saved table."""
+    assert spec.init_seed is not None
+    _lower_exponents(held, 0, len(known))
+    slot = held.arena.first_slots[held.number]
+    held.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=held.piece.cols, bound=spec.bound)
+
+
+def _lower_exponents(held: Held, first: int, last: int) -> None:
+    """Let the exponents of some rows fit what is written next: they only grow, but these are of values that go."""
+    extent = held.extents().get("exponents")
+    if extent is not None:
+        wide = len(stored_as(held.piece.table, held.piece.rows).get("fp32_weight", ()))
+        rows = slice(extent.start + max(first - wide, 0), extent.start + max(last - wide, 0))
+        held.arena.store.arrays()["exponents"][rows] = MIN_EXPONENT
 
 
 def _names(saved: SavedTable) -> list[str]:
@@ -237,6 +264,11 @@ def _columns(c: Common, cols: range, unit: int = 1) -> tuple[slice, slice]:
 def _all(c: Common) -> range:
     """All rows that a saved tile holds."""
     return range(max(places.stop for places in c.arrays.values()) if c.arrays else 0)
+
+
+def _at(array: Tensor, places: range) -> Tensor:
+    """View of rows at these positions, of which there is at least one."""
+    return array[places.start : places[-1] + 1 : places.step]
 
 
 def _below(places: Places, limit: int) -> int:

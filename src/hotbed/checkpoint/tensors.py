@@ -7,7 +7,7 @@ the header, JSON, padded with spaces; the arrays, one after the other, row-major
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from math import prod
 from typing import Any, NamedTuple
@@ -135,6 +135,7 @@ class TensorFiles:
     def __init__(self, files: VerifiedFiles) -> None:
         self._files = files
         self._headers: dict[str, dict[str, Stored]] = {}
+        self._keys: tuple[tuple[str, str], Tensor] | None = None
 
     def arrays(self, file: str) -> dict[str, Stored]:
         """What a file holds."""
@@ -156,6 +157,12 @@ class TensorFiles:
         if out.numel():
             self._files[file].read_into(stored.start, bytes_of(out))
         return out
+
+    def keys(self, file: str, key: str) -> Tensor:
+        """An array that is read again for every part of a tile: the last one that was asked for stays in memory."""
+        if self._keys is None or self._keys[0] != (file, key):
+            self._keys = (file, key), self.read(file, key)
+        return self._keys[1]
 
     def read_rows(self, file: str, key: str, rows: range) -> Tensor:
         """Some rows of an array; ``rows`` rises, with any step."""
@@ -234,17 +241,3 @@ def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Store
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{where} is no safetensors file that can be read here: {error}") from None
     return found
-
-
-def fill_files(items: Sequence[tuple[str, Mapping[str, Array]]], most: int) -> list[list[str]]:
-    """Which named groups of arrays go into one file of at most so many bytes, in their order."""
-    files: list[list[str]] = []
-    room = 0
-    for name, arrays in items:
-        size = sum(array.nbytes for array in arrays.values())
-        if not files or size > room:
-            files.append([])
-            room = most
-        files[-1].append(name)
-        room -= size
-    return files

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from hotbed.checkpoint.blocks import BlockWriters, Entry
 from hotbed.checkpoint.manifest import SavedTile
 from hotbed.checkpoint.storage import Directory
-from hotbed.checkpoint.tensors import Array, fill_files, write_arrays
+from hotbed.checkpoint.tensors import Array, write_arrays
 
 FILE_BYTES = 1 << 30
 """Most bytes of a file of tables."""
@@ -52,17 +52,22 @@ class FileWriter:
         """Write a file of arrays."""
         self._entries[name] = write_arrays(self._place, name, arrays, self._threads)
 
-    def write_pieces(self, pieces: Sequence[Piece], prefix: str) -> dict[str, list[SavedTile]]:
-        """Write pieces of tables into files ``PREFIX-NUMBER.safetensors``; by table, where each piece is."""
-        keyed = {f"{piece.table}/{i}": piece for i, piece in enumerate(pieces)}
+    def write_pieces(
+        self, pieces: Iterable[Piece], prefix: str, limit: int | None = None
+    ) -> dict[str, list[SavedTile]]:
+        """Write pieces of tables into files ``PREFIX-NUMBER.safetensors``; by table, where each piece is.
+
+        A file is written as soon as the next piece would be too much for it: by more than ``limit`` bytes, or
+        `FILE_BYTES`.
+        """
+        keyed = ((f"{piece.table}/{i}", piece) for i, piece in enumerate(pieces))
         tiles: dict[str, list[SavedTile]] = {}
-        for number, keys in enumerate(fill_files([(key, p.arrays) for key, p in keyed.items()], FILE_BYTES)):
+        for number, group in enumerate(_fill_files(keyed, FILE_BYTES if limit is None else limit)):
             file = f"{prefix}-{number:05d}.safetensors"
-            for key in keys:
-                piece = keyed[key]
+            for key, piece in group.items():
                 tile = SavedTile(piece.rows, piece.cols, file, key, "keys" in piece.arrays)
                 tiles.setdefault(piece.table, []).append(tile)
-            self.write(file, {f"{key}/{name}": array for key in keys for name, array in keyed[key].arrays.items()})
+            self.write(file, {f"{key}/{name}": a for key, piece in group.items() for name, a in piece.arrays.items()})
         return tiles
 
     def entries(self) -> dict[str, Entry]:
@@ -79,3 +84,18 @@ class FileWriter:
 def rows_per_piece(row_bytes: int) -> int:
     """How many rows of so many bytes fit into a file."""
     return max(FILE_BYTES // max(row_bytes, 1), 1)
+
+
+def _fill_files(pieces: Iterable[tuple[str, Piece]], most: int) -> Iterator[dict[str, Piece]]:
+    """Which named pieces go into one file of at most so many bytes, in their order."""
+    group: dict[str, Piece] = {}
+    room = most
+    for key, piece in pieces:
+        size = sum(array.nbytes for array in piece.arrays.values())
+        if group and size > room:
+            yield group
+            group, room = {}, most
+        group[key] = piece
+        room -= size
+    if group:
+        yield group

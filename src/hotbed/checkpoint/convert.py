@@ -1,0 +1,269 @@
+"""Checkpoints into other checkpoints: compact, with rows of another dtype, or without what only training needs.
+
+Tables are read by rectangles of at most `PIECE_BYTES`, as if they were loaded into a tile of that size, and written
+before the next is read; so tables may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.making import making
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable, SavedTile, read_manifest
+from hotbed.checkpoint.storage import Directory, directory
+from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tensors import Array, TensorFiles
+from hotbed.checkpoint.writing import FileWriter, Piece
+from hotbed.embed import Held
+from hotbed.embed.arena import Arena
+from hotbed.embed.arena import Piece as ArenaPiece
+from hotbed.errors import CheckpointError, did_you_mean
+from hotbed.optim import Moment
+from hotbed.plan.tiling import column_unit
+from hotbed.specs import RowDtype, Table
+from hotbed.store import MOMENT
+
+PIECE_BYTES = 256 << 20
+"""Most bytes of a table, as float32 and with moments, that are in memory at once; also of a file of tables."""
+
+Progress = Callable[[int, int], None]
+"""Called with how many cells of tables are done, and with how many there are."""
+Dtypes = RowDtype | Mapping[str, RowDtype] | None
+"""A dtype for the rows of all tables, or of some by name; others keep theirs."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def convert(
+    source: str | Path | Directory,
+    target: str | Path | Directory,
+    *,
+    compact: bool = False,
+    dtype: Dtypes = None,
+    moments: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> Manifest:
+    """Make a checkpoint of another one, with bounded memory.
+
+    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more pieces.
+
+    Parameters
+    ----------
+    source, target
+        Paths or URIs; there must be nothing at ``target``.
+    compact
+        Store only the rows that training has changed, with their numbers; all others have their initial values, which
+        loading computes again. What is loaded is the same, bit for bit. If false, all rows are stored.
+    dtype
+        What rows are to be stored as, of all tables or by table; narrower ones are rounded to the nearest, which loses
+        bits for good. The exponents of int8 rows are the smallest that hold them.
+    moments
+        If false, only tables and the part ``model`` are kept: enough to predict, not to train on.
+    progress
+        Called now and then with cells done and all cells.
+
+    Returns
+    -------
+    Manifest
+        What the new checkpoint says of itself.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint at ``source``, it is damaged, there is anything at ``target``, or ``dtype`` names a
+        table or a dtype that does not exist. Then ``target`` is not made.
+    """
+    place = directory(source)
+    old = read_manifest(place)
+    specs = _specs(old, dtype)
+    tables = {name: replace(table, moments=table.moments if moments else {}) for name, table in old.tables.items()}
+    kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
+    with VerifiedFiles(place, old.files) as verified, making(target) as (new, writer):
+        files = TensorFiles(verified)
+        for name in kept:
+            _copy_arrays(f"{name}.safetensors", old, files, writer)
+        pieces = _pieces(tables, specs, compact, files, progress)
+        tiles = writer.write_pieces(pieces, "tables", PIECE_BYTES)
+        made = {
+            name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)))
+            for name, table in tables.items()
+        }
+        manifest = replace(old, parts=kept, tables=made, files=writer.entries())
+        new.write(MANIFEST, manifest.to_json())
+    return manifest
+
+
+class Rectangle(NamedTuple):
+    """A rectangle of a table that is to be read, and the table with the saved tiles that it is in."""
+
+    rows: range
+    cols: range
+    saved: SavedTable
+
+
+def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[Held, dict[str, Tensor]]:
+    """A part of a saved table in memory.
+
+    Parameters
+    ----------
+    rectangle
+        Which part.
+    spec
+        The table with the dtype that the rows shall have.
+    files
+        The checkpoint's files.
+
+    Returns
+    -------
+    tuple[Held, dict[str, Tensor]]
+        A tile with its values, and what it is stored as: arrays under the names that files have for them.
+    """
+    rows, cols, saved = rectangle
+    arena = Arena([ArenaPiece(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
+    held = Held(arena.pieces[0], arena, 0, True)
+    for name, moment in saved.moments.items():
+        arena.store.add_moment(Moment(name, moment.per))
+    load_tile(held, saved, saved.moments, files)
+    whole = arena.store.arrays()
+    return held, {name: whole[e.array][e.start : e.stop] for name, e in held.extents().items()}
+
+
+def rows_in_memory(saved: SavedTable, cols: int) -> int:
+    """How many rows of so many columns take `PIECE_BYTES` with their moments."""
+    cells = cols + sum(1 if moment.per == "row" else cols for moment in saved.moments.values())
+    return max(PIECE_BYTES // (4 * cells), 1)
+
+
+def _specs(manifest: Manifest, dtype: Dtypes) -> dict[str, Table]:
+    """Tables with the dtypes that their rows are to have."""
+    given = dict.fromkeys(manifest.tables, dtype) if dtype is None or isinstance(dtype, str) else dtype
+    known = get_args(RowDtype)
+    for name, wanted in given.items():
+        if name not in manifest.tables:
+            raise CheckpointError(
+                f"dtype names table '{name}', which the checkpoint lacks; it has "
+                f"{', '.join(manifest.tables) or 'none'}{did_you_mean(name, manifest.tables)}"
+            )
+        if wanted is not None and wanted not in known:
+            raise CheckpointError(f"dtype is {wanted!r}, must be {', '.join(known)}{did_you_mean(wanted, known)}")
+    return {
+        name: replace(table.spec, dtype=given.get(name) or table.spec.dtype) for name, table in manifest.tables.items()
+    }
+
+
+def _copy_arrays(file: str, old: Manifest, files: TensorFiles, writer: FileWriter) -> None:
+    """Copy a part's file, if it has one; every block is checked."""
+    if file not in old.files:
+        return
+
+    def array(key: str) -> Array:
+        stored = files.find(file, key)
+
+        def rows(start: int, stop: int) -> Tensor:
+            return files.read_rows(file, key, range(start, stop)) if stored.shape else files.read(file, key)
+
+        return Array(stored.dtype, stored.shape, rows)
+
+    writer.write(file, {key: array(key) for key in files.arrays(file)})
+
+
+def _pieces(
+    tables: Mapping[str, SavedTable],
+    specs: Mapping[str, Table],
+    compact: bool,
+    files: TensorFiles,
+    progress: Progress,
+) -> Iterator[Piece]:
+    """All tables in pieces, each read when it is asked for."""
+    done, total = 0, sum(spec.rows * spec.dim for spec in specs.values())
+    for name, saved in tables.items():
+        spec = specs[name]
+        for whole in _rectangles(saved, spec):
+            changed = _Changed(name, whole)
+            step = rows_in_memory(saved, len(whole.cols))
+            for first in range(0, len(whole.rows), step):
+                part = whole._replace(rows=whole.rows[first : first + step])
+                held, arrays = read_rectangle(part, spec, files)
+                if compact:
+                    changed.add(part.rows, _changed_rows(held, arrays, whole.saved), arrays)
+                    if changed.nbytes >= PIECE_BYTES:
+                        yield changed.piece()
+                else:
+                    yield Piece(name, part.rows, part.cols, {key: Array.of(t) for key, t in arrays.items()})
+                done += len(part.rows) * len(part.cols)
+                progress(done, total)
+                del held, arrays  # before the next are made
+            if changed.rows:
+                yield changed.piece()
+
+
+def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
+    """The saved tiles; all of the table if they are cut at columns where rows of the new dtype cannot be."""
+    unit = column_unit(spec)
+    if any(tile.cols.start % unit for tile in saved.tiles):
+        return [Rectangle(range(spec.rows), range(spec.dim), saved)]
+    return [Rectangle(tile.rows, tile.cols, replace(saved, tiles=(tile,))) for tile in saved.tiles]
+
+
+def _changed_rows(held: Held, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
+    """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
+    piece = held.piece
+    arena = Arena([piece], len(piece.cols), seed=0, device=torch.device("cpu"), backend="auto")
+    untouched = arena.store.arrays()
+    changed = torch.zeros(len(piece.rows), dtype=torch.bool)
+    for name, extent in Held(piece, arena, 0, True).extents().items():
+        before = untouched[extent.array][extent.start : extent.stop]
+        of = slice(0, len(before)) if name == "fp32_weight" else slice(len(changed) - len(before), None)
+        changed[of] |= (_bits(arrays[name]) != _bits(before)).any(1)
+    for name, moment in saved.moments.items():
+        initial = torch.tensor(moment.initial, dtype=torch.float32).view(torch.int32)
+        changed |= (_bits(arrays[f"{MOMENT}{name}"]).view(len(changed), -1) != initial).any(1)
+    return changed
+
+
+class _Changed:
+    """Collects the changed rows of a part of a table, from some row on."""
+
+    def __init__(self, table: str, whole: Rectangle) -> None:
+        self._table, self._whole = table, whole
+        self._parts: list[dict[str, Tensor]] = []
+        self.rows = range(0)
+        self.nbytes = 0
+
+    def add(self, rows: range, changed: Tensor, arrays: Mapping[str, Tensor]) -> None:
+        """Keep those rows of the next part that have changed."""
+        at = changed.nonzero()[:, 0]
+        found = {"keys": rows.start + at * rows.step}
+        for name, array in arrays.items():
+            first = 0 if name == "fp32_weight" else len(changed) - len(array)
+            here = at[(at >= first) & (at < first + len(array))] - first
+            found[name] = _bits(array)[here].view(array.dtype)
+        self._parts.append(found)
+        self.nbytes += sum(array.nbytes for array in found.values())
+        self.rows = range(self.rows.start if self.rows else rows.start, rows[-1] + 1, rows.step)
+
+    def piece(self) -> Piece:
+        """What was kept; begins anew."""
+        names = dict.fromkeys(name for part in self._parts for name in part)
+        arrays = {name: torch.cat([_bits(p[name]) for p in self._parts if name in p]) for name in names}
+        dtypes = {name: part[name].dtype for part in self._parts for name in part}
+        of_rows = {n: Array.of(t.view(dtypes[n])) for n, t in arrays.items() if len(t) or n == "keys"}
+        piece = Piece(self._table, self.rows, self._whole.cols, of_rows)
+        self._parts, self.rows, self.nbytes = [], range(0), 0
+        return piece
+
+
+def _bits(array: Tensor) -> Tensor:
+    """The same memory as integers, which torch compares and indexes whatever the dtype."""
+    return array if array.dtype == torch.int64 else array.view(_BITS[array.element_size()])
+
+
+def _place(tile: SavedTile) -> tuple[int, int]:
+    return tile.cols.start, tile.rows.start
