@@ -24,8 +24,8 @@ from benchmarks.quality_results import Config
 from benchmarks.quality_stats import Scores
 from hotbed.config import Recipe, ScheduleRecipe
 from hotbed.data import Loader, SplitBinarySource
+from hotbed.train.build import build_trainer
 from hotbed.train.demo import demo_recipe
-from hotbed.train.run import build_trainer
 
 OTHER_SEED = 1_000_000
 """Added to the seed of initial values by the configuration that tells the noise between seeds."""

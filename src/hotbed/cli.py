@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from hotbed.cli_recipe import add_json, add_recipe, read_yaml, recipe_of, split_deep, split_recipes
 from hotbed.config import check_keys
-from hotbed.errors import CommError, HotbedError, RecipeError, did_you_mean
+from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        0, or 2 after an error, which is one message on stderr (``--debug`` shows the traceback).
+        0; 2 after an error, which is one message on stderr (``--debug`` shows the traceback); 130 or 143 if a signal
+        stopped it.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
@@ -55,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hotbed: interrupted", file=sys.stderr)
         return 130
+    except StoppedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"hotbed: {error}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except (HotbedError, OSError) as error:
         if debug:
             raise
@@ -139,9 +145,8 @@ def _train(parsed: Namespace) -> None:
             print_memory_plan(_stdout(), plan)
             _write_json(parsed.json, plan)
         return
-    resume = None if parsed.resume is None else Path(parsed.resume)
     with process_group(recipe.parallel, recipe.train.device) as here:
-        summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=resume)
+        summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=parsed.resume)
     if here.rank == 0:
         print_summary(_stdout(), summary)
         _write_json(parsed.json, summary)

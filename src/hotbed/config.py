@@ -219,13 +219,23 @@ class TrainRecipe:
     """Which checkpoint to keep. ``best`` is restored at the end, before the test."""
     checkpoint_every: int | None = None
     """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
+    checkpoint_minutes: float | None = None
+    """With ``last``: minutes between checkpoints, besides those of ``checkpoint_every``."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints go, also ``s3://bucket/path``; by default the run's directory."""
+    checkpoint_in_background: bool = True
+    """Write checkpoints while training goes on; it does not change results."""
+    keep_last: int = 1
+    """With ``last``: how many of the newest checkpoints to keep."""
+    keep_every: int | None = None
+    """With ``last``: keep checkpoints of steps that are multiples of this for good."""
     tensorboard: bool = False
     """Write curves for TensorBoard into the run directory."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "log_every", "eval_batch_size"):
+        for name in ("batch_size", "epochs", "log_every", "eval_batch_size", "keep_last"):
             _at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("steps", "eval_every", "patience", "checkpoint_every"):
+        for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every"):
             if getattr(self, name) is not None:
                 _at_least(f"train.{name}", getattr(self, name), 1)
         _at_least("train.seed", self.seed, 0)
@@ -233,10 +243,11 @@ class TrainRecipe:
         _one_of("train.precision", self.precision, get_args(Precision))
         _one_of("train.monitor", self.monitor, get_args(Monitor))
         _one_of("train.checkpoint", self.checkpoint, get_args(CheckpointPolicy))
-        if self.checkpoint_every is not None and self.checkpoint != "last":
-            raise RecipeError(
-                f"train.checkpoint_every is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'"
-            )
+        if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
+            raise RecipeError(f"train.checkpoint_minutes is {self.checkpoint_minutes}, must be above 0")
+        for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
+            if getattr(self, name) is not None and self.checkpoint != "last":
+                raise RecipeError(f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'")
 
 
 @dataclass(frozen=True, kw_only=True)

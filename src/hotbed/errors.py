@@ -12,6 +12,7 @@
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
     ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
+    ├── StoppedError (RuntimeError)     training that was told to stop, and saved a checkpoint
     └── NonFiniteError (ArithmeticError) a loss that is NaN or infinite
 
 Each message states the value, the limit it broke and how to mend it.
@@ -61,6 +62,10 @@ class CommError(HotbedError, RuntimeError):
 
 class OptimizerError(HotbedError, RuntimeError):
     """An optimizer used in a way that would lose or repeat an update."""
+
+
+class StoppedError(HotbedError, RuntimeError):
+    """Training that was told to stop by a signal before it was over."""
 
 
 class NonFiniteError(HotbedError, ArithmeticError):

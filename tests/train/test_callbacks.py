@@ -11,7 +11,8 @@ from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
-from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
+from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, TensorBoard
+from hotbed.train.keep import KeepBest, KeepLast
 from hotbed.train.progress import PrepareProgress, ShowProgress
 from tests.train import planted
 from tests.train.planted import Losses
@@ -108,7 +109,8 @@ def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
         def on_step(self, trainer: Trainer, loss: float) -> None:
             seen.append([path.name for path in checkpoints_in(tmp_path / "checkpoints")])
 
-    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path / "checkpoints", RECIPE, every=2), Spy()])
+    keep = KeepLast(tmp_path / "checkpoints", RECIPE, every=2, background=False)
+    trainer = planted.trainer(TRAIN, callbacks=[keep, Spy()])
     trainer.fit(planted.batches(5))
     assert seen == [[], ["last-00000002"], ["last-00000002"], ["last-00000004"], ["last-00000004"]]
     assert [path.name for path in checkpoints_in(tmp_path / "checkpoints")] == ["last-00000005"]

@@ -13,7 +13,7 @@ from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, ve
 from hotbed.data import Loader
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.callbacks import KeepBest, KeepLast
+from hotbed.train.keep import KeepBest, KeepLast
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
@@ -125,7 +125,8 @@ class Remember(Callback):
 def kept_best(group: Group, folder: Path) -> dict[str, Any]:
     """A run that becomes better, then worse, with the best evaluation restored at the end."""
     remember = Remember(folder)
-    trainer = make_trainer(group, "row", replace(TRAIN, eval_every=2), callbacks=[KeepBest(folder, RECIPE), remember])
+    callbacks = [KeepBest(folder, RECIPE, background=False), remember]
+    trainer = make_trainer(group, "row", replace(TRAIN, eval_every=2), callbacks=callbacks)
     batches = planted.batches(12)
     for batch in batches[6:]:
         assert batch.labels is not None

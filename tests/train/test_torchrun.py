@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,12 @@ class Processes:
         while not (found := self.text(rank, name)) or text not in found:
             assert time.monotonic() < end, "\n".join(self.text(r, "err")[-1000:] for r in range(self.size))
             assert name == "code" or not self.text(rank, "code"), self.text(rank, "err")[-2000:]
+            time.sleep(0.02)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, self.text(0, "err")[-2000:]
             time.sleep(0.02)
 
     def wait(self, *ranks: int) -> list[int]:
@@ -194,6 +200,7 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
         ("eval", 10),
         ("train", 15),
         ("train", 19),
+        ("checkpoint", 19),
     ]
     plan = Plan.from_json((run / "plan.json").read_text())
     assert plan.world_size == 2
@@ -274,16 +281,41 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
         assert started.wait() == [0, 0, 0], started.text(0, "err")
     (again,) = (tmp_path / "runs" / "again").iterdir()
     summary = json.loads((again / "summary.json").read_text())
-    assert (summary["steps"], summary["samples"], summary["ranks"]) == (step + 3, 3 * 128, 3)
+    assert (summary["steps"], summary["samples"], summary["ranks"]) == (step + 3, (step + 3) * 128, 3)
     assert (again / "plan.json").read_text() == (run / "plan.json").read_text()
     # The last steps before the death are done again, to the bit.
-    before = {line["step"]: line["loss"] for line in lines_of(run)}
-    after = {line["step"]: line["loss"] for line in lines_of(again)}
+    before = {line["step"]: line["loss"] for line in lines_of(run) if line["event"] == "train"}
+    after = {line["step"]: line["loss"] for line in lines_of(again) if line["event"] == "train"}
     assert sorted(after) == [step + 1, step + 2, step + 3]
     both = before.keys() & after.keys()
     assert [after[s] for s in both] == [before[s] for s in both]
     assert started.text(0, "out").count("run: ") == 1
     assert started.text(1, "out") == started.text(2, "out") == ""
+
+
+def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row", "--train.keep_last", "9"]
+    with launcher.start(tmp_path / "stopped", 3, *options, *ENDLESS) as started:
+        started.wait_for(0, "err", "step 5/")
+        started.send(2, signal.SIGUSR1)
+        saved = the_run(tmp_path) / "checkpoints"
+        started.wait_until(lambda: len(checkpoints_in(saved)) == 1)
+        started.send(1, signal.SIGTERM)
+        assert started.wait() == [143, 143, 143]
+    asked, last = checkpoints_in(saved)
+    step = verify_checkpoint(last).step
+    assert 5 < verify_checkpoint(asked).step < step
+    message = f"hotbed: stopped by a signal after step {step:,}; go on with --resume {last}"
+    assert message in started.text(0, "err")
+    assert "stopped" not in started.text(1, "err") + started.text(2, "err")
+    assert not (the_run(tmp_path) / "summary.json").exists()
+    records = [line for line in lines_of(the_run(tmp_path)) if line["event"] == "checkpoint"]
+    assert [record["path"] for record in records] == [asked.path, last.path]
+    rest = ["--resume", str(saved), "--train.steps", str(step + 3), "--train.epochs", "100000", "--name", "again"]
+    with launcher.start(tmp_path / "again", 3, *options, *rest) as started:
+        assert started.wait() == [0, 0, 0], started.text(0, "err")
+    (again,) = (tmp_path / "runs" / "again").iterdir()
+    assert json.loads((again / "summary.json").read_text())["steps"] == step + 3
 
 
 def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:

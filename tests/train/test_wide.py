@@ -19,8 +19,9 @@ from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad
 from hotbed.specs import Feature, Table
 from hotbed.train import Callback, Trainer, load_checkpoint, save_checkpoint
+from hotbed.train.build import build_model, build_trainer
 from hotbed.train.resume import refuse_another_recipe
-from hotbed.train.run import bad_ids, build_model, build_trainer
+from hotbed.train.run import bad_ids
 from tests.train import planted
 from tests.train.planted import Losses
 

@@ -14,7 +14,7 @@ from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
-from hotbed.train.run import build
+from hotbed.train.build import build
 from hotbed.train.trainer import resolve_device
 
 LEARNING_RATE = 0.01

@@ -35,9 +35,10 @@ class BlockWriters:
         self.finishing = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
 
     def close(self) -> None:
-        """End them."""
-        for pool in (self.hashing, self.writing, self.finishing):
+        """End them; files that are not finished are closed as they are."""
+        for pool in (self.hashing, self.writing):
             pool.shutdown(wait=True, cancel_futures=True)
+        self.finishing.shutdown(wait=True)
 
 
 class BlockWriter:

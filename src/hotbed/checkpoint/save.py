@@ -39,6 +39,8 @@ UNFINISHED = "unfinished.json"
 """File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
 PATIENCE_S = 600.0
 """How long the first rank waits for the others once it has written its own files."""
+LAST_PATIENCE_S = 5.0
+"""How long it waits once training has failed."""
 
 _log = logging.getLogger("hotbed")
 
@@ -150,6 +152,7 @@ class Saving:
         self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._deadline: list[float] = []
         self.nbytes = 0
         self.seconds = 0.0
         self.started_s = 0.0
@@ -171,6 +174,12 @@ class Saving:
         """Write in a thread."""
         self._thread = threading.Thread(target=self.run, name="hotbed-checkpoint", daemon=True)
         self._thread.start()
+
+    def abandon(self) -> None:
+        """Where training has failed: write what is under way, but wait no longer for ranks that may be gone."""
+        self._deadline.append(time.monotonic() + LAST_PATIENCE_S)
+        if self._thread is not None:
+            self._thread.join()
 
     def wait(self) -> None:
         """Return when the checkpoint is there; all ranks must call this.
@@ -241,9 +250,9 @@ class Saving:
 
     def _finish(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
         """Collect what the others wrote, write the manifest, and remove what only served to make it."""
-        deadline = time.monotonic() + PATIENCE_S
+        self._deadline.append(time.monotonic() + PATIENCE_S)
         for rank in range(1, self._size):
-            told = self._told_by(rank, deadline)
+            told = self._told_by(rank)
             files |= told["files"]
             for name, of in told["tiles"].items():
                 tiles.setdefault(name, []).extend(SavedTile.from_dict(t) for t in of)
@@ -255,9 +264,10 @@ class Saving:
         for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
             self._place.remove(name)
 
-    def _told_by(self, rank: int, deadline: float) -> dict[str, Any]:
+    def _told_by(self, rank: int) -> dict[str, Any]:
         name = f"rank-{rank}.json"
-        while time.monotonic() < deadline:
+        start = time.monotonic()
+        while time.monotonic() < min(self._deadline):
             if self._place.has(name):
                 told = json.loads(self._place.read(name))
                 if told["token"] == self._token:
@@ -267,9 +277,10 @@ class Saving:
                         )
                     return told
             time.sleep(0.02)
+        waited = time.monotonic() - start
         raise CheckpointError(
-            f"{self.path} was not saved: rank {rank} has not written {name} in {PATIENCE_S:,.0f} s; all ranks must see "
-            "one directory, on a shared file system or an object store"
+            f"{self.path} was not saved: rank {rank} has not written {name} in {waited:,.0f} s; all ranks must see one "
+            "directory, on a shared file system or an object store"
         )
 
     def _tell_error(self, error: BaseException) -> None:

@@ -64,8 +64,8 @@ class Snapshot:
         Most bytes that were kept at once.
     """
 
-    def __init__(self, stores: Iterable[RowStore], limit_bytes: int = KEPT_BYTES) -> None:
-        self._limit = limit_bytes
+    def __init__(self, stores: Iterable[RowStore], limit_bytes: int | None = None) -> None:
+        self._limit = KEPT_BYTES if limit_bytes is None else limit_bytes
         self._lock = threading.Condition()
         self._bytes = 0
         self._closed = False

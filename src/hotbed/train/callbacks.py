@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hotbed.checkpoint import load_checkpoint, save_checkpoint
-from hotbed.config import Monitor, Recipe
+from hotbed.config import Monitor
 from hotbed.errors import RecipeError
 from hotbed.files import without_nan
 from hotbed.train.metrics import Metrics
@@ -33,8 +32,18 @@ class Callback:
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """After every evaluation during training."""
 
+    def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """When this rank has written its part of a checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
+
     def on_train_end(self, trainer: Trainer) -> None:
         """After the last step; not called when training fails."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a resumed run is to know of this callback, as plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
 
 
 class JsonLines(Callback):
@@ -56,6 +65,10 @@ class JsonLines(Callback):
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Append ``{"event": "eval", …}``."""
         self._write({"event": "eval", "step": trainer.step, **metrics.to_dict()})
+
+    def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Append ``{"event": "checkpoint", …}``."""
+        self._write({"event": "checkpoint", **record})
 
     def _write(self, record: dict[str, Any]) -> None:
         # Opened for each line, so that a killed run loses none.
@@ -114,85 +127,16 @@ class BestSoFar:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._best = -math.inf
+        self.value = -math.inf
+        """The best so far; higher is better."""
 
     def improved(self, metrics: Metrics) -> bool:
         """Whether these metrics are better than all before them; NaN never is."""
         value = metrics.auc if self._monitor == "auc" else -metrics.logloss
-        if not value > self._best:
+        if not value > self.value:
             return False
-        self._best = value
+        self.value = value
         return True
-
-
-class KeepLast(Callback):
-    """Keeps the newest checkpoint, to resume from and to evaluate.
-
-    Parameters
-    ----------
-    directory
-        Where checkpoints go, each named by its step.
-    recipe
-        Stored in each.
-    every
-        Steps between checkpoints; None saves one, at the end.
-    """
-
-    def __init__(self, directory: Path, recipe: Recipe, every: int | None = None) -> None:
-        self._directory, self._recipe, self._every = directory, recipe, every
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Save if it is time."""
-        if self._every is not None and trainer.step % self._every == 0:
-            self._save(trainer)
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Save the final state."""
-        self._save(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
-        with trainer.clock.paused():
-            replace_checkpoint(self._directory, "last", trainer, self._recipe)
-
-
-class KeepBest(Callback):
-    """Keeps the checkpoint of the best evaluation, and goes back to it when training ends.
-
-    Parameters
-    ----------
-    directory, recipe
-        As in `KeepLast`.
-    """
-
-    def __init__(self, directory: Path, recipe: Recipe) -> None:
-        self._directory, self._recipe = directory, recipe
-        self._best = BestSoFar(recipe.train.monitor)
-        self._path: Path | None = None
-
-    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Save if this evaluation is the best."""
-        if self._best.improved(metrics):
-            self._path = replace_checkpoint(self._directory, "best", trainer, self._recipe)
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Load the best model; it stays as it is if there was no evaluation."""
-        if self._path is not None:
-            load_checkpoint(self._path, {"model": trainer.model})
-
-
-def replace_checkpoint(directory: Path, kind: str, trainer: Trainer, recipe: Recipe) -> Path:
-    """Save ``kind-STEP``, then remove older ones of the kind, so that there is one at any moment."""
-    path = directory / f"{kind}-{trainer.step:08d}"
-    first = trainer.ranks.is_first
-    (exists,) = trainer.ranks.add(first and path.exists())
-    if not exists:
-        save_checkpoint(path, trainer.parts(), step=trainer.step, recipe=recipe.to_dict())
-    if first:
-        for other in directory.glob(f"{kind}-*"):
-            if other != path:
-                shutil.rmtree(other)
-    trainer.ranks.add(0)  # the others go on when it is there
-    return path
 
 
 class EarlyStop(Callback):
@@ -213,3 +157,11 @@ class EarlyStop(Callback):
         """Count, and stop if it was enough."""
         self._waited = 0 if self._best.improved(metrics) else self._waited + 1
         trainer.stop = trainer.stop or self._waited >= self._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and evaluations since."""
+        return {"best": self._best.value, "waited": self._waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self._best.value, self._waited = state["best"], state["waited"]

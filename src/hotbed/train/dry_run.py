@@ -17,9 +17,9 @@ from hotbed.plan import Plan, Tile
 from hotbed.plan.cost import Cost, rank_costs, tile_bytes
 from hotbed.plan.show import plan_view
 from hotbed.specs import Table
+from hotbed.train.build import new_model, open_source
 from hotbed.train.parallel import planned, started
 from hotbed.train.report import size
-from hotbed.train.run import new_model, open_source
 from hotbed.train.trainer import resolve_device
 
 

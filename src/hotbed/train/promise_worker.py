@@ -22,9 +22,9 @@ from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import Cut, make_plan
+from hotbed.train.build import build_trainer, open_source, tables_of
 from hotbed.train.callbacks import Callback
 from hotbed.train.parallel import process_group
-from hotbed.train.run import build_trainer, open_source, tables_of
 from hotbed.train.trainer import Trainer
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from hotbed.checkpoint import read_manifest
+from hotbed.checkpoint import Directory, read_manifest
 from hotbed.config import Recipe
 from hotbed.errors import RecipeError
 
@@ -21,13 +21,15 @@ MAY_DIFFER = frozenset(
         *(f"data.{key}" for key in ("path", "workers", "prefetch", "valid_split", "test_split")),
         *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
         *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
-        *(f"train.{key}" for key in ("checkpoint_every", "eval_every", "eval_batch_size", "monitor", "patience")),
+        *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience")),
+        *(f"train.checkpoint_{key}" for key in ("every", "minutes", "dir", "in_background")),
+        *(f"train.keep_{key}" for key in ("last", "every")),
     }
 )
 """Keys that do not change what a step does; a plan may, in the one way that `Plan.wire` states."""
 
 
-def refuse_another_recipe(checkpoint: Path, recipe: Recipe) -> None:
+def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> None:
     """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with.
 
     Parameters

@@ -26,6 +26,9 @@ from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.nonfinite import refuse_non_finite
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import Ahead
+from hotbed.train.saver import Saver
+
+_COUNTERS = ("step", "epoch", "position", "samples")
 
 
 class Trainer:
@@ -63,9 +66,18 @@ class Trainer:
     position
         Batches taken of the present epoch.
     samples
-        Samples trained on by this trainer.
+        Samples trained on, also by the runs that this one goes on from.
     stop
         A callback sets it to end training after the present step.
+    ask_save, ask_stop
+        Set by any rank, at any time: all save a checkpoint (if `KeepLast` is there), and end training, after the same
+        step.
+    save_now, told_to_stop
+        Whether any rank had asked so before the present step.
+    saver
+        What saves checkpoints.
+    other_parts
+        More that a run needs to go on, by name.
     """
 
     def __init__(
@@ -96,11 +108,14 @@ class Trainer:
         }
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
-        self.stop = False
+        self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = False
+        self.saver = Saver(self)
+        self.other_parts: dict[str, Stateful] = {}
         self._batches: Iterable[Batch] = ()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
         self._recent: list[float] = []
+        self._of_callbacks: dict[str, Any] = {}
         if recipe.compile:
             model.compile()
 
@@ -125,9 +140,14 @@ class Trainer:
             If a batch does not fit the model, or an epoch has no batch.
         """
         self._start(batches)
-        with self.ranks.explained():
-            self._fit(batches, valid)
-        self._call("on_train_end")
+        try:
+            with self.ranks.explained():
+                self._fit(batches, valid)
+                self.saver.finish()
+            self._call("on_train_end")
+        except BaseException:
+            self.saver.abandon()
+            raise
 
     def _fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None) -> None:
         while not self.finished:
@@ -136,7 +156,8 @@ class Trainer:
                 total, labels = self._total(batch)
                 # This waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
                 # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
-                value, everyone, samples = self.ranks.add(total, labels, len(batch))
+                asked = self.ask_save, self.ask_stop
+                value, everyone, samples, *asked = self.ranks.add(total, labels, len(batch), *asked)
                 value /= max(everyone, 1)
                 refuse_non_finite(value, total, batch, self)
                 for optimizer in self.optimizers.values():
@@ -147,6 +168,7 @@ class Trainer:
                     optimizer.step()
                 for schedule in self.schedules.values():
                     schedule.step()
+                self._obey(*map(bool, asked))
                 self._advance(int(samples), value, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
@@ -164,6 +186,12 @@ class Trainer:
             logits, labels = checked_logits(self.model(batch), batch.labels)
         weight = None if batch.weights is None else batch.weights[:, None]
         return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.numel()
+
+    def _obey(self, save: bool, stop: bool) -> None:
+        """Do what any rank has asked for."""
+        self.save_now, self.told_to_stop, self.stop = save, stop, self.stop or stop
+        if save:
+            self.ask_save = False
 
     @property
     def finished(self) -> bool:
@@ -197,6 +225,9 @@ class Trainer:
             self.steps_total = min(ahead, self.recipe.steps or ahead)
         except TypeError:
             self.steps_total = self.recipe.steps
+        for callback in self.callbacks:
+            if (loaded := self._of_callbacks.pop(type(callback).__name__, None)) is not None:
+                callback.load_state_dict(loaded)
         self._call("on_train_start")
         self.clock.start()
 
@@ -244,6 +275,10 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
+    def report_checkpoint(self, record: dict[str, Any]) -> None:
+        """Tell the callbacks what a checkpoint took."""
+        self._call("on_checkpoint", record)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Stateful]:
@@ -254,15 +289,24 @@ class Trainer:
             **{f"{name}_schedule": schedule for name, schedule in self.schedules.items()},
             "random": RandomState(self.ranks.gather, self.ranks.rank),
             "position": self,
+            **self.other_parts,
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and the position of the loader if it has one."""
-        return {"step": self.step, "epoch": self.epoch, "position": self.position, "data": self._data_position}
+        """Counters, losses since the last record, callbacks by class, and the loader's position if it has one."""
+        return {
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "losses": list(self._recent),
+            "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state_dict())},
+            "data": self._data_position,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the counters; `resume_data` sets the loader."""
-        self.step, self.epoch, self.position = state["step"], state["epoch"], state["position"]
+        """Take over what `state_dict` gave; callbacks do when training starts, `resume_data` sets the loader."""
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        self._recent = list(state["losses"])
+        self._of_callbacks = dict(state["callbacks"])
         self._data_position = state["data"]
 
     def resume_data(self, loader: Stateful) -> None:

@@ -1,0 +1,144 @@
+"""From a recipe to its data source, model, optimizers and trainer."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from hotbed.config import Component, DataRecipe, Recipe
+from hotbed.data import Source
+from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
+from hotbed.errors import RecipeError, SpecError, did_you_mean
+from hotbed.specs import Table
+from hotbed.train.parallel import distributed
+from hotbed.train.trainer import Trainer, resolve_device
+
+
+def open_source(data: DataRecipe) -> Source:
+    """The recipe's data source; a `RecipeError` names a split that it lacks."""
+    source = build("data.source", data.source, data.path)
+    if not isinstance(source, Source):
+        raise RecipeError(f"data.source is {data.source.class_path}, which is not a hotbed.data.Source")
+    for key in ("train_split", "valid_split", "test_split"):
+        split: str | None = getattr(data, key)
+        if split is not None:
+            check_split(f"data.{key}", split, source)
+    return source
+
+
+def tables_of(source: Source, data: DataRecipe) -> list[Table]:
+    """The source's tables, with rows stored as the recipe says; a `RecipeError` names a table that there is not."""
+    tables = source.schema.tables(data.dim)
+    known = [table.name for table in tables]
+    for key, given in (("data.dtype", data.dtype), ("data.fp32_rows", data.fp32_rows)):
+        for name in given if isinstance(given, dict) else ():
+            if name not in known:
+                raise RecipeError(f"{key} names table '{name}', which does not exist{did_you_mean(name, known)}")
+
+    def stored(table: Table) -> Table:
+        dtype = data.dtype.get(table.name, "fp32") if isinstance(data.dtype, dict) else data.dtype
+        fp32_rows = data.fp32_rows.get(table.name, 0) if isinstance(data.fp32_rows, dict) else data.fp32_rows
+        return replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows))
+
+    return [stored(table) for table in tables]
+
+
+def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Module:
+    """The recipe's model with the tables of a source, seeded; its parameters and tables are made on the device.
+
+    Where several processes train, each makes only what it holds.
+    """
+    torch.manual_seed(recipe.train.seed)
+    several = dist.is_available() and dist.is_initialized()
+    with device, tables_on_meta() if several else nullcontext():
+        model = new_model(recipe, source)
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
+    model = distributed(model, recipe.parallel, device)
+    if isinstance(model, Distributed):
+        torch.manual_seed(recipe.train.seed + model.link.rank)  # what is drawn from now on is of a rank's own samples
+        return model
+    # A model of the user's may make some of its tensors on the CPU whatever the default device is.
+    return model.to(device)
+
+
+def new_model(recipe: Recipe, source: Source) -> Any:
+    """What the recipe's model class makes, on torch's default device."""
+    return build(
+        "model",
+        recipe.model,
+        tables=tables_of(source, recipe.data),
+        features=source.schema.features(recipe.data.on_bad_id),
+        dense_features=len(source.schema.dense),
+        seed=recipe.train.seed,
+    )
+
+
+def build_trainer(recipe: Recipe, source: Source) -> Trainer:
+    """The recipe's model and optimizers, in a trainer without callbacks."""
+    if not source.schema.labels:
+        raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
+    model = build_model(recipe, source, resolve_device(recipe.train.device))
+    dense = build("dense_optimizer", recipe.dense_optimizer, model.parameters())
+    wide, rest = None, model
+    if recipe.wide_optimizer is not None:
+        collection = _wide_of(model, recipe)
+        wide = build("wide_optimizer", recipe.wide_optimizer, collection)
+        rest = _without(model, collection)
+    sparse = build("sparse_optimizer", recipe.sparse_optimizer, rest)
+    for key, optimizer in (("dense_optimizer", dense), ("sparse_optimizer", sparse), ("wide_optimizer", wide)):
+        component: Component | None = getattr(recipe, key)
+        if component is not None and not isinstance(optimizer, Optimizer):
+            raise RecipeError(f"{key} is {component.class_path}, which is not a torch.optim.Optimizer")
+    return Trainer(
+        model,
+        dense,
+        sparse,
+        wide=wide,
+        recipe=recipe.train,
+        schedule=recipe.schedule,
+        group=source.schema.group,
+        labels=source.schema.labels,
+        overlap=recipe.parallel.overlap,
+    )
+
+
+def _wide_of(model: nn.Module, recipe: Recipe) -> EmbeddingCollection:
+    wide = getattr(model, "wide", None)
+    if not isinstance(wide, EmbeddingCollection):
+        raise RecipeError(
+            f"wide_optimizer is set, but {recipe.model.class_path} has no attribute `wide` that is an "
+            f"EmbeddingCollection; leave wide_optimizer out, or use a model like hotbed.nn.WideDeep"
+        )
+    return wide
+
+
+def _without(model: nn.Module, part: nn.Module) -> nn.Module:
+    """The model's other parts, by the names that they have in the model."""
+    rest = nn.Module()
+    for name, child in (model.module if isinstance(model, Distributed) else model).named_children():
+        if child is not part:
+            rest.add_module(name, child)
+    return rest
+
+
+def build(key: str, component: Component, *args: Any, **given: Any) -> Any:
+    """Make a component; errors say which of the recipe's it is."""
+    try:
+        return component.build(*args, **given)
+    except RecipeError as error:
+        raise RecipeError(f"{key}: {error}") from error
+
+
+def check_split(key: str, split: str, source: Source) -> None:
+    """Raise `RecipeError` if the data has no such split."""
+    if split not in source.splits:
+        raise RecipeError(
+            f"{key} is '{split}', but the data has only {', '.join(source.splits)}{did_you_mean(split, source.splits)}"
+        )

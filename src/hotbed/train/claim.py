@@ -1,0 +1,103 @@
+"""`Claim`: a directory of checkpoints belongs to one run at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from hotbed.checkpoint import Directory, checkpoints_in
+from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.errors import CheckpointError
+
+OWNER = "owner.json"
+
+
+class Claim:
+    """Holds a directory for this process while it is used as a context.
+
+    Two runs in one directory would remove each other's checkpoints. On a local file system the claim ends with the
+    process, however that ends. An object store has no such locks: there the file ``owner.json`` names the run that
+    writes, and a killed one leaves it behind.
+
+    Parameters
+    ----------
+    where
+        The directory.
+    resumed
+        The checkpoint that the run goes on from, if it does. Only such a run may go on in a directory that has
+        checkpoints.
+
+    Raises
+    ------
+    CheckpointError
+        If another run has it, or it holds checkpoints of another run.
+    """
+
+    def __init__(self, where: Directory, resumed: Directory | None) -> None:
+        self._where, self._resumed = where, resumed
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        existing = checkpoints_in(self._where)
+        if existing and (self._resumed is None or self._resumed.path not in [c.path for c in existing]):
+            raise CheckpointError(
+                f"{self._where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
+                f"--resume {self._where}, or choose another train.checkpoint_dir"
+            )
+        self._where.make()
+        if isinstance(self._where, LocalDirectory):
+            self._lock(self._where.root / OWNER)
+        elif self._where.has(OWNER):
+            owner = json.loads(self._where.read(OWNER))
+            if not _is_dead(owner):
+                raise CheckpointError(
+                    f"{self._where} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}; "
+                    f"choose another train.checkpoint_dir, or remove {self._where}/{OWNER} if that run is dead"
+                )
+        if self._descriptor is None:
+            self._where.write(OWNER, json.dumps(_me()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._where.remove(OWNER)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _lock(self, file: Path) -> None:
+        import fcntl
+
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            text = os.read(descriptor, 10_000)
+            os.close(descriptor)
+            owner = json.loads(text or b"{}")
+            raise CheckpointError(
+                f"{self._where} belongs to process {owner.get('pid', '?')} on {owner.get('host', '?')}, which is "
+                "running; choose another train.checkpoint_dir, or end that run"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(_me()).encode())
+        self._descriptor = descriptor
+
+
+def _me() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether a process of this host has ended; of others nobody here knows."""
+    if owner["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return owner["pid"] == os.getpid()
