@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import checkpoints_in
+from hotbed.checkpoint import Directory, checkpoints_in, read_manifest
 from hotbed.cli import main
 from hotbed.config import Recipe
+from hotbed.data import write_synthetic_log
+from hotbed.data.prepare import prepare
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import make_plan
 from hotbed.train.build import build_model, open_source, tables_of
@@ -282,3 +285,49 @@ def test_a_run_that_was_killed_is_not_finished(recipe: Path, monkeypatch: pytest
     (run,) = (recipe.parent / "runs" / "small").iterdir()
     found = inspected(run, recipe.parent)
     assert (found["finished"], found["checkpoints"]) == (False, [])
+
+
+def test_a_new_model_begins_with_an_earlier_one(recipe: Path, capsys: Output) -> None:
+    _, _, run = train(recipe, "--train.steps", "7")
+    capsys.readouterr()
+    status, summary, again = train(recipe, "--init_from", str(run), "--data.frozen", "[C1]", "--train.steps", "1")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert (status, summary["steps"], summary["samples"]) == (0, 1, 128)
+    tables = {entry["name"]: entry for entry in summary["init"] if entry["what"] == "table"}
+    assert len(tables) == 26
+    assert all(entry["taken"] for entry in tables.values())
+    assert "moments" in tables["embeddings.C1"]["note"]
+    assert "begin anew" not in str(tables)
+    assert "parameters of the dense part were taken" in shown
+    assert yaml.safe_load((again / "recipe.yaml").read_text())["init"]["checkpoint"] == str(run)
+    before, after = (checkpoints_in(path / "checkpoints")[-1] for path in (run, again))
+    weights = [rows_of(checkpoint, "embeddings.C1") for checkpoint in (before, after)]
+    assert torch.equal(*weights)  # it was frozen
+    assert not torch.equal(rows_of(before, "embeddings.C2"), rows_of(after, "embeddings.C2"))
+    assert "init.rename is set, but init.checkpoint is not" in refused(
+        ["train", str(recipe), "--init.rename", "{a: b}"], capsys
+    )
+
+
+def rows_of(checkpoint: Directory, table: str) -> torch.Tensor:
+    (tile,) = read_manifest(checkpoint).tables[table].tiles
+    return load_file(Path(checkpoint.path) / tile.file)[f"{tile.key}/weight"]
+
+
+def test_tomorrow_goes_on_with_todays_model_and_a_longer_vocabulary(tmp_path: Path, recipe: Path) -> None:
+    for day in (1, 2):
+        write_synthetic_log(tmp_path / f"day{day}.tsv", 3000, seed=day, test_fraction=0.1)
+    first = prepare(tmp_path / "day1.tsv", tmp_path / "data1", threshold=2)
+    second = prepare(
+        tmp_path / "day2.tsv", tmp_path / "data2", threshold=2, vocabulary=tmp_path / "data1" / "vocabulary"
+    )
+    grown = [name for name, rows in first.rows.items() if second.rows[name] > rows]
+    assert grown
+    _, _, run = train(recipe, "--data.path", str(tmp_path / "data1"))
+    _, summary, again = train(recipe, "--data.path", str(tmp_path / "data2"), "--init_from", str(run))
+    notes = {entry["name"]: entry["note"] for entry in summary["init"] if entry["what"] == "table"}
+    for name, rows in first.rows.items():
+        new = second.rows[name] - rows
+        assert notes[f"embeddings.{name}"].startswith(f"{rows:,} rows, " + (f"{new:,} new rows" if new else "moments"))
+    untouched = rows_of(checkpoints_in(again / "checkpoints")[-1], f"embeddings.{grown[0]}")
+    assert len(untouched) == second.rows[grown[0]]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader
 
-from hotbed.config import DataRecipe, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe
+from hotbed.config import DataRecipe, InitRecipe, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe
 from hotbed.errors import RecipeError
 
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
@@ -26,12 +26,14 @@ def add_recipe(parser: ArgumentParser) -> None:
         _add_component(parser, key)
     parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
     parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
+    parser.add_class_arguments(InitRecipe, "init", instantiate=False)
     parser.add_class_arguments(ParallelRecipe, "parallel", instantiate=False)
     parser.add_argument(
         "--plan", type=str | None, help="Short for --parallel.plan: table, row, column, grid, dp, FILE."
     )
     parser.add_argument("--out", type=str, default="runs", help="Where runs go: OUT/NAME/TIME.")
-    parser.add_argument("--resume", type=str | None, help="Checkpoint to go on from.")
+    parser.add_argument("--init_from", type=str | None, help="Short for --init.checkpoint: what fits is taken from it.")
+    parser.add_argument("--resume", type=str | None, help="Checkpoint, or a run's directory, to go on from.")
     parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
     add_json(parser)
 
@@ -50,6 +52,8 @@ def recipe_of(parsed: Namespace) -> Recipe:
         values.pop(key, None)
     if (plan := values.pop("plan", None)) is not None:
         values["parallel"]["plan"] = plan
+    if (checkpoint := values.pop("init_from", None)) is not None:
+        values["init"]["checkpoint"] = checkpoint
     for parent, key in ((values["data"], "source"), *((values, key) for key in _COMPONENTS)):
         if (parent[key] or {}).get("class_path", "") is None:
             del parent[key]["class_path"]

@@ -121,6 +121,8 @@ class DataRecipe:
     fp32_rows: int | dict[str, int] = 0
     """First rows that are float32 whatever the dtype: of every table, or by table name (0 for a table not named).
     A number above a table's rows means all of them, so that one number serves tables of any size."""
+    frozen: list[str] = field(default_factory=list)
+    """Tables that are looked up and never trained."""
     on_bad_id: OnBadId = "error"
     """What to do with ids that are negative or not below a table's rows."""
     train_split: str = "train"
@@ -287,6 +289,25 @@ class ParallelRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitRecipe:
+    """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
+
+    checkpoint: str | None = None
+    """Checkpoint, or a directory whose newest is meant, also of an earlier model; what does not fit begins anew."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """What the checkpoint calls a table, by its name here."""
+    leave: list[str] = field(default_factory=list)
+    """Tables that begin anew."""
+    optimizers: bool = True
+    """Take the moments of tables and parameters, too."""
+
+    def __post_init__(self) -> None:
+        for key in ("rename", "leave"):
+            if getattr(self, key) and self.checkpoint is None:
+                raise RecipeError(f"init.{key} is set, but init.checkpoint is not; set it, or use --init_from")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A whole training run."""
 
@@ -303,6 +324,7 @@ class Recipe:
     """Sparse optimizer of the model's ``wide`` collection; by default ``sparse_optimizer`` trains that, too."""
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     train: TrainRecipe
+    init: InitRecipe = field(default_factory=InitRecipe)
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
 
     def __post_init__(self) -> None:

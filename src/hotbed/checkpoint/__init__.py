@@ -1,5 +1,6 @@
 """Checkpoints: directories that any plan, number of ranks and tier can save and load; see docs/checkpoint-format.md."""
 
+from hotbed.checkpoint.evolve import Taken, init_from
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, checkpoints_in, find_checkpoint, read_manifest
 from hotbed.checkpoint.save import UNFINISHED, Saving, save_checkpoint
@@ -14,9 +15,11 @@ __all__ = [
     "RandomState",
     "Saving",
     "Stateful",
+    "Taken",
     "checkpoints_in",
     "directory",
     "find_checkpoint",
+    "init_from",
     "load_checkpoint",
     "read_manifest",
     "save_checkpoint",

@@ -7,7 +7,7 @@ by a few blocks. Rows that were cut at other columns lie apart in the files, so 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
         _check(f"{place}", name, table, manifest)
     with VerifiedFiles(place, manifest.files) as verified:
         files = TensorFiles(verified)
-        states: dict[str, Any] = {}
-        for name in parts:
-            file = f"{name}.safetensors"
-            tensors = {key: files.read(file, key) for key in files.arrays(file)} if file in manifest.files else {}
-            states[name] = restored(manifest.parts[name], tensors)
+        states = read_states(manifest, parts, files)
         begun = False
         try:
             for name, table in tables.items():
@@ -87,6 +83,16 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
                 "that it was made with"
             ) from error
     return manifest
+
+
+def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) -> dict[str, Any]:
+    """What ``state_dict()`` gave of some parts, without tables."""
+    states: dict[str, Any] = {}
+    for name in parts:
+        file = f"{name}.safetensors"
+        tensors = {key: files.read(file, key) for key in files.arrays(file)} if file in manifest.files else {}
+        states[name] = restored(manifest.parts[name], tensors)
+    return states
 
 
 def verify_checkpoint(path: str | Path | Directory) -> Manifest:
@@ -139,3 +145,5 @@ def _load_table(name: str, table: TablePart, saved: SavedTable, files: TensorFil
     with torch.no_grad():
         for held in table.collection.held(spec.name):
             load_tile(held, saved, table.saved.moments if held.owned else (), files)
+    assert saved.spec.init_seed is not None
+    table.collection.adopt_initial(spec.name, saved.spec.init_seed, saved.spec.bound)

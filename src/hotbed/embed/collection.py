@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -263,6 +264,11 @@ class EmbeddingCollection(nn.Module):
         distributed, all ranks must call this.
         """
         return self._part(table).rows(table)
+
+    def adopt_initial(self, table: str, seed: int, bound: float) -> None:
+        """Note what the initial values of a table were, where they came out of a checkpoint."""
+        self._part(table)
+        self.tables[table] = replace(self.tables[table], init_seed=seed, init_bound=bound)
 
     def held(self, table: str) -> list[Held]:
         """Tiles of a table that are on this rank; for checkpoints."""

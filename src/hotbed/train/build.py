@@ -36,15 +36,17 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
     """The source's tables, with rows stored as the recipe says; a `RecipeError` names a table that there is not."""
     tables = source.schema.tables(data.dim)
     known = [table.name for table in tables]
-    for key, given in (("data.dtype", data.dtype), ("data.fp32_rows", data.fp32_rows)):
-        for name in given if isinstance(given, dict) else ():
+    named = {"data.dtype": data.dtype, "data.fp32_rows": data.fp32_rows, "data.frozen": data.frozen}
+    for key, given in named.items():
+        for name in given if isinstance(given, dict | list) else ():
             if name not in known:
                 raise RecipeError(f"{key} names table '{name}', which does not exist{did_you_mean(name, known)}")
 
     def stored(table: Table) -> Table:
         dtype = data.dtype.get(table.name, "fp32") if isinstance(data.dtype, dict) else data.dtype
         fp32_rows = data.fp32_rows.get(table.name, 0) if isinstance(data.fp32_rows, dict) else data.fp32_rows
-        return replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows))
+        frozen = table.name in data.frozen
+        return replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows), frozen=frozen)
 
     return [stored(table) for table in tables]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from hotbed.checkpoint import Taken
 from hotbed.config import Recipe
 from hotbed.files import write_json, write_text
 from hotbed.plan import Plan
@@ -151,6 +152,19 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     for feature, count in summary["ids_out_of_range"].items():
         console.print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
     console.print(f"run: {summary['run']}", soft_wrap=True)
+
+
+def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> None:
+    """Print what a new model begins with: every table, and of the rest what was not taken."""
+    table = RichTable(title=f"from {checkpoint}", title_justify="left")
+    for name in ("", "name", "taken", "what"):
+        table.add_column(name, overflow="fold")
+    for entry in report:
+        if entry.what != "parameter" or not entry.taken:
+            table.add_row(entry.what, entry.name, "yes" if entry.taken else "no", entry.note)
+    console.print(table)
+    parameters = sum(entry.what == "parameter" and entry.taken for entry in report)
+    console.print(f"{parameters} parameters of the dense part were taken")
 
 
 def print_prepared(console: Console, report: PrepareReport) -> None:

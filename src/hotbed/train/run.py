@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import Directory, directory, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, load_checkpoint, read_manifest
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, Source
 from hotbed.embed import Distributed, EmbeddingCollection
@@ -26,7 +26,7 @@ from hotbed.train.keep import KeepBest, KeepLast
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, spread_batch
 from hotbed.train.progress import ShowProgress
-from hotbed.train.report import RunDirectory, environment
+from hotbed.train.report import RunDirectory, environment, print_taken
 from hotbed.train.resume import refuse_another_recipe
 from hotbed.train.signals import signals_to
 from hotbed.train.trainer import Trainer, resolve_device
@@ -70,6 +70,17 @@ def train(
     ids = IdCounts(trainer, recipe)
     trainer.other_parts["ids"] = ids
     resumed = None if resume is None else find_checkpoint(resume)
+    taken: list[Taken] = []
+    if resumed is None and recipe.init.checkpoint is not None:
+        taken = init_from(
+            recipe.init.checkpoint,
+            trainer.parts(),
+            rename=recipe.init.rename,
+            leave=recipe.init.leave,
+            optimizers=recipe.init.optimizers,
+        )
+        if ranks.is_first:
+            print_taken(console, recipe.init.checkpoint, taken)
     if resumed is not None:
         refuse_another_recipe(resumed, recipe)
         load_checkpoint(resumed, trainer.parts())
@@ -100,6 +111,7 @@ def train(
         "test": None if test is None else trainer.evaluate(test).to_dict(),
         "ids_out_of_range": ids.total(),
         "checkpoints": _of_checkpoints(trainer),
+        **({"init": [t.to_dict() for t in taken]} if taken else {}),
         **_of_ranks(trainer),
         **environment(trainer.device),
         "run": str(run.path),
