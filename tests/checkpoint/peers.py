@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +56,7 @@ def random_reference(
 
     def layers(widths: Sequence[int]) -> Layers:
         return [
-            (torch.randn(o, i, generator=draw) / i**0.5, torch.randn(o, generator=draw))
-            for i, o in zip(widths, widths[1:], strict=False)
+            (torch.randn(o, i, generator=draw) / i**0.5, torch.randn(o, generator=draw)) for i, o in pairwise(widths)
         ]
 
     n = 1 + len(rows)

@@ -1,0 +1,76 @@
+"""Models of other libraries into checkpoints; one module for each library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from hotbed.checkpoint.importers.bags import read_embedding_bags
+from hotbed.checkpoint.importers.facebook import read_facebook
+from hotbed.checkpoint.importers.nvidia import read_nvidia
+from hotbed.checkpoint.importers.peer import Peer, PeerModel, write_peer
+from hotbed.checkpoint.importers.tf2 import read_tf2
+from hotbed.checkpoint.importers.torchrec import read_torchrec
+from hotbed.checkpoint.manifest import Manifest
+from hotbed.checkpoint.storage import Directory
+from hotbed.errors import CheckpointError
+
+__all__ = ["Peer", "import_checkpoint"]
+
+
+def import_checkpoint(
+    source: str | Path,
+    target: str | Path | Directory,
+    peer: Peer,
+    *,
+    names: Sequence[str] | None = None,
+    collection: str = "embeddings",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Manifest:
+    """Make a checkpoint of what another library saved; tables are read by rows, so they may be larger than memory.
+
+    It has one part, ``model``. That of a DLRM loads into `hotbed.nn.DLRM` with ``features`` in the order of the tables
+    here, and gives the same logits: columns of the first top layer are permuted to hotbed's order of pairs, and padding
+    is left out.
+
+    Parameters
+    ----------
+    source
+        A local directory or file.
+    target
+        Path or URI of the checkpoint to make.
+    peer
+        Who wrote it:
+
+        - ``nvidia_dlrm``: directory of NVIDIA's PyTorch DLRM.
+        - ``tf2``: directory of NVIDIA's TensorFlow 2 DLRM.
+        - ``torchrec``: ``state_dict`` of ``torchrec.models.dlrm.DLRM`` (unsharded) in a safetensors or ``.pt`` file.
+        - ``facebook_dlrm``: ``.pt`` file of ``dlrm_s_pytorch.py --save-model``.
+        - ``embedding_bag``: weights of ``nn.EmbeddingBag`` or ``nn.Embedding`` in a safetensors or ``.pt`` file, or a
+          directory of these and of ``.npy`` files, one per table.
+    names
+        Names of the tables: for ``nvidia_dlrm``, ``tf2`` and ``facebook_dlrm`` what to call them, in the order of the
+        features (default ``cat_0``, …); for ``torchrec`` its own, in the order of its ``EmbeddingBagConfig``s; for
+        ``embedding_bag`` which weights are tables (default: all matrices ``NAME.weight`` without ``NAME.bias``).
+    collection
+        Attribute of the model that is the `EmbeddingCollection`.
+    progress
+        Called now and then with cells done and all cells.
+
+    Raises
+    ------
+    CheckpointError
+        If something is missing, does not fit, or cannot be what hotbed's model computes; ``target`` is not made then.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    readers: Mapping[Peer, Callable[[Path, Sequence[str] | None], PeerModel]] = {
+        "nvidia_dlrm": read_nvidia,
+        "tf2": read_tf2,
+        "torchrec": read_torchrec,
+        "facebook_dlrm": read_facebook,
+        "embedding_bag": partial(read_embedding_bags, collection=collection),
+    }
+    return write_peer(readers[peer](path, names), target, collection, progress)
