@@ -123,7 +123,7 @@ def resolved(name: str, known: Collection[str], where: str) -> str:
         short = [full.rsplit(".", 1)[-1] for full in known]
         what = "is ambiguous: " + ", ".join(found) if found else "does not exist"
         raise CheckpointError(
-            f"table '{name}' {what} {where}; tables are {', '.join(known) or 'none'}{did_you_mean(name, [full.rsplit('.', 1)[-1] for full in known])}"
+            f"table '{name}' {what} {where}; tables are {', '.join(known) or 'none'}{did_you_mean(name, short)}"
         )
     return found[0]
 

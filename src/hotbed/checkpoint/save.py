@@ -119,6 +119,10 @@ def save_checkpoint(
     return saving
 
 
+class _OtherRankError(CheckpointError):
+    """What the first rank heard of another's failure."""
+
+
 class Saving:
     """A checkpoint that is being written.
 
@@ -193,7 +197,8 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
-        failed = _failed(self._link, self._error is not None)
+        own = self._error is not None and not isinstance(self._error, _OtherRankError)
+        failed = _failed(self._link, own)
         if failed and self._rank == 0 and not self._place.has(MANIFEST):
             self._place.remove_all()  # nobody writes there any more
         if self._error is not None:
@@ -272,9 +277,7 @@ class Saving:
                 told = json.loads(self._place.read(name))
                 if told["token"] == self._token:
                     if "error" in told:
-                        raise CheckpointError(
-                            f"{self.path} was not saved: rank {rank} could not write: {told['error']}"
-                        )
+                        raise _OtherRankError(f"{self.path} was not saved: rank {rank} failed: {told['error']}")
                     return told
             time.sleep(0.02)
         waited = time.monotonic() - start
