@@ -76,7 +76,7 @@ class DLRM(nn.Module):
         dense = _dense_inputs(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
         if dense is None:
-            dense = torch.ones(len(batch), 1, device=batch.sparse.values.device)
+            dense = torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device)
         vectors = embeddings.stack(lead=self.bottom(dense))
         return self.top(self.interaction(vectors)).to(torch.float32)
 
