@@ -43,7 +43,7 @@ class Claim:
 
     def __enter__(self) -> Self:
         existing = checkpoints_in(self._where)
-        if existing and (self._resumed is None or self._resumed.path not in [c.path for c in existing]):
+        if existing and (self._resumed is None or not any(_are_same(self._resumed, c) for c in existing)):
             raise CheckpointError(
                 f"{self._where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
                 f"--resume {self._where}, or choose another train.checkpoint_dir"
@@ -84,6 +84,12 @@ class Claim:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(_me()).encode())
         self._descriptor = descriptor
+
+
+def _are_same(a: Directory, b: Directory) -> bool:
+    if isinstance(a, LocalDirectory) and isinstance(b, LocalDirectory):
+        return a.root.resolve() == b.root.resolve()
+    return a.path == b.path
 
 
 def _me() -> dict[str, Any]:
