@@ -34,9 +34,11 @@ REAL_LOG = Path(__file__).parents[2] / "shared" / "data" / "criteo_kaggle_110k.t
 def test_help_lists_every_command(capsys: Output) -> None:
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("demo", "init", "prepare", "train", "eval", "inspect", "bench ops", "bench step"):
+    one_word = ("demo", "init", "prepare", "train", "eval", "inspect")
+    two_words = ("checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench ops", "bench step")
+    for name in (*one_word, *two_words):
         assert f"  {name} " in text
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 11
 
 
 @pytest.mark.parametrize("argv", [["bench"], ["bench", "--help"], ["bench", "-h"]])
@@ -65,7 +67,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "there is no command 'trian'; there are demo, init, prepare, train, eval, inspect, bench ops, "),
+        (["trian"], "there is no command 'trian'; there are demo, init, prepare, train, eval, inspect, checkpoint "),
         (["trian"], "bench step; did you mean 'train'?"),
         (["bench", "opps"], "there is no command 'bench opps'; there are demo, init"),
         (["bench", "opps"], "bench step; did you mean 'bench ops'?"),

@@ -1,4 +1,4 @@
-"""The command line: ``hotbed demo | init | prepare | train | eval | inspect | bench ops | bench step``.
+"""The command line: ``hotbed demo | init | prepare | train | eval | inspect | checkpoint … | bench …``.
 
 Each command is a parser and a function below; what they do is in `hotbed.train`, `hotbed.data` and `hotbed.bench`,
 imported when the command runs, so that help is quick. Results go to stdout, progress and errors to stderr.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
+from hotbed import cli_checkpoint
 from hotbed.cli_recipe import add_json, add_recipe, read_yaml, recipe_of, split_deep, split_recipes
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
@@ -288,6 +289,24 @@ COMMANDS: Mapping[str, Command] = {
     "eval": Command("Evaluate a checkpoint.", "hotbed eval --checkpoint DIR [options]", _add_eval, _eval),
     "inspect": Command(
         "Show what a dataset, run or checkpoint holds.", "hotbed inspect PATH [options]", _add_inspect, _inspect
+    ),
+    "checkpoint inspect": Command(
+        "Show what a checkpoint holds.",
+        "hotbed checkpoint inspect PATH [options]",
+        cli_checkpoint.add_inspect,
+        cli_checkpoint.inspect_checkpoint,
+    ),
+    "checkpoint verify": Command(
+        "Compare all of a checkpoint with its hashes.",
+        "hotbed checkpoint verify PATH [options]",
+        cli_checkpoint.add_verify,
+        cli_checkpoint.verify,
+    ),
+    "checkpoint convert": Command(
+        "Convert from and to other libraries, dtypes and forms.",
+        "hotbed checkpoint convert SOURCE TARGET [options]",
+        cli_checkpoint.add_convert,
+        cli_checkpoint.convert,
     ),
     **{
         f"bench {what}": Command(

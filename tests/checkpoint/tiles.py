@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.making import make_directory
 from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.parts import TablePart
-from hotbed.checkpoint.save import Saving, _make
+from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
@@ -99,7 +100,7 @@ class Tiles:
 def save(path: Path, tiles: Tiles, *, ranks: int = 1) -> Manifest:
     """Save the tiles, given to some ranks in turn."""
     place = directory(path)
-    token = _make(place)
+    token = make_directory(place)
     for rank in reversed(range(ranks)):
         own = Tiles(tiles.table, [], seed=tiles.seed)
         own.tiles = tiles.tiles[rank::ranks]

@@ -3,13 +3,12 @@
 from hotbed.checkpoint.evolve import Taken, init_from
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, checkpoints_in, find_checkpoint, read_manifest
-from hotbed.checkpoint.save import UNFINISHED, Saving, save_checkpoint
+from hotbed.checkpoint.save import Saving, save_checkpoint
 from hotbed.checkpoint.state import RandomState, Stateful
 from hotbed.checkpoint.storage import Directory, directory
 
 __all__ = [
     "MANIFEST",
-    "UNFINISHED",
     "Directory",
     "Manifest",
     "RandomState",

@@ -7,6 +7,8 @@ threads beside the caller.
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -27,18 +29,31 @@ Entry = dict[str, Any]
 
 
 class BlockWriters:
-    """Threads that hash and write the blocks of files, one file after the other."""
+    """Threads that hash and write the blocks of files, one file after the other.
 
-    def __init__(self) -> None:
-        self.hashing = ThreadPoolExecutor(1, thread_name_prefix="hotbed-hash")
-        self.writing = ThreadPoolExecutor(1, thread_name_prefix="hotbed-write")
-        self.finishing = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
+    Parameters
+    ----------
+    background
+        Let other threads go first (on Linux), because they train.
+    """
+
+    def __init__(self, *, background: bool = False) -> None:
+        def thread(name: str) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(1, f"hotbed-{name}", initializer=yield_to_others if background else None)
+
+        self.hashing, self.writing, self.finishing = thread("hash"), thread("write"), thread("sync")
 
     def close(self) -> None:
         """End them; files that are not finished are closed as they are."""
         for pool in (self.hashing, self.writing):
             pool.shutdown(wait=True, cancel_futures=True)
         self.finishing.shutdown(wait=True)
+
+
+def yield_to_others() -> None:
+    """Give this thread a low priority, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class BlockWriter:

@@ -1,14 +1,20 @@
-"""A new directory of files by one process: converted and imported checkpoints, and what is exported."""
+"""New directories: marked as unfinished until all is there, and never in the place of anything else."""
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hotbed.checkpoint.save import UNFINISHED, _make
+from hotbed.checkpoint.manifest import MANIFEST
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.writing import FileWriter
+from hotbed.errors import CheckpointError
+
+UNFINISHED = "unfinished.json"
+"""File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
 
 
 @contextmanager
@@ -21,7 +27,7 @@ def making(path: str | Path | Directory) -> Generator[tuple[Directory, FileWrite
         If there is anything at the path but what an unfinished checkpoint left.
     """
     place = directory(path)
-    _make(place)
+    make_directory(place)
     try:
         with FileWriter(place) as writer:
             yield place, writer
@@ -29,3 +35,18 @@ def making(path: str | Path | Directory) -> Generator[tuple[Directory, FileWrite
     except BaseException:
         place.remove_all()
         raise
+
+
+def make_directory(place: Directory) -> str:
+    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token."""
+    names = place.names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
+    if names and UNFINISHED not in names:
+        raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
+    for name in names:
+        place.remove(name)
+    place.make()
+    token = uuid.uuid4().hex
+    place.write(UNFINISHED, json.dumps({"token": token}))
+    return token

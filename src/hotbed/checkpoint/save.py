@@ -10,7 +10,6 @@ import json
 import logging
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import Entry
+from hotbed.checkpoint.making import UNFINISHED, make_directory
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
 from hotbed.checkpoint.parts import TablePart, link_of, plan_of, refuse_parts_of_distributed, tables_of_parts
 from hotbed.checkpoint.snapshot import Snapshot
@@ -35,8 +35,6 @@ from hotbed.embed.held import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.store import MOMENT, RowStore
 
-UNFINISHED = "unfinished.json"
-"""File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
 PATIENCE_S = 600.0
 """How long the first rank waits for the others once it has written its own files."""
 LAST_PATIENCE_S = 5.0
@@ -96,7 +94,7 @@ def save_checkpoint(
         plains[name] = plain(state, found, "")
         tensors[name] = {key: t.detach() for key, t in found.values()}
     place = directory(path)
-    token = _agreed(link, lambda: _make(place))
+    token = _agreed(link, lambda: make_directory(place))
     if background:
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
     stores = list(dict.fromkeys(h.arena.store for t in tables.values() for h in _owned(t)))
@@ -231,7 +229,7 @@ class Saving:
 
     def _written(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
         """Write this rank's files; their entries, and the tiles of each table that are in them."""
-        with FileWriter(self._place) as writer:
+        with FileWriter(self._place, background=self._snapshot is not None) as writer:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
@@ -337,21 +335,6 @@ def _array(store: RowStore, name: str, first: int, last: int, snapshot: Snapshot
         return snapshot.read(store, name, first + start, first + stop)
 
     return Array(tensor.dtype, (last - first, *tensor.shape[1:]), rows)
-
-
-def _make(place: Directory) -> str:
-    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token."""
-    names = place.names()
-    if MANIFEST in names:
-        raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
-    if names and UNFINISHED not in names:
-        raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
-    for name in names:
-        place.remove(name)
-    place.make()
-    token = uuid.uuid4().hex
-    place.write(UNFINISHED, json.dumps({"token": token}))
-    return token
 
 
 def _agreed(link: Link | None, first: Callable[[], str]) -> str:

@@ -87,6 +87,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
         "dense": list(origin.schema.dense),
         "labels": list(origin.schema.labels),
         "ids": {c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling} for c in origin.schema.sparse},
+        "tables": origin.schema.rows,
     }
     with making(target) as (place, _):
         torch.export.save(program, Path(place.path) / MODEL)
