@@ -63,7 +63,13 @@ def raw_array(path: Path, shape: tuple[int, int]) -> PeerArray:
         raise CheckpointError(
             f"{path} has {size:,} bytes, but {shape[0]:,} rows × {shape[1]} float32 are {expected:,}; copy it again"
         )
-    return _numpy_array(np.memmap(path, dtype="<f4", mode="r", shape=shape), f"{path}")
+
+    def rows(start: int, stop: int) -> Tensor:
+        count = (stop - start) * shape[1]
+        values = np.fromfile(path, dtype="<f4", count=count, offset=4 * start * shape[1])
+        return torch.from_numpy(values).view(-1, shape[1])
+
+    return PeerArray(shape, rows, f"{path}")
 
 
 def npy_array(path: Path) -> PeerArray:
