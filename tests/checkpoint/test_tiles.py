@@ -15,6 +15,7 @@ from torch import Tensor
 from hotbed.checkpoint import tables as tables_module
 from hotbed.checkpoint import tensors as tensors_module
 from hotbed.checkpoint import writing as writing_module
+from hotbed.errors import CheckpointError
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import RowDtype, Table
 from tests.checkpoint.tiles import Rectangles, Tiles, load, save
@@ -93,3 +94,10 @@ def test_files_are_filled_up_to_their_limit_and_tiles_are_cut_where_they_are_lar
     assert len(sizes) == 7
     assert max(sizes) < 2000 + 1000  # and a header
     assert [len(tile.rows) for tile in manifest.tables["t"].tiles] == [15] * 6 + [10]
+
+
+def test_tiles_that_are_not_all_of_a_table_are_no_checkpoint(tmp_path: Path) -> None:
+    tiles = Tiles(Table("t", 10, 16), [(range(9), range(16))])
+    with pytest.raises(CheckpointError, match=r"the tiles of table 't' have 144 cells, it has 160"):
+        save(tmp_path / "c", tiles)
+    assert not (tmp_path / "c" / "manifest.json").exists()

@@ -73,6 +73,12 @@ class SavedTable:
     moments: Mapping[str, SavedMoment] = field(default_factory=dict)
     tiles: tuple[SavedTile, ...] = ()
 
+    def check(self, name: str, where: str) -> None:
+        """Raise `CheckpointError` if the tiles have fewer or more cells than the table."""
+        cells, here = self.spec.rows * self.spec.dim, sum(len(t.rows) * len(t.cols) for t in self.tiles)
+        if cells != here:
+            raise CheckpointError(f"{where}: the tiles of table '{name}' have {here:,} cells, it has {cells:,}")
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -142,6 +148,8 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
     if values.pop("sha256", None) != _sha256_of(values):
         raise CheckpointError(f"{file} is damaged (its content has changed); use another checkpoint")
     tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
+    for name, table in tables.items():
+        table.check(name, file)
     return Manifest(values["step"], values["recipe"], values["plan"], values["parts"], tables, values["files"])
 
 

@@ -263,6 +263,8 @@ class Saving:
             name: replace(table, tiles=tuple(sorted(tiles[name], key=lambda t: (t.cols.start, t.rows.start))))
             for name, table in self._manifest.tables.items()
         }
+        for name, table in tables.items():
+            table.check(name, self.path)
         self._place.write(MANIFEST, replace(self._manifest, tables=tables, files=files).to_json())
         for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
             self._place.remove(name)
