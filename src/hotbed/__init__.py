@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from hotbed import nn, optim
 from hotbed.batch import Batch, Embeddings
+from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
 from hotbed.config import Recipe
 from hotbed.data import Loader, Schema, Source, SplitBinarySource
 from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
@@ -13,7 +14,7 @@ from hotbed.lazy import lazy
 from hotbed.plan import Cut, Plan, Tile, make_plan
 from hotbed.specs import Feature, Table
 from hotbed.spread import Spread
-from hotbed.train import Callback, Trainer, evaluate, load_checkpoint, save_checkpoint
+from hotbed.train import Callback, Trainer, evaluate
 
 if TYPE_CHECKING:
     from hotbed.data import ParquetSource
@@ -41,6 +42,7 @@ __all__ = [
     "Trainer",
     "distribute",
     "evaluate",
+    "init_from",
     "load_checkpoint",
     "make_plan",
     "mean_over_ranks",

@@ -6,15 +6,12 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.cli_recipe import add_json
 from hotbed.errors import RecipeError
-
-if TYPE_CHECKING:
-    from hotbed.checkpoint import Manifest
 
 Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
 Form = Literal["hotbed", "safetensors", "torch"]
@@ -29,10 +26,10 @@ def add_inspect(parser: ArgumentParser) -> None:
 def inspect_checkpoint(parsed: Namespace) -> None:
     """Show what a checkpoint's manifest says."""
     from hotbed.checkpoint import find_checkpoint, read_manifest
-    from hotbed.train.describe import print_description
+    from hotbed.train.describe import describe_manifest, print_description
 
     place = find_checkpoint(parsed.path)
-    description = _described(str(place), read_manifest(place))
+    description = describe_manifest(place, read_manifest(place))
     print_description(_stdout(), description)
     _write_json(parsed.json, description)
 
@@ -49,8 +46,8 @@ def verify(parsed: Namespace) -> None:
 
     place = find_checkpoint(parsed.path)
     start = time.perf_counter()
-    with _progress(f"verifying {place}"):
-        manifest = verify_checkpoint(place)
+    with _progress(f"verifying {place}") as progress:
+        manifest = verify_checkpoint(place, progress)
     seconds = time.perf_counter() - start
     blocks = sum(len(entry["sha256"]) for entry in manifest.files.values())
     rate = manifest.nbytes / seconds
@@ -102,6 +99,7 @@ def convert(parsed: Namespace) -> None:
 
 def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mapping[str, Any]:
     from hotbed.checkpoint import find_checkpoint
+    from hotbed.train.describe import describe_manifest
 
     target = parsed.target
     if parsed["from"] != "hotbed":
@@ -109,7 +107,7 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
 
         names = None if parsed.names is None else [name.strip() for name in parsed.names.split(",")]
         options: dict[str, Any] = {"names": names, "collection": parsed.collection, "progress": progress}
-        return _described(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
+        return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
     if parsed.to == "torch":
         from hotbed.train.export import export_model
 
@@ -122,7 +120,7 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     from hotbed.checkpoint.convert import convert
 
     how: dict[str, Any] = {"compact": parsed.compact, "dtype": parsed.dtype, "moments": not parsed.no_moments}
-    return _described(target, convert(source, target, **how, progress=progress))
+    return describe_manifest(target, convert(source, target, **how, progress=progress))
 
 
 def _refuse_options_without_effect(parsed: Namespace) -> None:
@@ -141,32 +139,6 @@ def _refuse_options_without_effect(parsed: Namespace) -> None:
     for option, (is_given, serves, when) in given.items():
         if is_given and not serves:
             raise RecipeError(f"{option} has an effect only when converting {when}; leave it out")
-
-
-def _described(path: str, manifest: Manifest) -> dict[str, Any]:
-    """Plain values of what a manifest says."""
-    tables = {
-        name: {
-            "rows": table.spec.rows,
-            "dim": table.spec.dim,
-            "dtype": table.spec.dtype,
-            "moments": list(table.moments),
-            "tiles": len(table.tiles),
-            "compact": any(tile.keyed for tile in table.tiles),
-        }
-        for name, table in manifest.tables.items()
-    }
-    return {
-        "kind": "checkpoint",
-        "path": path,
-        "step": manifest.step,
-        "recipe": (manifest.recipe or {}).get("name"),
-        "ranks": (manifest.plan or {}).get("world_size", 1),
-        "files": len(manifest.files),
-        "bytes": manifest.nbytes,
-        "parts": list(manifest.parts),
-        "tables": [{"table": name, **values} for name, values in tables.items()],
-    }
 
 
 @contextmanager

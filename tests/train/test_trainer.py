@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hotbed.batch import Batch
+from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.errors import BatchError, CheckpointError, NonFiniteError, RecipeError
-from hotbed.train import Callback, Trainer, load_checkpoint, save_checkpoint
+from hotbed.train import Callback, Trainer
 from hotbed.train.trainer import resolve_device
 from tests.train import planted
 from tests.train.planted import Losses

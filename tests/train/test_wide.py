@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotbed.batch import Batch
+from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.config import Component, DataRecipe, Recipe, ScheduleRecipe, TrainRecipe
 from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
@@ -18,7 +19,7 @@ from hotbed.jagged import Jagged
 from hotbed.nn import WideDeep
 from hotbed.optim import FTRL, RowWiseAdagrad
 from hotbed.specs import Feature, Table
-from hotbed.train import Callback, Trainer, load_checkpoint, save_checkpoint
+from hotbed.train import Callback, Trainer
 from hotbed.train.build import build_model, build_trainer
 from hotbed.train.resume import refuse_another_recipe
 from hotbed.train.run import bad_ids

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -38,10 +38,10 @@ class BlockWriters:
     """
 
     def __init__(self, *, background: bool = False) -> None:
-        def thread(name: str) -> ThreadPoolExecutor:
-            return ThreadPoolExecutor(1, f"hotbed-{name}", initializer=yield_to_others if background else None)
+        def threads(name: str, count: int) -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(count, f"hotbed-{name}", initializer=yield_to_others if background else None)
 
-        self.hashing, self.writing, self.finishing = thread("hash"), thread("write"), thread("sync")
+        self.hashing, self.writing, self.finishing = threads("hash", 2), threads("write", 1), threads("sync", 1)
 
     def close(self) -> None:
         """End them; files that are not finished are closed as they are."""
@@ -199,13 +199,13 @@ class BlockReader:
             out[at - start : at - start + count] = block[first : first + count]
             at += count
 
-    def verify(self) -> None:
-        """Read all of it."""
+    def verify(self) -> Iterator[int]:
+        """Read all of it; gives the bytes of one block after the other."""
         size = self._block_bytes
         for number in range(-(-self.size // size)):
             for ahead in range(number, min(number + BLOCKS_UNDER_WAY, -(-self.size // size))):
                 self._begin(ahead)
-            self._blocks[number].result()
+            yield len(self._blocks[number].result())
 
     def close(self) -> None:
         """Close the file."""

@@ -7,7 +7,7 @@ by a few blocks. Rows that were cut at other columns lie apart in the files, so 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,21 @@ def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) ->
     return states
 
 
-def verify_checkpoint(path: str | Path | Directory) -> Manifest:
-    """Read all files of a checkpoint and compare them with the manifest; a `CheckpointError` names what differs."""
+def verify_checkpoint(
+    path: str | Path | Directory, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Manifest:
+    """Read all files of a checkpoint and compare them with the manifest; a `CheckpointError` names what differs.
+
+    ``progress`` is called with the bytes that were read, and all that are to be.
+    """
     place = directory(path)
     manifest = read_manifest(place)
+    done = 0
     with VerifiedFiles(place, manifest.files) as verified:
         for name in manifest.files:
-            verified[name].verify()
+            for count in verified[name].verify():
+                done += count
+                progress(done, manifest.nbytes)
         files = TensorFiles(verified)
         for name, table in manifest.tables.items():
             for tile in table.tiles:

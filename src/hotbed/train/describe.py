@@ -10,7 +10,7 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from hotbed.checkpoint import MANIFEST, checkpoints_in, verify_checkpoint
+from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, verify_checkpoint
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet_files import find_parquet
 from hotbed.errors import DataError
@@ -75,27 +75,33 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 def _checkpoint(path: Path) -> dict[str, Any]:
     manifest = verify_checkpoint(path)
+    files = [{"file": name, "bytes": entry["bytes"]} for name, entry in manifest.files.items()]
+    return {**describe_manifest(path, manifest), "files": files, "verified": True}
+
+
+def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[str, Any]:
+    """Plain values of what a checkpoint's manifest says."""
+    tables = {
+        name: {
+            "rows": table.spec.rows,
+            "dim": table.spec.dim,
+            "dtype": table.spec.dtype,
+            "moments": list(table.moments),
+            "tiles": len(table.tiles),
+            "compact": any(tile.keyed for tile in table.tiles),
+        }
+        for name, table in manifest.tables.items()
+    }
     return {
         "kind": "checkpoint",
-        "path": path,
+        "path": str(path),
         "step": manifest.step,
         "recipe": (manifest.recipe or {}).get("name"),
         "ranks": (manifest.plan or {}).get("world_size", 1),
+        "files": len(manifest.files),
         "bytes": manifest.nbytes,
         "parts": list(manifest.parts),
-        "tables": [
-            {
-                "table": name,
-                "rows": table.spec.rows,
-                "dim": table.spec.dim,
-                "dtype": table.spec.dtype,
-                "moments": list(table.moments),
-                "tiles": len(table.tiles),
-            }
-            for name, table in manifest.tables.items()
-        ],
-        "files": [{"file": name, "bytes": entry["bytes"]} for name, entry in manifest.files.items()],
-        "verified": True,
+        "tables": [{"table": name, **values} for name, values in tables.items()],
     }
 
 
