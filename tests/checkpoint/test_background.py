@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotbed.checkpoint import load_checkpoint, save_checkpoint, storage
+from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint, storage
 from hotbed.checkpoint import snapshot as snapshot_module
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.embed import EmbeddingCollection
@@ -160,8 +160,12 @@ def test_tables_that_are_being_saved_are_not_loaded_into(tmp_path: Path, monkeyp
     model, optimizer = narrow_model()
     save_checkpoint(tmp_path / "first", {"model": model})
     saving = save_checkpoint(tmp_path / "second", {"model": model, "sparse": optimizer}, background=True)
-    with pytest.raises(CheckpointError, match="are being saved; call wait"):
+    with pytest.raises(CheckpointError, match="table 'user' is being saved; call wait"):
         load_checkpoint(tmp_path / "first", {"model": model})
+    with pytest.raises(CheckpointError, match="table 'user' is being saved; call wait"):
+        save_checkpoint(tmp_path / "third", {"model": model}, background=True)
+    with pytest.raises(CheckpointError, match="table 'user' is being saved; call wait"):
+        init_from(tmp_path / "first", {"model": model})
     saving.wait()
     load_checkpoint(tmp_path / "first", {"model": model})
 

@@ -72,7 +72,7 @@ def test_the_bytes_are_as_described(tmp_path: Path) -> None:
     assert list(table) == ["name", "rows", "dim", "dtype", "fp32_rows", "init", "moments", "tiles"]
     assert (table["dtype"], table["fp32_rows"], table["rows"], table["dim"]) == ("int8", 2, 20, 12)
     assert table["init"] == {"seed": Table("word", 20, 12).seed(0), "bound": 20**-0.5, "version": 1}
-    assert table["moments"]["exp_avg"] == {"per": "element", "initial": 0.0, "optimizer": "sparse"}
+    assert table["moments"]["exp_avg"] == {"per": "element", "initial": 0.0, "optimizer": "sparse", "rule": "adam"}
     (tile,) = table["tiles"]
     assert (tile["rows"], tile["cols"]) == ([0, 20, 1], [0, 12])
     for name, entry in values["files"].items():

@@ -26,7 +26,7 @@ from hotbed.store import MOMENT
 
 Rectangles = Sequence[tuple[range, range]]
 MOMENTS = (Moment("sum", "row"), Moment("m", "element"))
-SAVED_MOMENTS = {"sum": SavedMoment("row", 0.5, "sparse"), "m": SavedMoment("element", -0.25, "sparse")}
+SAVED_MOMENTS = {"sum": SavedMoment("row", 0.5, "sparse", "any"), "m": SavedMoment("element", -0.25, "sparse", "any")}
 
 
 class Rank(NamedTuple):

@@ -106,7 +106,7 @@ def test_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     seen: list[list[str]] = []
 
     class Spy(Callback):
-        def on_step(self, trainer: Trainer, loss: float) -> None:
+        def on_step_end(self, trainer: Trainer) -> None:
             seen.append([path.name for path in checkpoints_in(tmp_path / "checkpoints")])
 
     keep = KeepLast(tmp_path / "checkpoints", RECIPE, every=2, background=False)

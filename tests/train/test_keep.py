@@ -8,17 +8,27 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotbed.checkpoint import checkpoints_in, directory, load_checkpoint, read_manifest, save_checkpoint, storage
+from hotbed.checkpoint import (
+    checkpoints_in,
+    directory,
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    storage,
+)
 from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import EarlyStop
-from hotbed.train.claim import OWNER, Claim
+from hotbed.train.callbacks import EarlyStop, JsonLines
+from hotbed.train.claim import OWNER, Claim, refuse_other_checkpoints
 from hotbed.train.keep import KeepBest, KeepLast
 from hotbed.train.signals import signals_to
 from tests.train import planted
@@ -105,8 +115,8 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
     trainer.fit(planted.batches(4))
     save_checkpoint(tmp_path / "c", trainer.parts(), step=4)
     assert (keep.state_dict(), stop.state_dict()) == (
-        {"best": 0.7, "path": str(tmp_path / "a" / "best-00000002")},
-        {"best": 0.7, "waited": 2},
+        {"monitor": "auc", "best": 0.7, "path": str(tmp_path / "a" / "best-00000002")},
+        {"monitor": "auc", "best": 0.7, "waited": 2},
     )
     second = [again := KeepBest(tmp_path / "b", recipe), EarlyStop(3, "auc")]
     resumed = planted.trainer(replace(TRAIN, epochs=9), callbacks=[Scripted([0, 0, 0, 0, 0.65], *second), *second])
@@ -119,7 +129,7 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
 
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
-    keep.load_state_dict({"best": 0.7, "path": str(tmp_path / "best-00000002")})
+    keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})
     assert "is gone; the best is looked for anew" in caplog.text
     assert keep.state_dict()["path"] is None
 
@@ -129,7 +139,7 @@ def test_what_a_killed_run_left_unfinished_is_removed(tmp_path: Path) -> None:
     (tmp_path / "last-00000007" / "model.safetensors").write_text("half")
     (tmp_path / "last-words").mkdir()
     planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE)]).fit(planted.batches(2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last-00000002", "last-words"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [OWNER, "last-00000002", "last-words"]
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +150,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monke
         TRAIN,
         callbacks=[
             KeepLast(tmp_path, RECIPE, every=3, background=False),
-            Do({3: lambda _: monkeypatch.setattr(storage._LocalWriter, "write", full)}),
+            Do({4: lambda _: monkeypatch.setattr(storage._LocalWriter, "write", full)}),
         ],
     )
     with pytest.raises(OSError, match="No space left"):
@@ -150,34 +160,158 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monke
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
     place = directory(tmp_path / "c")
-    with Claim(place, None), pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*running"):
-        Claim(place, None).__enter__()
-    with Claim(place, None):
+    with Claim(place), pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*running"):
+        Claim(place).__enter__()
+    with Claim(place):
         pass
-    assert list((tmp_path / "c").iterdir()) == []
+    keep = KeepLast(place, RECIPE)
+    trainer = planted.trainer(TRAIN, callbacks=[keep])
+    with Claim(place), pytest.raises(CheckpointError, match="which is running; choose another"):
+        trainer.fit(planted.batches(2))
+    trainer.fit(planted.batches(2))
+    assert names(tmp_path / "c") == ["last-00000002"]
 
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from hotbed.train.claim import Claim; from hotbed.checkpoint import directory\n"
-        "Claim(directory(sys.argv[1]), None).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+        "Claim(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert json.loads((tmp_path / OWNER).read_text())["pid"]
-    with Claim(directory(tmp_path), None):
+    with Claim(directory(tmp_path)):
         pass
 
 
 def test_checkpoints_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
+    refuse_other_checkpoints(directory(tmp_path), None)
     for step in (3, 5):
         save_checkpoint(tmp_path / f"last-{step:08d}", {}, step=step)
     with pytest.raises(CheckpointError, match=r"holds checkpoints of another run, up to last-00000005; go on from"):
-        Claim(directory(tmp_path), None).__enter__()
+        refuse_other_checkpoints(directory(tmp_path), None)
     with pytest.raises(CheckpointError, match="another run"):
-        Claim(directory(tmp_path), directory(tmp_path / "elsewhere" / "last-00000003")).__enter__()
-    with Claim(directory(tmp_path), directory(tmp_path / "last-00000003")):
-        pass
+        refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "elsewhere" / "last-00000003"))
+    with pytest.raises(CheckpointError, match=r"newer than last-00000003: last-00000005; remove them"):
+        refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "last-00000003"))
+    refuse_other_checkpoints(directory(tmp_path), directory(tmp_path / "x" / ".." / "last-00000005"))
+
+
+def test_what_is_newer_or_called_otherwise_is_never_removed(tmp_path: Path) -> None:
+    for name in ("last-00000099", "last-00000001-compact", "best-00000001"):
+        save_checkpoint(tmp_path / name, {}, step=0)
+    planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(4))
+    found = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert found == ["best-00000001", "last-00000001-compact", "last-00000004", "last-00000099"]
+    assert names(tmp_path) == ["best-00000001", "last-00000004", "last-00000099"]
+
+
+def test_steps_are_numbers(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000, 8):
+        save_checkpoint(tmp_path / f"last-{step:08d}", {}, step=step)
+    assert find_checkpoint(tmp_path).name == "last-100000000"
+
+
+def test_the_best_is_what_is_evaluated_and_the_newest_what_is_gone_on_from(tmp_path: Path) -> None:
+    for name in ("best-00000004", "best-00000002", "last-00000005"):
+        save_checkpoint(tmp_path / name, {})
+    assert find_checkpoint(tmp_path).name == "last-00000005"
+    assert find_checkpoint(tmp_path, best=True).name == "best-00000004"
+
+
+def test_a_signal_is_not_lost_to_the_clock(tmp_path: Path) -> None:
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, minutes=1000, at_end=False), Do({3: ask})])
+    trainer.fit(planted.batches(6))
+    assert names(tmp_path) == ["last-00000004"]
+
+
+class AskAtTheEnd(Callback):
+    """Asks to stop when there is no step any more that could hear it."""
+
+    def on_eval(self, trainer: Trainer, metrics: Any) -> None:
+        trainer.ask_save = trainer.ask_stop = True
+
+
+def test_what_is_asked_in_the_last_evaluation_is_heard(tmp_path: Path) -> None:
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE), AskAtTheEnd()])
+    trainer.fit(planted.batches(2), planted.batches(1, seed=3))
+    assert trainer.told_to_stop
+    assert names(tmp_path) == ["last-00000002"]
+
+
+def test_a_checkpoint_of_an_evaluated_step_is_of_after_the_evaluation(tmp_path: Path) -> None:
+    valid = planted.batches(2, seed=9)
+    recipe = replace(TRAIN, eval_every=2, epochs=3, log_every=2)
+
+    def run(resume: Path | None, folder: Path, steps: int | None) -> tuple[int, list[dict[str, Any]]]:
+        lines = folder / "metrics.jsonl"
+        folder.mkdir()
+        # Evaluations get worse from the second on, because nothing is learned with this rate.
+        callbacks = [KeepLast(folder, RECIPE, every=2, keep_last=9), EarlyStop(3, "logloss"), JsonLines(lines)]
+        trainer = planted.trainer(replace(recipe, steps=steps), callbacks=callbacks, lr=1e-9)
+        batches = Fixed()
+        if resume is not None:
+            load_checkpoint(resume, trainer.parts())
+            batches.load_state_dict({"at": trainer.position})
+        trainer.fit(batches, valid)
+        events = [json.loads(line) for line in lines.read_text().splitlines()]
+        shown = [
+            {k: v for k, v in e.items() if k not in ("samples_per_s",)} for e in events if e["event"] != "checkpoint"
+        ]
+        return trainer.step, shown
+
+    whole, events = run(None, tmp_path / "whole", None)
+    for at in (2, 4, 6):
+        steps, rest = run(tmp_path / "whole" / f"last-{at:08d}", tmp_path / f"from{at}", None)
+        assert steps == whole
+        assert rest == [event for event in events if event["step"] > at]
+
+
+class Fixed:
+    """The same batches every epoch, with a position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.at = self.at, 0
+        for i, batch in enumerate(planted.batches(7)[start:], start + 1):
+            self.at = i % 7
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_the_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = storage._LocalWriter.finish
+
+    def slow(writer: Any) -> None:
+        time.sleep(0.05)
+        finish(writer)
+
+    monkeypatch.setattr(storage._LocalWriter, "finish", slow)
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)])
+    trainer.fit(planted.batches(4))
+    assert all(record["stalled_s"] > 0.04 for record in trainer.saver.records[1:])
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(storage.LocalDirectory, "remove_all", broken)
+    planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)]).fit(planted.batches(3))
+    assert "is saved, but what was to be done then failed" in caplog.text
+    assert names(tmp_path)[-1] == "last-00000003"
 
 
 def test_the_position_counters_and_losses_are_saved(tmp_path: Path) -> None:

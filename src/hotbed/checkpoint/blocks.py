@@ -7,8 +7,6 @@ threads beside the caller.
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -23,37 +21,30 @@ BLOCK_BYTES = 16 << 20
 """Bytes of a block; the last of a file may be shorter."""
 BLOCKS_UNDER_WAY = 4
 """Blocks that may wait to be hashed and written, or that are read ahead."""
+FILES_UNDER_WAY = 8
+"""Files that may be open because not all of them is written."""
 
 Entry = dict[str, Any]
 """What a manifest says of a file: ``bytes``, ``block_bytes`` and the ``sha256`` of each block."""
 
 
 class BlockWriters:
-    """Threads that hash and write the blocks of files, one file after the other.
+    """Threads that hash and write the blocks of files, one file after the other."""
 
-    Parameters
-    ----------
-    background
-        Let other threads go first (on Linux), because they train.
-    """
-
-    def __init__(self, *, background: bool = False) -> None:
-        def threads(name: str, count: int) -> ThreadPoolExecutor:
-            return ThreadPoolExecutor(count, f"hotbed-{name}", initializer=yield_to_others if background else None)
-
-        self.hashing, self.writing, self.finishing = threads("hash", 2), threads("write", 1), threads("sync", 1)
+    def __init__(self) -> None:
+        self.free = threading.Semaphore(BLOCKS_UNDER_WAY)
+        """Blocks that may still be sent."""
+        self.files = threading.Semaphore(FILES_UNDER_WAY)
+        """Files that may still be begun."""
+        self.hashing, self.writing, self.finishing = (
+            ThreadPoolExecutor(count, f"hotbed-{name}") for name, count in (("hash", 2), ("write", 1), ("sync", 1))
+        )
 
     def close(self) -> None:
         """End them; files that are not finished are closed as they are."""
         for pool in (self.hashing, self.writing):
             pool.shutdown(wait=True, cancel_futures=True)
         self.finishing.shutdown(wait=True)
-
-
-def yield_to_others() -> None:
-    """Give this thread a low priority, where threads have priorities of their own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class BlockWriter:
@@ -69,8 +60,8 @@ class BlockWriter:
 
     def __init__(self, place: Directory, name: str, threads: BlockWriters) -> None:
         self._threads = threads
+        threads.files.acquire()
         self._file = place.writer(name)
-        self._free = threading.Semaphore(BLOCKS_UNDER_WAY)
         self._block = bytearray()
         self._hashes: list[Future[str]] = []
         self._writes: list[Future[None]] = []
@@ -100,11 +91,13 @@ class BlockWriter:
     def abandon(self) -> None:
         """Give up."""
         for write in self._writes:
-            write.cancel()
+            if write.cancel():
+                self._threads.free.release()
         self._file.abandon()
+        self._threads.files.release()
 
     def _send(self, block: memoryview) -> None:
-        self._free.acquire()
+        self._threads.free.acquire()
         for write in self._writes:
             if write.done():
                 write.result()  # raises what went wrong
@@ -119,7 +112,7 @@ class BlockWriter:
         finally:
             with suppress(CancelledError):
                 hashed.exception()  # waits
-            self._free.release()
+            self._threads.free.release()
 
     def _finished(self) -> Entry:
         try:
@@ -129,6 +122,8 @@ class BlockWriter:
         except BaseException:
             self._file.abandon()
             raise
+        finally:
+            self._threads.files.release()
         return {"bytes": self._bytes, "block_bytes": BLOCK_BYTES, "sha256": [h.result() for h in self._hashes]}
 
 
@@ -166,6 +161,9 @@ class BlockReader:
                 "again"
             )
         self._block_bytes: int = entry["block_bytes"]
+        if len(entry["sha256"]) != -(-self.size // self._block_bytes):
+            self._file.close()
+            raise CheckpointError(f"{self._where}: the manifest has {len(entry['sha256'])} hashes of its blocks")
         self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._unused: list[memoryview] = []
 
@@ -258,6 +256,8 @@ class VerifiedFiles:
         self._open: dict[str, BlockReader] = {}
 
     def __getitem__(self, name: str) -> BlockReader:
+        if name not in self._entries:
+            raise CheckpointError(f"{self.place} speaks of a file {name}, which its manifest does not list")
         if name not in self._open:
             if len(self._open) >= 2:  # each holds a few blocks
                 self._open.pop(next(iter(self._open))).close()

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.load import read_states
-from hotbed.checkpoint.manifest import Manifest, SavedTable, find_checkpoint, read_manifest
-from hotbed.checkpoint.parts import TablePart, link_of, refuse_parts_of_distributed, tables_of_parts
+from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifest
+from hotbed.checkpoint.parts import TablePart, link_of, refuse_parts_of_distributed, refuse_while_saved, tables_of_parts
 from hotbed.checkpoint.state import Stateful
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import load_tile
@@ -87,10 +87,11 @@ def init_from(
     CheckpointError
         If there is no checkpoint, it is damaged, or a table that is named does not exist.
     """
-    place = find_checkpoint(path)
+    place = find_checkpoint(path, best=True)
     manifest = read_manifest(place)
     refuse_parts_of_distributed(parts, link_of(parts))
     tables = tables_of_parts(parts)
+    refuse_while_saved(tables)
     there = {
         resolved(name, tables, "here"): resolved(old, manifest.tables, f"in {place}")
         for name, old in (rename or {}).items()
@@ -99,9 +100,14 @@ def init_from(
     report: list[Taken] = []
     with VerifiedFiles(place, manifest.files) as verified:
         files = TensorFiles(verified)
+        trained_by = {moment.optimizer for table in manifest.tables.values() for moment in table.moments.values()}
+        states = read_states(manifest, trained_by & manifest.parts.keys() if optimizers else (), files)
         for name, table in tables.items():
             saved = None if name in left else manifest.tables.get(there.get(name, name))
-            report.append(_take_table(name, there.get(name, name), table, saved, optimizers, files))
+            taken, moments = _take_table(name, there.get(name, name), table, saved, optimizers, files)
+            report.append(taken)
+            if saved is not None and moments:
+                _take_step(table, parts, saved, states)
         used = {there.get(name, name) for name in tables}
         report += [Taken("table", name, False, "is not in this model") for name in manifest.tables if name not in used]
         for part, value in parts.items():
@@ -109,9 +115,7 @@ def init_from(
                 continue
             if isinstance(value, nn.Module):
                 report += _take_parameters(value, read_states(manifest, [part], files)[part])
-            elif optimizers and isinstance(value, SparseOptimizer):
-                _take_steps(value, read_states(manifest, [part], files)[part], tables, there, left, manifest)
-            elif optimizers and isinstance(value, Optimizer):
+            elif optimizers and isinstance(value, Optimizer) and not isinstance(value, SparseOptimizer):
                 report.append(_take_optimizer(part, value, read_states(manifest, [part], files)[part]))
     return report
 
@@ -130,16 +134,19 @@ def resolved(name: str, known: Collection[str], where: str) -> str:
 
 def _take_table(
     name: str, there: str, table: TablePart, saved: SavedTable | None, optimizers: bool, files: TensorFiles
-) -> Taken:
+) -> tuple[Taken, list[str]]:
+    """Take a table's rows; what became of it, and which moments were taken, too."""
     spec = table.table
     if saved is None:
-        return Taken("table", name, False, f"{spec.rows:,} rows, begins anew")
+        return Taken("table", name, False, f"{spec.rows:,} rows, begins anew"), []
     if saved.spec.dim != spec.dim:
-        return Taken("table", name, False, f"begins anew: dim {saved.spec.dim} there, {spec.dim} here")
+        return Taken("table", name, False, f"begins anew: dim {saved.spec.dim} there, {spec.dim} here"), []
     fitting = [
         moment
         for moment, wanted in table.saved.moments.items()
-        if optimizers and moment in saved.moments and saved.moments[moment].per == wanted.per
+        if optimizers
+        and (old := saved.moments.get(moment)) is not None
+        and (old.per, old.rule) == (wanted.per, wanted.rule)
     ]
     moments = fitting if len(fitting) == len(table.saved.moments) else []
     seed = saved.spec.init_seed
@@ -162,7 +169,7 @@ def _take_table(
         notes.append(f"{saved.spec.dtype} as {spec.dtype}, rounded to the nearest where narrower")
     if table.saved.moments:
         notes.append(f"moments {', '.join(moments)}" if moments else "moments begin anew")
-    return Taken("table", name, True, ", ".join(notes))
+    return Taken("table", name, True, ", ".join(notes)), moments
 
 
 def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Taken]:
@@ -203,23 +210,16 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
     return Taken("optimizer", part, True, f"moments of {len(saved['state'])} parameters")
 
 
-def _take_steps(
-    optimizer: SparseOptimizer,
-    saved: Mapping[str, Any],
-    tables: Mapping[str, TablePart],
-    there: Mapping[str, str],
-    left: Collection[str],
-    manifest: Manifest,
-) -> None:
-    """Count steps of a table's moments on, where they were taken."""
-    names: list[str] = [name for group in saved["param_groups"] for name in cast("Sequence[str]", group["tables"])]
-    steps = {name: saved["state"][i]["step"] for i, name in enumerate(names) if i in saved["state"]}
-    places = {(id(t.collection), t.table.name): name for name, t in tables.items()}
-    for trained in optimizer.trained():
-        name = places[id(trained.collection), trained.table]
-        old = there.get(name, name)
-        step = next((s for full, s in steps.items() if old == full or old.endswith(f".{full}")), None)
-        had = manifest.tables[old].moments if old in manifest.tables and name not in left else {}
-        if step is not None and had.keys() >= {m.name for m in optimizer.rule.moments} and optimizer.rule.moments:
-            with tables_apart():
-                trained.updater.load_state(trained.table, {"step": step})
+def _take_step(table: TablePart, parts: Mapping[str, Stateful], saved: SavedTable, states: Mapping[str, Any]) -> None:
+    """Count the steps of a table whose moments were taken on from where its optimizer was there."""
+    part = next(iter(saved.moments.values())).optimizer
+    if part not in states:
+        return
+    groups: list[Mapping[str, Any]] = states[part]["param_groups"]
+    names = [name for group in groups for name in cast("Sequence[str]", group["tables"])]
+    own = [i for i, name in enumerate(names) if name.rsplit(".", 1)[-1] == saved.spec.name]
+    for optimizer in parts.values():
+        for trained in optimizer.trained() if isinstance(optimizer, SparseOptimizer) else ():
+            if len(own) == 1 and trained.collection is table.collection and trained.table == table.table.name:
+                with tables_apart():
+                    trained.updater.load_state(trained.table, {"step": states[part]["state"][own[0]]["step"]})

@@ -16,10 +16,10 @@ import torch
 from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
-from hotbed.checkpoint.parts import TablePart, link_of, refuse_parts_of_distributed, tables_of_parts
+from hotbed.checkpoint.parts import TablePart, link_of, refuse_parts_of_distributed, refuse_while_saved, tables_of_parts
 from hotbed.checkpoint.state import Stateful, restored
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tables import check_tile, load_tile
 from hotbed.checkpoint.tensors import TensorFiles
 from hotbed.errors import CheckpointError, HotbedError, did_you_mean
 
@@ -47,8 +47,8 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     Raises
     ------
     CheckpointError
-        If the checkpoint is absent, incomplete or damaged, lacks a part, or does not fit it. Nothing was loaded then,
-        unless the message says that tables were.
+        If the checkpoint is absent, incomplete or damaged, lacks a part, or does not fit it. The message says what may
+        have been loaded by then, if anything: tables are read block by block, and damage is found when it is met.
     """
     place = directory(path)
     manifest = read_manifest(place)
@@ -59,30 +59,39 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
             )
     refuse_parts_of_distributed(parts, link_of(parts))
     tables = tables_of_parts(parts)
+    refuse_while_saved(tables)
     for name, table in tables.items():
         _check(f"{place}", name, table, manifest)
     with VerifiedFiles(place, manifest.files) as verified:
         files = TensorFiles(verified)
         states = read_states(manifest, parts, files)
-        begun = False
+        for table in tables:
+            for tile in manifest.tables[table].tiles:
+                check_tile(tile, manifest.tables[table], files)
+        done: list[str] = []
         try:
+            for name, part in parts.items():
+                done.append(f"part '{name}'")
+                _load_part(f"{place}", name, part, states[name])
             for name, table in tables.items():
+                done.append(f"table '{name}'")
                 _load_table(name, table, manifest.tables[name], files)
-                begun = True
-        except CheckpointError as error:
-            if begun:
-                raise CheckpointError(f"{error}; some tables were loaded already, make the model again") from None
-            raise
-    for name, part in parts.items():
-        try:
-            with tables_apart():
-                part.load_state_dict(states[name])
-        except (HotbedError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        except (CheckpointError, OSError) as error:
             raise CheckpointError(
-                f"{place}: part '{name}' does not fit this {type(part).__name__}: {error}; load it with the recipe "
-                "that it was made with"
+                f"{error}; {', '.join(done[:3])}{' …' * (len(done) > 3)} may be loaded in part, make the model again"
             ) from error
     return manifest
+
+
+def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
+    try:
+        with tables_apart():
+            part.load_state_dict(state)
+    except (HotbedError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{place}: part '{name}' does not fit this {type(part).__name__}: {error}; load it with the recipe that it "
+            "was made with"
+        ) from error
 
 
 def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) -> dict[str, Any]:
@@ -111,10 +120,9 @@ def verify_checkpoint(
                 done += count
                 progress(done, manifest.nbytes)
         files = TensorFiles(verified)
-        for name, table in manifest.tables.items():
+        for table in manifest.tables.values():
             for tile in table.tiles:
-                if not any(key.startswith(f"{tile.key}/") for key in files.arrays(tile.file)):
-                    raise CheckpointError(f"{place}/{tile.file} holds nothing of table '{name}' under '{tile.key}'")
+                check_tile(tile, table, files)
     return manifest
 
 
@@ -132,15 +140,13 @@ def _check(place: str, name: str, table: TablePart, manifest: Manifest) -> None:
             "rows and dim those it was saved with; hotbed train --init_from lets tables grow"
         )
     for moment, wanted in table.saved.moments.items():
-        if moment not in saved.moments or saved.moments[moment].per != wanted.per:
-            has = ", ".join(f"{m} per {s.per}" for m, s in saved.moments.items()) or "none"
+        there = saved.moments.get(moment)
+        if there is None or (there.per, there.rule) != (wanted.per, wanted.rule):
+            has = ", ".join(f"{m} per {s.per} of {s.rule}" for m, s in saved.moments.items()) or "none"
             raise CheckpointError(
                 f"{place}: the moments of table '{name}' are {has}; part '{wanted.optimizer}' needs {moment} per "
-                f"{wanted.per}; use the optimizer that it was saved with"
+                f"{wanted.per} of {wanted.rule}; use the optimizer that it was saved with"
             )
-    for held in table.collection.held(spec.name):
-        if held.arena.store.on_change is not None:
-            raise CheckpointError("the tables are being saved; call wait() of what save_checkpoint returned first")
 
 
 def _load_table(name: str, table: TablePart, saved: SavedTable, files: TensorFiles) -> None:

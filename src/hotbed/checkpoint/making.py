@@ -44,7 +44,7 @@ def make_directory(place: Directory) -> str:
         raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
     if names and UNFINISHED not in names:
         raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
-    for name in names:
+    for name in sorted(names, key=lambda name: name == UNFINISHED):  # the mark last
         place.remove(name)
     place.make()
     token = uuid.uuid4().hex

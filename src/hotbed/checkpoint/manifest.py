@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hotbed.checkpoint.blocks import Entry
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, PlanError
+from hotbed.plan import Plan, Tile
 from hotbed.specs import Table
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+NAME = re.compile(r"(last|best)-\d{8,}")
+"""Names of checkpoints in a run's directory; whatever else lies there is left alone."""
 
 
 @dataclass(frozen=True)
 class SavedMoment:
-    """A moment of a table: ``per`` row or element, what untouched rows have, and the part that is its optimizer."""
+    """A moment of a table: ``per`` row or element, what untouched rows have, its optimizer's part and rule."""
 
     per: Literal["row", "element"]
     initial: float
     optimizer: str
+    rule: str
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,12 @@ class SavedTable:
     tiles: tuple[SavedTile, ...] = ()
 
     def check(self, name: str, where: str) -> None:
-        """Raise `CheckpointError` if the tiles have fewer or more cells than the table."""
-        cells, here = self.spec.rows * self.spec.dim, sum(len(t.rows) * len(t.cols) for t in self.tiles)
-        if cells != here:
-            raise CheckpointError(f"{where}: the tiles of table '{name}' have {here:,} cells, it has {cells:,}")
+        """Raise `CheckpointError` unless each cell of the table is in one of its tiles."""
+        try:
+            tiles = tuple(Tile(name, tile.rows, tile.cols, owner=0) for tile in self.tiles)
+            Plan(1, tiles).check([replace(self.spec, name=name)])
+        except PlanError as error:
+            raise CheckpointError(f"{where}: the tiles of table '{name}' are not the table: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -147,21 +154,32 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
         )
     if values.pop("sha256", None) != _sha256_of(values):
         raise CheckpointError(f"{file} is damaged (its content has changed); use another checkpoint")
-    tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
-    for name, table in tables.items():
-        table.check(name, file)
-    return Manifest(values["step"], values["recipe"], values["plan"], values["parts"], tables, values["files"])
+    try:
+        tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
+        for name, table in tables.items():
+            table.check(name, file)
+        keys = ("step", "recipe", "plan", "parts")
+        return Manifest(**{key: values[key] for key in keys}, tables=tables, files=values["files"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{file} is not of format {FORMAT}: {type(error).__name__} {error}") from None
 
 
-def checkpoints_in(path: str | Path | Directory) -> list[Directory]:
-    """Checkpoints in a directory, named ``KIND-STEP``, by step; the newest is the last."""
+def step_of(checkpoint: Directory) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.split("-")[1])
+
+
+def checkpoints_in(path: str | Path | Directory, kind: str | None = None) -> list[Directory]:
+    """Checkpoints in a directory, named ``last-STEP`` and ``best-STEP``, by step; the newest is the last."""
     place = directory(path)
-    folders = [place / name for name in place.names() if "-" in name and not name.startswith(".")]
-    return sorted((f for f in folders if f.has(MANIFEST)), key=lambda folder: folder.name.split("-")[-1])
+    names = [m[0] for name in place.names() if (m := NAME.fullmatch(name)) and kind in (None, m[1])]
+    return sorted((folder for name in names if (folder := place / name).has(MANIFEST)), key=step_of)
 
 
-def find_checkpoint(path: str | Path | Directory) -> Directory:
+def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Directory:
     """The path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
+
+    ``best`` prefers the best one of a run that kept it.
 
     Raises
     ------
@@ -172,7 +190,8 @@ def find_checkpoint(path: str | Path | Directory) -> Directory:
     if place.has(MANIFEST):
         return place
     for folder in (place / "checkpoints", place):
-        found = checkpoints_in(folder)
+        found = checkpoints_in(folder, "best") if best else []
+        found = found or checkpoints_in(folder)
         if found:
             return found[-1]
     raise CheckpointError(f"{place} is neither a checkpoint ({MANIFEST}) nor a run's directory with one")

@@ -62,6 +62,7 @@ def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
     for part, optimizer in parts.items():
         if not isinstance(optimizer, SparseOptimizer):
             continue
+        rule = optimizer.rule
         for trained in optimizer.trained():
             name = names.get((id(trained.collection), trained.table))
             if name is None:
@@ -69,10 +70,17 @@ def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
                     f"part '{part}' trains table '{trained.table}', whose model is not among the parts; give the "
                     'model, too: {"model": model, …}'
                 )
-            moments = {m.name: SavedMoment(m.per, trained.initial[m.name], part) for m in optimizer.rule.moments}
+            moments = {m.name: SavedMoment(m.per, trained.initial[m.name], part, rule.name) for m in rule.moments}
             here = found[name]
             found[name] = here._replace(saved=replace(here.saved, moments={**here.saved.moments, **moments}))
     return found
+
+
+def refuse_while_saved(tables: Mapping[str, TablePart]) -> None:
+    """Raise `CheckpointError` for tables of which a checkpoint is being written."""
+    for name, table in tables.items():
+        if any(held.arena.store.on_change is not None for held in table.collection.held(table.table.name)):
+            raise CheckpointError(f"table '{name}' is being saved; call wait() of what save_checkpoint returned first")
 
 
 def link_of(parts: Mapping[str, Stateful]) -> Link | None:

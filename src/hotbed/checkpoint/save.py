@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,14 @@ from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import Entry
 from hotbed.checkpoint.making import UNFINISHED, make_directory
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
-from hotbed.checkpoint.parts import TablePart, link_of, plan_of, refuse_parts_of_distributed, tables_of_parts
+from hotbed.checkpoint.parts import (
+    TablePart,
+    link_of,
+    plan_of,
+    refuse_parts_of_distributed,
+    refuse_while_saved,
+    tables_of_parts,
+)
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.state import Stateful, Tensors, plain
 from hotbed.checkpoint.storage import Directory, directory
@@ -36,7 +44,7 @@ from hotbed.errors import CheckpointError
 from hotbed.store import MOMENT, RowStore
 
 PATIENCE_S = 600.0
-"""How long the first rank waits for the others once it has written its own files."""
+"""How long the first rank waits for another that has written no further file."""
 LAST_PATIENCE_S = 5.0
 """How long it waits once training has failed."""
 
@@ -85,6 +93,9 @@ def save_checkpoint(
     link = link_of(parts)
     refuse_parts_of_distributed(parts, link)
     tables = tables_of_parts(parts)
+    for name in parts:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
     with tables_apart():
         states = {name: part.state_dict() for name, part in parts.items()}
     plains: dict[str, Any] = {}
@@ -93,9 +104,12 @@ def save_checkpoint(
         found: Tensors = {}
         plains[name] = plain(state, found, "")
         tensors[name] = {key: t.detach() for key, t in found.values()}
+        if len(tensors[name]) < len(found):
+            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
     place = directory(path)
     token = _agreed(link, lambda: make_directory(place))
     if background:
+        refuse_while_saved(tables)
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
     stores = list(dict.fromkeys(h.arena.store for t in tables.values() for h in _owned(t)))
     saving = Saving(
@@ -154,7 +168,7 @@ class Saving:
         self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._deadline: list[float] = []
+        self._last_deadline = float("inf")
         self.nbytes = 0
         self.seconds = 0.0
         self.started_s = 0.0
@@ -179,9 +193,11 @@ class Saving:
 
     def abandon(self) -> None:
         """Where training has failed: write what is under way, but wait no longer for ranks that may be gone."""
-        self._deadline.append(time.monotonic() + LAST_PATIENCE_S)
+        self._last_deadline = time.monotonic() + LAST_PATIENCE_S
         if self._thread is not None:
             self._thread.join()
+        if self._error is not None:
+            _log.error("%s was not saved: %s", self.path, self._error)
 
     def wait(self) -> None:
         """Return when the checkpoint is there; all ranks must call this.
@@ -214,8 +230,7 @@ class Saving:
             self._told(files, tiles)
             if self._rank == 0:
                 self._finish(files, tiles)
-                if self._then is not None:
-                    self._then()
+                self._do_then()
         except BaseException as error:
             self._error = error
             self._tell_error(error)
@@ -229,7 +244,7 @@ class Saving:
 
     def _written(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
         """Write this rank's files; their entries, and the tiles of each table that are in them."""
-        with FileWriter(self._place, background=self._snapshot is not None) as writer:
+        with FileWriter(self._place) as writer:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
@@ -253,7 +268,6 @@ class Saving:
 
     def _finish(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
         """Collect what the others wrote, write the manifest, and remove what only served to make it."""
-        self._deadline.append(time.monotonic() + PATIENCE_S)
         for rank in range(1, self._size):
             told = self._told_by(rank)
             files |= told["files"]
@@ -265,26 +279,41 @@ class Saving:
         }
         for name, table in tables.items():
             table.check(name, self.path)
+        missing = files.keys() - set(self._place.names())
+        if missing:
+            raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
         self._place.write(MANIFEST, replace(self._manifest, tables=tables, files=files).to_json())
         for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
             self._place.remove(name)
 
     def _told_by(self, rank: int) -> dict[str, Any]:
         name = f"rank-{rank}.json"
-        start = time.monotonic()
-        while time.monotonic() < min(self._deadline):
+        start = seen = time.monotonic()
+        written = 0
+        while time.monotonic() < min(seen + PATIENCE_S, self._last_deadline):
+            count = sum(file.startswith(f"tables-{rank:05d}-") for file in self._place.names())
+            if count != written:
+                seen, written = time.monotonic(), count
             if self._place.has(name):
                 told = json.loads(self._place.read(name))
                 if told["token"] == self._token:
                     if "error" in told:
                         raise _OtherRankError(f"{self.path} was not saved: rank {rank} failed: {told['error']}")
                     return told
-            time.sleep(0.02)
+            time.sleep(min(0.02 + (time.monotonic() - start) / 20, 1.0))
         waited = time.monotonic() - start
         raise CheckpointError(
             f"{self.path} was not saved: rank {rank} has not written {name} in {waited:,.0f} s; all ranks must see one "
             "directory, on a shared file system or an object store"
         )
+
+    def _do_then(self) -> None:
+        """What is to be done when the checkpoint is there; it is there whatever comes of this."""
+        try:
+            if self._then is not None:
+                self._then()
+        except Exception:
+            _log.exception("%s is saved, but what was to be done then failed", self.path)
 
     def _tell_error(self, error: BaseException) -> None:
         """Let the first rank know, so that it does not wait; it hears of it later anyway."""
@@ -301,7 +330,9 @@ def _owned(table: TablePart) -> list[Held]:
 def _pieces_of(tables: Mapping[str, TablePart], snapshot: Snapshot | None) -> list[Piece]:
     """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
     tiles = [(name, table, held) for name, table in tables.items() for held in _owned(table)]
-    order = {store: i for i, store in enumerate(dict.fromkeys(held.arena.store for _, _, held in tiles))}
+    # Small stores first: what was kept of a store's rows is free when it has been read.
+    stores = sorted(dict.fromkeys(held.arena.store for _, _, held in tiles), key=lambda store: store.nbytes)
+    order = {store: i for i, store in enumerate(stores)}
     tiles.sort(key=lambda tile: (order[tile[2].arena.store], tile[2].number))
     return [piece for tile in tiles for piece in _pieces(*tile, snapshot)]
 
@@ -348,7 +379,7 @@ def _agreed(link: Link | None, first: Callable[[], str]) -> str:
     if link.rank == 0:
         try:
             text = first()
-        except (CheckpointError, OSError) as raised:
+        except Exception as raised:
             error = raised
     sent = torch.tensor(list(text.encode().ljust(32, b"\0")), dtype=torch.uint8, device=link.device)
     came = bytes(link.broadcast("the checkpoint's token", sent, 0).wait().tolist()).rstrip(b"\0").decode()

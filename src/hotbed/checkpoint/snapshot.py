@@ -14,14 +14,17 @@ import threading
 import time
 from collections.abc import Iterable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from hotbed.store import RowStore
 
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 512 << 20
 """Limit of the rows that are kept, by default."""
+_PARTS = 16
+"""Parts of an array whose kept rows are given up together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -30,10 +33,8 @@ class _Kept:
 
     def __init__(self, places: Tensor, rows: Tensor) -> None:
         self.places, self.rows = places, rows
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes + self.places.nbytes
+        self.first, self.last = int(places[0]), int(places[-1])
+        self.nbytes = rows.nbytes + places.nbytes
 
 
 class _Array:
@@ -43,6 +44,7 @@ class _Array:
         self.bits = tensor.view(_BITS[tensor.element_size()])  # torch cannot index all narrow dtypes
         self.dtype = tensor.dtype
         self.pending = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
+        self.cuts = torch.arange(1, _PARTS, device=tensor.device) * len(tensor) // _PARTS
         self.kept: list[_Kept] = []
 
 
@@ -83,7 +85,7 @@ class Snapshot:
         rows = array.bits[start:stop].to("cpu", copy=True)
         with self._lock:
             array.pending[start:stop] = False
-            kept = [_between(k, start, stop) for k in array.kept]
+            kept = [_between(k, start, stop) for k in array.kept if k.first < stop and k.last >= start]
             self._forget(array, stop)
         for places, old in kept:
             rows[(places - start).cpu()] = old.cpu()
@@ -112,25 +114,21 @@ class Snapshot:
                     continue
                 places = torch.unique(places)
                 array.pending[places] = False
-                array.kept.append(_Kept(places, array.bits.index_select(0, places)))
-                self._bytes += array.kept[-1].nbytes
+                # In parts by place, so that the reader frees one after the other.
+                firsts = torch.searchsorted(places, array.cuts).tolist()
+                for first, last in pairwise([0, *firsts, len(places)]):
+                    if first < last:
+                        own = places[first:last].clone()
+                        array.kept.append(_Kept(own, array.bits.index_select(0, own)))
+                        self._bytes += array.kept[-1].nbytes
             self.most_bytes = max(self.most_bytes, self._bytes)
             self._lock.wait_for(lambda: self._bytes <= self._limit or self._closed)
         self.waited_s += time.perf_counter() - start
 
     def _forget(self, array: _Array, stop: int) -> None:
-        """Give up what was kept of rows before ``stop``; what is mostly given up is made small."""
-        remaining: list[_Kept] = []
-        for kept in array.kept:
-            first = int(torch.searchsorted(kept.places, stop))
-            if first == len(kept.places):
-                self._bytes -= kept.nbytes
-                continue
-            if first > len(kept.places) // 2:
-                self._bytes -= kept.nbytes
-                kept = _Kept(kept.places[first:].clone(), kept.rows[first:].clone())
-                self._bytes += kept.nbytes
-            remaining.append(kept)
+        """Give up what was kept of rows before ``stop``, part by part."""
+        remaining = [kept for kept in array.kept if kept.last >= stop]
+        self._bytes -= sum(kept.nbytes for kept in array.kept if kept.last < stop)
         array.kept = remaining
         self._lock.notify_all()
 

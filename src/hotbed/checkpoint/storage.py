@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 from typing_extensions import override
 
@@ -124,9 +126,9 @@ def directory(path: str | Path | Directory) -> Directory:
         return path
     text = str(path)
     if isinstance(path, Path) or "://" not in text:
-        return LocalDirectory(Path(text))
+        return LocalDirectory(Path(text).expanduser())
     if text.startswith("file://"):
-        return LocalDirectory(Path(text.removeprefix("file://")))
+        return LocalDirectory(Path(unquote(text.removeprefix("file://"))))
     return RemoteDirectory(*_opened(text), text)
 
 
@@ -164,6 +166,8 @@ class LocalDirectory(Directory):
 
     @override
     def write(self, name: str, text: str) -> None:
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"{self.root} is gone; does another run write there?")
         write_text(self.root / name, text)
         sync(self.root)
 
@@ -283,7 +287,8 @@ class RemoteDirectory(Directory):
 
     @override
     def remove_all(self) -> None:
-        self._filesystem.delete_dir(self._root)
+        with suppress(FileNotFoundError):
+            self._filesystem.delete_dir(self._root)
 
 
 class _RemoteWriter:

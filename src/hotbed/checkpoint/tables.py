@@ -14,6 +14,7 @@ from hotbed.checkpoint.manifest import SavedTable, SavedTile
 from hotbed.checkpoint.tensors import CHUNK_BYTES, TensorFiles
 from hotbed.embed import Held
 from hotbed.embed.held import form, stored_as
+from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.ops.narrow import MIN_EXPONENT, exponents_of, round_nearest, widen
 from hotbed.plan.ranges import common_places
@@ -25,6 +26,8 @@ from hotbed.store.dense import TORCH_DTYPES
 Places = range | Tensor
 """Rising positions of rows; ``[n]`` int64 where they follow no rule."""
 
+MOST_CHUNKS = 16
+"""How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -48,6 +51,40 @@ class Common(NamedTuple):
     there: Places
     here: Places
     cols: range
+
+
+def check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
+    """Raise `CheckpointError` unless a tile's arrays have the dtypes and shapes that hold its rows.
+
+    Of a keyed tile the keys must rise and be rows of it.
+    """
+    where, rows, cols = f"{files.place}/{tile.file}", tile.rows, len(tile.cols)
+    count = len(rows)
+    wide = len(range(rows.start, min(rows.stop, form(saved.spec)[1]), rows.step))
+    if tile.keyed:
+        keys = files.keys(tile.file, f"{tile.key}/keys")
+        count, wide = len(keys), _below(keys, form(saved.spec)[1])
+        inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)
+        if not bool(inside.all()) or not bool((keys.diff() > 0).all()):
+            raise CheckpointError(f"{where}: '{tile.key}/keys' are not rising rows of the tile")
+    narrow = TORCH_DTYPES[form(saved.spec)[0]]
+    wanted: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for name in _names(saved):
+        n = wide if name == "fp32_weight" else count - wide
+        if name == "exponents":
+            wanted[name] = torch.int8, [n, -(-cols // SCALE_BLOCK)]
+        else:
+            wanted[name] = torch.float32 if name == "fp32_weight" else narrow, [n, cols]
+    for name, moment in saved.moments.items():
+        wanted[f"{MOMENT}{name}"] = torch.float32, [count] if moment.per == "row" else [count, cols]
+    for name, (dtype, shape) in wanted.items():
+        if not shape[0]:
+            continue
+        found = files.find(tile.file, f"{tile.key}/{name}")
+        if (found.dtype, list(found.shape)) != (dtype, shape):
+            raise CheckpointError(
+                f"{where}: '{tile.key}/{name}' is {found.dtype} {list(found.shape)}, its tile needs {dtype} {shape}"
+            )
 
 
 def load_tile(held: Held, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
@@ -199,7 +236,8 @@ def _copy_values(held: Held, spec: Table, found: Collection[Common], known: rang
     """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
     store, cols = held.arena.store, held.piece.cols
     keyed = any(c.tile.keyed for c in found)
-    step = max(CHUNK_BYTES // (4 * len(cols)), 1)
+    # Each chunk reads of every saved tile, so many of them get larger chunks.
+    step = max(CHUNK_BYTES * min(len(found), MOST_CHUNKS) // (4 * len(cols)), 1)
     slots = held.arena.slots(held.number)
     for first in range(0, len(known), step):
         last = min(first + step, len(known))

@@ -22,6 +22,8 @@ from hotbed.errors import CheckpointError
 CHUNK_BYTES = 16 << 20
 """Bytes of rows that are made, or read to be picked from, at once."""
 
+MOST_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, by its specification."""
 _ALIGNMENT = 64
 _NAMES = {
     torch.float64: "F64",
@@ -134,6 +136,7 @@ class TensorFiles:
 
     def __init__(self, files: VerifiedFiles) -> None:
         self._files = files
+        self.place = files.place
         self._headers: dict[str, dict[str, Stored]] = {}
         self._keys: tuple[tuple[str, str], Tensor] | None = None
 
@@ -207,7 +210,7 @@ def _header(reader: BlockReader, where: str) -> dict[str, Stored]:
     length = bytearray(8)
     reader.read_into(0, memoryview(length))
     size = int.from_bytes(length, "little")
-    if not 2 <= size <= reader.size - 8:
+    if not 2 <= size <= min(reader.size - 8, MOST_HEADER_BYTES):
         raise CheckpointError(f"{where} is no safetensors file: its header would be {size:,} bytes long")
     text = bytearray(size)
     reader.read_into(8, memoryview(text))

@@ -41,13 +41,11 @@ class FileWriter:
     ----------
     place
         The directory.
-    background
-        Whether training goes on meanwhile.
     """
 
-    def __init__(self, place: Directory, *, background: bool = False) -> None:
+    def __init__(self, place: Directory) -> None:
         self._place = place
-        self._threads = BlockWriters(background=background)
+        self._threads = BlockWriters()
         self._entries: dict[str, Future[Entry]] = {}
 
     def write(self, name: str, arrays: Mapping[str, Array]) -> None:

@@ -32,6 +32,9 @@ class Callback:
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """After every evaluation during training."""
 
+    def on_step_end(self, trainer: Trainer) -> None:
+        """After a step and its evaluation, if it had one: a run goes on from here if this is what it saved."""
+
     def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """When this rank has written its part of a checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
 
@@ -130,6 +133,17 @@ class BestSoFar:
         self.value = -math.inf
         """The best so far; higher is better."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Of which metric the best value is, and what it is."""
+        return {"monitor": self._monitor, "best": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Go on with the best value if it is of the same metric; else anew. Returns which."""
+        same = bool(state["monitor"] == self._monitor)
+        if same:
+            self.value = state["best"]
+        return same
+
     def improved(self, metrics: Metrics) -> bool:
         """Whether these metrics are better than all before them; NaN never is."""
         value = metrics.auc if self._monitor == "auc" else -metrics.logloss
@@ -160,8 +174,9 @@ class EarlyStop(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and evaluations since."""
-        return {"best": self._best.value, "waited": self._waited}
+        return {**self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
-        self._best.value, self._waited = state["best"], state["waited"]
+        """Go on counting; anew, if another metric is monitored."""
+        if self._best.load_state_dict(state):
+            self._waited = state["waited"]

@@ -10,62 +10,55 @@ from pathlib import Path
 from typing import Any, Self
 
 from hotbed.checkpoint import Directory, checkpoints_in
+from hotbed.checkpoint.manifest import step_of
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError
 
-OWNER = "owner.json"
+OWNER = ".owner.json"
 
 
 class Claim:
     """Holds a directory for this process while it is used as a context.
 
     Two runs in one directory would remove each other's checkpoints. On a local file system the claim ends with the
-    process, however that ends. An object store has no such locks: there the file ``owner.json`` names the run that
-    writes, and a killed one leaves it behind.
+    process, however that ends. An object store has no such locks: there the file ``.owner.json`` names the run that
+    writes; a killed one leaves it behind, and of two that begin in the same moment neither may notice.
 
     Parameters
     ----------
     where
         The directory.
-    resumed
-        The checkpoint that the run goes on from, if it does. Only such a run may go on in a directory that has
-        checkpoints.
 
     Raises
     ------
     CheckpointError
-        If another run has it, or it holds checkpoints of another run.
+        If another run has it.
     """
 
-    def __init__(self, where: Directory, resumed: Directory | None) -> None:
-        self._where, self._resumed = where, resumed
+    def __init__(self, where: Directory) -> None:
+        self._where = where
         self._descriptor: int | None = None
 
     def __enter__(self) -> Self:
-        existing = checkpoints_in(self._where)
-        if existing and (self._resumed is None or not any(_are_same(self._resumed, c) for c in existing)):
-            raise CheckpointError(
-                f"{self._where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
-                f"--resume {self._where}, or choose another train.checkpoint_dir"
-            )
         self._where.make()
         if isinstance(self._where, LocalDirectory):
             self._lock(self._where.root / OWNER)
-        elif self._where.has(OWNER):
+            return self
+        if self._where.has(OWNER):
             owner = json.loads(self._where.read(OWNER))
             if not _is_dead(owner):
                 raise CheckpointError(
                     f"{self._where} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}; "
                     f"choose another train.checkpoint_dir, or remove {self._where}/{OWNER} if that run is dead"
                 )
-        if self._descriptor is None:
-            self._where.write(OWNER, json.dumps(_me()))
+        self._where.write(OWNER, json.dumps(_me()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._where.remove(OWNER)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+        if self._descriptor is None:
+            self._where.remove(OWNER)
+        else:
+            os.close(self._descriptor)  # the file stays: another process may be about to lock it
 
     def _lock(self, file: Path) -> None:
         import fcntl
@@ -84,6 +77,28 @@ class Claim:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(_me()).encode())
         self._descriptor = descriptor
+
+
+def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
+    """Raise `CheckpointError` if a directory holds checkpoints that a new run would mix its own with.
+
+    A run that goes on from one of them, ``resumed``, may use it if none is newer.
+    """
+    existing = checkpoints_in(where)
+    if not existing:
+        return
+    here = [c for c in existing if resumed is not None and _are_same(resumed, c)]
+    if not here:
+        raise CheckpointError(
+            f"{where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
+            f"--resume {where}, or choose another train.checkpoint_dir"
+        )
+    newer = [c.name for c in existing if step_of(c) > step_of(here[0])]
+    if newer:
+        raise CheckpointError(
+            f"{where} holds checkpoints that are newer than {here[0].name}: {', '.join(newer)}; remove them, go on "
+            "from the newest, or choose another train.checkpoint_dir"
+        )
 
 
 def _are_same(a: Directory, b: Directory) -> bool:

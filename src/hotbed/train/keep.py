@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
+from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import Recipe
 from hotbed.train.callbacks import BestSoFar, Callback
 from hotbed.train.metrics import Metrics
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
-_NAME = re.compile(r"(last|best)-\d{8,}")
 
 
 class KeepLast(Callback):
@@ -61,21 +61,20 @@ class KeepLast(Callback):
         self._where, self._recipe, self._at_end = directory(where), recipe, at_end
         self._every, self._minutes = every, minutes
         self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
-        self._saved_at = time.monotonic()
+        self._saved_at, self._own = time.monotonic(), -1
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Remove what earlier runs left unfinished in the directory."""
-        self._saved_at = time.monotonic()
-        if trainer.ranks.is_first:
-            remove_unfinished(self._where)
+        """Claim the directory, and remove what earlier runs left unfinished there."""
+        self._saved_at, self._own = time.monotonic(), trainer.step
+        claim(trainer, self._where)
 
-    def on_step(self, trainer: Trainer, loss: float) -> None:
+    def on_step_end(self, trainer: Trainer) -> None:
         """Save if it is time."""
         trainer.saver.poll()
         if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
             self._save(trainer, background=self._background)
-        if self._minutes is not None and trainer.ranks.is_first:
-            trainer.ask_save = time.monotonic() - self._saved_at >= 60 * self._minutes  # all save after the next step
+        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
+            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Save the final state."""
@@ -83,18 +82,22 @@ class KeepLast(Callback):
             self._save(trainer, background=False)
 
     def _save(self, trainer: Trainer, *, background: bool) -> None:
-        place = self._where / f"last-{trainer.step:08d}"
-        trainer.saver.finish()
-        (exists,) = trainer.ranks.add(trainer.ranks.is_first and place.has(MANIFEST))
-        if not exists:
-            trainer.saver.begin(place, self._recipe, background=background, then=self._remove_old)
-        self._saved_at = time.monotonic()
+        step = trainer.step
+        trainer.saver.begin(
+            self._where / f"last-{step:08d}",
+            self._recipe,
+            background=background,
+            then=partial(self._remove_old, step),
+            may_exist=step == self._own,  # it was saved already, or it is what was resumed from
+        )
+        self._saved_at, self._own = time.monotonic(), step
 
-    def _remove_old(self) -> None:
-        kept = [c for c in checkpoints_in(self._where) if c.name.startswith("last-")]
-        for checkpoint in kept[: -self._keep_last]:
-            if self._keep_every is None or int(checkpoint.name.removeprefix("last-")) % self._keep_every:
-                remove_checkpoint(checkpoint)
+    def _remove_old(self, newest: int) -> None:
+        """Remove what is older than the newest, of which this is the step, and is not to be kept."""
+        found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
+        for step in sorted(found)[: -self._keep_last]:
+            if self._keep_every is None or step % self._keep_every:
+                remove_checkpoint(found[step])
 
 
 class KeepBest(Callback):
@@ -110,25 +113,25 @@ class KeepBest(Callback):
         self._where, self._recipe, self._background = directory(where), recipe, background
         self._best = BestSoFar(recipe.train.monitor)
         self._place: Directory | None = None
+        self._is_best = False
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Remove what earlier runs left unfinished in the directory."""
-        if trainer.ranks.is_first:
-            remove_unfinished(self._where)
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Report what was written meanwhile."""
-        trainer.saver.poll()
+        """Claim the directory, and remove what earlier runs left unfinished there."""
+        claim(trainer, self._where)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Save if this evaluation is the best."""
-        if not self._best.improved(metrics):
-            return
-        trainer.saver.finish()  # what it does at its end is about the best before this one
-        place = self._place = self._where / f"best-{trainer.step:08d}"
-        (exists,) = trainer.ranks.add(trainer.ranks.is_first and place.has(MANIFEST))
-        if not exists:
-            trainer.saver.begin(place, self._recipe, background=self._background, then=self._remove_old)
+        """Remember whether this evaluation is the best."""
+        self._is_best = self._best.improved(metrics)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save if the evaluation of this step was the best."""
+        trainer.saver.poll()
+        if self._is_best:
+            self._is_best = False
+            place = self._place = self._where / f"best-{trainer.step:08d}"
+            trainer.saver.begin(
+                place, self._recipe, background=self._background, then=partial(self._remove_old, place.name)
+            )
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Load the best model; it stays as it is if there was no evaluation."""
@@ -137,23 +140,29 @@ class KeepBest(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and where its checkpoint is."""
-        return {"best": self._best.value, "path": None if self._place is None else self._place.path}
+        return {**self._best.state_dict(), "path": None if self._place is None else self._place.path}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was the best; anew, if its checkpoint is gone."""
+        """Go on with what was the best; anew, if its checkpoint is gone, or another metric is monitored."""
         if state["path"] is None:
             return
         place = directory(state["path"])
         if not place.has(MANIFEST):
             _log.warning("the best checkpoint so far, %s, is gone; the best is looked for anew", place)
-            return
-        self._best.value, self._place = state["best"], place
+        elif self._best.load_state_dict(state):
+            self._place = place
 
-    def _remove_old(self) -> None:
-        assert self._place is not None
-        for checkpoint in checkpoints_in(self._where):
-            if checkpoint.name.startswith("best-") and checkpoint.name != self._place.name:
+    def _remove_old(self, best: str) -> None:
+        for checkpoint in checkpoints_in(self._where, "best"):
+            if checkpoint.name != best:
                 remove_checkpoint(checkpoint)
+
+
+def claim(trainer: Trainer, where: Directory) -> None:
+    """Hold a directory of checkpoints, and remove what earlier runs left unfinished there."""
+    trainer.saver.claim(where)
+    if trainer.ranks.is_first:
+        remove_unfinished(where)
 
 
 def remove_checkpoint(place: Directory) -> None:
@@ -166,6 +175,6 @@ def remove_unfinished(where: Directory) -> None:
     """Remove checkpoints that killed runs began in a directory, and those that they began to remove."""
     for name in where.names():
         folder = where / name
-        if _NAME.fullmatch(name) and not folder.has(MANIFEST):
+        if NAME.fullmatch(name) and not folder.has(MANIFEST):
             folder.remove_all()
             _log.info("removed %s, which was never finished", folder)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_model, build_trainer, check_split, open_source
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard
-from hotbed.train.claim import Claim
+from hotbed.train.claim import refuse_other_checkpoints
 from hotbed.train.keep import KeepBest, KeepLast
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, spread_batch
@@ -69,7 +68,7 @@ def train(
     loader = _training_loader(recipe, source, ranks, trainer.model)
     ids = IdCounts(trainer, recipe)
     trainer.other_parts["ids"] = ids
-    resumed = None if resume is None else find_checkpoint(resume)
+    resumed = None if resume is None else directory(ranks.names([str(find_checkpoint(resume))])[-1])
     taken: list[Taken] = []
     if resumed is None and recipe.init.checkpoint is not None:
         taken = init_from(
@@ -90,7 +89,9 @@ def train(
     place = directory(recipe.train.checkpoint_dir or run.checkpoints)
     progress = ShowProgress(console) if ranks.is_first else Callback()
     trainer.callbacks += [*_callbacks(recipe, run, place, ranks), progress]
-    with _claimed(place, resumed, recipe, ranks), signals_to(trainer):
+    if recipe.train.checkpoint != "none":
+        refuse_other_checkpoints(place, resumed)
+    with signals_to(trainer):
         if ranks.is_first:
             run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
@@ -99,7 +100,7 @@ def train(
             if isinstance(progress, ShowProgress):
                 progress.close()
     if trainer.told_to_stop:
-        raise StoppedError(_stopped(trainer))
+        raise StoppedError(_stopped(trainer, recipe, place))
     test = _evaluation_loader(recipe, source, recipe.data.test_split, ranks)
     summary = {
         "name": recipe.name,
@@ -122,28 +123,10 @@ def train(
     return summary
 
 
-@contextmanager
-def _claimed(place: Directory, resumed: Directory | None, recipe: Recipe, ranks: Ranks) -> Generator[None]:
-    """Hold the directory of checkpoints; what the first rank finds is raised there, the others raise that it did."""
-    claim = Claim(place, resumed) if recipe.train.checkpoint != "none" and ranks.is_first else nullcontext()
-    error: Exception | None = None
-    with ExitStack() as held:
-        try:
-            held.enter_context(claim)
-        except (CheckpointError, OSError) as raised:
-            error = raised
-        (failed,) = ranks.add(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise CheckpointError(f"rank 0 cannot use {place}; its own output says why")
-        yield
-
-
-def _stopped(trainer: Trainer) -> str:
+def _stopped(trainer: Trainer, recipe: Recipe, place: Directory) -> str:
     where = "no checkpoint was saved, for train.checkpoint is 'none'"
-    if trainer.saver.records:
-        where = f"go on with --resume {trainer.saver.records[-1]['path']}"
+    if recipe.train.checkpoint != "none":
+        where = f"go on with --resume {place / f'last-{trainer.step:08d}'}"
     return f"stopped by a signal after step {trainer.step:,}; {where}"
 
 
@@ -181,7 +164,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     tuple
         The checkpoint and its metrics.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, best=True)
     stored = read_manifest(checkpoint).recipe
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from hotbed.checkpoint import Directory, Saving, save_checkpoint
+from hotbed.checkpoint import MANIFEST, Directory, Saving, save_checkpoint
 from hotbed.config import Recipe
+from hotbed.errors import CheckpointError
+from hotbed.train.claim import Claim
 
 if TYPE_CHECKING:
     from hotbed.train.trainer import Trainer
@@ -33,10 +35,37 @@ class Saver:
         self._saving: Saving | None = None
         self._step = 0
         self._waited_s = 0.0
+        self._claims: dict[str, Claim] = {}
         self.records: list[dict[str, Any]] = []
 
+    def claim(self, where: Directory) -> None:
+        """Hold a directory for this run until `release`; all ranks must call this."""
+        error: Exception | None = None
+        if self._trainer.ranks.is_first and where.path not in self._claims:
+            try:
+                self._claims[where.path] = Claim(where).__enter__()
+            except Exception as raised:
+                error = raised
+        (failed,) = self._trainer.ranks.add(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise CheckpointError(f"rank 0 cannot use {where}; its own output says why")
+
+    def release(self) -> None:
+        """Give directories up."""
+        for claim in self._claims.values():
+            claim.__exit__()
+        self._claims.clear()
+
     def begin(
-        self, place: Directory, recipe: Recipe, *, background: bool, then: Callable[[], None] | None = None
+        self,
+        place: Directory,
+        recipe: Recipe,
+        *,
+        background: bool,
+        then: Callable[[], None] | None = None,
+        may_exist: bool = False,
     ) -> None:
         """Save the present state, once the checkpoint before is written; all ranks must call this.
 
@@ -50,12 +79,17 @@ class Saver:
             Whether training goes on meanwhile.
         then
             Called on the first rank when the checkpoint is there.
+        may_exist
+            Save nothing if it is there already.
         """
         trainer = self._trainer
         with trainer.clock.paused():
             start = time.perf_counter()
             self.finish()
             self._waited_s = time.perf_counter() - start
+            (exists,) = trainer.ranks.add(may_exist and trainer.ranks.is_first and place.has(MANIFEST))
+            if exists:
+                return
             self._step = trainer.step
             self._saving = save_checkpoint(
                 place, trainer.parts(), step=trainer.step, recipe=recipe.to_dict(), background=background, then=then

@@ -20,7 +20,8 @@ def signals_to(trainer: Trainer) -> Generator[None]:
     """Let signals ask a trainer while the body runs.
 
     Any rank may get them: all save after the same step, the one under way or the next. So a checkpoint is there after
-    at most two steps, an evaluation that is under way, and the time that writing takes. Handlers of the process are as
+    at most two steps, an evaluation that is under way, and the time that writing takes; a second SIGTERM does not wait
+    for it. Handlers of the process are as
     before afterwards; where the body runs in another thread than the main one, signals are left alone.
     """
 
@@ -28,6 +29,7 @@ def signals_to(trainer: Trainer) -> Generator[None]:
         trainer.ask_save = True
         if number == signal.SIGTERM:
             trainer.ask_stop = True
+            signal.signal(number, before[number])  # a second one does what it always does
 
     if threading.current_thread() is not threading.main_thread():
         yield

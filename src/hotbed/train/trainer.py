@@ -144,10 +144,13 @@ class Trainer:
             with self.ranks.explained():
                 self._fit(batches, valid)
                 self.saver.finish()
+                self._obey(False, *map(bool, self.ranks.add(self.ask_stop)))  # asked after the last step
             self._call("on_train_end")
         except BaseException:
             self.saver.abandon()
             raise
+        finally:
+            self.saver.release()
 
     def _fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None) -> None:
         while not self.finished:
@@ -172,6 +175,7 @@ class Trainer:
                 self._advance(int(samples), value, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
+                self._call("on_step_end")
                 if self.finished:
                     break
 
@@ -189,7 +193,7 @@ class Trainer:
 
     def _obey(self, save: bool, stop: bool) -> None:
         """Do what any rank has asked for."""
-        self.save_now, self.told_to_stop, self.stop = save, stop, self.stop or stop
+        self.save_now, self.told_to_stop, self.stop = save, self.told_to_stop or stop, self.stop or stop
         if save:
             self.ask_save = False
 
