@@ -14,7 +14,7 @@ from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
-from hotbed.optim import Adam, RowWiseAdagrad, SparseOptimizer
+from hotbed.optim import LAMB, Adam, RowWiseAdagrad, SparseOptimizer
 from hotbed.specs import Feature, Table
 
 
@@ -122,6 +122,42 @@ def test_what_does_not_fit_begins_anew_and_is_reported(old: tuple[Path, Model, S
         "dense": "begins anew: its parameters or options are others",
     }
     assert {t.name: t.note for t in report if t.taken}["embeddings.item"] == "6 rows, moments begin anew"
+
+
+def test_moments_of_another_rule_begin_anew_even_if_they_are_called_alike(
+    old: tuple[Path, Model, SparseOptimizer],
+) -> None:
+    path, _, _ = old
+    model = Model(OLD)
+    lamb = LAMB(model, lr=0.1)
+    with pytest.raises(CheckpointError, match=r"exp_avg per element of adam.*needs exp_avg per element of lamb; use"):
+        load_checkpoint(path, {"model": model, "sparse": lamb})
+    report = init_from(path, {"model": model, "sparse": lamb})
+    assert {t.note for t in report if t.what == "table"} == {
+        f"{spec['rows']} rows, moments begin anew" for spec in OLD.values()
+    }
+    assert moments(model, lamb, "user")["exp_avg"].count_nonzero() == 0
+
+
+def test_steps_go_on_whatever_the_optimizer_is_called(old: tuple[Path, Model, SparseOptimizer]) -> None:
+    path, before, sparse = old
+    model = Model(OLD, seed=5)
+    adam = Adam(model, lr=0.1)
+    init_from(path, {"model": model, "optimizer": adam})
+    for name in ("user", "item", "page"):
+        found, expected = moments(model, adam, name), moments(before, sparse, name)
+        assert all(torch.equal(torch.as_tensor(found[key]), torch.as_tensor(expected[key])) for key in expected)
+        assert int(found["step"]) == 3
+
+
+def test_the_best_of_a_run_is_begun_with(old: tuple[Path, Model, SparseOptimizer], tmp_path: Path) -> None:
+    _, before, _ = old
+    other = Model(OLD, seed=9)
+    save_checkpoint(tmp_path / "run" / "best-00000002", {"model": before})
+    save_checkpoint(tmp_path / "run" / "last-00000004", {"model": other})
+    model = Model(OLD, seed=5)
+    init_from(tmp_path / "run", {"model": model})
+    assert torch.equal(rows(model, "user"), rows(before, "user"))
 
 
 def test_tables_that_are_not_here_are_reported_and_moments_can_be_left(

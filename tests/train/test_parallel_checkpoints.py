@@ -13,6 +13,7 @@ from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, ve
 from hotbed.data import Loader
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.broadcast import BroadcastLoader
+from hotbed.train.claim import OWNER
 from hotbed.train.keep import KeepBest, KeepLast
 from tests.ranks import Ranks
 from tests.train import planted
@@ -78,9 +79,8 @@ def test_a_checkpoint_of_three_ranks_is_gone_on_from_by_any_number(ranks: Ranks,
     first = ranks.run(3, _run, "row", {"stop": STOPPED, "save": tmp_path / "run" / "checkpoints"})
     (checkpoint,) = checkpoints_in(tmp_path / "run" / "checkpoints")
     assert checkpoint.name == f"last-{STOPPED:08d}"
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
-        checkpoint.name
-    ]  # nothing unfinished is left
+    left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert left == {OWNER, checkpoint.name}  # nothing unfinished
     verify_checkpoint(checkpoint)
     assert read_manifest(checkpoint).recipe["name"] == "test"
     saved = first[0]["state"]
@@ -119,7 +119,9 @@ class Remember(Callback):
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         state = {name: t.detach().clone() for name, t in trainer.model.state_dict().items()}
         self.seen.append((metrics.logloss, trainer.step, state))
-        self.names.append(sorted(path.name for path in self.folder.iterdir()))
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.names.append(sorted(path.name for path in self.folder.iterdir() if path.name != OWNER))
 
 
 def kept_best(group: Group, folder: Path) -> dict[str, Any]:
@@ -143,5 +145,6 @@ def test_the_best_checkpoint_is_restored_on_all_ranks(ranks: Ranks, tmp_path: Pa
         assert 2 < step < 12
         assert_equal(found["end"], state)
         assert [seen[0] for seen in found["seen"]] == [seen[0] for seen in by_rank[0]["seen"]]
-        assert all(len(names) == 1 for names in found["names"])  # one at any moment
+        assert found["names"][0] == []
+        assert all(len(names) == 1 for names in found["names"][1:])  # one at any moment
         assert found["names"][-1] == [f"best-{step:08d}"]
