@@ -43,6 +43,7 @@ def exchanged(group: Group, folder: Path) -> dict[str, Any]:
         "of none": there.gather(torch.zeros(0, 4)),
         "names": there.names([["b", "a"], [], ["ü", "b"]][rank]),
         "no names": there.names([]),
+        "one name": there.names(["same"]),
         "counts": there.add_counts([{"a": 2, "b": 1}, {}, {"b": 3, "ü": 1 << 40}][rank]),
         "no counts": there.add_counts({}),
         "path": there.path(folder if there.is_first else None),
@@ -61,6 +62,7 @@ def test_ranks_agree_on_sums_rows_names_and_paths(ranks: Ranks, tmp_path: Path) 
         assert (found["of one rank"].tolist(), found["of one rank"].dtype) == ([7], torch.int64)
         assert found["of none"].shape == (0, 4)
         assert (found["names"], found["no names"]) == (["a", "b", "ü"], [])
+        assert found["one name"] == ["same"]
         assert (found["counts"], found["no counts"]) == ({"a": 2, "b": 4, "ü": 1 << 40}, {})
         assert (found["path"], found["ignored"]) == (folder, folder / "0")
 

@@ -30,7 +30,7 @@ from tests.cli_cases import log_fixture, prepared_fixture, recipe_fixture  # noq
 pytestmark = pytest.mark.xdist_group("torchrun")
 
 ROOT = Path(hotbed.__file__).parents[2]
-PATIENCE_S = 120
+PATIENCE_S = 300
 """A process that takes longer hangs; the machine may be busy."""
 ENDLESS = ["--train.steps", "100000", "--train.epochs", "100000", "--train.log_every", "1"]
 

@@ -221,7 +221,7 @@ class Ranks:
         """Names that any rank has, sorted."""
         if self.link is None:
             return sorted(own)
-        text = torch.frombuffer(bytearray("\n".join(own).encode() or b"\n"), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray("".join(f"{name}\n" for name in ["", *own]).encode()), dtype=torch.uint8)
         found = bytes(self.gather(text).tolist()).decode()
         return sorted({name for name in found.split("\n") if name})
 
