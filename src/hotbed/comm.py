@@ -285,6 +285,43 @@ class Link:
         return explained
 
 
+class OneRank(Link):
+    """A process alone, without torch.distributed: what it sends itself is copied, and there is nobody else."""
+
+    def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.group = None
+        self.timeout = None
+        self.rank, self.size = 0, 1
+        self._names = range(1)
+        self._of_ranks = 1
+        self._step = [0]
+        self.failure = None
+        self.sent_bytes = Counter()
+        self._exchanges = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Any device will do."""
+        return torch.device("cpu")
+
+    def clone(self) -> Link:
+        """Itself: nothing that it does takes time."""
+        return self
+
+    def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
+        """Copy what is for itself."""
+        incoming[0].copy_(outgoing[0])
+        return Handle(lambda: None)
+
+    def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
+        """The values are here."""
+        return Handle(lambda: values)
+
+    def unreachable(self, wait_s: float = 5) -> list[int]:
+        """Nobody."""
+        return []
+
+
 def _reason(error: Exception) -> str:
     """What a collective says, without the place in its source and the advice of torch."""
     text = str(error).split(". This is typically")[0]

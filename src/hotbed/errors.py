@@ -9,6 +9,7 @@
     ├── BatchError (ValueError)         a batch that does not fit the features it is given to
     ├── DataError (ValueError)          a source file whose content is not what its format says
     ├── CheckpointError (RuntimeError)  a checkpoint that is absent, damaged or of another model
+    ├── StoreError (RuntimeError)       rows that do not fit where they are to be
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
     ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
@@ -50,6 +51,10 @@ class DataError(HotbedError, ValueError):
 
 class CheckpointError(HotbedError, RuntimeError):
     """A checkpoint that is absent, damaged or made for another model."""
+
+
+class StoreError(HotbedError, RuntimeError):
+    """Rows of tables that do not fit where they are to be kept."""
 
 
 class BackendError(HotbedError, RuntimeError):

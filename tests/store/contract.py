@@ -174,24 +174,14 @@ class StoreContract:
                 expected["fp32_weight"] = (torch.float32, (wide, DIM))
             assert raw == expected
 
-    def test_raw_shares_memory_so_copying_it_copies_the_rows_to_the_bit(self, format):
+    def test_raw_loads_the_rows_to_the_bit(self, format):
         store, other = self.filled(format), self.filled(format, seed=6)
         assert not torch.equal(self.read_all(store), self.read_all(other))
         for span in (0, 1):
-            for name, tensor in other.raw(span).items():
-                tensor.copy_(store.raw(span)[name])
+            other.load_raw(span, store.raw(span))
             last = FIRST[span] + format.spans[span].rows
             assert torch.equal(self.read_all(store)[:last], self.read_all(other)[:last])
         assert bits(store) == bits(other)
-
-    def test_bytes_are_counted(self, format):
-        narrow = int(format.narrow().sum())
-        expected = narrow * BYTES[format.dtype] + (SLOTS - narrow) * 4 * DIM
-        store = self.filled(format)
-        assert store.nbytes == expected
-        store.add_moment(Moment("row", "row"))
-        store.add_moment(Moment("element", "element"))
-        assert store.nbytes == expected + SLOTS * 4 * (1 + DIM)
 
     # -- lookups ---------------------------------------------------------------------------------------------------
 
@@ -228,14 +218,19 @@ class StoreContract:
         store.add_moment(Moment("row", "row"))
         assert self.read_all(store, "row").nonzero().tolist() == [[4]]
 
-    def test_moments_of_a_span_share_memory(self, format):
+    def test_moments_of_a_span_are_filled_read_and_loaded(self, format):
         store = self.filled(format)
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
-            store.view(1, moment.name).fill_(2.0)
-            assert store.view(0, moment.name).shape[0] == 13
+            store.fill(1, moment.name, 2.0)
+            assert store.moment_is_per_row(moment.name) == (moment.per == "row")
+            assert store.moment(0, moment.name).shape[0] == 13
             assert not self.read_all(store, moment.name)[:13].any()
             assert (self.read_all(store, moment.name)[13:] == 2).all()
+            values = torch.rand_like(store.moment(1, moment.name))
+            store.load_moment(1, moment.name, values)
+            assert torch.equal(store.moment(1, moment.name), values)
+            assert not store.moment(0, moment.name).any()
 
     # -- updates ---------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from hotbed.ops import cpu_memory, launches
 from hotbed.optim import Moment
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import DenseStore, Span
-from tests.store.contract import DIM, StoreContract, bits
+from tests.store.contract import BYTES, DIM, SLOTS, StoreContract, bits
 
 
 class TestDenseOnHost(StoreContract):
@@ -21,6 +21,23 @@ class TestDenseOnHost(StoreContract):
         self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
         assert {key.split(".")[0] for key in launches} == {"cpu"}
         assert store.tier == "host"
+
+    def test_bytes_are_counted(self, format):
+        narrow = int(format.narrow().sum())
+        expected = narrow * BYTES[format.dtype] + (SLOTS - narrow) * 4 * DIM
+        store = self.filled(format)
+        assert store.nbytes == expected
+        store.add_moment(Moment("row", "row"))
+        store.add_moment(Moment("element", "element"))
+        assert store.nbytes == expected + SLOTS * 4 * (1 + DIM)
+
+    def test_raw_and_moments_share_its_memory(self, format):
+        store = self.filled(format)
+        store.add_moment(Moment("element", "element"))
+        for array in (store.raw(1)["weight"], store.moment(1, "element")):
+            array.view(torch.uint8).fill_(1)
+        assert (store.raw(1)["weight"].view(torch.uint8) == 1).all()
+        assert (store.moment(1, "element").view(torch.uint8) == 1).all()
 
 
 class TestDenseWithReferenceKernels(StoreContract):
@@ -36,7 +53,7 @@ class TestDenseOnDevice(StoreContract):
     def test_it_is_served_by_triton_and_moves_with_its_bits(self, format):
         store = self.filled(format)
         store.add_moment(Moment("element", "element"))
-        store.view(1, "element").fill_(2.0)
+        store.fill(1, "element", 2.0)
         host = store.to(torch.device("cpu"))
         assert store.tier == "device" and host.tier == "host"
         assert bits(store) == bits(host)

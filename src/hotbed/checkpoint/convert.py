@@ -131,7 +131,7 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
     for name, moment in saved.moments.items():
         arena.store.add_moment(Moment(name, moment.per))
     load_tile(held, saved, saved.moments, files)
-    whole = arena.store.arrays()
+    whole = held.arrays()
     return held, {name: whole[e.array][e.start : e.stop] for name, e in held.extents().items()}
 
 
@@ -216,10 +216,10 @@ def _changed_rows(held: Held, arrays: Mapping[str, Tensor], saved: SavedTable) -
     """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
     piece = held.piece
     arena = Arena([piece], len(piece.cols), seed=0, device=torch.device("cpu"), backend="auto")
-    untouched = arena.store.arrays()
+    untouched = Held(piece, arena, 0, True)
     changed = torch.zeros(len(piece.rows), dtype=torch.bool)
-    for name, extent in Held(piece, arena, 0, True).extents().items():
-        before = untouched[extent.array][extent.start : extent.stop]
+    for name, extent in untouched.extents().items():
+        before = untouched.arrays()[extent.array][extent.start : extent.stop]
         of = slice(0, len(before)) if name == "fp32_weight" else slice(len(changed) - len(before), None)
         changed[of] |= (_bits(arrays[name]) != _bits(before)).any(1)
     for name, moment in saved.moments.items():

@@ -22,6 +22,7 @@ from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
+from hotbed.store import DenseStore
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _take_table(
             known = len(range(rows.start, min(rows.stop, saved.spec.rows), rows.step))
             slot = held.arena.first_slots[held.number] + known
             new = rows[known:]
-            if new:
+            if new and isinstance(held.arena.store, DenseStore):
                 held.arena.store.initialize(slot, seed=seed, rows=new, cols=held.piece.cols, bound=saved.spec.bound)
             load_tile(held, saved, moments if held.owned else (), files)
     table.collection.adopt_initial(spec.name, seed, saved.spec.bound)

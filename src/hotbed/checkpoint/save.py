@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import Entry
+from hotbed.checkpoint.lazy import lazy_pieces
 from hotbed.checkpoint.making import UNFINISHED, make_directory
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
 from hotbed.checkpoint.parts import (
@@ -41,7 +42,7 @@ from hotbed.comm import Link
 from hotbed.embed import Held
 from hotbed.embed.held import stored_as
 from hotbed.errors import CheckpointError
-from hotbed.store import MOMENT, RowStore
+from hotbed.store import MOMENT, ExistingRows, LazyStore, RowStore
 
 PATIENCE_S = 600.0
 """How long the first rank waits for another that has written no further file."""
@@ -340,12 +341,17 @@ def _pieces_of(tables: Mapping[str, TablePart], snapshot: Snapshot | None) -> li
 def _pieces(name: str, table: TablePart, held: Held, snapshot: Snapshot | None) -> Iterator[Piece]:
     """A tile in pieces that fit into a file."""
     store, rows = held.arena.store, held.piece.rows
+    if isinstance(store, LazyStore):
+        existing = ExistingRows(store) if snapshot is None else snapshot.rows[store]
+        assert isinstance(existing, ExistingRows)
+        yield from lazy_pieces(name, held, table.saved.moments, existing, snapshot)
+        return
     extents = {
         key: extent
         for key, extent in held.extents().items()
         if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
     }
-    of_rows, whole = stored_as(held.piece.table, rows), store.arrays()
+    of_rows, whole = stored_as(held.piece.table, rows), held.arrays()
     step = rows_per_piece(sum(whole[e.array][:1].nbytes for e in extents.values()))
     for first in range(0, len(rows), step):
         last = min(first + step, len(rows))
@@ -354,13 +360,13 @@ def _pieces(name: str, table: TablePart, held: Held, snapshot: Snapshot | None) 
             of = of_rows.get(key, range(len(rows)))  # all rows have moments
             start, stop = max(first, of.start) - of.start, min(last, of.stop) - of.start
             if start < stop:
-                arrays[key] = _array(store, extent.array, extent.start + start, extent.start + stop, snapshot)
+                tensor = whole[extent.array]
+                arrays[key] = _array(store, tensor, extent.array, extent.start + start, extent.start + stop, snapshot)
         yield Piece(name, rows[first:last], held.piece.cols, arrays)
 
 
-def _array(store: RowStore, name: str, first: int, last: int, snapshot: Snapshot | None) -> Array:
+def _array(store: RowStore, tensor: Tensor, name: str, first: int, last: int, snapshot: Snapshot | None) -> Array:
     """Rows of one of a store's arrays, as they are or as they were."""
-    tensor = store.arrays()[name]
 
     def rows(start: int, stop: int) -> Tensor:
         if snapshot is None:

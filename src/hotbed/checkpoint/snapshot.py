@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hotbed.store import RowStore
+from hotbed.store import DenseStore, ExistingRows, LazyStore, RowStore
+from hotbed.store.existing import ExistingArray
 
 KEPT_BYTES = 512 << 20
 """Limit of the rows that are kept, by default."""
@@ -40,8 +41,9 @@ class _Kept:
 class _Array:
     """One array of a store: which of its rows nobody has read or kept yet, and what was kept."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.bits = tensor.view(_BITS[tensor.element_size()])  # torch cannot index all narrow dtypes
+    def __init__(self, tensor: Tensor | ExistingArray) -> None:
+        # torch cannot index all narrow dtypes
+        self.bits = tensor.view(_BITS[tensor.element_size()]) if isinstance(tensor, Tensor) else tensor
         self.dtype = tensor.dtype
         self.pending = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
         self.cuts = torch.arange(1, _PARTS, device=tensor.device) * len(tensor) // _PARTS
@@ -73,8 +75,11 @@ class Snapshot:
         self._closed = False
         self.waited_s = 0.0
         self.most_bytes = 0
+        self.rows = {store: rows_of(store) for store in stores}
+        """What is there now, by store."""
         self._arrays: dict[RowStore, dict[str, _Array]] = {
-            store: {name: _Array(t) for name, t in store.arrays().items() if len(t)} for store in stores
+            store: {name: _Array(t) for name, t in arrays_of(rows).items() if len(t)}
+            for store, rows in self.rows.items()
         }
         for store in self._arrays:
             store.on_change = partial(self._keep, store)
@@ -105,7 +110,7 @@ class Snapshot:
         start = time.perf_counter()
         with self._lock:
             arrays = self._arrays.get(store, {})
-            for name, places in store.places(slots).items():
+            for name, places in self.rows[store].places(slots).items():
                 array = arrays.get(name)
                 if array is None:
                     continue
@@ -131,6 +136,19 @@ class Snapshot:
         self._bytes -= sum(kept.nbytes for kept in array.kept if kept.last < stop)
         array.kept = remaining
         self._lock.notify_all()
+
+
+def rows_of(store: RowStore) -> DenseStore | ExistingRows:
+    """The rows of a store that can be saved."""
+    if isinstance(store, LazyStore):
+        return ExistingRows(store)
+    assert isinstance(store, DenseStore)
+    return store
+
+
+def arrays_of(rows: DenseStore | ExistingRows) -> Mapping[str, Tensor | ExistingArray]:
+    """What they are in."""
+    return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
 
 
 def _between(kept: _Kept, start: int, stop: int) -> tuple[Tensor, Tensor]:

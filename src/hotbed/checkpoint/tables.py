@@ -20,12 +20,14 @@ from hotbed.ops.narrow import MIN_EXPONENT, exponents_of, round_nearest, widen
 from hotbed.plan.ranges import common_places
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import Table
-from hotbed.store import MOMENT
+from hotbed.store import MOMENT, LazyStore
 from hotbed.store.dense import TORCH_DTYPES
 
 Places = range | Tensor
 """Rising positions of rows; ``[n]`` int64 where they follow no rule."""
 
+ROWS_AT_ONCE = 1 << 16
+"""Rows that are put together at once where they come to be when they are loaded."""
 MOST_CHUNKS = 16
 """How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -103,13 +105,16 @@ def load_tile(held: Held, saved: SavedTable, moments: Collection[str], files: Te
     """
     known = held.piece.rows[: len(range(held.piece.rows.start, saved.spec.rows, held.piece.rows.step))]
     found = list(common(held.piece.rows, held.piece.cols, saved, files))
+    if isinstance(held.arena.store, LazyStore):
+        _load_existing(held, held.arena.store, saved, moments, found, files)
+        return
     if form(saved.spec) == form(held.piece.table):
         if any(c.tile.keyed for c in found):
             _initialize(held, saved.spec, known)
         _copy_raw(held, found, files)
     else:
         _copy_values(held, saved.spec, found, known, files)
-    extents, arrays = held.extents(), held.arena.store.arrays()
+    extents, arrays = held.extents(), held.arrays()
     for name in moments:
         e = extents[f"{MOMENT}{name}"]
         target = arrays[e.array][e.start : e.stop]
@@ -222,7 +227,7 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
 
 def _copy_raw(held: Held, found: Collection[Common], files: TensorFiles) -> None:
     """Copy rows as they are stored."""
-    extents, arrays = held.extents(), held.arena.store.arrays()
+    extents, arrays = held.extents(), held.arrays()
     for name, here in stored_as(held.piece.table, held.piece.rows).items():
         e = extents[name]
         unit = SCALE_BLOCK if name == "exponents" else 1
@@ -230,6 +235,47 @@ def _copy_raw(held: Held, found: Collection[Common], files: TensorFiles) -> None
             if name in c.arrays:
                 columns = _columns(c, held.piece.cols, unit)
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
+
+
+def _load_existing(
+    held: Held,
+    store: LazyStore,
+    saved: SavedTable,
+    moments: Collection[str],
+    found: Collection[Common],
+    files: TensorFiles,
+) -> None:
+    """Load into a tile whose rows come to be when they are trained: none but rows that differ from initial ones do."""
+    spec, cols, first_slot = saved.spec, held.piece.cols, held.arena.first_slots[held.number]
+    assert spec.init_seed is not None
+    store.initialize(first_slot, seed=spec.init_seed, rows=held.piece.rows, cols=cols, bound=spec.bound)
+    for name in moments:
+        store.fill(held.number, name, saved.moments[name].initial)
+    alike = form(spec) == form(held.piece.table)
+    # Of a row that is cut into columns each tile has its value of a moment per row: that of the first columns is last.
+    for c in sorted(found, key=lambda c: -c.tile.cols.start):
+        for start in range(0, len(c.here), ROWS_AT_ONCE):
+            here = c.here[start : start + ROWS_AT_ONCE]
+            slots = first_slot + (torch.tensor(here) if isinstance(here, range) else here)
+            there = c.there[start : start + ROWS_AT_ONCE]
+            positions = range(len(slots)) if isinstance(there, range) else torch.arange(len(slots))
+            part = c._replace(there=there, here=positions)
+            if not alike:
+                values = store.read(slots)
+                _, values[:, _columns(c, cols)[1]] = values_of(part, 0, len(slots), files)
+                store.put_values(slots, values)
+            stored = {
+                name: t
+                for name, t in held.named(store.stored(slots)).items()
+                if (name.removeprefix(MOMENT) in moments if name.startswith(MOMENT) else alike and name in c.arrays)
+            }
+            wide = store.count_wide(slots)
+            for name, out in stored.items():
+                first = wide if name in ("weight", "exponents") and len(out) < len(slots) else 0
+                columns = _columns(c, cols, SCALE_BLOCK if name == "exponents" else 1) if out.dim() > 1 else None
+                holds = _all(c) if name.startswith(MOMENT) else c.arrays[name]
+                copy_rows(part, name, holds, out, range(first, first + len(out)), columns, files)
+            store.put_stored(slots, held.unnamed(stored))
 
 
 def _copy_values(held: Held, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
@@ -281,7 +327,7 @@ def _lower_exponents(held: Held, first: int, last: int) -> None:
     if extent is not None:
         wide = len(stored_as(held.piece.table, held.piece.rows).get("fp32_weight", ()))
         rows = slice(extent.start + max(first - wide, 0), extent.start + max(last - wide, 0))
-        held.arena.store.arrays()["exponents"][rows] = MIN_EXPONENT
+        held.arrays()["exponents"][rows] = MIN_EXPONENT
 
 
 def _names(saved: SavedTable) -> list[str]:

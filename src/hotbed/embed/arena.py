@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotbed.ops import BackendName
 from hotbed.specs import Table
-from hotbed.store import DenseStore, RowStore, Span
+from hotbed.store import DenseStore, RowStore, Span, Storage
 
 
 class Piece(NamedTuple):
@@ -44,11 +44,20 @@ class Arena:
     seed
         Seed of the collection; each table derives its own.
     device, backend
-        Where the store is and which kernels serve it.
+        Where lookups deliver and which kernels serve the store.
+    storage
+        Where the rows are; default: in the device's memory.
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], dim: int, *, seed: int, device: torch.device, backend: BackendName
+        self,
+        pieces: Sequence[Piece],
+        dim: int,
+        *,
+        seed: int,
+        device: torch.device,
+        backend: BackendName,
+        storage: Storage | None = None,
     ) -> None:
         self.pieces = list(pieces)
         self.tables = [piece.table.name for piece in pieces]
@@ -58,7 +67,7 @@ class Arena:
         self.updates = 0
         """How often rows were updated."""
         self._seeds = [piece.table.seed(seed) for piece in pieces]
-        self.store: RowStore = DenseStore(
+        self.store: RowStore = (storage or Storage()).make(
             [
                 Span(len(p.rows), p.fp32_rows, first_row=p.rows.start, row_step=p.rows.step, first_col=p.cols.start)
                 for p in pieces

@@ -32,6 +32,7 @@ from hotbed.optim import Rule
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.spread import Spread
+from hotbed.store import Storage, Traffic
 from hotbed.untraced import untraced
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
@@ -200,6 +201,9 @@ class EmbeddingCollection(nn.Module):
         # As if all were trained: another thread may be evaluating the model, or about to unfreeze a table, and ranks
         # must agree. The call itself decides whose gradients are sent.
         routes = [part.routes(checked, link, lambda _: True) for part in self._parts]
+        for part, of_part in zip(self._parts, routes, strict=True):
+            if of_part is not None:
+                part.prefetch(of_part)
         ids.put_ahead(self, _Ahead(checked, routes, discarded))
 
     def _is_trained(self, tables: Iterable[str]) -> bool:
@@ -257,6 +261,16 @@ class EmbeddingCollection(nn.Module):
         """Bytes of rows and moments on this rank."""
         return sum(part.nbytes for part in self._parts)
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of files that hold rows and moments of this rank."""
+        return sum(arena.store.disk_bytes for part in self._parts for arena in part.arenas)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What caches and files of this rank did so far."""
+        return sum((arena.store.traffic for part in self._parts for arena in part.arenas), Traffic())
+
     def weight(self, table: str) -> Tensor:
         """The rows of a table ``[R, D]`` float32.
 
@@ -307,7 +321,9 @@ class EmbeddingCollection(nn.Module):
         self._updaters.add(updater)
         return updater
 
-    def distribute(self, plan: Plan, wire: Wire, device: torch.device | None = None) -> None:
+    def distribute(
+        self, plan: Plan, wire: Wire, device: torch.device | None = None, storage: Storage | None = None
+    ) -> None:
         """Give up all but the tiles of this rank; see `hotbed.distribute`, which calls this. All ranks must.
 
         Parameters
@@ -318,6 +334,8 @@ class EmbeddingCollection(nn.Module):
             The ranks, and codecs.
         device
             Where the tables are to be; default: where they are. Tables on ``meta`` get their initial values.
+        storage
+            How rows are kept that are not in the device's memory.
 
         Raises
         ------
@@ -333,7 +351,16 @@ class EmbeddingCollection(nn.Module):
         sharded: list[Part] = []
         for part in self._parts:
             tables = list(part.tables.values())
-            new = ShardedPart(tables, self.features, plan, wire, seed=self.seed, device=place, backend=self._backend)
+            new = ShardedPart(
+                tables,
+                self.features,
+                plan,
+                wire,
+                seed=self.seed,
+                device=place,
+                backend=self._backend,
+                storage=storage or Storage(),
+            )
             if self.device.type != "meta":
                 for table in part.tables:
                     new.load(table, part.raw(table))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from hotbed.comm import Link
+from hotbed.comm import Link, OneRank
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense import data_parallel
 from hotbed.embed.wire import Wire
@@ -26,6 +27,8 @@ from hotbed.hops import NodeLink
 from hotbed.ops.codec import Codec
 from hotbed.plan import Cut, Plan, make_plan
 from hotbed.specs import Table
+from hotbed.store import Storage
+from hotbed.store.cached import Policy
 
 Dense = Literal["ddp", "fsdp"]
 _log = logging.getLogger("hotbed")
@@ -42,6 +45,8 @@ def distribute(
     backward_codec: Codec = "fp32",
     sums_apart: bool = False,
     ranks_per_node: int | None = None,
+    directory: str | Path | None = None,
+    cache_policy: Policy = "lru",
     timeout: timedelta | None = None,
 ) -> nn.Module:
     """Distribute a model over the ranks of a process group; all processes must call this.
@@ -78,6 +83,10 @@ def distribute(
     ranks_per_node
         Exchange ids, rows and gradients in two hops, inside nodes of so many ranks and then between nodes: fewer and
         larger messages between many nodes. Results stay the same to the bit. Default: every rank with every other.
+    directory
+        Where files are made for rows in tier ``"disk"``; they end with the process. Default: that of temporary files.
+    cache_policy
+        Which rows a cache (`Tile.cache_rows`) gives up: ``"lru"`` the least recently, ``"lfu"`` the least often used.
     timeout
         After which an exchange fails; default: that of torch.distributed.
 
@@ -98,6 +107,7 @@ def distribute(
         ("dense", dense, get_args(Dense)),
         ("forward_codec", forward_codec, get_args(Codec)),
         ("backward_codec", backward_codec, get_args(Codec)),
+        ("cache_policy", cache_policy, get_args(Policy)),
     ):
         if value not in known:
             raise SpecError(
@@ -105,9 +115,11 @@ def distribute(
             )
     if isinstance(model, Distributed):
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
-    if not dist.is_available() or not dist.is_initialized():
+    alone = not dist.is_available() or not dist.is_initialized()
+    if alone:
         _check_for_one(model, plan)
-        return model
+        if not isinstance(plan, Plan) or plan.is_in_device_memory:
+            return model
     collections = _collections(model)
     if not collections:
         raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
@@ -116,7 +128,7 @@ def distribute(
             f"the process group has {dist.get_world_size(group)} of {dist.get_world_size()} ranks; a model is "
             "distributed over all of them in this release, leave group out"
         )
-    base = Link(group, timeout)
+    base = OneRank() if alone else Link(group, timeout)
     if isinstance(plan, Plan):
         if plan.world_size != base.size:
             raise PlanError(
@@ -126,7 +138,6 @@ def distribute(
     else:
         plan = plan_for(model, base.size, plan)
     plan.check(plan_tables(model))
-    _refuse_tiers(plan)
     if base.rank == 0:
         _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart, dense)
     place = _place(model, device)
@@ -137,7 +148,7 @@ def distribute(
     names = _plan_names(model)
     for path, collection in collections.items():
         own = {name: names[path, name] for name in collection.tables}
-        collection.distribute(_local(plan, own), wire, place)
+        collection.distribute(_local(plan, own), wire, place, Storage(directory=directory, policy=cache_policy))
     _materialize(model, place)
     return Distributed(model, wire, base, plan, dense)
 
@@ -287,15 +298,6 @@ def _local(plan: Plan, names: Mapping[str, str]) -> Plan:
     return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})
 
 
-def _refuse_tiers(plan: Plan) -> None:
-    for tile in plan.tiles:
-        if tile.tier != "device" or tile.cache_rows:
-            raise PlanError(
-                f"the plan has rows of table '{tile.table}' in tier '{tile.tier}' with cache_rows {tile.cache_rows}, "
-                "but this release holds all rows where the model is; leave tier and cache_rows out"
-            )
-
-
 def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Where a model is to be."""
     if device is not None:
@@ -353,7 +355,7 @@ def _is_unset(t: Tensor) -> Tensor:
 
 def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
     """What to call: the model, or DDP around it."""
-    if not any(p.requires_grad for p in model.parameters()):
+    if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
         return model
     if dense == "fsdp":
         from torch.distributed.device_mesh import DeviceMesh

@@ -12,12 +12,12 @@ from torch import Tensor
 from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.part import CHANGED, Contribution, Vectors
-from hotbed.embed.pooling import rows_of
 from hotbed.embed.route import Route, Stream
 from hotbed.embed.wire import Sent, Wire
 from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.codec import decode, encode
+from hotbed.ops.rows import rows_of
 from hotbed.store import RowStore
 
 

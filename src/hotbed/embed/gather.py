@@ -49,8 +49,8 @@ def scatter_raw(whole: Mapping[str, Tensor], holders: Sequence[Holder]) -> None:
         parts = _regions(whole, holder.piece)
         for place in (holder.owned, holder.copied):
             if place is not None:
-                for name, tensor in _raw(*place, holder.piece).items():
-                    tensor.copy_(parts[name])
+                arena, number = place
+                arena.store.load_raw(number, _own_names(holder.piece, parts))
 
 
 def gathered_moment(name: str, whole: Tensor, holders: Sequence[Holder], link: Link) -> Tensor:
@@ -61,7 +61,7 @@ def gathered_moment(name: str, whole: Tensor, holders: Sequence[Holder], link: L
     """
     for holder in holders:
         part = _cells(whole, holder.piece)
-        own = part if holder.owned is None else holder.owned[0].store.view(holder.owned[1], name)
+        own = part if holder.owned is None else holder.owned[0].store.moment(holder.owned[1], name)
         part.copy_(_broadcast(f"moment '{name}'", own, holder.owner, link))
     return whole
 
@@ -71,7 +71,7 @@ def scatter_moment(name: str, whole: Tensor, holders: Sequence[Holder]) -> None:
     for holder in holders:
         if holder.owned is not None:
             arena, piece = holder.owned
-            arena.store.view(piece, name).copy_(_cells(whole, holder.piece))
+            arena.store.load_moment(piece, name, _cells(whole, holder.piece))
 
 
 def _cells(whole: Tensor, piece: Piece) -> Tensor:
@@ -82,9 +82,17 @@ def _cells(whole: Tensor, piece: Piece) -> Tensor:
 def _raw(arena: Arena, number: int, piece: Piece) -> dict[str, Tensor]:
     """`RowStore.raw` of a piece, with the names that its table has."""
     raw = arena.store.raw(number)
-    if piece.fp32_rows == len(piece.rows) and set(raw_shapes(piece.table)) != {"weight"}:
-        return {"fp32_weight": raw["weight"]}
-    return raw
+    return {"fp32_weight": raw["weight"]} if _is_prefix(piece) else raw
+
+
+def _own_names(piece: Piece, raw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The inverse: with the names that the store has."""
+    return {"weight": raw["fp32_weight"]} if _is_prefix(piece) else raw
+
+
+def _is_prefix(piece: Piece) -> bool:
+    """Whether all of a piece is of the float32 rows of a table that has others."""
+    return piece.fp32_rows == len(piece.rows) and set(raw_shapes(piece.table)) != {"weight"}
 
 
 def _regions(whole: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:

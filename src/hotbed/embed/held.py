@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
 
 from hotbed.embed.arena import Arena, Piece
 from hotbed.specs import RowDtype, Table
-from hotbed.store import Extent
+from hotbed.store import DenseStore, Extent
+
+T = TypeVar("T")
 
 
 class Held(NamedTuple):
@@ -33,10 +38,25 @@ class Held(NamedTuple):
         Names are those of the whole table: of a table that has float32 rows before narrow ones, they are
         ``fp32_weight`` also in a tile that has no others.
         """
-        found = self.arena.store.extents(self.number)
-        if "fp32_weight" in stored_as(self.piece.table, self.piece.rows) and "fp32_weight" not in found:
-            found = {"fp32_weight" if name == "weight" else name: extent for name, extent in found.items()}
-        return found
+        assert isinstance(self.arena.store, DenseStore)
+        return self.named(self.arena.store.extents(self.number))
+
+    def arrays(self) -> dict[str, Tensor]:
+        """The arrays of its store."""
+        assert isinstance(self.arena.store, DenseStore)
+        return self.arena.store.arrays()
+
+    def named(self, found: Mapping[str, T]) -> dict[str, T]:
+        """What its store has under its own names, under those of the whole table."""
+        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+            return {"fp32_weight" if name == "weight" else name: value for name, value in found.items()}
+        return dict(found)
+
+    def unnamed(self, found: Mapping[str, T]) -> dict[str, T]:
+        """The inverse: under the names that its store has."""
+        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+            return {"weight" if name == "fp32_weight" else name: value for name, value in found.items()}
+        return dict(found)
 
 
 def form(table: Table) -> tuple[RowDtype, int]:

@@ -161,6 +161,10 @@ class Part(ABC):
         """Exchange ids before they are needed; None where there is nothing to exchange."""
         return None
 
+    def prefetch(self, routes: object) -> None:
+        """Have rows read that these routes ask for here, where that takes time; the thread that calls does it."""
+        return
+
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
@@ -287,7 +291,7 @@ class WholePart(Part):
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
         arena, piece = self._place[table]
         arena.store.add_moment(moment)
-        arena.store.view(piece, moment.name).fill_(initial)
+        arena.store.fill(piece, moment.name, initial)
 
     @override
     def raw(self, table: str) -> dict[str, Tensor]:
@@ -296,8 +300,8 @@ class WholePart(Part):
 
     @override
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.raw(table).items():
-            tensor.copy_(raw[name])
+        arena, piece = self._place[table]
+        arena.store.load_raw(piece, raw)
 
     @override
     def held(self, table: str) -> list[Held]:
@@ -312,11 +316,12 @@ class WholePart(Part):
     @override
     def moment(self, table: str, name: str) -> Tensor:
         arena, piece = self._place[table]
-        return arena.store.view(piece, name)
+        return arena.store.moment(piece, name)
 
     @override
     def load_moment(self, table: str, name: str, values: Tensor) -> None:
-        self.moment(table, name).copy_(values)
+        arena, piece = self._place[table]
+        arena.store.load_moment(piece, name, values)
 
     @override
     def to(self, device: torch.device) -> None:

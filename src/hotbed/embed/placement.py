@@ -1,8 +1,8 @@
 """A plan as kernels need it: which tile holds a row, in which arena of its owner, and at which slot.
 
-Tiles with as many columns and one dtype share an *arena kind*; every rank has an arena of each kind for what it owns
-and one for what it reads. Slots number the rows of a rank's tiles, in the order of the plan; so every rank knows every
-slot of every other.
+Tiles with as many columns, one dtype and one kind of memory share an *arena kind*; every rank has an arena of each kind
+for what it owns and one for what it reads. Slots number the rows of a rank's tiles, in the order of the plan; so every
+rank knows every slot of every other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from hotbed.embed.arena import Piece
 from hotbed.embed.cells import Cells
 from hotbed.plan import Plan, Tile
+from hotbed.plan.tiling import Tier
 from hotbed.specs import RowDtype, Table
 
 TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
@@ -26,10 +27,12 @@ TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
 
 
 class Kind(NamedTuple):
-    """What an arena holds: tiles of so many columns and of this dtype."""
+    """What an arena holds: tiles of so many columns and of this dtype, in this memory, perhaps with a cache before."""
 
     cols: int
     dtype: RowDtype
+    tier: Tier = "device"
+    cached: bool = False
 
 
 class Found(NamedTuple):
@@ -89,7 +92,7 @@ class Placement:
         number = {t.name: i for i, t in enumerate(tables)}
         self.tiles = [tile for tile in plan.tiles if tile.table in number]
         dtypes: dict[str, RowDtype] = {t.name: t.dtype for t in tables}
-        kinds = [Kind(len(tile.cols), dtypes[tile.table]) for tile in self.tiles]
+        kinds = [Kind(len(t.cols), dtypes[t.table], t.tier, t.cache_rows > 0) for t in self.tiles]
         self.kinds = list(dict.fromkeys(kinds))
         self._owned: dict[Kind, list[int]] = defaultdict(list)
         self._copied: dict[Kind, list[int]] = defaultdict(list)

@@ -19,13 +19,13 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.part import Contribution, Vectors
 from hotbed.embed.placement import KIND, LANE, OWNER, Found, Placement
-from hotbed.embed.pooling import Asked, ask, pool, rows_of, sum_by_rank
-from hotbed.embed.route import counts_of
+from hotbed.embed.pooling import Asked, ask, pool, sum_by_rank
 from hotbed.embed.wire import Sent, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.codec import decode, encode
-from hotbed.ops.layout import FIXED, MEAN, OUT, RAGGED_ROW, START
+from hotbed.ops.layout import FIXED, MEAN, OUT, RAGGED_ROW, START, counts_of
+from hotbed.ops.rows import rows_of
 
 
 class PooledStream(NamedTuple):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hotbed.comm import Handle, Link
 from hotbed.errors import BatchError
-from hotbed.ops import Backend, BagLayout, Occurrences, Rows
+from hotbed.ops import Backend, BagLayout, Occurrences
+from hotbed.ops.rows import rows_of
 from hotbed.store import RowStore
 
 
@@ -135,16 +136,6 @@ def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tu
     sums = torch.empty(len(slots), grad.shape[1], dtype=torch.float32, device=device)
     ops.segment_sum(occurrences, groups, grad, None, sums)
     return slots, sums
-
-
-def rows_of(vectors: Tensor) -> Rows:
-    """Vectors ``[n, D]`` float32 as the rows of one table."""
-    return Rows(
-        wide=vectors,
-        narrow=vectors[:0],
-        exponents=torch.empty(0, 0, dtype=torch.int8, device=vectors.device),
-        tables=torch.tensor([[0, len(vectors), 0, 0, 0, 1, 0]], device=vectors.device),
-    )
 
 
 def _layout(asked: Asked, ids: Tensor) -> BagLayout:

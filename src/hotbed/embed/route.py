@@ -12,7 +12,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.cells import Cells
 from hotbed.embed.placement import COPY, KIND, LANE, OWNER, Found, Placement
 from hotbed.ops import Backend, BagLayout, Groups
-from hotbed.ops.layout import BASE, FIXED, RAGGED_ROW, START, TABLE
+from hotbed.ops.layout import renamed
 
 
 @dataclass
@@ -117,7 +117,7 @@ def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, 
     keys = groups.rows[: int(groups.counts[0])]
     found = placement.find(keys)
     streams, places, rows = _streams(placement, keys, found, link)
-    route = Route(_renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
+    route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
     _tell_owners([s for s in streams if trained or not s.copied], placement.entries.device, link)
     return route
 
@@ -156,31 +156,6 @@ def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tu
     for s, part in parts:
         s.cells = placement.cells(s.kind, places[part.at], placement.entries[LANE][part.tile])
     return streams, places, rows + len(cut)
-
-
-def _renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
-    """The bags with other ids, given in the order of occurrences."""
-    features = bags.features.clone()
-    features[:, BASE] = 0
-    features[:, TABLE] = 0
-    ids = positions
-    starts = features[:, START].tolist()
-    in_order = starts == sorted(starts) and bags.total == len(bags.ids)
-    if not in_order:
-        ids = torch.empty(len(bags.ids), dtype=torch.int64, device=positions.device)
-        first = 0
-        for start, count in zip(starts, counts_of(bags), strict=True):
-            ids[start : start + count] = positions[first : first + count]
-            first += count
-    return replace(bags, ids=ids, features=features)
-
-
-def counts_of(bags: BagLayout) -> list[int]:
-    """Number of ids of each feature."""
-    return [
-        bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1])
-        for fixed, row in bags.features[:, [FIXED, RAGGED_ROW]].tolist()
-    ]
 
 
 def _tell_owners(streams: Sequence[Stream], device: torch.device, link: Link) -> None:

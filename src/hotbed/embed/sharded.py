@@ -19,7 +19,7 @@ from hotbed.embed.held import Held
 from hotbed.embed.layout import BagPlaces
 from hotbed.embed.part import Part, Request, Source
 from hotbed.embed.placement import KIND, Kind, Placement
-from hotbed.embed.pooled import PooledRoute, PooledVectors, make_pooled_route
+from hotbed.embed.pooled import PooledRoute, PooledStream, PooledVectors, make_pooled_route
 from hotbed.embed.push import push_rows
 from hotbed.embed.route import Route, make_route
 from hotbed.embed.rowsums import RowSums
@@ -33,7 +33,7 @@ from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
 from hotbed.spread import Spread
-from hotbed.store import DenseStore, Span
+from hotbed.store import DenseStore, Span, Storage
 
 _Routes = list[Route | PooledRoute]
 
@@ -59,6 +59,8 @@ class ShardedPart(Part):
         The ranks, and how vectors are encoded between them.
     seed, device, backend
         As in `Arena`.
+    storage
+        How rows are kept that are not in the device's memory; tiers and sizes of caches are the plan's.
     """
 
     def __init__(
@@ -71,20 +73,27 @@ class ShardedPart(Part):
         seed: int,
         device: torch.device,
         backend: BackendName,
+        storage: Storage,
     ) -> None:
         super().__init__(tables[0].dim, tables, features)
         self.wire = wire
+        self._storage = storage
         self._plan = plan
         self._backend: BackendName = backend
         self.placement = Placement(tables, plan, wire.link.rank, device)
         self._row_sums = RowSums(self.placement)
 
-        def arena(kind: Kind, tiles: list[int]) -> Arena:
+        def arena(kind: Kind, tiles: list[int], where: Storage) -> Arena:
             pieces = self.placement.pieces(tiles)
-            return Arena(pieces, kind.cols, seed=seed, device=device, backend=backend)
+            return Arena(pieces, kind.cols, seed=seed, device=device, backend=backend, storage=where)
 
-        self.arenas = [arena(kind, self.placement.owned(kind)) for kind in self.placement.kinds]
-        self.copies = [arena(kind, self.placement.copied(kind)) for kind in self.placement.kinds]
+        def own(kind: Kind) -> Arena:
+            tiles = self.placement.owned(kind)
+            cache_rows = sum(self.placement.tiles[i].cache_rows for i in tiles)
+            return arena(kind, tiles, replace(self._storage, tier=kind.tier, cache_rows=cache_rows))
+
+        self.arenas = [own(kind) for kind in self.placement.kinds]
+        self.copies = [arena(kind, self.placement.copied(kind), Storage()) for kind in self.placement.kinds]
         firsts = self.placement.first_keys.tolist()
         slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
@@ -159,6 +168,14 @@ class ShardedPart(Part):
             found.append(Request(self._fetched(route, places.tables), bags, output, wanted))
         return found
 
+    @override
+    def prefetch(self, routes: object) -> None:
+        for route in cast(_Routes, routes):
+            for stream in route.streams:
+                slots = stream.asked.slots if isinstance(stream, PooledStream) else stream.received
+                if len(slots):
+                    self.arenas[stream.kind].store.prefetch(slots)
+
     def _fetched(self, route: Route | PooledRoute, tables: set[str]) -> Source:
         if isinstance(route, PooledRoute):
             return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement)
@@ -189,7 +206,7 @@ class ShardedPart(Part):
         for holder in self._holders(table):
             if holder.owned is not None:
                 arena, piece = holder.owned
-                arena.store.view(piece, moment.name).fill_(initial)
+                arena.store.fill(piece, moment.name, initial)
 
     # -- whole tables ----------------------------------------------------------------------------------------------
 
@@ -234,8 +251,7 @@ class ShardedPart(Part):
         span = Span(spec.rows, spec.fp32_rows)
         store = DenseStore([span], spec.dim, dtype=spec.dtype, device=self.device, backend=self._backend)
         raw = self.raw(table)
-        for name, tensor in store.raw(0).items():
-            tensor.copy_(raw[name])
+        store.load_raw(0, raw)
         return store.read(torch.arange(spec.rows, device=self.device))
 
     @override

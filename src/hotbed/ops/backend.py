@@ -27,7 +27,7 @@ class Backend(Protocol):
 
     NAME: str
 
-    def initial_values_(self, out: Tensor, *, seed: int, rows: range, cols: range, bound: float) -> None:
+    def initial_values_(self, out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
         """Fill ``out [rows, cols]`` with the table's initial values."""
         ...
 

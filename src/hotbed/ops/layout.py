@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -202,3 +202,28 @@ class Groups:
     run_starts: Tensor
     group_runs: Tensor
     counts: Tensor
+
+
+def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
+    """The bags with other ids, given in the order of occurrences."""
+    features = bags.features.clone()
+    features[:, BASE] = 0
+    features[:, TABLE] = 0
+    ids = positions
+    starts = features[:, START].tolist()
+    in_order = starts == sorted(starts) and bags.total == len(bags.ids)
+    if not in_order:
+        ids = torch.empty(len(bags.ids), dtype=torch.int64, device=positions.device)
+        first = 0
+        for start, count in zip(starts, counts_of(bags), strict=True):
+            ids[start : start + count] = positions[first : first + count]
+            first += count
+    return replace(bags, ids=ids, features=features)
+
+
+def counts_of(bags: BagLayout) -> list[int]:
+    """Number of ids of each feature."""
+    return [
+        bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1])
+        for fixed, row in bags.features[:, [FIXED, RAGGED_ROW]].tolist()
+    ]

@@ -32,7 +32,7 @@ NAME = "reference"
 # -- initial values ------------------------------------------------------------------------------------------------
 
 
-def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: float) -> None:
+def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
     """Fill ``out`` with the initial values of a rectangle of a table.
 
     Cell (r, c) is ``float(k − 2²³) · float32(bound / 2²³)`` where k is the upper 24 bits of a 32-bit hash of
@@ -45,12 +45,16 @@ def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: 
     seed
         32-bit seed of the table.
     rows, cols
-        Which cells of the table; strided ranges are allowed.
+        Which cells of the table; strided ranges are allowed, and any rows ``[n]`` int64.
     bound
         Values are uniform on ``[−bound, bound)``.
     """
     launches["reference.initial_values"] += 1
-    row = torch.arange(rows.start, rows.stop, rows.step, dtype=torch.int64, device=out.device)
+    row = (
+        torch.arange(rows.start, rows.stop, rows.step, dtype=torch.int64, device=out.device)
+        if isinstance(rows, range)
+        else rows
+    )
     col = torch.arange(cols.start, cols.stop, cols.step, dtype=torch.int64, device=out.device)
     k = random_bits(torch.tensor(seed, device=out.device), row, col) >> 8
     out.copy_((k - (1 << 23)).float() * torch.tensor(bound / (1 << 23), dtype=torch.float32, device=out.device))

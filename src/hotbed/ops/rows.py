@@ -67,3 +67,13 @@ def _exponents(rows: Rows, at: Tensor) -> Tensor:
 def _bits(narrow: Tensor) -> Tensor:
     """The same memory as unsigned bytes where torch cannot index the dtype."""
     return narrow.view(torch.uint8) if narrow.dtype == torch.float8_e4m3fn else narrow
+
+
+def rows_of(vectors: Tensor) -> Rows:
+    """Vectors ``[n, D]`` float32 as the rows of one table."""
+    return Rows(
+        wide=vectors,
+        narrow=vectors[:0],
+        exponents=torch.empty(0, 0, dtype=torch.int8, device=vectors.device),
+        tables=torch.tensor([[0, len(vectors), 0, 0, 0, 1, 0]], device=vectors.device),
+    )

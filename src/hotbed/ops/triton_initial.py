@@ -16,6 +16,7 @@ from hotbed.ops.triton_random import random_bits
 @triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])
 def _initial_kernel(
     out,  # [rows, cols] float32
+    which,  # [rows] int64, or anything where rows are a range
     row_stride,
     col_stride,
     seed,
@@ -28,11 +29,15 @@ def _initial_kernel(
     COLS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    ANY_ROWS: tl.constexpr,
 ):
     """``out[r, c] = float(k − 2²³) · scale``, k the upper 24 bits of hash(seed, r, c)."""
     at_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     at_col = tl.arange(0, BLOCK_COLS)
-    row = row_start.to(tl.int64) + at_row * row_step
+    if ANY_ROWS:
+        row = tl.load(which + at_row, mask=at_row < rows, other=0)
+    else:
+        row = row_start.to(tl.int64) + at_row * row_step
     col = col_start.to(tl.int64) + at_col.to(tl.int64) * col_step
     k = random_bits(seed, row, col[None, :]) >> 8
     value = (k.to(tl.int32) - (1 << 23)).to(tl.float32) * scale
@@ -40,21 +45,23 @@ def _initial_kernel(
     tl.store(out + at_row[:, None] * row_stride + at_col[None, :] * col_stride, value, mask=mask)
 
 
-def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: float) -> None:
+def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
     """Fill ``out`` with the initial values of a rectangle of a table, see `hotbed.ops.reference.initial_values_`."""
     launches["triton.initial_values"] += 1
     if out.numel() == 0:
         return
     block_cols = power_of_two(len(cols))
     block_rows = rows_per_program(block_cols, TILE)
+    first, step = (rows.start, rows.step) if isinstance(rows, range) else (0, 1)
     with torch.cuda.device_of(out):
         _initial_kernel[(ceil_div(len(rows), block_rows),)](
             out,
+            out if isinstance(rows, range) else rows,
             out.stride(0),
             out.stride(1),
             seed,
-            rows.start,
-            rows.step,
+            first,
+            step,
             len(rows),
             cols.start,
             cols.step,
@@ -62,5 +69,6 @@ def initial_values_(out: Tensor, *, seed: int, rows: range, cols: range, bound: 
             COLS=len(cols),
             BLOCK_COLS=block_cols,
             BLOCK_ROWS=block_rows,
+            ANY_ROWS=not isinstance(rows, range),
             **STRICT,
         )

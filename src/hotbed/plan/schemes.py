@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import get_args
 
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.cost import Cost, gib, rank_costs, tile_bytes, tile_work
 from hotbed.plan.search import place
-from hotbed.plan.tiling import Plan, Tile, WireFormat, column_unit
+from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat, column_unit
 from hotbed.specs import Table, is_int
 
 
@@ -32,18 +33,27 @@ class Cut:
     hot_rows
         The first rows, the most popular ones, of which all ranks read a copy while the others are cut; a table of
         no more rows is copied whole.
+    tier
+        Memory of the rows, but for hot ones: the compute device's, or ``"host"`` or ``"disk"``, where rows come to be
+        when they are trained.
+    cache_rows
+        Rows of a cache in memory before each tile that is not in the device's memory.
     """
 
     rows: int = 1
     cols: int = 1
     replicated: bool = False
     hot_rows: int = 0
+    tier: Tier = "device"
+    cache_rows: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 0), ("cols", 0), ("hot_rows", 0)):
+        for name, least in (("rows", 0), ("cols", 0), ("hot_rows", 0), ("cache_rows", 0)):
             value = getattr(self, name)
             if not is_int(value) or value < least:
                 raise PlanError(f"a cut has {name} {value!r}, must be an integer of at least {least}")
+        if self.tier not in get_args(Tier):
+            raise PlanError(f"a cut has tier {self.tier!r}, must be one of {', '.join(get_args(Tier))}")
 
 
 SCHEMES: Mapping[str, Cut] = {
@@ -64,6 +74,8 @@ class _Part:
     rows: tuple[range, ...]
     cols: range
     replicated: bool
+    tier: Tier = "device"
+    cache_rows: int = 0
 
     def tiles(self, first: int, world_size: int) -> list[Tile]:
         """Its tiles, with the first on this rank."""
@@ -71,7 +83,8 @@ class _Part:
         for i, rows in enumerate(self.rows):
             owner = (first + i) % world_size
             readers = tuple(r for r in range(world_size) if r != owner) if self.replicated else ()
-            found.append(Tile(self.table.name, rows, self.cols, owner, readers))
+            cache_rows = 0 if self.tier == "device" else self.cache_rows
+            found.append(Tile(self.table.name, rows, self.cols, owner, readers, self.tier, cache_rows))
         return found
 
 
@@ -176,7 +189,7 @@ def _parts(table: Table, cut: Cut, world_size: int) -> list[_Part]:
     rows = tuple(range(first, table.rows, step) for first in range(hot, min(hot + step, table.rows)))
     if rows:
         columns = [range(a, b) for a, b in pairwise(bounds)]
-        found += [_Part(table, rows, cols, cut.replicated) for cols in columns]
+        found += [_Part(table, rows, cols, cut.replicated, cut.tier, cut.cache_rows) for cols in columns]
     return found
 
 

@@ -138,6 +138,11 @@ class Plan:
             found[tile.table].append(tile)
         return {table: tuple(tiles) for table, tiles in found.items()}
 
+    @property
+    def is_in_device_memory(self) -> bool:
+        """Whether all rows are in the compute device's memory."""
+        return all(tile.tier == "device" for tile in self.tiles)
+
     def tables_of(self, rank: int) -> set[str]:
         """Tables of which a rank owns tiles."""
         return {tile.table for tile in self.tiles if tile.owner == rank}

@@ -8,7 +8,7 @@ update.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
+from hotbed.store.records import Traffic
 
-Tier = Literal["device", "host"]
+Tier = Literal["device", "host", "disk"]
 
 
 class Span(NamedTuple):
@@ -72,12 +73,22 @@ class RowStore(ABC):
     @property
     @abstractmethod
     def tier(self) -> Tier:
-        """Which memory holds the rows: the accelerator's (``device``) or the host's (``host``)."""
+        """What holds the rows: the accelerator's memory (``device``), the host's (``host``), or files (``disk``)."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held: rows and moments."""
+        """Bytes of memory: rows and moments."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of files."""
+        return 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What caches and files did so far."""
+        return Traffic()
 
     @abstractmethod
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
@@ -106,9 +117,17 @@ class RowStore(ABC):
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         """Apply a rule once to each distinct slot of the occurrences; see `hotbed.ops.reference.update`."""
 
+    def prefetch(self, slots: Tensor) -> None:
+        """Be told of slots that the next `read` or `lookup` asks for; may be called by another thread."""
+        return
+
     @abstractmethod
     def add_moment(self, moment: Moment) -> None:
         """Make room for a moment, filled with 0; nothing happens if it is there already."""
+
+    @abstractmethod
+    def fill(self, span: int, moment: str, value: float) -> None:
+        """Give all rows of a span this value of a moment."""
 
     @abstractmethod
     def moment_is_per_row(self, moment: str) -> bool:
@@ -133,25 +152,21 @@ class RowStore(ABC):
         """The same rows and moments on another device; the store itself if it is there already."""
 
     @abstractmethod
-    def view(self, span: int, moment: str) -> Tensor:
-        """A moment of the slots of a span, sharing the store's memory."""
+    def moment(self, span: int, name: str) -> Tensor:
+        """A moment of the slots of a span ``[R]`` or ``[R, D]``; shares memory with a `DenseStore`."""
+
+    @abstractmethod
+    def load_moment(self, span: int, name: str, values: Tensor) -> None:
+        """Overwrite a moment of the slots of a span."""
 
     @abstractmethod
     def raw(self, span: int) -> dict[str, Tensor]:
-        """What the rows of a span are stored as, sharing the store's memory.
+        """What the rows of a span are stored as; shares memory with a `DenseStore`.
 
         ``weight`` ``[R, D]`` float32 where all rows are; else ``weight`` (narrow rows), ``exponents`` of int8 rows, and
         ``fp32_weight`` of the rows that are float32, if any.
         """
 
     @abstractmethod
-    def arrays(self) -> dict[str, Tensor]:
-        """Everything that is stored, by name: what rows are stored as, and moments; shares the store's memory."""
-
-    @abstractmethod
-    def extents(self, span: int) -> dict[str, Extent]:
-        """Where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
-
-    @abstractmethod
-    def places(self, slots: Tensor) -> dict[str, Tensor]:
-        """By array, which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""
+    def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
+        """Overwrite the rows of a span with what `raw` gave."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
@@ -177,9 +177,17 @@ class DenseStore(RowStore):
             self.moments[moment][slots] = values
 
     @override
-    def view(self, span: int, moment: str) -> Tensor:
+    def fill(self, span: int, moment: str, value: float) -> None:
+        self.moment(span, moment).fill_(value)
+
+    @override
+    def moment(self, span: int, name: str) -> Tensor:
         first = sum(s.rows for s in self.spans[:span])
-        return self.moments[moment][first : first + self.spans[span].rows]
+        return self.moments[name][first : first + self.spans[span].rows]
+
+    @override
+    def load_moment(self, span: int, name: str, values: Tensor) -> None:
+        self.moment(span, name).copy_(values)
 
     @override
     def raw(self, span: int) -> dict[str, Tensor]:
@@ -191,12 +199,17 @@ class DenseStore(RowStore):
         }
 
     @override
+    def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.raw(span).items():
+            tensor.copy_(raw[name])
+
     def arrays(self) -> dict[str, Tensor]:
+        """Everything that is stored, by name: what rows are stored as, and moments; shares the store's memory."""
         rows = {"wide": self.rows.wide, "narrow": self.rows.narrow, "exponents": self.rows.exponents}
         return {**rows, **{f"{MOMENT}{name}": t for name, t in self.moments.items()}}
 
-    @override
     def extents(self, span: int) -> dict[str, Extent]:
+        """Where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
         rows, fp32_rows = self.spans[span][:2]
         first_slot = sum(s.rows for s in self.spans[:span])
         first_wide = sum(s.fp32_rows for s in self.spans[:span])
@@ -213,8 +226,8 @@ class DenseStore(RowStore):
         moments = (f"{MOMENT}{name}" for name in self.moments)
         return {**found, **{name: Extent(name, first_slot, first_slot + rows) for name in moments}}
 
-    @override
     def places(self, slots: Tensor) -> dict[str, Tensor]:
+        """By array, which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""
         found = {f"{MOMENT}{name}": slots for name in self.moments}
         if not len(self.rows.narrow):  # then slots are positions in `wide`
             return {"wide": slots, **found}

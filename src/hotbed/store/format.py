@@ -1,0 +1,134 @@
+"""`RecordFormat`: what the bytes of a record mean, a row as it is stored and then its moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hotbed.ops.narrow import MIN_EXPONENT, block_count, exponents_of, round_nearest, round_stochastic, widen
+from hotbed.optim import Moment
+
+Stored = dict[str, Tensor]
+"""``wide`` ``[w, D]`` float32: rows that are stored so; ``narrow`` ``[n − w, D]``: the others, and of int8 their
+``exponents``; moments by name ``[n]`` or ``[n, D]``."""
+
+
+class RecordFormat:
+    """Records of rows that are float32 (wide), of another dtype, or of both kinds, and of moments, which are float32.
+
+    Parameters
+    ----------
+    dim
+        Columns.
+    dtype
+        Of narrow rows.
+    has_wide, has_narrow
+        Which kinds there are; a record has room for either.
+    moments
+        What follows a row.
+    """
+
+    def __init__(
+        self, dim: int, dtype: torch.dtype, *, has_wide: bool, has_narrow: bool, moments: Sequence[Moment] = ()
+    ) -> None:
+        self.dim, self.dtype, self.has_wide, self.has_narrow = dim, dtype, has_wide, has_narrow
+        self.moments = tuple(moments)
+        self._narrow_bytes = dim * dtype.itemsize
+        self._blocks = block_count(dim) if dtype == torch.int8 else 0
+        narrow = -(-(self._narrow_bytes + self._blocks) // 4) * 4
+        at = max(4 * dim * has_wide, narrow * has_narrow)
+        self._places: dict[str, slice] = {}
+        for moment in moments:
+            size = 1 if moment.per == "row" else dim
+            self._places[moment.name] = slice(at // 4, at // 4 + size)
+            at += 4 * size
+        self.record_bytes = at
+
+    def with_moment(self, moment: Moment) -> RecordFormat:
+        """The same with another moment."""
+        kinds = {"has_wide": self.has_wide, "has_narrow": self.has_narrow}
+        return RecordFormat(self.dim, self.dtype, **kinds, moments=(*self.moments, moment))
+
+    def is_per_row(self, name: str) -> bool:
+        """Whether a moment has one value per row."""
+        return next(m.per for m in self.moments if m.name == name) == "row"
+
+    def rows(self, records: Tensor, wide: Tensor) -> Tensor:
+        """Rows of records ``[n, record_bytes]`` as float32 ``[n, D]``; ``wide`` ``[n]`` says which are stored so."""
+        if not self.has_narrow:
+            return records.view(torch.float32)[:, : self.dim]
+        if self.has_wide and bool(wide.any()):
+            values = torch.empty(len(records), self.dim, dtype=torch.float32)
+            values[wide] = records[wide].view(torch.float32)[:, : self.dim]
+            values[~wide] = widen(self._narrow(records[~wide]), self._exponents(records[~wide]))
+            return values
+        return widen(self._narrow(records), self._exponents(records))
+
+    def put_rows(self, records: Tensor, wide: Tensor, values: Tensor, random: Tensor | None = None) -> None:
+        """Put float32 values ``[n, D]`` into records, rounding what is narrow as `hotbed.ops.rows.write_rows` does."""
+        if not self.has_narrow:
+            records.view(torch.float32)[:, : self.dim] = values
+            return
+        if self.has_wide and bool(wide.any()):
+            records.view(torch.float32)[wide, : self.dim] = values[wide]
+            at = (~wide).nonzero()[:, 0]
+            part = records[at]
+            self._put_narrow(part, values[at], None if random is None else random[at])
+            records[at] = part
+        else:
+            self._put_narrow(records, values, random)
+
+    def moment(self, records: Tensor, name: str) -> Tensor:
+        """A moment ``[n]`` or ``[n, D]``, sharing the memory of the records."""
+        values = records.view(torch.float32)[:, self._places[name]]
+        return values[:, 0] if self.is_per_row(name) else values
+
+    def blank(self, count: int) -> Tensor:
+        """Records whose rows hold no value yet, so that scales fit the first that are put there."""
+        records = torch.zeros(count, self.record_bytes, dtype=torch.uint8)
+        self._exponents(records).fill_(MIN_EXPONENT)
+        return records
+
+    def stored(self, records: Tensor, wide: Tensor) -> Stored:
+        """What records hold, bit for bit."""
+        found: Stored = {m.name: self.moment(records, m.name).clone() for m in self.moments}
+        if self.has_wide:
+            found["wide"] = records[wide].view(torch.float32)[:, : self.dim].clone()
+        if self.has_narrow:
+            narrow = records[~wide]
+            found["narrow"] = self._narrow(narrow)
+            if self._blocks:
+                found["exponents"] = self._exponents(narrow).clone()
+        return found
+
+    def put_stored(self, records: Tensor, wide: Tensor, stored: Stored) -> None:
+        """Overwrite with what `stored` gave; what it lacks stays."""
+        for moment in self.moments:
+            if moment.name in stored:
+                self.moment(records, moment.name).copy_(stored[moment.name])
+        if "wide" in stored:
+            records.view(torch.float32)[wide, : self.dim] = stored["wide"]
+        if "narrow" in stored:
+            narrow = records[~wide]
+            narrow[:, : self._narrow_bytes] = stored["narrow"].contiguous().view(torch.uint8)
+            if self._blocks:
+                self._exponents(narrow).copy_(stored["exponents"])
+            records[~wide] = narrow
+
+    def _narrow(self, records: Tensor) -> Tensor:
+        return records[:, : self._narrow_bytes].contiguous().view(self.dtype)
+
+    def _exponents(self, records: Tensor) -> Tensor:
+        return records[:, self._narrow_bytes : self._narrow_bytes + self._blocks].view(torch.int8)
+
+    def _put_narrow(self, records: Tensor, values: Tensor, random: Tensor | None) -> None:
+        exponents = self._exponents(records)
+        if self._blocks:
+            exponents.copy_(torch.maximum(exponents, exponents_of(values)))
+        if random is None:
+            narrow = round_nearest(values, self.dtype, exponents)
+        else:
+            narrow = round_stochastic(values, self.dtype, exponents, random)
+        records[:, : self._narrow_bytes] = narrow.view(torch.uint8)

@@ -1,0 +1,180 @@
+"""Where rows lie changes no bit: in memory, made when they are trained, in files, with caches of any size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hotbed as hb
+from hotbed.checkpoint import load_checkpoint, read_manifest, save_checkpoint, verify_checkpoint
+from hotbed.embed import EmbeddingCollection, tables_on_meta
+from hotbed.errors import SpecError
+from hotbed.optim import Adam, SparseOptimizer
+from hotbed.store import LazyStore
+from tests.checkpoint.test_checkpoint import bits
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+TABLES = [
+    hb.Table("a", rows=101, dim=48),
+    hb.Table("b", rows=7, dim=48, dtype="bf16", fp32_rows=3),
+    hb.Table("c", rows=50, dim=256, dtype="int8", fp32_rows=10),
+]
+FEATURES = [
+    hb.Feature("a", table="a", pooling="mean"),
+    hb.Feature("b", table="b"),
+    hb.Feature("c", table="c"),
+    hb.Feature("walk", table="a", pooling="none"),
+]
+CUTS: Mapping[str, hb.Cut] = {
+    "device": hb.Cut(rows=0),
+    "host": hb.Cut(rows=0, tier="host"),
+    "disk": hb.Cut(rows=0, tier="disk"),
+    "disk, cached": hb.Cut(rows=0, tier="disk", cache_rows=9),
+    "columns on disk, cached": hb.Cut(cols=0, tier="disk", cache_rows=40),
+    "hot rows on the device, others on disk": hb.Cut(rows=0, hot_rows=5, tier="disk", cache_rows=3),
+}
+
+
+def made(group: dist.ProcessGroup | None, cut: hb.Cut | None, **options: Any) -> tuple[Any, SparseOptimizer]:
+    def model() -> Any:
+        return torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES, seed=4)})
+
+    if cut is None or (group is None and cut.tier == "device"):
+        plain = model()
+        return plain, Adam(plain, lr=0.1)
+    with tables_on_meta():
+        meta = model()
+    size = 1 if group is None else dist.get_world_size(group)
+    distributed = hb.distribute(meta, hb.make_plan(TABLES, size, cut), group=group, **options)
+    return distributed, Adam(distributed, lr=0.1)
+
+
+def step(model: Any, optimizer: SparseOptimizer, seed: int, ahead: Any = None) -> None:
+    embeddings = getattr(model, "module", model)["e"]
+    draw = torch.Generator().manual_seed(seed)
+    rows = {f.name: next(t.rows for t in TABLES if t.name == f.table) for f in FEATURES}
+    ids = hb.Jagged.from_dict({f: torch.randint(0, n, (6, 2), generator=draw) for f, n in rows.items()})
+    if ahead is not None:
+        embeddings.exchange_ahead(ids, ahead)
+    found = embeddings(ids)
+    losses = [(found[t.name] - 1).square().mean() for t in TABLES]
+    losses.append(found["walk"].to_padded_tensor(0.0).square().mean())
+    torch.stack(losses).sum().backward()
+    optimizer.step()
+
+
+def everything(model: Any, optimizer: SparseOptimizer) -> Any:
+    return bits(model.state_dict()), bits(optimizer.state_dict()["state"])
+
+
+def run(group: dist.ProcessGroup | None, cut: hb.Cut | None, ahead: bool = False) -> Any:
+    model, optimizer = made(group, cut)
+    link = model.wire.link.clone() if ahead else None
+    for seed in range(8):
+        step(model, optimizer, seed, link)
+    return everything(model, optimizer)
+
+
+def stores(model: Any) -> list[Any]:
+    return [held.arena.store for t in TABLES for held in model.module["e"].held(t.name) if held.owned]
+
+
+@pytest.mark.parametrize("cut", [c for c in CUTS.values() if c.tier != "device"], ids=list(CUTS)[1:])
+def test_one_process_without_a_process_group(cut: hb.Cut) -> None:
+    assert run(None, cut) == run(None, None)
+    assert run(None, cut, ahead=True) == run(None, None)
+    assert all(isinstance(store, LazyStore) for store in stores(made(None, cut)[0])) != bool(cut.hot_rows)
+
+
+def test_several_ranks(ranks: Ranks) -> None:
+    expected = ranks.run(3, run, CUTS["device"])[0]
+    for name, cut in CUTS.items():
+        for ahead in (False, True):
+            assert all(found == expected for found in ranks.run(3, run, cut, ahead)), name
+
+
+def save(group: dist.ProcessGroup | None, cut: hb.Cut | None, load: Path | None, path: Path, background: bool) -> Any:
+    model, optimizer = made(group, cut)
+    parts = {"model": model, "sparse": optimizer}
+    if load is None:
+        for seed in range(3):
+            step(model, optimizer, seed)
+    else:
+        load_checkpoint(load, parts)
+    found = everything(model, optimizer)
+    saving = save_checkpoint(path, parts, step=3, background=background)
+    if background:
+        step(model, optimizer, 7)
+    saving.wait()
+    return found
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_of_any_tier_load_into_any_other(tmp_path: Path, background: bool) -> None:
+    expected = save(None, None, None, tmp_path / "first", False)
+    last = tmp_path / "first"
+    for i, cut in enumerate([*CUTS.values(), None, CUTS["disk, cached"], CUTS["host"]]):
+        assert save(None, cut, last, tmp_path / str(i), background) == expected, cut
+        last = tmp_path / str(i)
+        verify_checkpoint(last)
+    tables = read_manifest(last).tables
+    assert all(tile.keyed for table in tables.values() for tile in table.tiles)
+
+
+def test_checkpoints_of_several_ranks_and_tiers(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(3, save, CUTS["disk, cached"], None, tmp_path / "first", False)[0]
+    chain = [(1, "columns on disk, cached"), (3, "hot rows on the device, others on disk"), (4, "device"), (3, "host")]
+    last = tmp_path / "first"
+    for size, name in chain:
+        found = ranks.run(size, save, CUTS[name], last, tmp_path / name, True)
+        assert all(state == expected for state in found), name
+        last = tmp_path / name
+
+
+def test_only_rows_that_were_trained_are_saved(tmp_path: Path) -> None:
+    huge = [hb.Table("t", rows=1 << 33, dim=16)]
+    with tables_on_meta():
+        collection = torch.nn.ModuleDict({"e": EmbeddingCollection(huge, [hb.Feature("t", table="t")])})
+    plan = hb.make_plan(huge, 1, hb.Cut(tier="disk", cache_rows=10))
+    model: Any = hb.distribute(collection, plan, directory=tmp_path / "rows")
+    optimizer = Adam(model, lr=0.1)
+    ids = torch.tensor([5, (1 << 33) - 1, 5, 1 << 32])
+    model.module["e"](hb.Jagged.from_dict({"t": ids}))["t"].square().sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer})
+    assert read_manifest(tmp_path / "c").nbytes < 10_000
+    (tile,) = read_manifest(tmp_path / "c").tables["e.t"].tiles
+    assert tile.rows == range(1 << 33)
+    other: Any = hb.distribute(torch.nn.ModuleDict({"e": _on_meta(huge)}), plan)
+    adam = Adam(other, lr=0.1)
+    load_checkpoint(tmp_path / "c", {"model": other, "sparse": adam})
+    (held,) = other.module["e"].held("t")
+    assert held.arena.store.keys(0).tolist() == [5, 1 << 32, (1 << 33) - 1]
+    rows = torch.tensor([0, 5, 1 << 32, (1 << 33) - 1])
+    (before,) = model.module["e"].held("t")
+    for moment in (None, "exp_avg", "exp_avg_sq"):
+        assert torch.equal(held.arena.store.read(rows, moment), before.arena.store.read(rows, moment))
+
+
+def _on_meta(tables: list[hb.Table]) -> EmbeddingCollection:
+    with tables_on_meta():
+        return EmbeddingCollection(tables, [hb.Feature("t", table="t")])
+
+
+def test_options_of_tiers_are_checked() -> None:
+    model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES)})
+    with pytest.raises(SpecError, match=r"cache_policy is 'lur', must be one of lru, lfu.*did you mean"):
+        hb.distribute(model, hb.make_plan(TABLES, 1), cache_policy="lur")  # type: ignore[arg-type]
+    with pytest.raises(hb.HotbedError, match=r"a cut has tier 'dsk', must be one of device, host, disk"):
+        hb.Cut(tier="dsk")  # type: ignore[arg-type]
+    with pytest.raises(hb.HotbedError, match="a cut has cache_rows -1"):
+        hb.Cut(cache_rows=-1)
+    assert Path(tempfile.gettempdir()).is_dir()

@@ -1,0 +1,241 @@
+"""Stores whose rows come to be: in memory, in files, with caches of any size; all have the bits of a dense store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotbed.errors import StoreError
+from hotbed.ops import RuleStep, launches
+from hotbed.optim import Adam, Moment, RowWiseAdagrad
+from hotbed.optim.sgd import PLAIN
+from hotbed.specs import RowDtype
+from hotbed.store import DenseStore, LazyStore, Span, Storage
+from hotbed.store.keyed import FileRecords
+from tests.store.contract import DIM, StoreContract
+
+STORAGES = {
+    "host": Storage("host"),
+    "host-lru": Storage("host", cache_rows=5),
+    "disk": Storage("disk"),
+    "disk-lru": Storage("disk", cache_rows=7),
+    "disk-lfu": Storage("disk", cache_rows=7, policy="lfu"),
+    "disk-cache-of-all": Storage("disk", cache_rows=1000),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+class TestLazy(StoreContract):
+    @pytest.fixture(autouse=True)
+    def _storage(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def make(self, spans: Any, dim: int, dtype: RowDtype) -> Any:
+        return self.storage.make(spans, dim, dtype=dtype, device=torch.device("cpu"), backend="auto")
+
+    def test_it_is_served_by_the_cpu_kernels(self, format: Any, storage: Storage) -> None:
+        store = self.filled(format)
+        launches.clear()
+        self.pooled(store, [[1]])
+        self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
+        assert {key.split(".")[0] for key in launches} == {"cpu"}
+        assert store.tier == storage.tier
+        assert (store.disk_bytes > 0) == (storage.tier == "disk" and storage.cache_rows < 40)
+
+
+SPANS = [Span(9, 2, 5, 2, 0), Span(30, 0, 100, 1, 0), Span(21, 21, 0, 3, 0)]
+
+
+def made(storage: Storage | None, dtype: RowDtype, moments: list[Moment]) -> Any:
+    where = torch.device("cpu")
+    store = (storage or Storage()).make(SPANS, 16, dtype=dtype, device=where, backend="auto")
+    for i, (first, span) in enumerate(zip((0, 9, 39), SPANS, strict=True)):
+        last = span.first_row + span.rows * span.row_step
+        store.initialize(
+            first, seed=i + 3, rows=range(span.first_row, last, span.row_step), cols=range(16), bound=0.5 + i
+        )
+    for moment in moments:
+        store.add_moment(moment)
+        for span in range(3):
+            store.fill(span, moment.name, 0.25 * span)
+    return store
+
+
+def everything(store: Any, moments: list[Moment]) -> list[Any]:
+    found: list[Any] = []
+    for span in range(3):
+        found += [(name, t.contiguous().view(-1).view(torch.uint8).tolist()) for name, t in store.raw(span).items()]
+        found += [store.moment(span, m.name).tolist() for m in moments]
+    return found
+
+
+def step_of(rule: Any, number: int) -> RuleStep:
+    own = {"sgd": [], "rowwise_adagrad": [1e-8], "adam": [0.9, 0.99, 1e-8, 0.1, 0.01]}[rule.name]
+    common = [0.1, torch.inf, torch.inf, 0.0, 0.0]
+    active = [1.0, 1.0, float(number % 3 > 0)]
+    return RuleStep(
+        rule=rule,
+        hyper=torch.tensor([[a, *common, *own] for a in active]),
+        seeds=torch.tensor([number, number + 1, number + 2]),
+        uses=frozenset(),
+        inv_scale=torch.ones(()),
+        gate=torch.tensor(1.0),
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    for storage in (None, *STORAGES.values()):
+        for rule in (PLAIN, RowWiseAdagrad.rule, Adam.rule):
+            for dtype in ("fp32", "int8"):
+                drive(made(storage, dtype, list(rule.moments)), rule, [("update", [1, 40]), ("lookup", [0])])
+
+
+def drive(store: Any, rule: Any, actions: list[tuple[str, list[int]]]) -> list[Any]:
+    """What an access sequence reads."""
+    from hotbed.ops import Occurrences
+
+    seen: list[Any] = []
+    draw = torch.Generator().manual_seed(1)
+    for number, (action, slots) in enumerate(actions):
+        at = torch.tensor(slots, dtype=torch.int64)
+        if action == "lookup":
+            seen.append(store.read(at).tolist())
+        elif action == "ahead":
+            store.prefetch(at)
+        elif action == "write":
+            distinct = at.unique()
+            store.write(distinct, torch.randn(len(distinct), 16, generator=draw))
+        else:
+            grad = torch.randn(len(slots), 16, generator=draw)
+            store.update(step_of(rule, number), Occurrences(at, torch.arange(len(slots)), None), grad)
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(list(STORAGES.values())),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.sampled_from([PLAIN, RowWiseAdagrad.rule, Adam.rule]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["lookup", "ahead", "write", "update"]),
+            st.lists(st.integers(0, 59), min_size=1, max_size=20),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_any_accesses_have_the_bits_of_a_dense_store(
+    storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
+) -> None:
+    moments = list(rule.moments)
+    lazy, dense = made(storage, dtype, moments), made(None, dtype, moments)
+    assert isinstance(lazy, LazyStore) and isinstance(dense, DenseStore)
+    assert drive(lazy, rule, actions) == drive(dense, rule, actions)
+    assert everything(lazy, moments) == everything(dense, moments)
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+def test_only_rows_that_were_trained_exist(storage: Storage) -> None:
+    huge = Storage(storage.tier, storage.cache_rows, storage.policy).make(
+        [Span(1 << 40)], 16, dtype="fp32", device=torch.device("cpu"), backend="auto"
+    )
+    huge.initialize(0, seed=1, rows=range(1 << 40), cols=range(16), bound=0.1)
+    assert isinstance(huge, LazyStore)
+    wanted = torch.tensor([0, (1 << 40) - 1, 77])
+    before = huge.read(wanted)
+    assert before.abs().max() <= 0.1 and before.any()
+    assert not len(huge.keys(0))
+    from hotbed.ops import Occurrences
+
+    step = step_of(PLAIN, 1)
+    huge.update(step, Occurrences(wanted[1:], torch.arange(2), None), torch.ones(2, 16))
+    assert huge.keys(0).tolist() == [77, (1 << 40) - 1]
+    after = huge.read(wanted)
+    assert torch.equal(after[0], before[0])
+    assert torch.allclose(after[1:], before[1:] - 0.1)
+    assert huge.nbytes < 1 << 20
+    with pytest.raises(StoreError, match=r"all of a table that is made row by row would be .* bytes; use save_checkp"):
+        huge.raw(0)
+
+
+def test_moments_can_come_later_and_again() -> None:
+    for storage in STORAGES.values():
+        store, dense = made(storage, "int8", []), made(None, "int8", [])
+        for one in (store, dense):
+            drive(one, PLAIN, [("update", [3, 17, 17, 50])])
+            for moment in (Moment("row", "row"), Moment("element", "element")):
+                one.add_moment(moment)
+                one.fill(1, moment.name, 2.0)
+                one.add_moment(moment)
+        moments = [Moment("row", "row"), Moment("element", "element")]
+        assert everything(store, moments) == everything(dense, moments)
+
+
+def test_what_a_cache_did_is_counted(tmp_path: Path) -> None:
+    store: Any = Storage("disk", cache_rows=32, directory=tmp_path).make(
+        [Span(1000)], 16, dtype="fp32", device=torch.device("cpu"), backend="auto"
+    )
+    store.initialize(0, seed=1, rows=range(1000), cols=range(16), bound=0.1)
+    store.write(torch.arange(64), torch.ones(64, 16))  # 32 are kept
+    assert store.traffic.misses == 64 and store.traffic.hits == 0
+    store.read(torch.arange(64))
+    assert store.traffic.hits + store.traffic.misses == 128
+    assert store.traffic.hits == 32
+    store.prefetch(torch.arange(200))
+    store.read(torch.arange(40))
+    assert store.traffic.ahead > 0
+    assert store.traffic.written_bytes >= 32 * 64
+    assert 0 < store.traffic.hit_rate < 1
+    assert not list(tmp_path.iterdir())  # the file has no name, so a killed process leaves none
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = FileRecords(64, tmp_path)
+    values = torch.randint(0, 255, (10, 64), dtype=torch.uint8)
+    monkeypatch.setattr("hotbed.ops.cpu_files.write_records", lambda *_: 3)
+    monkeypatch.setattr("os.pwrite", _full)
+    records.write(torch.arange(10), values)
+    with pytest.raises(OSError, match=f"rows in {tmp_path} could not be writ: .*No space left"):
+        records.clear()
+    with pytest.raises(OSError, match="No space left"):
+        records.write(torch.arange(3), values[:3])
+    out = torch.empty_like(values)
+    assert records.read(torch.arange(10), out).all()
+    assert torch.equal(out, values)
+
+
+def _full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"no file for rows can be made in .*file/rows .*; choose another"):
+        FileRecords(64, tmp_path / "file" / "rows")
+
+
+def test_writing_waits_for_room(tmp_path: Path) -> None:
+    records = FileRecords(64, tmp_path, limit_bytes=640)
+    for i in range(20):
+        records.write(torch.arange(i, i + 10), torch.full((10, 64), i, dtype=torch.uint8))
+    out = torch.empty(29, 64, dtype=torch.uint8)
+    assert records.read(torch.arange(29), out).all()
+    assert out[:, 0].tolist() == [min(i, 19) for i in range(29)]
+    assert records.disk_bytes == 29 * 64
+
+
+def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.store.keyed._memory_bytes", lambda: 640)
+    from hotbed.store.keyed import MemoryRecords
+
+    records = MemoryRecords(64, 1000)
+    records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
+    with pytest.raises(StoreError, match="11 rows of 64 bytes with their moments do not fit"):
+        records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
