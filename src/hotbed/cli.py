@@ -224,12 +224,12 @@ def _add_prepare(parser: ArgumentParser) -> None:
 
 def _prepare(parsed: Namespace) -> None:
     from hotbed.data.prepare import prepare
-    from hotbed.train.progress import PrepareProgress
+    from hotbed.train.progress import StageProgress
     from hotbed.train.report import print_prepared
 
     options = parsed.as_dict()
     raw, out, json = options.pop("raw"), options.pop("out"), options.pop("json")
-    with PrepareProgress(_stderr()) as progress:
+    with StageProgress(_stderr()) as progress:
         report = prepare(raw, out, progress=progress, **options)
     print_prepared(_stdout(), report)
     _write_json(json, vars(report))
@@ -253,16 +253,34 @@ def _eval(parsed: Namespace) -> None:
 
 
 def _add_inspect(parser: ArgumentParser) -> None:
-    parser.add_argument("path", type=str, help="Prepared dataset, Parquet file or folder, run or checkpoint.")
+    from hotbed.train.skew import inspect_skew
+
+    parser.add_argument(
+        "path", type=str, help="Dataset, Parquet file or folder, run, checkpoint; or --skew of a recipe."
+    )
+    parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
+    parser.add_function_arguments(inspect_skew, skip={"path", "console"})
     add_json(parser)
 
 
 def _inspect(parsed: Namespace) -> None:
-    from hotbed.train.describe import describe, print_description
+    options = parsed.as_dict()
+    path, skew, json = Path(options.pop("path")), options.pop("skew"), options.pop("json")
+    if skew:
+        from hotbed.train.skew import inspect_skew, print_skew
 
-    description = describe(Path(parsed.path))
-    print_description(_stdout(), description)
-    _write_json(parsed.json, description)
+        found = inspect_skew(path, _stderr(), **options)
+        print_skew(_stdout(), found)
+    else:
+        from hotbed.train.describe import describe, print_description
+        from hotbed.train.skew import SKEW_DEFAULTS
+
+        for name, default in SKEW_DEFAULTS.items():
+            if options[name] != default:
+                raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
+        found = describe(path)
+        print_description(_stdout(), found)
+    _write_json(json, found)
 
 
 def _add_bench(what: str, parser: ArgumentParser) -> None:

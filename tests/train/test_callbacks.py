@@ -13,7 +13,7 @@ from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, TensorBoard
 from hotbed.train.keep import KeepBest, KeepLast
-from hotbed.train.progress import PrepareProgress, ShowProgress
+from hotbed.train.progress import ShowProgress, StageProgress
 from tests.train import planted
 from tests.train.planted import Losses
 
@@ -147,7 +147,7 @@ def test_progress_is_a_bar_on_a_terminal() -> None:
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_of_preparation(terminal: bool) -> None:
     stream = io.StringIO()
-    with PrepareProgress(Console(file=stream, width=100, force_terminal=terminal)) as progress:
+    with StageProgress(Console(file=stream, width=100, force_terminal=terminal)) as progress:
         for stage in ("read", "count", "write"):
             progress(stage, 0, 10)
             progress(stage, 10, 10)

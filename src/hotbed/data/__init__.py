@@ -13,8 +13,11 @@ from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
     from hotbed.data.draft import draft_schema
+    from hotbed.data.hot_order import read_hot_order
     from hotbed.data.parquet import ParquetSource
+    from hotbed.data.popularity import measure_popularity
     from hotbed.data.synthetic import PlantedLog, write_synthetic_log
+    from hotbed.data.zipf_source import ZipfSource
 
 __all__ = [
     "Loader",
@@ -25,7 +28,10 @@ __all__ = [
     "SparseColumn",
     "SplitBinarySource",
     "SplitBinaryWriter",
+    "ZipfSource",
     "draft_schema",
+    "measure_popularity",
+    "read_hot_order",
     "write_synthetic_log",
 ]
 
@@ -34,7 +40,10 @@ __getattr__, __dir__ = lazy(
     {
         "ParquetSource": "hotbed.data.parquet",
         "PlantedLog": "hotbed.data.synthetic",
+        "ZipfSource": "hotbed.data.zipf_source",
         "draft_schema": "hotbed.data.draft",
+        "measure_popularity": "hotbed.data.popularity",
+        "read_hot_order": "hotbed.data.hot_order",
         "write_synthetic_log": "hotbed.data.synthetic",
     },
 )

@@ -16,7 +16,7 @@ from hotbed.data import write_synthetic_log
 from hotbed.data.prepare import prepare
 from hotbed.data.synthetic import Attainable
 from hotbed.errors import DataError
-from hotbed.train.progress import PrepareProgress
+from hotbed.train.progress import StageProgress
 from hotbed.train.report import RunDirectory, size
 from hotbed.train.run import train
 
@@ -70,7 +70,7 @@ def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, s
         planted = write_synthetic_log(log, samples, seed=seed, test_fraction=TEST_FRACTION)
         best = best_attainable(planted.test)
         console.print(f"wrote {samples:,} lines from a planted click model: {log} ({size(log.stat().st_size)})")
-    with PrepareProgress(console) as progress:
+    with StageProgress(console) as progress:
         made = prepare(log, run.path / "data", threshold=THRESHOLD, test_fraction=TEST_FRACTION, progress=progress)
     console.print(
         f"prepared {sum(made.samples.values()):,} samples in {made.seconds:.1f} s: {sum(made.rows.values()):,} rows in "

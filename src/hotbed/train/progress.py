@@ -1,4 +1,4 @@
-"""Progress of training and of preparation: bars on a terminal, plain lines elsewhere."""
+"""Progress of training and of work in stages: bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from hotbed.train.metrics import Metrics
 if TYPE_CHECKING:
     from hotbed.train.trainer import Trainer
 
-_STAGES = {"read": "reading the log", "count": "counting values", "write": "writing the dataset"}
+_STAGES = {
+    "read": "reading the log",
+    "count": "counting values",
+    "write": "writing the dataset",
+    "accesses": "counting accesses",
+}
 
 
-class PrepareProgress:
-    """What `hotbed.prepare` takes as ``progress``; a context manager.
+class StageProgress:
+    """Progress through named stages, as `hotbed.prepare` reports it; a context manager.
 
     Parameters
     ----------

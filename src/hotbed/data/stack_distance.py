@@ -1,0 +1,107 @@
+"""Hit rates of LRU caches of every size, from one pass over the rows that are looked up.
+
+*Theory of operation.* LRU is a stack algorithm: a cache of C rows always holds the C most recently used ones (Mattson,
+Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). So a lookup
+hits if and only if its *stack distance*, 1 + the number of distinct rows used since, is at most C, and a histogram of
+distances is the whole curve. Every use of a row takes the next position on a time line; a row keeps the position of its
+last use only, and a Fenwick tree counts the positions that are taken after a given one: O(log M) per lookup, M rows.
+When the time line is full the taken positions are moved to its beginning.
+
+*Batches.* All rows of a batch are looked up before any of them moves, as in a cache that serves a batch at once.
+
+*Sampling.* Rows are sampled, not lookups, so that every lookup of a sampled row is seen: rows whose hash is below a
+threshold, a share ``rate`` of all. A distance among them counts ``rate`` of the rows between, and is scaled up
+(Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with SHARDS", FAST 2015). The hottest rows may be
+sampled too often or too seldom; as in the paper's SHARDS-adj, the lookups that are missing from ``rate`` of all are
+counted as hits at the smallest distance. The hash is a bijection, so that sampled rows are numbered without a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotbed.data.hashing import mix
+from hotbed.data.lookup_kernels import follow
+from hotbed.errors import SpecError
+
+Integers = NDArray[np.int64]
+
+
+class StackDistances:
+    """Stack distances of the rows of one table, as far as they are sampled.
+
+    Memory is 28 bytes per number that a sampled row can have: at most ``2 · rate · rows``.
+
+    Parameters
+    ----------
+    rows
+        Rows of the table.
+    rate
+        Share of the rows to sample; 1 is exact.
+    seed
+        Which rows are sampled.
+
+    Attributes
+    ----------
+    rate
+        Share of the rows that are sampled: ``rate``, rounded to whole rows.
+    lookups
+        Lookups seen so far, sampled or not.
+    histogram
+        ``[d]`` int64: sampled lookups by stack distance among sampled rows; at 0 those of rows seen for the first time.
+
+    Raises
+    ------
+    SpecError
+        If a parameter is out of range.
+    """
+
+    def __init__(self, rows: int, *, rate: float = 1.0, seed: int = 0) -> None:
+        if rows < 1:
+            raise SpecError(f"rows is {rows:,}, must be at least 1")
+        if not 0 < rate <= 1:
+            raise SpecError(f"rate is {rate}, must be above 0 and at most 1 (1 follows every row)")
+        if seed < 0:
+            raise SpecError(f"seed is {seed:,}, must not be negative")
+        bits = (rows - 1).bit_length()
+        slots = max(1, round(rate * (1 << bits)))
+        places = 2 * slots + 64  # twice: the time line is moved once per `slots` lookups at most
+        dtype = np.int32 if places < 1 << 31 else np.int64
+        self.rate = slots / (1 << bits)
+        self.lookups = 0
+        self.histogram: Integers = np.zeros(slots + 1, dtype=np.int64)
+        offset = int(mix(np.array([seed], dtype=np.uint64))[0])
+        self._hash = np.array([offset, (1 << bits) - 1, (bits + 1) // 2], dtype=np.uint64)
+        self._last = np.zeros(slots, dtype=dtype)  # position of a slot's last use; 0 for none
+        self._taken_by = np.zeros(places, dtype=dtype)  # slot + 1 by position; 0 where none is
+        self._tree = np.zeros(places, dtype=dtype)
+        self._clock = np.zeros(2, dtype=np.int64)  # the last position, and how many are taken
+
+    def follow(self, rows: Integers, ends: Integers) -> None:
+        """Look up batch after batch.
+
+        Parameters
+        ----------
+        rows
+            ``[n]`` int64: the rows of the batches, one after the other; none twice in one batch.
+        ends
+            ``[batches]`` int64: where in ``rows`` each batch ends.
+        """
+        self.lookups += len(rows)
+        follow(rows, ends, self._hash, self._last, self._taken_by, self._tree, self.histogram, self._clock)
+
+    def hit_rates(self, cache_rows: Sequence[int]) -> NDArray[np.float64]:
+        """Share of the lookups that a cache of so many rows serves, by size; NaN where no lookup was sampled.
+
+        The first lookup of a row is a miss. A distance d among sampled rows stands for 1 + (d − 1) / rate.
+        """
+        sampled, expected = int(self.histogram.sum()), self.rate * self.lookups
+        if not sampled:
+            return np.full(len(cache_rows), np.nan)
+        sizes = np.asarray(cache_rows, dtype=np.float64)
+        reach = np.clip(1 + np.floor((sizes - 1) * self.rate), 0, len(self.histogram) - 1).astype(np.int64)
+        hits = np.cumsum(self.histogram)[reach] - self.histogram[0] + (expected - sampled)
+        return np.where(reach > 0, np.clip(hits / expected, 0, 1), 0.0)

@@ -1,0 +1,188 @@
+"""`ZipfSource`: samples that are computed, not stored, with tables of any size and ids by Zipf's law.
+
+For measurements on tables whose data is not at hand: lookups are skewed, as in real logs, and a label depends on some
+of the ids, so that training has something to learn. Sample i is a pure function of (seed, i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+
+from hotbed.batch import Batch
+from hotbed.data.hashing import Hashes
+from hotbed.data.schema import Schema, SparseColumn
+from hotbed.data.source import Source
+from hotbed.data.zipf import Zipf, stream, uniform
+from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.jagged import Jagged
+from hotbed.specs import is_int
+
+# fmt: off
+CRITEO_1TB = {
+    "criteo_1tb_t15": (
+        7_912_889, 33_823, 17_139, 7_339, 20_046, 4, 7_105, 1_382, 63, 5_554_114, 582_469, 245_828, 11,
+        2_209, 10_667, 104, 4, 968, 15, 8_165_896, 2_675_940, 7_156_453, 302_516, 12_022, 97, 35,
+    ),
+    "criteo_1tb_t3": (
+        45_833_188, 36_747, 17_246, 7_414, 20_244, 4, 7_115, 1_442, 63, 29_275_261, 1_572_176, 345_139, 11,
+        2_209, 11_268, 128, 4, 975, 15, 48_937_457, 11_316_796, 40_094_537, 452_104, 12_607, 105, 36,
+    ),
+    "criteo_1tb_t0": (
+        227_605_432, 39_061, 17_296, 7_425, 20_266, 4, 7_123, 1_544, 64, 130_229_467, 3_067_956, 405_283, 11,
+        2_209, 11_939, 155, 4, 977, 15, 292_775_614, 40_790_948, 187_188_510, 590_152, 12_974, 109, 37,
+    ),
+}
+# fmt: on
+"""Rows of C1 … C26 of the Criteo 1TB log, with ids for values that are seen at least 15 times, 3 times, or at all."""
+
+_IDS, _DENSE, _LABEL, _EFFECT, _WEIGHT = range(1, 6)  # first names of the streams
+_EVERY = 4  # the label depends on every so manieth sparse and dense column
+_SPARSE_EFFECT, _DENSE_EFFECT, _INTERCEPT = 0.8, 0.3, -1.2  # in log-odds; about a quarter of the labels are 1
+
+
+class _Shape(NamedTuple):
+    rows: dict[str, int]
+    dense: int
+
+
+class ZipfSource(Source):
+    """Samples with ids by Zipf's law: row r of a table with a probability in proportion to (r + 1)^−exponent.
+
+    Ids fall in popularity, as those that `hotbed.prepare` makes. They are int32, or int64 if a table has more than 2³¹
+    rows. Columns are independent of each other. Dense inputs are uniform with mean 0 and variance 1. A label is 1 with
+    the probability that a logistic regression over every fourth column gives, in which each row has its own effect.
+
+    Parameters
+    ----------
+    path
+        ``criteo_1tb_t15``, ``criteo_1tb_t3`` or ``criteo_1tb_t0`` (26 tables with the rows of the Criteo 1TB log and 13
+        dense inputs); or a file in YAML or JSON with ``rows`` (by column, or a list for C1, C2, …) and ``dense`` (how
+        many inputs, 13 by default).
+    train_samples, valid_samples, test_samples
+        Samples of the splits; 0 leaves the split out.
+    exponent
+        Of Zipf's law; 0 makes all rows alike.
+    seed
+        Another seed gives other samples and other effects.
+    chunk_samples
+        Samples per chunk, the unit of reading and shuffling; it does not change the samples.
+
+    Raises
+    ------
+    DataError
+        If there is no such preset or file, or it does not hold what it must.
+    SpecError
+        If a value is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        train_samples: int,
+        valid_samples: int = 0,
+        test_samples: int = 0,
+        exponent: float = 1.05,
+        seed: int = 0,
+        chunk_samples: int = 65_536,
+    ) -> None:
+        if chunk_samples < 1:
+            raise SpecError(f"chunk_samples is {chunk_samples:,}, must be at least 1")
+        if train_samples < 1:
+            raise SpecError(f"train_samples is {train_samples:,}, must be at least 1")
+        for name, value in (("valid_samples", valid_samples), ("test_samples", test_samples), ("seed", seed)):
+            if value < 0:
+                raise SpecError(f"{name} is {value:,}, must not be negative")
+        shape = _shape(path)
+        self.schema = Schema(
+            sparse=tuple(SparseColumn(name=name, rows=rows) for name, rows in shape.rows.items()),
+            dense=tuple(f"I{i}" for i in range(1, shape.dense + 1)),
+        )
+        self.chunk_samples = chunk_samples
+        self.seed = seed
+        sizes = {"train": train_samples, "valid": valid_samples, "test": test_samples}
+        self._sizes = {split: size for split, size in sizes.items() if size}
+        self.splits = tuple(self._sizes)
+        self._columns = {name: (i, Zipf(rows, exponent)) for i, (name, rows) in enumerate(shape.rows.items())}
+        self._dtype = np.int32 if max(shape.rows.values()) <= 1 << 31 else np.int64
+
+    def _chunks(self, split: str) -> Sequence[int]:
+        full, rest = divmod(self._sizes[split], self.chunk_samples)
+        return [self.chunk_samples] * full + [rest] * (rest > 0)
+
+    def _read(self, split: str, i: int) -> Batch:
+        before = sum(size for other, size in self._sizes.items() if self.splits.index(other) < self.splits.index(split))
+        first = i * self.chunk_samples
+        return self._make(before + first, min(self.chunk_samples, self._sizes[split] - first))
+
+    def _make(self, first: int, n: int) -> Batch:
+        """The samples from the first one on, which count over all splits."""
+        counters = np.arange(first, first + n, dtype=np.uint64)
+        names = [column.name for column in self.schema.sparse]
+        ids = np.empty((len(names), n), dtype=self._dtype)
+        for row, name in zip(ids, names, strict=True):
+            row[:] = self._ids(name, counters)
+        dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
+        for j in range(len(self.schema.dense)):
+            dense[:, j] = (2 * uniform(stream(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
+        made = dict(zip(names, ids, strict=True))
+        clicked = uniform(stream(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
+        return Batch(
+            sparse=Jagged(names, torch.from_numpy(ids.reshape(-1)), batch_size=n),
+            dense=torch.from_numpy(dense) if self.schema.dense else None,
+            labels=torch.from_numpy(clicked.astype(np.float32)[:, None]),
+        )
+
+    def _ids(self, name: str, counters: Hashes) -> NDArray[np.int64]:
+        i, zipf = self._columns[name]
+        return zipf.draw((_IDS, self.seed, i), counters)
+
+    def _probability(
+        self, counters: Hashes, made: Mapping[str, NDArray[Any]], dense: NDArray[np.float32]
+    ) -> NDArray[np.float64]:
+        score = np.full(len(counters), _INTERCEPT)
+        # All columns, also those that `only` has left out: it must not change the labels.
+        for name, (i, _) in list(self._columns.items())[::_EVERY]:
+            ids = made[name] if name in made else self._ids(name, counters)
+            effect = uniform(stream(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
+            score += _SPARSE_EFFECT * (2 * effect - 1)
+        for j in range(0, dense.shape[1], _EVERY):
+            sign = 1.0 if int(stream(_WEIGHT, self.seed, j + 1)) & 1 else -1.0
+            score += _DENSE_EFFECT * sign * dense[:, j]
+        return 1 / (1 + np.exp(-score))
+
+
+def _shape(path: str | Path) -> _Shape:
+    if str(path) in CRITEO_1TB:
+        return _Shape({f"C{i}": rows for i, rows in enumerate(CRITEO_1TB[str(path)], start=1)}, 13)
+    try:
+        values: object = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"'{path}' is neither a file nor one of {', '.join(CRITEO_1TB)}{did_you_mean(str(path), CRITEO_1TB)}"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is neither YAML nor JSON: {error}") from None
+    if not isinstance(values, dict) or "rows" not in values:
+        raise DataError(f"{path} has no 'rows'; write for example rows: {{C1: 1000, C2: 50}}")
+    given = cast("dict[str, Any]", values)
+    for key in given:
+        if key not in _Shape._fields:
+            raise DataError(
+                f"{path} has an unknown key '{key}'; it may have rows and dense{did_you_mean(key, _Shape._fields)}"
+            )
+    rows, dense = given["rows"], given.get("dense", 13)
+    if isinstance(rows, list):
+        rows = {f"C{i}": value for i, value in enumerate(cast("list[Any]", rows), start=1)}
+    if not isinstance(rows, dict) or not rows:
+        raise DataError(f"{path}: rows is {rows!r}, must be a list or mapping with at least one column")
+    if not is_int(dense) or dense < 0:
+        raise DataError(f"{path}: dense is {dense!r}, must be an integer of at least 0")
+    return _Shape({str(name): value for name, value in cast("dict[Any, Any]", rows).items()}, dense)

@@ -1,0 +1,194 @@
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data_cases import MIXED_SCHEMA, ListSource, mixed_batch
+
+import hotbed.data.popularity
+from hotbed.batch import Batch
+from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
+from hotbed.data.hot_order import hot_order_file, write_hot_order
+from hotbed.data.popularity import SHARES, Popularity
+from hotbed.data.stack_distance import StackDistances
+from hotbed.data.zipf import Zipf
+from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
+
+
+def ids_by_sample(batch: Batch, features: list[str]) -> list[list[int]]:
+    """Of every sample, the ids of some features one after the other."""
+    taken = [batch.take(torch.tensor([i])).sparse for i in range(len(batch))]
+    return [[int(v) for f in features for v in sample[f].values] for sample in taken]
+
+
+def popularity(accesses: list[int]) -> Popularity:
+    counts = np.array(accesses, dtype=np.int64)
+    return Popularity(table="t", accesses=counts, batches=counts, distances=StackDistances(len(counts)))
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+@pytest.mark.parametrize(("sizes", "piece"), [((60,), 65_536), ((13, 27, 20), 65_536), ((13, 27, 20), 15)])
+def test_counts_of_shared_ragged_and_multi_hot_features(
+    batch_size: int, sizes: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`items` is looked up by a feature with two ids per sample and by one with any number."""
+    monkeypatch.setattr(hotbed.data.popularity, "_PIECE", piece)
+    batch = mixed_batch(60)
+    tables = measure_popularity(ListSource(batch, sizes, MIXED_SCHEMA), "train", batch_size=batch_size)
+    assert [t.table for t in tables] == ["user", "items"]
+    for table, features in zip(tables, (["user"], ["pair", "history"]), strict=True):
+        samples = ids_by_sample(batch, features)
+        groups = [[*chain(*samples[i : i + batch_size])] for i in range(0, 60, batch_size)]
+        assert np.array_equal(table.accesses, np.bincount([*chain(*groups)], minlength=table.rows))
+        together = np.concatenate([np.unique(group).astype(np.int64) for group in groups])
+        assert np.array_equal(table.batches, np.bincount(together, minlength=table.rows))
+        assert table.distances.lookups == len(together)
+        # Whether rows of one batch come in this or another order does not matter to a cache that holds a batch.
+        by_hand = StackDistances(table.rows)
+        by_hand.follow(together, np.cumsum([len(set(group)) for group in groups]))
+        assert table.distances.hit_rates([table.rows]) == by_hand.hit_rates([table.rows])
+
+
+def test_a_batch_looks_rows_up_in_the_order_of_their_first_occurrence() -> None:
+    ids = torch.tensor([3, 1, 3, 2, 2, 1, 0, 3])
+    schema = Schema(sparse=(SparseColumn(name="a", rows=4),), labels=())
+    source = ListSource(Batch(sparse=Jagged.from_dict({"a": ids})), [8], schema)
+    (table,) = measure_popularity(source, "train", batch_size=4)
+    by_hand = StackDistances(4)
+    by_hand.follow(np.array([3, 1, 2, 2, 1, 0, 3]), np.array([3, 7]))
+    assert table.distances.histogram.tolist() == by_hand.histogram.tolist() == [4, 1, 1, 1, 0]
+
+
+def test_progress_counts_samples() -> None:
+    seen: list[tuple[int, int]] = []
+    measure_popularity(
+        ListSource(mixed_batch(60), [60], MIXED_SCHEMA), "train", progress=lambda *done: seen.append(done)
+    )
+    assert seen == [(60, 60)]
+
+
+def test_large_tables_are_sampled_and_small_ones_exact() -> None:
+    tables = measure_popularity(ListSource(mixed_batch(60), [60], MIXED_SCHEMA), "train", sampled_rows=100)
+    assert [t.distances.rate for t in tables] == [pytest.approx(0.1, abs=1e-3), 1]
+
+
+def test_hot_order_breaks_ties_by_row() -> None:
+    assert popularity([2, 5, 0, 5, 2, 0]).hot_order.tolist() == [1, 3, 0, 4, 2, 5]
+
+
+def test_curves() -> None:
+    table = popularity([1, 6, 0, 3])
+    assert table.touched == 3
+    assert table.top_share([0, 1, 2, 3, 4, 9]).tolist() == [0, 0.6, 0.9, 1, 1, 1]
+    values = table.to_dict()
+    assert values["accesses"] == 10
+    assert values["cache_rows"] == [max(1, round(4 * share)) for share in SHARES]
+    assert values["accesses_of_top_rows"][-2:] == [0.9, 1.0]  # 2 and 4 of 4 rows
+    assert values["accesses_of_top_touched"][-2:] == [0.9, 1.0]  # 2 and 3 of 3
+
+
+def test_static_hit_rates_count_a_row_once_per_batch() -> None:
+    counts, batches = np.array([8, 2]), np.array([1, 2])
+    table = Popularity(table="t", accesses=counts, batches=batches, distances=StackDistances(2))
+    assert table.top_share([1]) == [0.8]
+    assert table.static_hit_rates([1]) == [pytest.approx(1 / 3)]
+
+
+def test_a_table_that_is_never_looked_up() -> None:
+    values = popularity([0, 0, 0]).to_dict()
+    assert values["zipf_exponent"] is None
+    assert values["touched"] == values["accesses"] == 0
+    for curve in ("accesses_of_top_rows", "accesses_of_top_touched", "lru", "static"):
+        assert np.isnan(values[curve]).all()
+
+
+@pytest.mark.parametrize("exponent", [0.6, 1.0, 1.05, 1.5])
+def test_the_exponent_of_zipfs_law_is_found(exponent: float) -> None:
+    rows = Zipf(100_000, exponent).draw((1, 3), np.arange(500_000, dtype=np.uint64))
+    found = popularity(np.bincount(rows, minlength=100_000).tolist()).zipf_exponent
+    assert found == pytest.approx(exponent, abs=0.06)
+
+
+def test_the_exponent_of_exact_counts() -> None:
+    assert popularity([600, 300, 200, 150, 120, 100]).zipf_exponent == pytest.approx(1)
+    assert popularity([50, 50, 50, 9]).zipf_exponent == pytest.approx(0, abs=1e-9)
+    assert popularity([50, 9, 9]).zipf_exponent is None
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bad", "position"), [(1000, 41), (-1, 3)])
+def test_an_id_that_is_no_row(bad: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hotbed.data.popularity, "_PIECE", 16)
+    batch = mixed_batch(60)
+    batch.sparse["user"].values[position] = bad
+    message = f"split 'train', feature 'user': id {bad:,} at sample {position} is not within the 1,000 rows of table"
+    with pytest.raises(DataError, match=message):
+        measure_popularity(ListSource(batch, [20, 40], MIXED_SCHEMA), "train", batch_size=8)
+
+
+def test_a_ragged_id_that_is_no_row() -> None:
+    batch = mixed_batch(60)
+    history = batch.sparse["history"]
+    last = int(np.flatnonzero(history.lengths().numpy())[-1])
+    history.values[-1] = 50
+    with pytest.raises(
+        DataError, match=f"feature 'history': id 50 at sample {last} is not within the 50 rows of table 'it"
+    ):
+        measure_popularity(ListSource(batch, [60], MIXED_SCHEMA), "train")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
+        ({"sampled_rows": 0}, "sampled_rows is 0, must be at least 1"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, int], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        measure_popularity(ListSource(mixed_batch(6), [6], MIXED_SCHEMA), "train", **options)
+
+
+def test_empty_data_and_unknown_splits() -> None:
+    with pytest.raises(SpecError, match="split 'train' has no sample"):
+        measure_popularity(ListSource(mixed_batch(0), [], MIXED_SCHEMA), "train")
+    with pytest.raises(SpecError, match=r"there is no split 'trian'.*did you mean 'train'"):
+        measure_popularity(ListSource(mixed_batch(6), [6], MIXED_SCHEMA), "trian")
+
+
+# -- files of the hot order ----------------------------------------------------------------------------------------
+
+
+def test_hot_order_files(tmp_path: Path) -> None:
+    order = np.array([2, 0, 1])
+    write_hot_order(tmp_path, {"a/b c%": order, "..": order})
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["...npy", "a%2Fb c%25.npy"]
+    assert np.load(tmp_path / "a%2Fb c%25.npy").dtype == np.dtype("<i4")
+    assert read_hot_order(tmp_path, "a/b c%", 3).tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"t.npy does not exist; measure the hot order with hotbed inspect --skew DATA --out DIRECTORY"),
+        (b"", "is not a file of NumPy's format, or is cut short"),
+        (b"id,row\n", "is not a file of NumPy's format, or is cut short"),
+        (np.array([1, 0], dtype=np.int32), r"t.npy holds int32 \[2\], must hold int32 \[3\], the rows of table 't'"),
+        (np.array([2, 1, 0]), r"t.npy holds int64 \[3\], must hold int32 \[3\]"),
+        (np.array([2, 1, 1], dtype=np.int32), "t.npy leaves out row 0 of table 't'"),
+        (np.array([0, 1, -1], dtype=np.int32), "t.npy leaves out row 2 of table 't'"),
+        (np.array([0, 3, 2], dtype=np.int32), "t.npy leaves out row 1 of table 't'"),
+    ],
+)
+def test_files_that_are_no_hot_order(tmp_path: Path, content: bytes | np.ndarray | None, message: str) -> None:
+    file = hot_order_file(tmp_path, "t")
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        np.save(file, content)
+    with pytest.raises(DataError, match=message):
+        read_hot_order(tmp_path, "t", 3)
