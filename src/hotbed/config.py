@@ -29,6 +29,8 @@ CheckpointPolicy = Literal["none", "last", "best"]
 DensePart = Literal["ddp", "fsdp"]
 Reader = Literal["each", "first", "owners"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+Tier = Literal["device", "host", "disk"]
+CachePolicy = Literal["lru", "lfu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +291,36 @@ class ParallelRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryRecipe:
+    """In which memory the rows of tables are; it does not change results."""
+
+    tier: Tier = "device"
+    """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
+    on ``disk``, where they come to be when they are trained."""
+    device_bytes: int = 0
+    """With another tier: bytes of the device's memory, per process, for the rows with the most accesses per byte. Rows
+    have to be numbered by falling popularity, as hotbed prepare does."""
+    host_bytes: int = 0
+    """With tier ``disk``: the same of the host's memory, for the rows that follow."""
+    cache_rows: int = 0
+    """With another tier: rows, per process, of a cache in memory for those that are used."""
+    cache_policy: CachePolicy = "lru"
+    """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
+    directory: str | None = None
+    """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
+
+    def __post_init__(self) -> None:
+        _one_of("memory.tier", self.tier, get_args(Tier))
+        _one_of("memory.cache_policy", self.cache_policy, get_args(CachePolicy))
+        for name in ("device_bytes", "host_bytes", "cache_rows"):
+            _at_least(f"memory.{name}", getattr(self, name), 0)
+            if getattr(self, name) and self.tier == "device":
+                raise RecipeError(f"memory.{name} is set, but memory.tier is 'device'; set it to 'host' or 'disk'")
+        if self.host_bytes and self.tier != "disk":
+            raise RecipeError(f"memory.host_bytes is set, but memory.tier is '{self.tier}'; set it to 'disk'")
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitRecipe:
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
@@ -326,6 +358,7 @@ class Recipe:
     train: TrainRecipe
     init: InitRecipe = field(default_factory=InitRecipe)
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
+    memory: MemoryRecipe = field(default_factory=MemoryRecipe)
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\"):

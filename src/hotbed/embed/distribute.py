@@ -68,7 +68,8 @@ def distribute(
         Where tables are; or a scheme for `make_plan`, for all tables or by table.
     group
         Process group of all ranks; default: torch's own. It must be initialised already (``torchrun`` and
-        ``torch.distributed.init_process_group()``). Without one, the model is returned as it is.
+        ``torch.distributed.init_process_group()``). Without one, the model is returned as it is, unless the plan has
+        rows that are not in the device's memory.
     device
         Where the model is to be; default: where it is (from ``meta``: the CPU).
     dense
@@ -117,8 +118,8 @@ def distribute(
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
     alone = not dist.is_available() or not dist.is_initialized()
     if alone:
-        _check_for_one(model, plan)
-        if not isinstance(plan, Plan) or plan.is_in_device_memory:
+        plan = _plan_of_one(model, plan)
+        if plan.is_in_device_memory:
             return model
     collections = _collections(model)
     if not collections:
@@ -368,8 +369,8 @@ def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
     return data_parallel(model, link)
 
 
-def _check_for_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut]) -> None:
-    """Raise `PlanError` for what would be no plan of this model, or is one for several ranks."""
+def _plan_of_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut]) -> Plan:
+    """The plan for one rank; a `PlanError` for what would be no plan of this model, or is one for several ranks."""
     if not isinstance(plan, Plan):
         plan = plan_for(model, 1, plan)
     if plan.world_size > 1:
@@ -379,6 +380,7 @@ def _check_for_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str |
             "make a plan for 1 rank"
         )
     plan.check(plan_tables(model))
+    return plan
 
 
 def _say_what_changes_results(plan: Plan, forward: Codec, backward: Codec, sums_apart: bool, dense: Dense) -> None:

@@ -128,6 +128,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.refuse(group, name, "it must be a number")
         return ctypes.c_float(value).value
 
+    @classmethod
+    def rule_for(cls, options: Mapping[str, Any]) -> Rule:
+        """The rule of an optimizer that is made with these options."""
+        return cls.rule
+
     def refuse(self, group: Mapping[str, Any], name: str, rule: str) -> NoReturn:
         """Raise `SpecError` for an option of a group."""
         tables = ", ".join(group["tables"])

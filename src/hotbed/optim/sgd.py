@@ -46,10 +46,15 @@ class SGD(SparseOptimizer):
         max_norm: float | None = None,
         groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        used = momentum or any(group.get("momentum") for group in groups or ())
-        self.rule = MOMENTUM if used else PLAIN
+        self.rule = self.rule_for({"momentum": momentum, "groups": groups})
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)
+
+    @classmethod
+    @override
+    def rule_for(cls, options: Mapping[str, Any]) -> Rule:
+        groups: Sequence[Mapping[str, Any]] = options.get("groups") or ()
+        return MOMENTUM if options.get("momentum") or any(group.get("momentum") for group in groups) else PLAIN
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:

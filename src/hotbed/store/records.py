@@ -39,6 +39,9 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
     @property
     def hit_rate(self) -> float:
         """Share of hits, 0 where nothing was asked of a cache."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from hotbed.data import Source
 from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
 from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.specs import Table
-from hotbed.train.parallel import distributed
+from hotbed.train.parallel import distributed, needs_a_plan
 from hotbed.train.trainer import Trainer, resolve_device
 
 
@@ -57,12 +56,12 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     Where several processes train, each makes only what it holds.
     """
     torch.manual_seed(recipe.train.seed)
-    several = dist.is_available() and dist.is_initialized()
-    with device, tables_on_meta() if several else nullcontext():
+    spread = needs_a_plan(recipe)
+    with device, tables_on_meta() if spread else nullcontext():
         model = new_model(recipe, source)
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
-    model = distributed(model, recipe.parallel, device)
+    model = distributed(model, recipe, device)
     if isinstance(model, Distributed):
         torch.manual_seed(recipe.train.seed + model.link.rank)  # what is drawn from now on is of a rank's own samples
         return model

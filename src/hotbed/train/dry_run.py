@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from hotbed.config import Component, Recipe
 from hotbed.embed import EmbeddingCollection, plan_tables
 from hotbed.errors import RecipeError
-from hotbed.optim import SparseOptimizer
+from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan, Tile
 from hotbed.plan.cost import Cost, rank_costs, tile_bytes
 from hotbed.plan.show import plan_view
@@ -34,9 +34,9 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         If the sparse optimizer is not one.
     """
     source = open_source(recipe.data)
-    optimizers = {"": _sparse("sparse_optimizer", recipe.sparse_optimizer)}
+    optimizers = {"": _moments("sparse_optimizer", recipe.sparse_optimizer)}
     if recipe.wide_optimizer is not None:
-        optimizers["wide"] = _sparse("wide_optimizer", recipe.wide_optimizer)
+        optimizers["wide"] = _moments("wide_optimizer", recipe.wide_optimizer)
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
     with torch.device("meta"):
         model = new_model(recipe, source)
@@ -51,32 +51,33 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     parameters = list(model.parameters())
     return {
         "tables": entries,
-        **_of_ranks(planned(model, recipe.parallel, started().size), tables, trained_by),
+        **_of_ranks(planned(model, recipe, started().size), tables, trained_by),
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
     }
 
 
-def _of_ranks(plan: Plan, tables: Sequence[Table], trained_by: Sequence[type[SparseOptimizer]]) -> dict[str, Any]:
+def _of_ranks(plan: Plan, tables: Sequence[Table], trained_by: Sequence[Sequence[Moment]]) -> dict[str, Any]:
     """The plan of several ranks, and the bytes and work of each."""
     if plan.world_size == 1:
         return {}
     costs = [Cost(0, 0.0)] * plan.world_size
     for table, by in zip(tables, trained_by, strict=True):
-        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=by.rule.moments)
+        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=by)
         costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
     return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "work": cost.work} for cost in costs]}
 
 
-def _sparse(key: str, component: Component) -> type[SparseOptimizer]:
+def _moments(key: str, component: Component) -> tuple[Moment, ...]:
+    """Moments that a sparse optimizer keeps beside rows."""
     optimizer = component.load()
     if not issubclass(optimizer, SparseOptimizer):
         raise RecipeError(f"{key} is {component.class_path}, not one of hotbed.optim")
-    return optimizer
+    return optimizer.rule_for(component.init_args).moments
 
 
-def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> dict[str, Any]:
+def _table_plan(table: Table, tier: str, moments: Sequence[Moment]) -> dict[str, Any]:
     whole = Tile(table.name, range(table.rows), range(table.dim), 0)
     weights = tile_bytes(table, whole)
     return {
@@ -85,7 +86,7 @@ def _table_plan(table: Table, tier: str, optimizer: type[SparseOptimizer]) -> di
         "dim": table.dim,
         "tier": tier,
         "weight_bytes": weights,
-        "moment_bytes": tile_bytes(table, whole, optimizer.rule.moments) - weights,
+        "moment_bytes": tile_bytes(table, whole, moments) - weights,
     }
 
 

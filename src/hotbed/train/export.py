@@ -26,7 +26,7 @@ from hotbed.batch import Embeddings
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.making import making
 from hotbed.checkpoint.storage import LocalDirectory, directory
-from hotbed.config import ParallelRecipe, Recipe
+from hotbed.config import MemoryRecipe, ParallelRecipe, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.ids import hashed
@@ -78,7 +78,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
         raise CheckpointError(
             f"{source} holds no recipe, so its model cannot be built; export its tables as safetensors instead"
         )
-    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())
+    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe(), memory=MemoryRecipe())
     origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from hotbed.batch import Batch
 from hotbed.comm import Link
-from hotbed.config import ParallelRecipe
+from hotbed.config import Component, ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
-from hotbed.embed import Distributed, distribute, plan_for
+from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.errors import CommError, HotbedError, PlanError
+from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
 from hotbed.plan.schemes import SCHEMES
+from hotbed.plan.tiers import place_in_tiers
+from hotbed.plan.tiling import Tier
 from hotbed.spread import Spread
 
 
@@ -110,25 +113,50 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device) -> nn.Module:
-    """The model over all processes, as a recipe says; as it is where there is one process."""
+def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """The model over all processes and memories, as a recipe says; as it is where there is one of each."""
+    parallel = recipe.parallel
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return distribute(
         model,
-        _plan_or_scheme(parallel),
+        planned(model, recipe, size),
         device=device,
         dense=parallel.dense,
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
         sums_apart=parallel.sums_apart,
         ranks_per_node=parallel.ranks_per_node,
+        directory=recipe.memory.directory,
+        cache_policy=recipe.memory.cache_policy,
         timeout=timedelta(seconds=parallel.timeout_s),
     )
 
 
-def planned(model: nn.Module, parallel: ParallelRecipe, world_size: int) -> Plan:
+def needs_a_plan(recipe: Recipe) -> bool:
+    """Whether a model has to be distributed: over several processes, or over memories."""
+    several = dist.is_available() and dist.is_initialized()
+    plan = _plan_or_scheme(recipe.parallel)
+    return several or recipe.memory.tier != "device" or (isinstance(plan, Plan) and not plan.is_in_device_memory)
+
+
+def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
-    plan = _plan_or_scheme(parallel)
-    return plan if isinstance(plan, Plan) else plan_for(model, world_size, plan)
+    plan, memory = _plan_or_scheme(recipe.parallel), recipe.memory
+    if not isinstance(plan, Plan):
+        plan = plan_for(model, world_size, plan)
+    if memory.tier == "device":
+        return plan
+    budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
+    if memory.tier == "host":
+        del budgets["host"]
+    moments = moments_of(recipe.sparse_optimizer)
+    return place_in_tiers(plan, plan_tables(model), budgets, memory.tier, moments=moments, cache_rows=memory.cache_rows)
+
+
+def moments_of(optimizer: Component) -> tuple[Moment, ...]:
+    """Moments that a recipe's sparse optimizer keeps beside the rows."""
+    made = optimizer.load()
+    return made.rule_for(optimizer.init_args).moments if issubclass(made, SparseOptimizer) else ()
 
 
 def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, Source
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
+from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_model, build_trainer, check_split, open_source
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard
@@ -114,6 +115,7 @@ def train(
         "checkpoints": _of_checkpoints(trainer),
         **({"init": [t.to_dict() for t in taken]} if taken else {}),
         **_of_ranks(trainer),
+        **_of_memory(trainer),
         **environment(trainer.device),
         "run": str(run.path),
         **(extra or {}),
@@ -134,6 +136,16 @@ def _of_checkpoints(trainer: Trainer) -> dict[str, Any]:
     """What a summary says of checkpoints: how many, and the seconds that training was held up by them."""
     records = trainer.saver.records
     return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
+
+
+def _of_memory(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of rows that are not all in the device's memory."""
+    collections = [m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection)]
+    traffic = sum((c.traffic for c in collections), Traffic())
+    if traffic == Traffic():
+        return {}
+    held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
+    return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
 
 
 def _of_ranks(trainer: Trainer) -> dict[str, Any]:

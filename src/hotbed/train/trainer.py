@@ -8,6 +8,7 @@ and any iterable of `Batch`; everything that is not training (logs, progress, ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from hotbed.batch import Batch
 from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
+from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, RecipeError
+from hotbed.store import Traffic
 from hotbed.train.callbacks import Callback
 from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
@@ -115,6 +118,7 @@ class Trainer:
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
         self._recent: list[float] = []
+        self._traffic = Traffic()
         self._of_callbacks: dict[str, Any] = {}
         if recipe.compile:
             model.compile()
@@ -268,9 +272,17 @@ class Trainer:
                 "loss": sum(self._recent) / len(self._recent),
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
+                **self._of_tiers(),
             }
             self._recent.clear()
             self._call("on_log", record)
+
+    def _of_tiers(self) -> dict[str, float]:
+        """What caches and files of this rank did since the last record, if there are any."""
+        collections = [m for m in self.model.modules() if isinstance(m, EmbeddingCollection)]
+        now = sum((c.traffic for c in collections), Traffic())
+        before, self._traffic = self._traffic, now
+        return {} if now == Traffic() else {"hit_rate": (now - before).hit_rate, **asdict(now - before)}
 
     def _evaluation_is_due(self, last: bool) -> bool:
         return last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0

@@ -1,0 +1,234 @@
+"""Which rows go into which memory: the more popular, the faster, as far as there is room."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hotbed.errors import PlanError
+from hotbed.optim import Moment
+from hotbed.plan.cost import gib, tile_bytes
+from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.specs import Table
+
+_STEPS = 200
+"""Halvings of the range of densities; far more than a float can tell apart."""
+
+
+class Popularity(Protocol):
+    """How often rows of a table are accessed, which are numbered by falling popularity."""
+
+    def rows_above(self, accesses: float) -> int:
+        """How many rows have at least so many accesses per sample."""
+        ...
+
+    def accesses(self, rows: int) -> float:
+        """Accesses per sample of the first rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """Row ``r`` (from 1) is accessed ``ids · r^−exponent / Σ r^−exponent`` times per sample.
+
+    Parameters
+    ----------
+    rows
+        Rows of the table.
+    exponent
+        Of Zipf's law, above 0.
+    ids
+        Ids per sample.
+    """
+
+    rows: int
+    exponent: float = 1.05
+    ids: float = 1.0
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        first = self.ids / _harmonic(self.rows, self.exponent)
+        return min(self.rows, int((first / accesses) ** (1 / self.exponent))) if accesses > 0 else self.rows
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        return self.ids * _harmonic(rows, self.exponent) / _harmonic(self.rows, self.exponent)
+
+
+class Counted:
+    """Rows that were counted.
+
+    Parameters
+    ----------
+    counts
+        Accesses of each row ``[R]``, in the order of rows. Where they rise a row counts as often as a later one, so
+        that rows that are not in order of popularity are not taken for what they are not.
+    samples
+        How many samples they are of.
+    """
+
+    def __init__(self, counts: Tensor, samples: int) -> None:
+        falling = counts.double().flip(0).cummax(0).values.flip(0) / samples
+        self._rising = -falling
+        self._sums = counts.double().cumsum(0) / samples
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        return int(torch.searchsorted(self._rising, -accesses, right=True))
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        return float(self._sums[rows - 1]) if rows else 0.0
+
+
+def _harmonic(n: int, exponent: float) -> float:
+    """Σ r^−exponent for r = 1 … n, by Euler and Maclaurin beyond the first terms."""
+    few = min(n, 1000)
+    total = sum(r**-exponent for r in range(1, few + 1))
+    if n > few:
+        power = 1 - exponent
+        total += math.log(n / few) if abs(power) < 1e-12 else (n**power - few**power) / power
+        total += (n**-exponent - few**-exponent) / 2
+    return total
+
+
+def place_in_tiers(
+    plan: Plan,
+    tables: Sequence[Table],
+    budgets: Mapping[Tier, int],
+    rest: Tier,
+    *,
+    popularity: Mapping[str, Popularity] | None = None,
+    moments: Sequence[Moment] = (),
+    cache_rows: int = 0,
+) -> Plan:
+    """Cut a plan's tiles by popularity, and put the parts into memories of falling speed.
+
+    Time per batch is the sum of accesses × time per access over memories. As rows of every tile have one size, it is
+    least where no row lies in a slower memory than one with fewer accesses per byte: so one threshold per memory
+    decides (after RecShard, Sethi et al. 2022, arXiv 2201.10095). Nothing is known of rows but the order in which they
+    are numbered, which has to be that of falling popularity, as `hotbed.prepare` makes it.
+
+    Parameters
+    ----------
+    plan
+        Who owns what. Tiles of which ranks hold copies stay where they are.
+    tables
+        All tables of the plan.
+    budgets
+        Bytes per rank of ``"device"`` and ``"host"`` that rows and moments may take.
+    rest
+        Where all other rows go.
+    popularity
+        By table; `Zipf` with exponent 1.05 and one id per sample by default.
+    moments
+        Of the optimizer's rule.
+    cache_rows
+        Rows per rank of a cache before the slower memories.
+
+    Returns
+    -------
+    Plan
+        With more tiles.
+
+    Raises
+    ------
+    PlanError
+        If a budget is negative.
+    """
+    for tier, budget in budgets.items():
+        if budget < 0:
+            raise PlanError(f"the budget of tier '{tier}' is {budget:,} bytes, must be at least 0")
+    by_name = {t.name: t for t in tables}
+    known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
+    tiles: list[Tile] = []
+    for rank in range(plan.world_size):
+        own = [t for t in plan.tiles if t.owner == rank]
+        left = [t for t in own if not t.readers]
+        for tier, budget in budgets.items():
+            room = budget - sum(tile_bytes(by_name[t.table], t, moments) for t in tiles if t in own and t.tier == tier)
+            prefixes = _prefixes(left, by_name, known, moments, room)
+            parts = [_split(tile, prefixes[tile.table]) for tile in left]
+            tiles += [replace(head, tier=tier, cache_rows=0) for head, _ in parts if head is not None]
+            left = [tail for _, tail in parts if tail is not None]
+        tiles += [replace(tile, tier=rest, cache_rows=0) for tile in left]
+        tiles += [t for t in own if t.readers]
+    order = {t.name: i for i, t in enumerate(tables)}
+    tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start, t.owner))
+    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows)
+
+
+def with_cache(plan: Plan, cache_rows: int) -> Plan:
+    """The plan with so many rows of cache per rank before rows that are not in the device's memory.
+
+    A rank's tiles share them: each counts for its share of the rank's rows there.
+    """
+    total = dict.fromkeys(range(plan.world_size), 0)
+    for tile in plan.tiles:
+        total[tile.owner] += len(tile.rows) * (tile.tier != "device")
+    tiles = [
+        tile
+        if tile.tier == "device"
+        else replace(tile, cache_rows=min(-(-cache_rows * len(tile.rows) // total[tile.owner]), len(tile.rows)))
+        for tile in plan.tiles
+    ]
+    return replace(plan, tiles=tuple(tiles))
+
+
+def hot_rows(
+    tables: Sequence[Table],
+    budget: int,
+    *,
+    popularity: Mapping[str, Popularity] | None = None,
+    moments: Sequence[Moment] = (),
+) -> dict[str, int]:
+    """How many of the first rows of each table are worth a byte budget: those with the most accesses per byte.
+
+    A larger budget gives no table fewer rows. See `place_in_tiers`.
+
+    Raises
+    ------
+    PlanError
+        If the budget does not hold a row of any table.
+    """
+    whole = [Tile(t.name, range(t.rows), range(t.dim), 0) for t in tables]
+    known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
+    found = _prefixes(whole, {t.name: t for t in tables}, known, moments, budget)
+    if budget > 0 and not any(found.values()):
+        raise PlanError(f"a budget of {gib(budget)} does not hold a row of any table; raise it")
+    return found
+
+
+def _prefixes(
+    tiles: Sequence[Tile],
+    tables: Mapping[str, Table],
+    known: Mapping[str, Popularity],
+    moments: Sequence[Moment],
+    budget: int,
+) -> dict[str, int]:
+    """Row of each table up to which rows are taken, so that they fit: those of most accesses per byte."""
+    sizes = {t.table: max(tile_bytes(tables[t.table], replace(t, rows=t.rows[-1:]), moments), 1) for t in tiles}
+
+    def taken(density: float) -> dict[str, int]:
+        return {name: known[name].rows_above(density * size) for name, size in sizes.items()}
+
+    def fits(prefixes: Mapping[str, int]) -> bool:
+        heads = [head for t in tiles if (head := _split(t, prefixes[t.table])[0]) is not None]
+        return sum(tile_bytes(tables[t.table], t, moments) for t in heads) <= budget
+
+    everything = {t.table: tables[t.table].rows for t in tiles}
+    if fits(everything):
+        return everything
+    low, high = -300.0, 300.0  # exponents of ten; at the higher one nothing is taken
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(taken(10**middle)) else (middle, high)
+    return taken(10**high)
+
+
+def _split(tile: Tile, row: int) -> tuple[Tile | None, Tile | None]:
+    """The rows of a tile before a row, and the others."""
+    count = len(range(tile.rows.start, min(row, tile.rows.stop), tile.rows.step))
+    head, tail = tile.rows[:count], tile.rows[count:]
+    return replace(tile, rows=head) if head else None, replace(tile, rows=tail) if tail else None
