@@ -12,7 +12,7 @@ from hotbed.errors import HotbedError
 from hotbed.jagged import Jagged
 from hotbed.lazy import lazy
 from hotbed.plan import Cut, Plan, Tile, make_plan
-from hotbed.specs import Feature, Table
+from hotbed.specs import Dynamic, Feature, Table
 from hotbed.spread import Spread
 from hotbed.train import Callback, Trainer, evaluate
 
@@ -24,6 +24,7 @@ __all__ = [
     "Batch",
     "Callback",
     "Cut",
+    "Dynamic",
     "EmbeddingCollection",
     "Embeddings",
     "Feature",

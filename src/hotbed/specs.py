@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard, get_args
+from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
 
 from hotbed.errors import SpecError, did_you_mean
 
@@ -22,6 +22,12 @@ Pooling = Literal["sum", "mean", "none"]
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate"]
 OnBadId = Literal["error", "drop", "hash"]
+
+DYNAMIC_WAYS = 128
+"""Rows of a set of a dynamic table: an id may have any of them, and gives way to others of its set only."""
+
+ANY_ID = 2**63 - 1
+"""Ids of a dynamic table are below it."""
 
 MAX_DIM = 1024
 """Largest number of columns of a table."""
@@ -41,6 +47,42 @@ _CELL_BYTES: dict[RowDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, 
 
 
 @dataclass(frozen=True)
+class Dynamic:
+    """A table whose ids are any integers, and get rows when they are seen.
+
+    Parameters
+    ----------
+    capacity_bytes
+        What its rows may take, without moments; when there is no room, ids give way to others.
+    admit_after
+        How often an id must be seen to get a row; in the meantime it is left out of its bags.
+    evict
+        Who gives way among ids whose hashes are close: the least recently (``"lru"``) or the least often (``"lfu"``)
+        seen one. Rows whose gradients wait for the optimizer's step never do.
+    ttl_steps
+        An id that was not seen in so many training steps begins anew when it is; by default never.
+
+    Raises
+    ------
+    SpecError
+        If a value is out of range.
+    """
+
+    capacity_bytes: int
+    admit_after: int = 1
+    evict: Literal["lru", "lfu"] = "lru"
+    ttl_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("capacity_bytes", "admit_after", "ttl_steps"):
+            value = getattr(self, field)
+            if (value is not None or field != "ttl_steps") and (not is_int(value) or value < 1):
+                raise SpecError(f"a dynamic table has {field} {value!r}, must be an integer of at least 1")
+        if self.evict not in ("lru", "lfu"):
+            raise SpecError(f"a dynamic table has evict {self.evict!r}, must be lru or lfu")
+
+
+@dataclass(frozen=True)
 class Table:
     """One embedding table: a rectangle of ``rows`` × ``dim`` values.
 
@@ -49,7 +91,8 @@ class Table:
     name
         Unique within a collection; part of the key of the table's random initial values.
     rows
-        Number of rows; valid ids are ``0 … rows − 1``.
+        Number of rows; valid ids are ``0 … rows − 1``. Or ``"dynamic"``: any ids from 0 on (others with
+        ``Feature.on_bad_id="hash"``), as ``dynamic`` says; the number of rows is then what there is room for.
     dim
         Number of columns, 1 to 1024.
     init_bound
@@ -67,6 +110,8 @@ class Table:
         makes them, put there the rows that are updated most and suffer most from rounding.
     frozen
         A frozen table is looked up but never updated; see also ``EmbeddingCollection.freeze``.
+    dynamic
+        With ``rows="dynamic"``: how much room there is for rows, and which ids get it. ``init_bound`` has to be given.
 
     Raises
     ------
@@ -83,10 +128,30 @@ class Table:
     dtype: RowDtype = "fp32"
     fp32_rows: int = 0
     frozen: bool = False
+    dynamic: Dynamic | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            name: str,
+            rows: int | Literal["dynamic"],
+            dim: int,
+            init_bound: float | None = None,
+            init_version: int = 1,
+            init_seed: int | None = None,
+            dtype: RowDtype = "fp32",
+            fp32_rows: int = 0,
+            frozen: bool = False,
+            dynamic: Dynamic | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a table needs a non-empty name")
+        rows: object = self.rows
+        if rows == "dynamic" or self.dynamic is not None:
+            self._make_dynamic()
         for field in ("rows", "dim", "fp32_rows"):
             value = getattr(self, field)
             if not is_int(value):
@@ -111,6 +176,24 @@ class Table:
             raise SpecError(
                 f"table '{self.name}': fp32_rows is {self.fp32_rows:,}, must be between 0 and rows {self.rows:,}"
             )
+
+    def _make_dynamic(self) -> None:
+        if self.dynamic is None:
+            raise SpecError(f"table '{self.name}': rows is 'dynamic'; say how much room it has: dynamic=Dynamic(…)")
+        if self.init_bound is None:
+            raise SpecError(f"table '{self.name}': rows is 'dynamic', so init_bound has no default; set it")
+        if self.fp32_rows:
+            raise SpecError(f"table '{self.name}': fp32_rows is {self.fp32_rows!r}, but dynamic rows have no order")
+        nbytes, capacity = row_bytes(self.dtype, self.dim), self.dynamic.capacity_bytes
+        room = capacity // (nbytes * DYNAMIC_WAYS) * DYNAMIC_WAYS
+        if not room:
+            raise SpecError(
+                f"table '{self.name}': capacity_bytes is {capacity:,}, must hold {DYNAMIC_WAYS} rows of {nbytes:,} "
+                "bytes"
+            )
+        if self.rows not in ("dynamic", room):
+            raise SpecError(f"table '{self.name}': rows is {self.rows!r}, with `dynamic` it must be 'dynamic'")
+        object.__setattr__(self, "rows", room)
 
     @property
     def bound(self) -> float:

@@ -20,6 +20,7 @@ from hotbed.checkpoint.state import Stateful
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.embed.collection import DYNAMIC
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
@@ -140,6 +141,8 @@ def _take_table(
     spec = table.table
     if saved is None:
         return Taken("table", name, False, f"{spec.rows:,} rows, begins anew"), []
+    if spec.dynamic is not None:
+        return Taken("table", name, False, "begins anew, for its rows have the ids of their own run"), []
     if saved.spec.dim != spec.dim:
         return Taken("table", name, False, f"begins anew: dim {saved.spec.dim} there, {spec.dim} here"), []
     fitting = [
@@ -177,7 +180,8 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
     """Copy parameters and buffers of equal name and shape."""
     report: list[Taken] = []
     with tables_apart(), torch.no_grad():
-        own: dict[str, Tensor] = model.state_dict()
+        own: dict[str, Tensor] = {n: t for n, t in model.state_dict().items() if not _is_of_ids(n)}
+        saved = {n: t for n, t in saved.items() if not _is_of_ids(n)}
         for name, tensor in own.items():
             if name not in saved:
                 report.append(Taken("parameter", name, False, "is not in the checkpoint, begins anew"))
@@ -188,6 +192,11 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
                 tensor.copy_(saved[name])
                 report.append(Taken("parameter", name, True, str(list(tensor.shape))))
     return report + [Taken("parameter", n, False, "is not in this model") for n in saved if n not in own]
+
+
+def _is_of_ids(name: str) -> bool:
+    """Whether a tensor of a model's state says which ids the rows of a dynamic table are of."""
+    return name.rsplit(".", 1)[-1].startswith(DYNAMIC)
 
 
 def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> Taken:

@@ -66,6 +66,7 @@ class Arena:
         """First slot of each piece, and past the last."""
         self.updates = 0
         """How often rows were updated."""
+        self.backend: BackendName = backend
         self._seeds = [piece.table.seed(seed) for piece in pieces]
         self.store: RowStore = (storage or Storage()).make(
             [
@@ -92,6 +93,10 @@ class Arena:
     def _placed(self, device: torch.device) -> None:
         self.seeds = torch.tensor(self._seeds, dtype=torch.int64, device=device)
         """Seed of each piece's table ``[T]`` int64, 32 bits."""
+
+    def seed_of(self, piece: int) -> int:
+        """Seed of the initial values of a piece's table."""
+        return self._seeds[piece]
 
     def slots(self, piece: int) -> Tensor:
         """Slots of a piece ``[R]``."""

@@ -20,21 +20,24 @@ from hotbed.comm import Link
 from hotbed.embed.arena import raw_shapes
 from hotbed.embed.autograd import PooledLookup
 from hotbed.embed.held import Held
-from hotbed.embed.ids import Discarded, checked_ids, verified_ids
+from hotbed.embed.ids import Discarded, checked_ids, kept, verified_ids
 from hotbed.embed.part import Part, WholePart
 from hotbed.embed.sharded import ShardedPart
 from hotbed.embed.updater import TableUpdater
+from hotbed.embed.vocabulary import Vocabulary
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
 from hotbed.plan import Plan
-from hotbed.specs import Feature, Table, check_specs
+from hotbed.specs import ANY_ID, Feature, Table, check_specs
 from hotbed.spread import Spread
 from hotbed.store import Storage, Traffic
 from hotbed.untraced import untraced
 
+DYNAMIC = "dynamic_"
+"""What names of a dynamic table's state begin with, after its own."""
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
 
@@ -123,11 +126,15 @@ class EmbeddingCollection(nn.Module):
         }
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
-        self._rows = {t.name: t.rows for t in tables}
+        self._rows = {t.name: t.rows if t.dynamic is None else ANY_ID for t in tables}
+        self._vocabularies = {t.name: Vocabulary(t, 0, 1) for t in tables if t.dynamic is not None}
+        self._link: Link | None = None
         self.bad_ids: Counter[str] = Counter()
         """By feature, how many ids were dropped or hashed so far (`Feature.on_bad_id`)."""
         self.truncated_ids: Counter[str] = Counter()
         """By feature, how many ids were cut off so far (`Feature.on_too_long`)."""
+        self.unadmitted_ids: Counter[str] = Counter()
+        """By feature of a dynamic table, how many ids had no row so far (see `Dynamic`)."""
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
@@ -174,6 +181,8 @@ class EmbeddingCollection(nn.Module):
             self.truncated_ids += ahead.discarded.truncated
         kind = ids.values.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        if self._vocabularies:
+            ids = self._with_rows(ids)
         found = Embeddings([f.name for f in self.features])
         for part, of_part in zip(self._parts, routes, strict=True):
             requests = part.requests(ids, room, self._is_trained, of_part)
@@ -189,6 +198,8 @@ class EmbeddingCollection(nn.Module):
     def exchange_ahead(self, ids: Jagged, link: Link) -> None:
         """Exchange ids of a batch that the next call of the collection with it is to use; all ranks must call this.
 
+        Nothing is done for a collection that has dynamic tables.
+
         Parameters
         ----------
         ids
@@ -196,6 +207,8 @@ class EmbeddingCollection(nn.Module):
         link
             Ranks, over a process group of its own: other exchanges may be under way.
         """
+        if self._vocabularies:
+            return  # which rows ids have is not known before the step that precedes them
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
         # As if all were trained: another thread may be evaluating the model, or about to unfreeze a table, and ranks
@@ -205,6 +218,33 @@ class EmbeddingCollection(nn.Module):
             if of_part is not None:
                 part.prefetch(of_part)
         ids.put_ahead(self, _Ahead(checked, routes, discarded))
+
+    def _with_rows(self, ids: Jagged) -> Jagged:
+        """Rows in the place of ids of dynamic tables; ids that have none are left out."""
+        if isinstance(ids, Spread):
+            raise BatchError(
+                f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
+                "give the batch without hotbed.Spread"
+            )
+        train = self.training and torch.is_grad_enabled()
+        for table, vocabulary in self._vocabularies.items():
+            features = [f.name for f in self.features if f.table == table]
+            values = [ids[name].values.long() for name in features]
+            rows, renewed = vocabulary.rows_of(torch.cat(values), self._link, train=train)
+            if len(renewed.rows):
+                with torch.no_grad():
+                    self._part(table).renew(table, *renewed)
+            for name, own in zip(features, rows.split([len(v) for v in values]), strict=True):
+                bags, missing = ids[name]._replace(values=own), own < 0
+                if bool(missing.any()):
+                    self.unadmitted_ids[name] += int(missing.sum())
+                    bags = kept(bags, ~missing)
+                ids = ids.with_feature(name, bags)
+        return ids
+
+    def _stepped(self) -> None:
+        for vocabulary in self._vocabularies.values():
+            vocabulary.stepped()
 
     def _is_trained(self, tables: Iterable[str]) -> bool:
         return self.training and self._has_trained(tables)
@@ -317,7 +357,7 @@ class EmbeddingCollection(nn.Module):
         for table, initial in fill.items():
             for moment in rule.moments:
                 self._part(table).add_moment(table, moment, initial[moment.name])
-        updater = TableUpdater(rule, fill, self._parts, self._replicas, on_grad)
+        updater = TableUpdater(rule, fill, self._parts, self._replicas, on_grad, self._stepped)
         self._updaters.add(updater)
         return updater
 
@@ -366,6 +406,10 @@ class EmbeddingCollection(nn.Module):
                     new.load(table, part.raw(table))
             sharded.append(new)
         self._parts = sharded
+        self._link = wire.link
+        self._vocabularies = {
+            n: Vocabulary(v.table, wire.link.rank, wire.link.size) for n, v in self._vocabularies.items()
+        }
         self._replicas = wire.link.size
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
@@ -385,6 +429,9 @@ class EmbeddingCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for table, vocabulary in self._vocabularies.items():
+            for name, tensor in vocabulary.state(self._link).items():
+                destination[f"{prefix}{table}.{DYNAMIC}{name}"] = tensor
         if are_tables_apart():
             return
         for table in self.tables:
@@ -402,6 +449,17 @@ class EmbeddingCollection(nn.Module):
         error_msgs: list[str],
     ) -> None:
         expected: set[str] = set()
+        for table, vocabulary in self._vocabularies.items():
+            keys = {name: f"{prefix}{table}.{DYNAMIC}{name}" for name in vocabulary.shapes()}
+            expected.update(keys.values())
+            missing = [key for key in keys.values() if key not in state_dict]
+            missing_keys += missing
+            other = [k for n, k in keys.items() if k in state_dict and state_dict[k].shape != vocabulary.shapes()[n]]
+            error_msgs += [
+                f"table '{table}': '{key}' is of another capacity; load it with the one it had" for key in other
+            ]
+            if not missing and not other:
+                vocabulary.load_state({name: state_dict[key] for name, key in keys.items()})
         for table in () if are_tables_apart() else self.tables:
             shapes = raw_shapes(self.tables[table])
             keys = {name: f"{prefix}{table}.{name}" for name in shapes}

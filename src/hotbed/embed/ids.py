@@ -95,7 +95,7 @@ def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Jagged:
     place = torch.arange(len(bags.values), device=lengths.device) - torch.repeat_interleave(first, lengths)
     keep = place < (feature.max_len or 0)
     count[feature.name] += int((~keep).sum())
-    return ids.with_feature(feature.name, _kept(bags, keep))
+    return ids.with_feature(feature.name, kept(bags, keep))
 
 
 def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
@@ -134,10 +134,10 @@ def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Ja
     bad[feature.name] += int(wrong.sum())
     if feature.on_bad_id == "hash":
         return ids.with_feature(feature.name, bags._replace(values=hashed(bags.values, rows).where(wrong, bags.values)))
-    return ids.with_feature(feature.name, _kept(bags, ~wrong))
+    return ids.with_feature(feature.name, kept(bags, ~wrong))
 
 
-def _kept(bags: Bags, keep: Tensor) -> Bags:
+def kept(bags: Bags, keep: Tensor) -> Bags:
     """The ids where ``keep`` is set."""
     offsets = torch.zeros(bags.batch_size + 1, dtype=torch.int64, device=keep.device)
     offsets[1:] = torch.bincount(_sample_of_each(bags)[keep], minlength=bags.batch_size).cumsum(0)

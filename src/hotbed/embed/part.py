@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hotbed import ops
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, Piece
 from hotbed.embed.held import Held
@@ -124,6 +125,8 @@ class Part(ABC):
         self.pooled = [f.name for f in own if f.pooling != "none"]
         self.sequences = [f for f in own if f.pooling == "none"]
         self.arenas: list[Arena] = []
+        self.initial_moments: dict[str, dict[str, float]] = {}
+        """What rows begin with, by table and moment."""
 
     @property
     @abstractmethod
@@ -169,9 +172,29 @@ class Part(ABC):
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
 
-    @abstractmethod
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
         """Make room for a moment of a table, filled with a value."""
+        self.initial_moments.setdefault(table, {})[moment.name] = initial
+
+    def renew(self, table: str, rows: Tensor, ids: Tensor) -> None:
+        """Let rows of a dynamic table begin anew, with the initial values of these ids; moments, too."""
+        spec, own = self.tables[table], self.initial_moments.get(table, {})
+        for held in self.held(table):
+            piece, store = held.piece, held.arena.store
+            here = (rows >= piece.rows.start) & (rows < piece.rows.stop)
+            here &= (rows - piece.rows.start) % piece.rows.step == 0
+            if not bool(here.any()):
+                continue
+            slots = (rows[here] - piece.rows.start) // piece.rows.step + held.arena.first_slots[held.number]
+            slots = slots.to(store.device)
+            values = torch.empty(len(slots), len(piece.cols), device=store.device)
+            kernels = ops.select(store.device, held.arena.backend)
+            seed, own_ids = held.arena.seed_of(held.number), ids[here].to(store.device)
+            kernels.initial_values_(values, seed=seed, rows=own_ids, cols=piece.cols, bound=spec.bound)
+            store.write(slots, values)
+            for moment, initial in own.items() if held.owned else ():
+                shape = (len(slots),) if store.moment_is_per_row(moment) else values.shape
+                store.write(slots, torch.full(shape, initial, device=store.device), moment)
 
     @abstractmethod
     def raw(self, table: str) -> dict[str, Tensor]:
@@ -289,6 +312,7 @@ class WholePart(Part):
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        super().add_moment(table, moment, initial)
         arena, piece = self._place[table]
         arena.store.add_moment(moment)
         arena.store.fill(piece, moment.name, initial)

@@ -201,6 +201,7 @@ class ShardedPart(Part):
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        super().add_moment(table, moment, initial)
         for arena in self.arenas:
             arena.store.add_moment(moment)
         for holder in self._holders(table):

@@ -35,6 +35,8 @@ class TableUpdater:
         Number of ranks whose gradients add up; each counts ``1 / replicas``, for their losses are means.
     on_grad
         Called for every gradient that arrives, with what says whether it is finite.
+    on_stepped
+        Called when gradients have been used.
     """
 
     def __init__(
@@ -44,13 +46,14 @@ class TableUpdater:
         parts: Sequence[Part],
         replicas: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
+        on_stepped: Callable[[], None],
     ) -> None:
         self.rule = rule
         self.tables = set(tables)
         self._parts = [part for part in parts if not self.tables.isdisjoint(part.tables)]
         self._part_of = {t: part for part in self._parts for t in part.tables if t in self.tables}
         self._replicas = replicas
-        self._on_grad = on_grad
+        self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
         self._order = {t: i for i, t in enumerate(self._part_of)}
         self._steps = torch.zeros(len(self._order), dtype=torch.int64, device="cpu")
@@ -87,6 +90,7 @@ class TableUpdater:
             here = {arena: _joined(found[arena]) for arena in part.arenas if arena in found}
             part.update(steps, here)
         self._waiting.clear()
+        self._on_stepped()
 
     def _count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor, device: torch.device) -> None:
         """Count the step of the tables that are trained.

@@ -15,18 +15,24 @@ FREE = -1
 
 
 @kernel(inline="always")
-def _first_place(key, sets, ways):
+def _set_of(key, sets):
     mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
-    return np.int64(mixed % np.uint64(sets)) * ways
+    return np.int64(mixed % np.uint64(sets))
+
+
+@kernel()
+def sets_of(keys, sets, out):
+    """Set of each key ``[n]``."""
+    for i in range(keys.shape[0]):
+        out[i] = _set_of(keys[i], sets)
 
 
 @kernel(parallel=True)
-def find(keys, ways, wanted, out):
-    """Place of each wanted key ``[n]`` into ``out``, −1 where it is not here."""
-    sets = keys.shape[0] // ways
+def find(keys, sets, first_set, ways, wanted, out):
+    """Place of each wanted key ``[n]`` into ``out``, −1 where it is not here; of all sets some, from one on, are."""
     for i in prange(wanted.shape[0]):
-        first = _first_place(wanted[i], sets, ways)
+        first = (_set_of(wanted[i], sets) - first_set) * ways
         out[i] = -1
         for at in range(first, first + ways):
             if keys[at] == wanted[i]:
@@ -43,22 +49,21 @@ def use(times, counts, places, now):
 
 
 @kernel()
-def take(keys, times, counts, ways, by_count, wanted, now, out, evicted):
-    """Find a place for each of these distinct keys ``[n]``, which are not here.
+def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, protected, out, evicted):
+    """Find a place for each of these distinct keys ``[n]``, which are not here, and note that it is used now.
 
     That of the least recently used key of its set, or, ``by_count``, the least often used one (of equals the least
-    recently used); free places first, and none that is used now: then ``out`` is −1. ``evicted`` gets the key that was
-    there, or −1.
+    recently used); free places first, and none that was used since the time ``protected``: then ``out`` is −1.
+    ``evicted`` gets the key that was there, or −1.
     """
-    sets = keys.shape[0] // ways
     for i in range(wanted.shape[0]):
-        first = _first_place(wanted[i], sets, ways)
+        first = (_set_of(wanted[i], sets) - first_set) * ways
         best = -1
         for at in range(first, first + ways):
             if keys[at] == FREE:
                 best = at
                 break
-            if times[at] == now:
+            if times[at] >= protected:
                 continue
             if best < 0:
                 best = at

@@ -40,7 +40,8 @@ class CachedRecords(Records):
     def __init__(self, below: Records, rows: int, policy: Policy = "lru") -> None:
         self.below, self.record_bytes, self.policy = below, below.record_bytes, policy
         self._ways = min(WAYS, rows)
-        places = -(-rows // self._ways) * self._ways
+        self._sets = -(-rows // self._ways)
+        places = self._sets * self._ways
         self._slab = cpu_memory.zeros((places, self.record_bytes), torch.uint8)
         self._keys = torch.full((places,), cpu_cache.FREE, dtype=torch.int64)
         self._times = torch.zeros(places, dtype=torch.int64)
@@ -140,7 +141,7 @@ class CachedRecords(Records):
 
     def _find(self, slots: Tensor) -> Tensor:
         out = torch.empty(len(slots), dtype=torch.int64)
-        launch(cpu_cache.find, self._keys.numpy(), self._ways, slots.numpy(), out.numpy())
+        launch(cpu_cache.find, self._keys.numpy(), self._sets, 0, self._ways, slots.numpy(), out.numpy())
         return out
 
     def _use(self, places: Tensor) -> None:
@@ -152,7 +153,10 @@ class CachedRecords(Records):
             places, evicted = torch.empty_like(slots), torch.empty_like(slots)
             state = self._keys.numpy(), self._times.numpy(), self._counts.numpy()
             by_count = self.policy == "lfu"
-            cpu_cache.take(*state, self._ways, by_count, slots.numpy(), self._now, places.numpy(), evicted.numpy())
+            where = self._sets, 0, self._ways
+            cpu_cache.take(
+                *state, *where, by_count, slots.numpy(), self._now, self._now, places.numpy(), evicted.numpy()
+            )
             kept = places >= 0
             lost = kept & (evicted >= 0)
             lost[kept] &= self._dirty[places[kept]]
