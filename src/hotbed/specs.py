@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeGuard, get_args
+from typing import TYPE_CHECKING, Literal, TypeGuard, cast, get_args
 
 from hotbed.errors import SpecError, did_you_mean
 
@@ -149,8 +149,7 @@ class Table:
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a table needs a non-empty name")
-        rows: object = self.rows
-        if rows == "dynamic" or self.dynamic is not None:
+        if cast(object, self.rows) == "dynamic" or self.dynamic is not None:
             self._make_dynamic()
         for field in ("rows", "dim", "fp32_rows"):
             value = getattr(self, field)
