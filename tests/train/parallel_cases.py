@@ -39,7 +39,7 @@ RECIPE = Recipe.from_dict(
 
 def make_trainer(
     group: Group,
-    scheme: str = "table",
+    scheme: str | hb.Cut = "table",
     recipe: TrainRecipe = TRAIN,
     *,
     callbacks: Sequence[Callback] = (),
@@ -50,7 +50,7 @@ def make_trainer(
 ) -> Trainer:
     torch.manual_seed(0)
     model: nn.Module = DLRM(TABLES, FEATURES, planted.DENSE, bottom=(16, 32), top=(16, 1), seed=0)
-    if group is not None:
+    if group is not None or isinstance(scheme, hb.Cut):
         model = hb.distribute(model, scheme, group=group, timeout=timeout, **options)
     dense = torch.optim.SGD(model.parameters(), lr=0.2) if sgd else torch.optim.Adam(model.parameters(), lr=0.01)
     sparse = hb.optim.SGD(model, lr=0.5) if sgd else hb.optim.RowWiseAdagrad(model, lr=0.05)

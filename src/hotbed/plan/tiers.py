@@ -90,6 +90,7 @@ def _harmonic(n: int, exponent: float) -> float:
         power = 1 - exponent
         total += math.log(n / few) if abs(power) < 1e-12 else (n**power - few**power) / power
         total += (n**-exponent - few**-exponent) / 2
+        total += exponent * (few ** (-exponent - 1) - n ** (-exponent - 1)) / 12
     return total
 
 

@@ -37,13 +37,17 @@ PLANS = {
     "copies on all ranks": "dp",
     "popular rows copied": {"hot_rows": 1000, "rows": 0},
     "cut into rows, vectors sent": {"rows": 0, "wire": "pooled"},
+    "made when trained": {"rows": 0, "tier": "host"},
+    "on disk": {"rows": 0, "tier": "disk"},
+    "on disk, cached": {"rows": 0, "tier": "disk", "cache_rows": 200},
+    "popular rows in memory, others on disk": {"hot_rows": 200, "rows": 0, "tier": "disk", "cache_rows": 50},
 }
 """What the same model is trained under: schemes of `hotbed.make_plan`, or arguments of a `Cut` and the wire format."""
 
 DIM = 48
 """Columns of the tables: three blocks of 16, so that they can be cut."""
 
-KILLED, RESUMED = "cut into rows", "cut into columns"
+KILLED, RESUMED = "on disk, cached", "cut into columns"
 """The plan of a run that is killed, and the plan that it goes on under."""
 
 
@@ -105,7 +109,7 @@ def run_promise(
     return {
         "ranks": ranks,
         "steps": steps,
-        "plans": [{key: plan[key] for key in ("name", "samples_per_s", "sha256", "bytes")} for plan in found],
+        "plans": [{key: plan[key] for key in ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")} for plan in found],
         "resumed": {"killed": KILLED, "at_step": at, "resumed": RESUMED, "sha256": resumed["sha256"]},
         "one_process": _differences(found[0], alone),
         "equal": len(hashes) == 1,
@@ -123,6 +127,8 @@ def print_promise(console: Console, result: Mapping[str, Any]) -> None:
     table.add_column("SHA-256 of losses and model")
     for plan in result["plans"]:
         where = " … ".join(dict.fromkeys(size(b) for b in (min(plan["bytes"]), max(plan["bytes"]))))
+        if any(plan["disk_bytes"]):
+            where += f", {size(max(plan['disk_bytes']))} on disk"
         table.add_row(plan["name"], where, f"{plan['samples_per_s']:,.0f}", plan["sha256"][:16])
     resumed = result["resumed"]
     name = f"{resumed['killed']}, kill -9 at step {resumed['at_step']}, then {resumed['resumed']}"

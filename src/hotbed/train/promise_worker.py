@@ -85,12 +85,14 @@ def _trained(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) -> 
     file = folder / f"{name}.safetensors"
     if ranks.is_first:
         save_file({key: t.clone() for key, t in state.items()}, file)
-    held = sum(m.nbytes for m in trainer.model.modules() if isinstance(m, EmbeddingCollection))
+    collections = [m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection)]
+    held, on_disk = sum(c.nbytes for c in collections), sum(c.disk_bytes for c in collections)
     return {
         "name": name,
         "samples_per_s": trainer.samples_per_s,
         "sha256": _sha256(recorder.losses, state),
         "bytes": [int(b) for b in ranks.gather(torch.tensor([held])).tolist()],
+        "disk_bytes": [int(b) for b in ranks.gather(torch.tensor([on_disk])).tolist()],
         "losses": recorder.losses,
         "state": str(file),
     }

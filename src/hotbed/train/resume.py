@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hotbed.checkpoint import Directory, read_manifest
-from hotbed.config import InitRecipe, Recipe
+from hotbed.config import InitRecipe, MemoryRecipe, Recipe
 from hotbed.errors import RecipeError
 
 MAY_DIFFER = frozenset(
@@ -22,6 +22,7 @@ MAY_DIFFER = frozenset(
         *(f"data.{key}" for key in ("path", "workers", "prefetch", "valid_split", "test_split")),
         *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
         *(f"init.{field.name}" for field in fields(InitRecipe)),
+        *(f"memory.{field.name}" for field in fields(MemoryRecipe)),
         *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
         *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience")),
         *(f"train.checkpoint_{key}" for key in ("every", "minutes", "dir", "in_background")),

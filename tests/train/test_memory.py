@@ -1,0 +1,112 @@
+"""A run is the same wherever its rows are; its records say what caches and files did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hotbed.cli import main
+from hotbed.config import MemoryRecipe, Recipe
+from hotbed.errors import RecipeError
+from hotbed.train.report import RunDirectory
+from hotbed.train.run import train
+
+
+def recipe_of(folder: Path, memory: dict[str, Any], optimizer: str = "RowWiseAdagrad") -> Recipe:
+    (folder / "rows.yaml").write_text("rows: [300, 40, 5000]\ndense: 3\n")
+    return Recipe.from_dict(
+        {
+            "name": "zipf",
+            "data": {
+                "source": {
+                    "class_path": "hotbed.data.ZipfSource",
+                    "init_args": {"train_samples": 960, "test_samples": 320},
+                },
+                "path": str(folder / "rows.yaml"),
+                "dim": 16,
+            },
+            "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16], "top": [8, 1]}},
+            "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+            "sparse_optimizer": {"class_path": f"hotbed.optim.{optimizer}", "init_args": {"lr": 0.05}},
+            "train": {"batch_size": 64, "log_every": 5, "device": "cpu"},
+            "memory": memory,
+        }
+    )
+
+
+def trained(folder: Path, memory: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    summary = train(recipe_of(folder, memory), RunDirectory(folder / "runs", "zipf"), Console(quiet=True))
+    lines = (Path(summary["run"]) / "metrics.jsonl").read_text().splitlines()
+    return summary, [json.loads(line) for line in lines]
+
+
+def test_a_run_is_the_same_wherever_rows_are(tmp_path: Path) -> None:
+    expected, records = trained(tmp_path, {})
+    assert "memory" not in expected
+    losses = [r["loss"] for r in records if r["event"] == "train"]
+    for memory in (
+        {"tier": "host"},
+        {"tier": "disk", "directory": str(tmp_path / "rows")},
+        {"tier": "disk", "device_bytes": 20_000, "host_bytes": 10_000, "cache_rows": 64},
+        {"tier": "disk", "cache_rows": 2000, "cache_policy": "lfu"},
+    ):
+        found, records = trained(tmp_path, memory)
+        of_training = [r for r in records if r["event"] == "train"]
+        assert [r["loss"] for r in of_training] == losses, memory
+        assert found["test"] == expected["test"], memory
+        if memory.get("cache_rows"):
+            assert 0 < found["memory"]["hit_rate"] <= 1
+            assert all(0 <= r["hit_rate"] <= 1 and r["hits"] + r["misses"] > 0 for r in of_training)
+        if memory["tier"] == "disk":
+            assert found["memory"]["written_bytes"] > 0 or memory.get("cache_rows", 0) >= 2000
+            assert found["memory"]["disk_bytes"] >= 0
+    assert not list((tmp_path / "rows").iterdir())
+
+
+def test_a_run_goes_on_in_another_memory(tmp_path: Path) -> None:
+    expected, _ = trained(tmp_path, {})
+    first = recipe_of(tmp_path, {"tier": "disk", "cache_rows": 100}).to_dict()
+    first["train"] |= {"steps": 7}
+    begun = train(Recipe.from_dict(first), RunDirectory(tmp_path / "runs", "zipf"), Console(quiet=True))
+    second = recipe_of(tmp_path, {"tier": "host"})
+    found = train(second, RunDirectory(tmp_path / "other", "zipf"), Console(quiet=True), resume=Path(begun["run"]))
+    assert found["test"] == expected["test"]
+
+
+def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -> None:
+    from hotbed.train.dry_run import memory_plan
+
+    plain = recipe_of(tmp_path, {}, "SGD")
+    values = plain.to_dict()
+    values["sparse_optimizer"]["init_args"]["momentum"] = 0.9
+    assert sum(t["moment_bytes"] for t in memory_plan(plain)["tables"]) == 0
+    assert sum(t["moment_bytes"] for t in memory_plan(Recipe.from_dict(values))["tables"]) == 5340 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tier": "ram"}, r"memory\.tier is 'ram', must be .*device, host, disk"),
+        ({"cache_rows": 5}, r"memory\.cache_rows is set, but memory\.tier is 'device'; set it to 'host' or 'disk'"),
+        ({"tier": "host", "host_bytes": 5}, r"memory\.host_bytes is set, but memory\.tier is 'host'; set it to 'disk'"),
+        ({"tier": "host", "device_bytes": -1}, r"memory\.device_bytes is -1, must be at least 0"),
+        ({"tier": "host", "cache_policy": "fifo"}, r"memory\.cache_policy is 'fifo', must be .*lru, lfu"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        MemoryRecipe(**options)
+
+
+def test_the_command_line_takes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe_of(tmp_path, {}).to_dict()))
+    options = ["--memory.tier", "disk", "--memory.cache_rows", "50", "--out", str(tmp_path / "runs")]
+    assert main(["train", str(file), *options, "--json", str(tmp_path / "s.json")]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "s.json").read_text())["memory"]["misses"] > 0
