@@ -47,6 +47,7 @@ PLANS = {
 DIM = 48
 """Columns of the tables: three blocks of 16, so that they can be cut."""
 
+_SHOWN = ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")
 KILLED, RESUMED = "on disk, cached", "cut into columns"
 """The plan of a run that is killed, and the plan that it goes on under."""
 
@@ -109,7 +110,7 @@ def run_promise(
     return {
         "ranks": ranks,
         "steps": steps,
-        "plans": [{key: plan[key] for key in ("name", "samples_per_s", "sha256", "bytes", "disk_bytes")} for plan in found],
+        "plans": [{key: plan[key] for key in _SHOWN} for plan in found],
         "resumed": {"killed": KILLED, "at_step": at, "resumed": RESUMED, "sha256": resumed["sha256"]},
         "one_process": _differences(found[0], alone),
         "equal": len(hashes) == 1,
