@@ -253,6 +253,11 @@ class EmbeddingCollection(nn.Module):
         return any(isinstance(part, ShardedPart) for part in self._parts)
 
     @property
+    def replicas(self) -> int:
+        """How many copies of the tables are trained apart and averaged; 1 where there are none."""
+        return 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of rows and moments on this rank."""
         return sum(part.nbytes for part in self._parts)

@@ -23,7 +23,7 @@ from hotbed.embed.placement import Placement
 from hotbed.ops import Backend, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
 from hotbed.ops.random import random_bits
-from hotbed.ops.reference_rules import blocks_of, rule_steps, sqrt, sum_of_blocks
+from hotbed.ops.reference_rules import blocks_of, rowwise_step_size, rule_steps, sum_of_blocks
 from hotbed.optim.rules import Rule
 from hotbed.plan.ranges import common_places
 
@@ -233,10 +233,11 @@ def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
     """``v ← v + squares / dim``; what follows is gradient descent with a step size per row, and has a kernel."""
     store, step, slots = touched.arena.store, touched.step, touched.slots
     (moment,) = step.rule.moments
-    v = store.read(slots, moment.name) + squares / dim
+    before = store.read(slots, moment.name)
+    v = before + squares / dim
     store.write(slots, v, moment.name)
     hyper = step.hyper[touched.piece]
-    step_size = hyper[:, LR] / (sqrt(v) + hyper[:, OWN])
+    step_size = rowwise_step_size(before, v, hyper[:, LR], hyper[:, OWN:])
     descent = step.hyper[:, :OWN].clone()
     descent[:, LR] = 1
     one = torch.ones_like(step.inv_scale)
