@@ -48,9 +48,7 @@ class NodeLink(Link):
 
     def _part(self, parts: Sequence[Sequence[int]]) -> Link:
         """The link of the part that has this rank; all processes make all of them, in one order."""
-        groups = {
-            tuple(ranks): [self._new_group([ranks[r] for r in part]) for part in parts] for ranks in self._beside
-        }
+        groups = {tuple(ranks): [self._new_group([ranks[r] for r in part]) for part in parts] for ranks in self._beside}
         (mine,) = (i for i, part in enumerate(parts) if self.rank in part)
         group = groups[tuple(dist.get_process_group_ranks(self.group))][mine]
         assert isinstance(group, dist.ProcessGroup)

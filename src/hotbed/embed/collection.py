@@ -116,7 +116,7 @@ class EmbeddingCollection(nn.Module):
             WholePart(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
-        self._replicas = 1
+        self._summed_ranks = 1
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }
@@ -236,7 +236,7 @@ class EmbeddingCollection(nn.Module):
 
     def _features_in(self, ids: Spread) -> list[Feature]:
         """Features that model-parallel input brings: those of this collection."""
-        if self._replicas == 1 and any(isinstance(part, WholePart) for part in self._parts):
+        if not self.is_distributed:
             raise BatchError("the batch is spread over ranks, the model is not; call hotbed.distribute first")
         return [f for f in self.features if f.name in ids.whole]
 
@@ -255,7 +255,17 @@ class EmbeddingCollection(nn.Module):
     @property
     def replicas(self) -> int:
         """How many copies of the tables are trained apart and averaged; 1 where there are none."""
-        return 1
+        return max(part.replicas for part in self._parts)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank holds tiles of the first copy, or the only one, of the tables: that which is saved."""
+        return all(part.is_first_replica for part in self._parts)
+
+    def sync(self) -> None:
+        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
+        for part in self._parts:
+            part.sync()
 
     @property
     def nbytes(self) -> int:
@@ -308,7 +318,7 @@ class EmbeddingCollection(nn.Module):
         for table, initial in fill.items():
             for moment in rule.moments:
                 self._part(table).add_moment(table, moment, initial[moment.name])
-        updater = TableUpdater(rule, fill, self._parts, self._replicas, on_grad)
+        updater = TableUpdater(rule, fill, self._parts, self._summed_ranks, on_grad)
         self._updaters.add(updater)
         return updater
 
@@ -344,7 +354,7 @@ class EmbeddingCollection(nn.Module):
                     new.load(table, part.raw(table))
             sharded.append(new)
         self._parts = sharded
-        self._replicas = wire.link.size
+        self._summed_ranks = wire.summed_ranks
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)

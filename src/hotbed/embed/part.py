@@ -115,7 +115,14 @@ class Part(ABC):
         The other features; one output each.
     arenas
         What this rank updates.
+    replicas
+        How many copies of the tables are trained apart and averaged.
+    is_first_replica
+        Whether what is here is of the first copy.
     """
+
+    replicas = 1
+    is_first_replica = True
 
     def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
         self.dim = dim
@@ -164,6 +171,10 @@ class Part(ABC):
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Average replicas that steps have changed since they were averaged."""
 
     @abstractmethod
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
@@ -282,6 +293,10 @@ class WholePart(Part):
         for arena, (occurrences, grad) in found.items():
             arena.updates += 1
             arena.store.update(steps[arena], occurrences, grad)
+
+    @override
+    def sync(self) -> None:
+        """There is one copy."""
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.placement import Placement
+from hotbed.embed.rounding import rounding_bits
 from hotbed.ops import Backend, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
-from hotbed.ops.random import random_bits
 from hotbed.ops.reference_rules import blocks_of, rowwise_step_size, rule_steps, sum_of_blocks
 from hotbed.optim.rules import Rule
 from hotbed.plan.ranges import common_places
@@ -247,14 +247,7 @@ def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
 
 def _store(touched: Touched, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
     """Round and store rows; store their moments."""
-    arena, slots, piece = touched.arena, touched.slots, touched.piece
-    random = None
-    if arena.pieces and arena.pieces[0].table.dtype != "fp32":
-        first, step, col = torch.tensor(
-            [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
-        )[piece].unbind(1)
-        cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
-        random = random_bits(touched.step.seeds[piece], first + touched.within * step, cols)
-    arena.store.write(slots, rows, random=random)
+    arena, slots = touched.arena, touched.slots
+    arena.store.write(slots, rows, random=rounding_bits(arena, slots, touched.step.seeds))
     for name, moment in moments.items():
         arena.store.write(slots, moment, name)

@@ -74,14 +74,14 @@ class RowWiseAdagrad(AdagradBase):
     mean_d sums 16-column blocks in column order.
 
     c is 1 but for tables that several replicas train apart and average (`hotbed.distribute` with ``replicas=M``): the
-    momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). There a replica sees 1/M of the batch, B/M samples.
-    If a sample's gradient of a row has mean μ and variance σ², the mean over B samples adds ``μ² + σ²/B`` to v per step,
-    the mean over B/M adds ``μ² + Mσ²/B``, and averaging v over replicas leaves that as it is. So v is too large by a
-    factor between 1 (the replicas' gradients agree) and M (noise, and rows that one replica alone has seen); its root
-    shortens steps by up to √M, and ``c = M`` lengthens them again. It does so for *every* row, however: where replicas
-    agree, and that is where rows are popular, steps are too long by up to √M. c is a hyperparameter in ``[1, M]``, and
-    no value of it gives the steps of one group; ``hotbed.distribute(…, exact=True)`` does. With ``eps_inside`` the rule
-    is that of ``lr · √c`` and ``ε · c``.
+    momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). There a replica sees B/M of the B samples of a
+    batch. If a sample's gradient of a row has mean μ and variance σ², the mean over B samples adds ``|μ|² + σ²/B`` to v
+    per step, that over B/M adds ``|μ|² + Mσ²/B``, and averaging v over replicas leaves it so. Hence v is too large by a
+    factor between 1 (the replicas' gradients agree) and M (they are noise, or one replica alone has seen the row); its
+    root makes steps too short by up to √M, and ``c = M`` makes them longer by √M. But by that much for *every* row:
+    where replicas agree, which is where rows are popular, steps are then too long. So c is a hyperparameter in
+    ``[1, M]``, and no value of it gives the steps of one group; ``hotbed.distribute(…, exact=True)`` does. With
+    ``eps_inside`` the rule is the plain one with ``lr · √c`` and ``ε · c``.
 
     Parameters
     ----------

@@ -121,6 +121,10 @@ def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device
         backward_codec=parallel.backward_codec,
         sums_apart=parallel.sums_apart,
         ranks_per_node=parallel.ranks_per_node,
+        replicas=parallel.replicas,
+        sync_every=parallel.sync_every,
+        layout=parallel.layout,
+        exact=parallel.exact,
         timeout=timedelta(seconds=parallel.timeout_s),
     )
 
@@ -128,7 +132,7 @@ def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device
 def planned(model: nn.Module, parallel: ParallelRecipe, world_size: int) -> Plan:
     """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
     plan = _plan_or_scheme(parallel)
-    return plan if isinstance(plan, Plan) else plan_for(model, world_size, plan)
+    return plan if isinstance(plan, Plan) else plan_for(model, max(world_size // parallel.replicas, 1), plan)
 
 
 def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
@@ -165,6 +169,11 @@ class Ranks:
     def link(self) -> Link | None:
         """For small exchanges; None for one rank."""
         return None if self._model is None else self._model.link
+
+    def sync(self) -> None:
+        """Average the replicas of the model's tables, if there are any; all ranks must call this."""
+        if self._model is not None:
+            self._model.sync()
 
     def at_step(self, step: int) -> None:
         """Say which step it is in the errors of exchanges."""

@@ -20,6 +20,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.errors import BatchError, RecipeError
+from hotbed.train.balance import Balance
 from hotbed.train.callbacks import Callback
 from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
@@ -99,6 +100,7 @@ class Trainer:
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
+        self._balance = Balance(model)
         self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap)
         self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
@@ -143,6 +145,7 @@ class Trainer:
         try:
             with self.ranks.explained():
                 self._fit(batches, valid)
+                self.ranks.sync()
                 self.saver.finish()
                 self._obey(False, *map(bool, self.ranks.add(self.ask_stop)))  # asked after the last step
             self._call("on_train_end")
@@ -268,6 +271,7 @@ class Trainer:
                 "loss": sum(self._recent) / len(self._recent),
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
+                **self._balance.record(),
             }
             self._recent.clear()
             self._call("on_log", record)
