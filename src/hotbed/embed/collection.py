@@ -267,6 +267,11 @@ class EmbeddingCollection(nn.Module):
         for part in self._parts:
             part.sync()
 
+    def settle(self) -> None:
+        """Wait for an average of replicas that is under way; lookups and steps do."""
+        for part in self._parts:
+            part.settle()
+
     @property
     def nbytes(self) -> int:
         """Bytes of rows and moments on this rank."""

@@ -177,6 +177,10 @@ class Part(ABC):
         """Average replicas that steps have changed since they were averaged."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Wait until nobody else reads or writes rows."""
+
+    @abstractmethod
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
         """Make room for a moment of a table, filled with a value."""
 
@@ -296,7 +300,11 @@ class WholePart(Part):
 
     @override
     def sync(self) -> None:
-        """There is one copy."""
+        pass
+
+    @override
+    def settle(self) -> None:
+        pass
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:

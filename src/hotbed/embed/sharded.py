@@ -157,7 +157,7 @@ class ShardedPart(Part):
     ) -> list[Request]:
         found: list[Request] = []
         exchanged = self.routes(ids, self.wire.link, trained) if routes is None else cast(_Routes, routes)
-        self._settle()
+        self.settle()
         looked_up = [self._spread] if isinstance(ids, Spread) else self._looked_up
         for (places, output, _), route in zip(looked_up, exchanged, strict=True):
             bags = route.bags
@@ -176,7 +176,7 @@ class ShardedPart(Part):
 
     @override
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
-        self._settle()
+        self.settle()
         step = next(iter(steps.values()))
         cut: dict[int, Arena] = {}
         if sums_rows(step.rule, step.uses) and not self.wire.sums_apart:
@@ -201,14 +201,14 @@ class ShardedPart(Part):
             self._sync.start(self.placement)
             self._sync.finish()
 
-    def _settle(self) -> None:
-        """Wait until nobody else reads or writes rows."""
+    @override
+    def settle(self) -> None:
         if self._sync is not None:
             self._sync.finish()
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
-        self._settle()
+        self.settle()
         for arena in self.arenas:
             arena.store.add_moment(moment)
         for holder in self._holders(table):
@@ -220,7 +220,7 @@ class ShardedPart(Part):
 
     def _holders(self, table: str) -> list[Holder]:
         """Tiles of a table, when nobody writes to them."""
-        self._settle()
+        self.settle()
         placement = self.placement
         found: list[Holder] = []
         for i, tile in enumerate(placement.tiles):
@@ -278,7 +278,7 @@ class ShardedPart(Part):
 
     @override
     def to(self, device: torch.device) -> None:
-        self._settle()
+        self.settle()
         for arena in (*self.arenas, *self.copies):
             arena.to(device)
         self.placement = Placement(list(self.tables.values()), self._plan, self.wire.link.rank, device)
