@@ -1,7 +1,7 @@
 """Step time against bandwidth, for plans and codecs, on hosts joined by links with limits.
 
     python -m benchmarks.net [--limits 100 1000] [--ranks 2 4] [--plans table row column dp] [--json FILE] [--quick]
-    python -m benchmarks.net --ranks 8 --plans row --codecs fp32 --groups 1 2 4 4:all    # full model-parallel against 2D
+    python -m benchmarks.net --ranks 8 --plans row --codecs fp32 --groups 1 2 4 4:all   # full model-parallel against 2D
 
 Every rank is a host of its own. Needs root and iproute2. The exit status is 1 where ranks sent other bytes than the
 plan says (more than 5 % apart), or the links carried more than these and their framing.

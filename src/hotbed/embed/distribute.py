@@ -90,7 +90,8 @@ def distribute(
         gradient of a table is that of the mean over the group. Memory per rank is M times that of one group; a sync
         sends ``2 (M − 1) / M`` of the touched rows that a rank holds.
     sync_every
-        Steps between these averages. Besides, replicas are averaged for `state_dict`, checkpoints and evaluations.
+        Steps between these averages. Besides, replicas are averaged for `state_dict`, checkpoints, evaluations and at
+        the end of a `Trainer`'s run; a loop of your own ends with ``model.sync()``.
     layout
         What ranks that follow each other, as on a host, are: of one of the ``"groups"``, or the ``"replicas"`` of the
         same tiles.
@@ -179,8 +180,10 @@ class Distributed(nn.Module):
         The model.
     plan
         Where its tables are.
+    mesh
+        All ranks by ``("replica", "shard")``; None where there is one group.
     link, dense_link
-        The ranks, for small exchanges between steps, and for gradients of dense parameters.
+        All ranks, for small exchanges between steps, and for gradients of dense parameters.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, base: Link, plan: Plan, dense: Dense) -> None:
@@ -188,6 +191,7 @@ class Distributed(nn.Module):
         self.module = model
         self.plan = plan
         self.wire = wire
+        self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()
         self.dense_link = base.clone()
         self._register_load_state_dict_pre_hook(_named_as_module)

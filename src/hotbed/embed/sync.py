@@ -65,8 +65,9 @@ class Sync:
         """Note what a step has touched; begin to average if it is time."""
         for arena in self._arenas:
             device = arena.store.device
-            touched = self._touched.get(arena, torch.zeros(arena.store.slots, dtype=torch.bool, device=device))
-            self._touched[arena] = touched.to(device)
+            if arena not in self._touched:
+                self._touched[arena] = torch.zeros(arena.store.slots, dtype=torch.bool, device=device)
+            self._touched[arena] = self._touched[arena].to(device)
             self._seeds[arena] = steps[arena].seeds
         for arena, (occurrences, _) in found.items():
             self._touched[arena][occurrences.slots] = True

@@ -147,8 +147,9 @@ class RowWiseAdagrad(AdagradBase):
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:
-        super().check({**group, "moment_scale": self._scale(group)})
-        if not self.number({**group, "moment_scale": self._scale(group)}, "moment_scale") >= 1:
+        resolved = {**group, "moment_scale": self._scale(group)}
+        super().check(resolved)
+        if not self.number(resolved, "moment_scale") >= 1:
             self.refuse(group, "moment_scale", "it must be at least 1, or None for the number of replicas")
         if self.delayed_moment and not self.number(group, "initial_accumulator") > 0:
             self.refuse(group, "initial_accumulator", "delayed_moment needs it to be positive")

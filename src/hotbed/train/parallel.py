@@ -18,6 +18,7 @@ from hotbed.comm import Link
 from hotbed.config import ParallelRecipe
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for
+from hotbed.embed.replicate import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError
 from hotbed.plan import Plan
 from hotbed.plan.schemes import SCHEMES
@@ -132,6 +133,8 @@ def distributed(model: nn.Module, parallel: ParallelRecipe, device: torch.device
 def planned(model: nn.Module, parallel: ParallelRecipe, world_size: int) -> Plan:
     """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
     plan = _plan_or_scheme(parallel)
+    if world_size > 1:
+        check_replicas(world_size, parallel.replicas, parallel.sync_every, exact=parallel.exact)
     return plan if isinstance(plan, Plan) else plan_for(model, max(world_size // parallel.replicas, 1), plan)
 
 
