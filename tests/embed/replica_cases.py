@@ -91,13 +91,13 @@ def batch(step: int, number: int) -> Jagged:
 
 
 def state(model: nn.Module, optimizer: optim.SparseOptimizer) -> dict[str, Tensor]:
-    """Rows and moments of this rank's group."""
+    """Rows and moments of this rank's group; what cannot be pickled as bytes."""
     collection: EmbeddingCollection = model.embeddings
     found: dict[str, Tensor] = {}
     for table in collection.tables:
         found |= {f"{table}.{n}": t for n, t in collection._part(table).raw(table).items()}
         found |= {f"{table}.{n}": m for n, m in optimizer._updaters["embeddings"].state(table).items()}
-    return {name: t.clone() for name, t in found.items()}
+    return {name: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.clone() for name, t in found.items()}
 
 
 def made(group: dist.ProcessGroup | None, job: Job) -> tuple[Any, optim.SparseOptimizer]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotbed.plan import Cut
-from tests.embed.replica_cases import NEVER, TABLES, Job, Model, all_trained, scaled_step, trained
+from tests.embed.replica_cases import NEVER, TABLES, Job, Model, all_trained, scaled_step
 from tests.optim_cases import OPTIMIZERS
 from tests.ranks import Ranks
 
@@ -108,10 +108,9 @@ def test_replicas_that_see_the_same_samples_have_the_bits_of_one(
 ):
     options = {"moment_scale": 1} if optimizer == "RowWiseAdagrad" else {}
     job = Job("table", replicas, {"sync_every": 2}, optimizer, options, same=True, steps=4)
-    (found,) = results(ranks, size, [job])
-    alone = trained(None, replace(job, replicas=1, options={}))
+    (found,), (alone,) = results(ranks, size, [job]), results(ranks, 1, [replace(job, replicas=1, options={})])
     for one in found:
-        assert not differing(one, alone)
+        assert not differing(one, alone[0])
 
 
 def test_groups_that_see_the_same_samples_have_the_bits_of_one_group(ranks: Ranks):
