@@ -20,7 +20,7 @@ from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore
-from tests.embed.replica_cases import TABLES, Model
+from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -199,13 +199,10 @@ def broken(group: dist.ProcessGroup) -> str:
 
     average, sync.average_rows = sync.average_rows, fail
     try:
-        from tests.embed.replica_cases import batch
-
         model(batch(0, dist.get_rank(group)), 0.0).backward()
         optimizer.step()
         with pytest.raises(CommError) as caught:
             model.sync()
-        model.sync()
     finally:
         sync.average_rows = average
     return str(caught.value)
