@@ -88,7 +88,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     seconds: list[float] = []
     links = [model.wire.link, model.link, model.dense_link]
-    links += [] if replicas == 1 else [model.wire.replicas.link, model.wire.replicas.shards]
+    links += [] if replicas == 1 else model.wire.replicas.of_thread
     before: Counter[str] = Counter()
     for i, batch in enumerate(batches(rank, WARMUP + job["steps"])):
         if i == WARMUP:

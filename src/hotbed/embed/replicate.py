@@ -47,14 +47,15 @@ class Replicas:
     ----------
     mesh
         The ranks by ``("replica", "shard")``.
-    link
-        The ranks that hold the same tiles as this one, by replica.
-    shards
-        The ranks of the own group, for exchanges of the thread.
+    link, shards
+        The ranks that hold the same tiles as this one, by replica; the ranks of the own group.
     thread
         What averages in the background.
+    of_thread
+        `link` and `shards` over process groups of its own.
     syncs, rows
-        How often copies were averaged, and how many rows of this rank.
+        How often copies were averaged, the tables of each dim of a collection by themselves; and how many rows of this
+        rank.
     sync_s, waited_s
         Seconds that it took, and seconds of these that steps waited for.
     """
@@ -67,6 +68,7 @@ class Replicas:
         self.link = self._along("replica", base)
         self.shards = self._along("shard", base)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
+        self.of_thread = self.link.clone(), self.shards.clone()
         self.syncs = self.rows = 0
         self.sync_s = self.waited_s = 0.0
 
@@ -79,7 +81,7 @@ class Replicas:
     @property
     def sync_bytes(self) -> int:
         """Bytes that this rank has sent to other replicas."""
-        return sum(self.link.sent_bytes.values())
+        return sum(sum(link.sent_bytes.values()) for link in (self.link, self.of_thread[0]))
 
 
 def check_replicas(size: int, replicas: int, sync_every: int, *, exact: bool) -> None:

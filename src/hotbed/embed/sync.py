@@ -101,7 +101,7 @@ class Sync:
         self._replicas.waited_s += time.perf_counter() - begin
 
     def _average(self, placement: Placement) -> None:
-        link = self._replicas.link
+        link, shards = self._replicas.of_thread
         counts = torch.stack([self._touched[arena].sum() for arena in self._arenas])
         by_arena: list[list[int]] = link.all_gather("numbers of touched rows", counts).wait().T.tolist()
         averaged: dict[Arena, Tensor] = {}
@@ -117,7 +117,7 @@ class Sync:
             averaged[arena] = slots
             self._replicas.rows += len(slots)
         if placement.has_readers:
-            push_rows(placement, self._arenas, self._copies, averaged, self._replicas.shards)
+            push_rows(placement, self._arenas, self._copies, averaged, shards)
         self._replicas.syncs += 1
 
 
