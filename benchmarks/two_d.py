@@ -46,7 +46,7 @@ ROWS = (10, 50, 200, 1_000, 5_000, 20_000, 100_000)
 
 DEFINITIONS = {
     "curve": "by samples trained on: logloss, normalized entropy and AUC on the test samples",
-    "v_ratio": "v of M groups (c = 1, after their last average) ÷ v of one group, ratio of sums over the rows of a "
+    "v_ratio": "v of M groups after their last average ÷ v of one group, ratio of sums over the rows of a "
     "decile; the first decile are the most popular rows, those that take a tenth of all lookups, and so on",
     "same_as_one": "whether all test metrics are those of one group to the last bit",
 }
@@ -184,7 +184,7 @@ def measure(data: Data, settings: Settings) -> list[dict[str, Any]]:
         one = found[0]
         for result in found:
             ours, theirs = (torch.cat([r["v"][name] for name in counts]) for r in (result, one))
-            ratio = by_decile(every, ours, theirs) if result["rule"] == "c=1" and result["replicas"] > 1 else None
+            ratio = by_decile(every, ours, theirs) if result["rule"] != "exact" and result["replicas"] > 1 else None
             same = {"same_as_one": result["curve"] == one["curve"]}
             results.append({k: v for k, v in result.items() if k != "v"} | {"seed": seed, "v_ratio": ratio, **same})
     return results
