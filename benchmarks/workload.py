@@ -45,7 +45,15 @@ UPDATES = {
     "rowwise_adagrad_limited": Update(RowWiseAdagrad.rule, {"max_grad_norm": 1.0, "max_norm": 10.0, "l2": 1e-6}),
 }
 """Every optimizer; the rarest last, because they are what is left out where time runs out."""
-OWN = {"eps": 1e-8, "momentum": 0.9, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "beta": 1.0}
+OWN = {
+    "eps": 1e-8,
+    "moment_scale": 1.0,
+    "momentum": 0.9,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "weight_decay": 0.01,
+    "beta": 1.0,
+}
 """Hyperparameters of the rules; others are 0."""
 
 DTYPES = {

@@ -266,6 +266,17 @@ BAD_OPTIONS = [
     (Adagrad, {"eps": 0.0}, "Adagrad: eps and initial_accumulator are both 0"),
     (RowWiseAdagrad, {"eps": 0.0}, "RowWiseAdagrad: eps and initial_accumulator are both 0"),
     (RowWiseAdagrad, {"eps": -1e-8}, "RowWiseAdagrad: eps is -1e-08"),
+    (
+        RowWiseAdagrad,
+        {"moment_scale": 0.5},
+        f"RowWiseAdagrad: moment_scale is 0.5 for {TABLES}; it must be at least 1, or None for the number of replicas",
+    ),
+    (RowWiseAdagrad, {"moment_scale": "M"}, f"RowWiseAdagrad: moment_scale is 'M' for {TABLES}; it must be a number"),
+    (
+        RowWiseAdagrad,
+        {"delayed_moment": True},
+        "RowWiseAdagrad: initial_accumulator is 0.0 for .*; delayed_moment needs it to be positive",
+    ),
     (RowWiseAdagrad, {"weight_decay_mode": "L2"}, "weight_decay_mode is 'L2', must be 'l2' or 'decoupled'"),
     (Adam, {"betas": (0.9, 1.0)}, r"Adam: betas is \(0.9, 1.0\) for .*; it must be two values in \[0, 1\)"),
     (AdamW, {"betas": (-0.1, 0.9)}, r"AdamW: betas is \(-0.1, 0.9\)"),

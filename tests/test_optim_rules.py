@@ -85,6 +85,7 @@ class Formula:
 
 
 EPS = {"eps": 0.01}
+ROWWISE = {**EPS, "eps_inside": 0.0, "moment_scale": 1.0, "delayed": 0.0}
 FTRL_OPTIONS = {"beta": 0.5, "l1": 0.02, "l2": 0.3}
 LIMITS = {"max_grad_norm": 0.05, "max_norm": 0.3}
 DECAY = {"weight_decay": 0.2}
@@ -100,9 +101,22 @@ FORMULAS = {
         EPS,
         {"sum_of_squares": 0.1},
     ),
-    "rowwise": Formula(RowWiseAdagrad, {**EPS, **DECAY}, "rowwise_adagrad", L2, EPS),
+    "rowwise": Formula(RowWiseAdagrad, {**EPS, **DECAY}, "rowwise_adagrad", L2, ROWWISE),
     "rowwise_decoupled": Formula(
-        RowWiseAdagrad, {**EPS, **DECAY, "weight_decay_mode": "decoupled"}, "rowwise_adagrad", DECOUPLED, EPS
+        RowWiseAdagrad, {**EPS, **DECAY, "weight_decay_mode": "decoupled"}, "rowwise_adagrad", DECOUPLED, ROWWISE
+    ),
+    "rowwise_scaled": Formula(
+        RowWiseAdagrad,
+        {**EPS, "eps_inside": True, "moment_scale": 3},
+        "rowwise_adagrad",
+        own={"eps": 0.0, "eps_inside": 0.01, "moment_scale": 3.0, "delayed": 0.0},
+    ),
+    "rowwise_delayed": Formula(
+        RowWiseAdagrad,
+        {**EPS, "delayed_moment": True, "initial_accumulator": 0.1},
+        "rowwise_adagrad",
+        own={**ROWWISE, "delayed": 1.0},
+        initial={"sum_of_squares": 0.1},
     ),
     "adam": Formula(Adam, {**ADAM, **DECAY}, "adam", L2, BETAS),
     "adamw": Formula(AdamW, {**ADAM, **DECAY}, "adam", DECOUPLED, BETAS),

@@ -1,6 +1,7 @@
 """Step time against bandwidth, for plans and codecs, on hosts joined by links with limits.
 
     python -m benchmarks.net [--limits 100 1000] [--ranks 2 4] [--plans table row column dp] [--json FILE] [--quick]
+    python -m benchmarks.net --ranks 8 --plans row --codecs fp32 --groups 1 2 4 4:all   # full model-parallel against 2D
 
 Every rank is a host of its own. Needs root and iproute2. The exit status is 1 where ranks sent other bytes than the
 plan says (more than 5 % apart), or the links carried more than these and their framing.
@@ -42,16 +43,20 @@ DEFINITIONS = {
     "step_ms": "a training step of the slowest rank, median over steps, then over rounds",
     "payload_kb": "bytes that a rank gave to exchanges in a step, mean over ranks",
     "predicted_kb": "the same as hotbed.plan.traffic.step_traffic says, for ids that are uniform",
+    "sync_kb": "of the payload, what replicas exchange to be averaged, after every step: rows that any of them "
+    "touched, or with :all all rows; the step waits for it",
     "payload_ratio": "payload ÷ predicted: what is left out are counts, and the chance of the ids",
     "wire_ratio": "bytes on the links ÷ payload, all steps and the start of the processes included",
     "wire_ratio_limit": "what it may be, see FRAMING and STARTING_BYTES in benchmarks/net",
 }
 
 
-def measure(ranks: int, limit: float | None, scheme: str, codec: str, steps: int) -> dict[str, float]:
+def measure(ranks: int, limit: float | None, scheme: str, codec: str, groups: str, steps: int) -> dict[str, float]:
     """One run."""
     forward, backward = CODECS[codec]
-    job = json.dumps({"scheme": scheme, "forward": forward, "backward": backward, "steps": steps})
+    replicas, _, dense = groups.partition(":")
+    of_replicas = {"replicas": int(replicas), "dense_sync": dense == "all"}
+    job = json.dumps({"scheme": scheme, "forward": forward, "backward": backward, "steps": steps, **of_replicas})
     with Hosts(ranks, limit) as hosts:
         found = run_ranks(hosts, [sys.executable, "-m", "benchmarks.net.step_worker", job], TIMEOUT_S)
         on_links = sum(hosts.sent_bytes())
@@ -62,6 +67,7 @@ def measure(ranks: int, limit: float | None, scheme: str, codec: str, steps: int
         "step_ms": 1e3 * max(rank["step_s"] for rank in found),
         "payload_kb": payload / 1e3,
         "predicted_kb": predicted / 1e3,
+        "sync_kb": statistics.mean(rank["sync_bytes"] for rank in found) / 1e3,
         "payload_ratio": payload / predicted,
         "wire_ratio": on_links / (payload * ranks * steps_done),
         "wire_ratio_limit": FRAMING + STARTING_BYTES / (payload * steps_done),
@@ -86,6 +92,7 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--plans", nargs="+", default=["table", "row", "column", "dp"])
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
+    parser.add_argument("--groups", nargs="+", default=["1"], help="replicas of the tables; M:all averages all rows")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path)
@@ -104,15 +111,18 @@ def main() -> int:
             1,
             2,
         )
-    cases = list(product(args.ranks, args.limits, args.plans, args.codecs))
+    cases = list(product(args.ranks, args.limits, args.plans, args.codecs, args.groups))
     runs: dict[tuple[Any, ...], list[dict[str, float]]] = {case: [] for case in cases}
-    for _, (ranks, limit, plan, codec) in track(list(product(range(args.rounds), cases)), "net", console=console):
+    for _, (ranks, limit, plan, codec, groups) in track(
+        list(product(range(args.rounds), cases)), "net", console=console
+    ):
         limit_mbit = None if limit == "none" else float(limit)
-        runs[ranks, limit, plan, codec].append(measure(ranks, limit_mbit, plan, codec, args.steps))
+        found = measure(ranks, limit_mbit, plan, codec, groups, args.steps)
+        runs[ranks, limit, plan, codec, groups].append(found)
     results = [
-        {"ranks": r, "limit_mbit": limit, "plan": plan, "codec": codec}
+        {"ranks": r, "limit_mbit": limit, "plan": plan, "codec": codec, "groups": groups}
         | {name: statistics.median(run[name] for run in found) for name in found[0]}
-        for (r, limit, plan, codec), found in runs.items()
+        for (r, limit, plan, codec, groups), found in runs.items()
     ]
     title = f"{TABLES} tables × {ROWS:,} × {DIM}, {BATCH} samples per rank, uniform ids"
     table = Table(*list(results[0]), title=title, title_justify="left")

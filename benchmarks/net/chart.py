@@ -13,9 +13,10 @@ def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    limits, codecs, plans, ranks = (
-        list(dict.fromkeys(result[key] for result in results)) for key in ("limit_mbit", "codec", "plan", "ranks")
+    limits, codecs, ranks = (
+        list(dict.fromkeys(result[key] for result in results)) for key in ("limit_mbit", "codec", "ranks")
     )
+    plans = list(dict.fromkeys(key(result)[2] for result in results))
     figure = Figure(figsize=(3.2 * len(codecs) + 1, 2.6 * len(limits) + 0.8), layout="constrained")
     panels = figure.subplots(len(limits), len(codecs), sharex=True, sharey="row", squeeze=False)
     for row, limit in zip(panels, limits, strict=True):
@@ -37,4 +38,5 @@ def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> bool:
 
 def key(result: Mapping[str, Any]) -> tuple[str, str, str]:
     """Panel and line of a result."""
-    return result["limit_mbit"], result["codec"], result["plan"]
+    groups = result["groups"]
+    return result["limit_mbit"], result["codec"], result["plan"] + (f", {groups} groups" if groups != "1" else "")

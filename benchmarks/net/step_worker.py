@@ -1,6 +1,9 @@
 """A rank that trains a DLRM of many small tables on random ids; prints seconds and bytes of a step as JSON.
 
 python -m benchmarks.net.step_worker '{"scheme": "row", "forward": "fp32", "backward": "fp32", "steps": 8}'
+
+With ``"replicas": 2`` ranks form groups that are averaged after every step, and with ``"dense_sync": true`` all rows
+are, not those that were touched.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
+from hotbed.embed import sync
 from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
 """Tables, their rows and columns, samples of a rank."""
 WARMUP = 3
+SYNC = ("touched rows", "bitmap of touched rows", "rows of replicas")
+"""Exchanges of replicas."""
 
 
 def model_and_plan(scheme: str, world_size: int) -> tuple[hb.nn.DLRM, hb.Plan]:
@@ -49,19 +55,40 @@ def batches(rank: int, count: int) -> list[hb.Batch]:
     ]
 
 
+def distinct_rows(ids: int) -> float:
+    """Expected distinct rows of a table among so many ids."""
+    return ROWS * (1 - (1 - 1 / ROWS) ** ids)
+
+
+def sync_bytes(size: int, replicas: int, *, dense: bool) -> float:
+    """What a rank sends to average rows, of which row-wise AdaGrad has a moment each, after a step."""
+    shards = size // replicas
+    slots = TABLES * ROWS / shards
+    own, all_touched = (TABLES * distinct_rows(BATCH * n) / shards for n in (shards, size))
+    others, row = replicas - 1, 4 * (DIM + 1)
+    told = 0.0 if dense else others * min(4 * own, slots / 8)
+    return told + 2 * others / replicas * row * (slots if dense else all_touched)
+
+
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Seconds of a step (median), bytes that this rank sent in it, and what the plan says that it sends."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs announce that they round
-    model, plan = model_and_plan(job["scheme"], size)
+    replicas = job.get("replicas", 1)
+    if job.get("dense_sync"):
+        sync.choose = lambda *_: "nothing"
+    model, plan = model_and_plan(job["scheme"], size // replicas)
     codecs = {"forward": job["forward"], "backward": job["backward"]}
     dense_values = sum(p.numel() for p in model.parameters())
-    model = hb.distribute(model, plan, forward_codec=codecs["forward"], backward_codec=codecs["backward"])
+    model = hb.distribute(
+        model, plan, forward_codec=codecs["forward"], backward_codec=codecs["backward"], replicas=replicas
+    )
     dense = torch.optim.SGD(model.parameters(), lr=0.01)
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     seconds: list[float] = []
     links = [model.wire.link, model.link, model.dense_link]
+    links += [] if replicas == 1 else model.wire.replicas.of_thread
     before: Counter[str] = Counter()
     for i, batch in enumerate(batches(rank, WARMUP + job["steps"])):
         if i == WARMUP:
@@ -74,16 +101,16 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         loss.backward()
         dense.step()
         sparse.step()
+        model.embeddings.settle()  # nothing but the next step would hide it here
         seconds.append(time.perf_counter() - start)
     sent = sum((link.sent_bytes for link in links), Counter()) - before
-    distinct = ROWS * (1 - (1 - 1 / ROWS) ** BATCH)
-    touched = ROWS * (1 - (1 - 1 / ROWS) ** (BATCH * size))
+    distinct = distinct_rows(BATCH)
+    touched = distinct_rows(BATCH * size // replicas)
     tables = plan.by_table
     expected = step_traffic(
         plan,
         dict.fromkeys(tables, distinct),
         touched=dict.fromkeys(tables, touched),
-        dense_values=dense_values,
         row_sums=1,
         **codecs,
     )
@@ -91,7 +118,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "step_s": statistics.median(seconds[WARMUP:]),
         "sent_bytes": sum(sent.values()) / job["steps"],
-        "predicted_bytes": expected[rank].total,
+        "predicted_bytes": expected[rank % plan.world_size].total
+        + 2 * (size - 1) / size * 4 * dense_values
+        + sync_bytes(size, replicas, dense=bool(job.get("dense_sync"))),
+        "sync_bytes": sum(n for what, n in sent.items() if what in SYNC) / job["steps"],
         "steps": WARMUP + job["steps"],
     }
 

@@ -80,6 +80,9 @@ class Link:
         A link that this one is a clone or a part of; they share the number of the step.
     names
         Ranks of that link which this one connects, so that error messages call them so; default: all.
+    beside
+        Ranks of torch.distributed in this group and in those that are made together with it, because all processes must
+        make all of them; default: there are no others.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Link:
         *,
         of: Link | None = None,
         names: Sequence[int] | None = None,
+        beside: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CommError(
@@ -100,7 +104,8 @@ class Link:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self._names = range(self.size) if names is None else names
-        self._of_ranks = self.size if of is None else of.size
+        self._of_ranks: int = self.size if of is None else of._of_ranks
+        self._beside = [dist.get_process_group_ranks(self.group)] if beside is None else [list(r) for r in beside]
         self._step: list[int] = [0] if of is None else of._step
         self.failure: Exception | None = None
         """What failed in an exchange whose caller cannot be told."""
@@ -135,9 +140,10 @@ class Link:
         All processes of torch.distributed must call this, as for ``torch.distributed.new_group``. (With its
         ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
         """
-        group = self._new_group(dist.get_process_group_ranks(self.group))
+        groups = [self._new_group(ranks) for ranks in self._beside]
+        group = groups[self._beside.index(dist.get_process_group_ranks(self.group))]
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        return Link(group, self.timeout, of=self, names=self._names)
+        return Link(group, self.timeout, of=self, names=self._names, beside=self._beside)
 
     def _new_group(self, ranks: Sequence[int]) -> object:
         """A process group of these ranks of torch.distributed; what those that are not among them get is no group."""

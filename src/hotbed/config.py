@@ -28,6 +28,7 @@ Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
 DensePart = Literal["ddp", "fsdp"]
 Reader = Literal["each", "first", "owners"]
+Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
@@ -270,6 +271,15 @@ class ParallelRecipe:
     """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns."""
     ranks_per_node: int | None = None
     """Exchange in two hops, inside nodes of so many processes and then between nodes; it does not change results."""
+    replicas: int = 1
+    """Groups of processes that hold a copy of all tables each; the plan is for the processes of one. Copies are
+    averaged, which changes results, unless ``exact`` is set."""
+    sync_every: int = 1
+    """Steps between averages of copies; they are also averaged for evaluations and checkpoints."""
+    layout: Layout = "groups"
+    """What neighbouring processes, as on a host, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
+    exact: bool = False
+    """Update every copy by the gradients of all samples instead: results of one group, for more bytes every step."""
     overlap: bool = True
     """Exchange the ids of the next batch while one is computed; it does not change results."""
     reader: Reader = "each"
@@ -283,7 +293,14 @@ class ParallelRecipe:
         _one_of("parallel.reader", self.reader, get_args(Reader))
         for key in ("forward_codec", "backward_codec"):
             _one_of(f"parallel.{key}", getattr(self, key), get_args(Codec))
-        _at_least("parallel.timeout_s", self.timeout_s, 1)
+        _one_of("parallel.layout", self.layout, get_args(Layout))
+        for key in ("replicas", "sync_every", "timeout_s"):
+            _at_least(f"parallel.{key}", getattr(self, key), 1)
+        if self.replicas > 1 and self.reader == "owners":
+            raise RecipeError(
+                f"parallel.reader is 'owners' and parallel.replicas is {self.replicas}, but owners read for one group "
+                "only; use reader 'each' or 'first', or replicas 1"
+            )
         if self.ranks_per_node is not None:
             _at_least("parallel.ranks_per_node", self.ranks_per_node, 1)
         if not self.plan:

@@ -35,7 +35,7 @@ class NodeLink(Link):
     """
 
     def __init__(self, whole: Link, ranks_per_node: int) -> None:
-        super().__init__(whole.group, whole.timeout, of=whole)
+        super().__init__(whole.group, whole.timeout, of=whole, names=whole._names, beside=whole._beside)
         if ranks_per_node < 1 or self.size % ranks_per_node:
             raise CommError(
                 f"ranks_per_node is {ranks_per_node}, must divide the {self.size} ranks; start as many processes on "
@@ -48,12 +48,11 @@ class NodeLink(Link):
 
     def _part(self, parts: Sequence[Sequence[int]]) -> Link:
         """The link of the part that has this rank; all processes make all of them, in one order."""
-        names = dist.get_process_group_ranks(self.group)
-        groups = [self._new_group([names[r] for r in part]) for part in parts]
+        groups = {tuple(ranks): [self._new_group([ranks[r] for r in part]) for part in parts] for ranks in self._beside}
         (mine,) = (i for i, part in enumerate(parts) if self.rank in part)
-        group = groups[mine]
+        group = groups[tuple(dist.get_process_group_ranks(self.group))][mine]
         assert isinstance(group, dist.ProcessGroup)
-        link = Link(group, self.timeout, of=self, names=parts[mine])
+        link = Link(group, self.timeout, of=self, names=[self._names[r] for r in parts[mine]])
         link.sent_bytes = self.sent_bytes
         return link
 

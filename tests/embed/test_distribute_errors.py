@@ -52,6 +52,20 @@ def test_what_changes_results_is_said_once(ranks: Ranks):
     ]
 
 
+def warnings_of_replicas(group: dist.ProcessGroup) -> list[str]:
+    with said() as found:
+        for exact in (True, False):
+            collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])
+            hb.distribute(collection, group=group, replicas=SIZE, exact=exact)
+    return found
+
+
+def test_replicas_that_are_averaged_are_said_to_change_results(ranks: Ranks):
+    first, *others = ranks.run(SIZE, warnings_of_replicas)
+    assert others == [[]] * (SIZE - 1)
+    assert first == ["replicas=3 are averaged every 1 steps: results differ from one group's"]
+
+
 def tiles(*rows: range, table: str = "t", cols: tuple[int, ...] = (0, 256), **options: Any) -> Plan:
     """A plan of these tiles, all of rank 0."""
     between = [range(a, b) for a, b in pairwise(cols)]

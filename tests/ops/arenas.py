@@ -44,6 +44,9 @@ OPTIONS = {
 
 OWN = {
     "eps": 1e-3,
+    "eps_inside": 0.02,
+    "moment_scale": 3.0,
+    "delayed": 0.0,
     "momentum": 0.9,
     "beta1": 0.9,
     "beta2": 0.99,

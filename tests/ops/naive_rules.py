@@ -60,8 +60,10 @@ def adagrad(w: Row, state: State, g: Row, h: State) -> Row:
 
 
 def rowwise_adagrad(w: Row, state: State, g: Row, h: State) -> Row:
-    state["sum_of_squares"] = state["sum_of_squares"] + mean_square(g)
-    return w - h["lr"] / (np.sqrt(state["sum_of_squares"]) + h["eps"]) * g
+    before = state["sum_of_squares"]
+    state["sum_of_squares"] = before + mean_square(g)
+    v = before if h["delayed"] else state["sum_of_squares"]
+    return w - h["lr"] / (np.sqrt(v / h["moment_scale"] + h["eps_inside"]) + h["eps"]) * g
 
 
 def _adam_ratio(state: State, g: Row, h: State, square: Row | np.float32) -> Row:

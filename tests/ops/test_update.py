@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed.ops import Occurrences
+from hotbed.ops.layout import OWN
 from hotbed.ops.reference_rules import block_sum
 
 from .arenas import OPTIONS, SEGMENTS, Arena, assert_same, gradient, oracle, others
@@ -65,6 +66,18 @@ def test_rows_of_other_widths(backend, dim, rule):
 def test_segments_of_every_length(backend, name, rule):
     before = Arena.make(rule, 20, active=(1, 0, 1))
     check(backend, before, occurrences_of(SEGMENTS[name], 12, scaled=name == "random"), gradient(12, 20), 0.3)
+
+
+def test_a_table_may_divide_by_the_moment_of_before_the_step(backend):
+    occurrences, grad = occurrences_of(SEGMENTS["few"], 12, scaled=True), gradient(12, 17)
+    plain = Arena.make(ROWWISE, 17)
+    hyper = plain.hyper.clone()
+    hyper[1:, OWN + ROWWISE.hyper.index("delayed")] = 1
+    after = check(backend, replace(plain, hyper=hyper), occurrences, grad)
+    usual = check(backend, plain, occurrences, grad)
+    changed = (after.bits()[0] != usual.bits()[0]).any(axis=1)
+    assert not changed[FIRST].any() and changed[SECOND].any() and changed[THIRD].any()
+    assert np.array_equal(after.bits()[1], usual.bits()[1])
 
 
 @every_rule

@@ -44,7 +44,7 @@ FORMATS = [Format(d, wide) for d in ("fp32", "bf16", "fp16", "int8", "fp8") for 
 FORMATS.append(Format("int8", (0, 27)))
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 BYTES = {"fp32": 4 * DIM, "bf16": 2 * DIM, "fp16": 2 * DIM, "int8": DIM + 2, "fp8": DIM}
-OWN = {"sgd": [], "rowwise_adagrad": [1e-8], "adam": [0.9, 0.99, 1e-8, 0.1, 0.01]}
+OWN = {"sgd": [], "rowwise_adagrad": [1e-8, 0.0, 1.0, 0.0], "adam": [0.9, 0.99, 1e-8, 0.1, 0.01]}
 """Own hyperparameters of the rules, those of a first step."""
 
 

@@ -215,6 +215,28 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
     assert done.stderr.count("valid AUC") == 1
 
 
+def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--plan", "row", "--parallel.replicas", "2", "--parallel.sync_every", "4"]
+    with launcher.start(tmp_path / "ranks", 4, str(recipe), *options, "--out", str(tmp_path / "runs")) as started:
+        assert started.wait() == [0, 0, 0, 0], started.text(0, "err")[-2000:]
+    run = the_run(tmp_path)
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["ranks"], summary["replicas"], summary["syncs"]) == (4, 2, 5)
+    assert summary["sync_bytes"] > 0 and summary["sync_s"] > 0 and summary["imbalance_lookups"] >= 1
+    assert Plan.from_json((run / "plan.json").read_text()).world_size == 2
+    (checkpoint,) = checkpoints_in(run / "checkpoints")
+    verify_checkpoint(checkpoint)
+
+
+def test_replicas_that_do_not_divide_the_processes(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--parallel.replicas", "2", "--out", str(tmp_path / "runs")]
+    with launcher.start(tmp_path / "ranks", 3, str(recipe), *options) as started:
+        assert started.wait() == [2, 2, 2]
+    assert started.error(0).endswith(
+        "replicas is 2, must divide the 3 ranks; choose one of 1, 3, or start other processes"
+    )
+
+
 def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     with launcher.start(
         tmp_path / "ranks", 2, str(recipe), "--plan", "tabel", "--out", str(tmp_path / "runs")

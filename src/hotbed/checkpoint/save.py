@@ -325,7 +325,8 @@ class Saving:
 
 
 def _owned(table: TablePart) -> list[Held]:
-    return [held for held in table.collection.held(table.table.name) if held.owned]
+    """What this rank writes of a table; where there are replicas, those of the first do."""
+    return [h for h in table.collection.held(table.table.name) if h.owned and table.collection.is_first_replica]
 
 
 def _pieces_of(tables: Mapping[str, TablePart], snapshot: Snapshot | None) -> list[Piece]:

@@ -120,7 +120,7 @@ class EmbeddingCollection(nn.Module):
             WholePart(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
-        self._replicas = 1
+        self._summed_ranks = 1
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }
@@ -280,7 +280,7 @@ class EmbeddingCollection(nn.Module):
 
     def _features_in(self, ids: Spread) -> list[Feature]:
         """Features that model-parallel input brings: those of this collection."""
-        if self._replicas == 1 and any(isinstance(part, WholePart) for part in self._parts):
+        if not self.is_distributed:
             raise BatchError("the batch is spread over ranks, the model is not; call hotbed.distribute first")
         return [f for f in self.features if f.name in ids.whole]
 
@@ -295,6 +295,26 @@ class EmbeddingCollection(nn.Module):
     def is_distributed(self) -> bool:
         """Whether ranks share the tables."""
         return any(isinstance(part, ShardedPart) for part in self._parts)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the tables are trained apart and averaged; 1 where there are none."""
+        return max(part.replicas for part in self._parts)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank holds tiles of the first copy, or the only one, of the tables: that which is saved."""
+        return all(part.is_first_replica for part in self._parts)
+
+    def sync(self) -> None:
+        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
+        for part in self._parts:
+            part.sync()
+
+    def settle(self) -> None:
+        """Wait for an average of replicas that is under way; lookups and steps do."""
+        for part in self._parts:
+            part.settle()
 
     @property
     def nbytes(self) -> int:
@@ -357,7 +377,7 @@ class EmbeddingCollection(nn.Module):
         for table, initial in fill.items():
             for moment in rule.moments:
                 self._part(table).add_moment(table, moment, initial[moment.name])
-        updater = TableUpdater(rule, fill, self._parts, self._replicas, on_grad, self._stepped)
+        updater = TableUpdater(rule, fill, self._parts, self._summed_ranks, on_grad, self._stepped)
         self._updaters.add(updater)
         return updater
 
@@ -407,10 +427,9 @@ class EmbeddingCollection(nn.Module):
             sharded.append(new)
         self._parts = sharded
         self._link = wire.link
-        self._vocabularies = {
-            n: Vocabulary(v.table, wire.link.rank, wire.link.size) for n, v in self._vocabularies.items()
-        }
-        self._replicas = wire.link.size
+        place_of = wire.link.rank, wire.link.size
+        self._vocabularies = {name: Vocabulary(v.table, *place_of) for name, v in self._vocabularies.items()}
+        self._summed_ranks = wire.summed_ranks
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +20,8 @@ from typing_extensions import override
 from hotbed.comm import Link, OneRank
 from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense import data_parallel
+from hotbed.embed.materialize import materialize
+from hotbed.embed.replicate import Layout, Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean
 from hotbed.hops import NodeLink
@@ -47,6 +48,10 @@ def distribute(
     ranks_per_node: int | None = None,
     directory: str | Path | None = None,
     cache_policy: Policy = "lru",
+    replicas: int = 1,
+    sync_every: int = 1,
+    layout: Layout = "groups",
+    exact: bool = False,
     timeout: timedelta | None = None,
 ) -> nn.Module:
     """Distribute a model over the ranks of a process group; all processes must call this.
@@ -88,6 +93,21 @@ def distribute(
         Where files are made for rows in tier ``"disk"``; they end with the process. Default: that of temporary files.
     cache_policy
         Which rows a cache (`Tile.cache_rows`) gives up: ``"lru"`` the least recently, ``"lfu"`` the least often used.
+    replicas
+        M groups of ranks hold a copy of all tables each (2D sparse parallelism, arXiv 2508.03854); the plan is for the
+        ``N = T / M`` ranks of a group. A group updates its copy by the gradients of its own samples; copies and their
+        moments are averaged every ``sync_every`` steps, which changes results; see `hotbed.optim.RowWiseAdagrad`. The
+        gradient of a table is that of the mean over the group. Memory per rank is M times that of one group; a sync
+        sends ``2 (M − 1) / M`` of the touched rows that a rank holds.
+    sync_every
+        Steps between these averages. Besides, replicas are averaged for `state_dict`, checkpoints, evaluations and at
+        the end of a `Trainer`'s run; a loop of your own ends with ``model.sync()``.
+    layout
+        What ranks that follow each other, as on a host, are: of one of the ``"groups"``, or the ``"replicas"`` of the
+        same tiles.
+    exact
+        Update every copy by the gradients of all samples, instead of averaging copies. Results are those of one group
+        of all ranks: to the bit with ``layout="groups"``, otherwise but for the order of sums over ranks.
     timeout
         After which an exchange fails; default: that of torch.distributed.
 
@@ -101,14 +121,15 @@ def distribute(
     PlanError
         If the plan is for another number of ranks or other tables.
     SpecError
-        If the model has no tables, a module on ``meta`` cannot make its parameters, or ``group`` is a part of the
-        ranks.
+        If the model has no tables, a module on ``meta`` cannot make its parameters, ``group`` is a part of the ranks,
+        or ``replicas`` does not divide their number.
     """
     for option, value, known in (
         ("dense", dense, get_args(Dense)),
         ("forward_codec", forward_codec, get_args(Codec)),
         ("backward_codec", backward_codec, get_args(Codec)),
         ("cache_policy", cache_policy, get_args(Policy)),
+        ("layout", layout, get_args(Layout)),
     ):
         if value not in known:
             raise SpecError(
@@ -118,6 +139,7 @@ def distribute(
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
     alone = not dist.is_available() or not dist.is_initialized()
     if alone:
+        check_replicas(1, replicas, sync_every, exact=exact)
         plan = _plan_of_one(model, plan)
         if plan.is_in_device_memory:
             return model
@@ -130,27 +152,36 @@ def distribute(
             "distributed over all of them in this release, leave group out"
         )
     base = OneRank() if alone else Link(group, timeout)
+    check_replicas(base.size, replicas, sync_every, exact=exact)
+    size = base.size // replicas
     if isinstance(plan, Plan):
-        if plan.world_size != base.size:
+        if plan.world_size != size:
+            has = f"this process group has {size}" if replicas == 1 else f"each of {replicas} replicas has {size}"
             raise PlanError(
-                f"the plan is for {plan.world_size} ranks, this process group has {base.size}; make a plan for "
-                f"{base.size}, or start as many processes"
+                f"the plan is for {plan.world_size} ranks, {has}; make a plan for {size}, or start as many processes"
             )
     else:
-        plan = plan_for(model, base.size, plan)
+        plan = plan_for(model, size, plan)
     plan.check(plan_tables(model))
+    if replicas > 1:
+        _refuse_replicas(plan, plan_tables(model), exact=exact)
     if base.rank == 0:
         _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart, dense)
+        if replicas > 1 and not exact:
+            _log.warning(
+                "replicas=%d are averaged every %d steps: results differ from one group's", replicas, sync_every
+            )
     place = _place(model, device)
-    link = base.clone()
-    if ranks_per_node is not None and ranks_per_node not in (1, base.size):  # which would be one hop
+    copies = Replicas(base, replicas, sync_every, layout, exact=exact) if replicas > 1 else None
+    link = base.clone() if copies is None else copies.shards.clone()
+    if ranks_per_node is not None and ranks_per_node not in (1, size):  # which would be one hop
         link = NodeLink(link, ranks_per_node)
-    wire = Wire(link, forward_codec, backward_codec, sums_apart)
+    wire = Wire(link, forward_codec, backward_codec, sums_apart, copies)
     names = _plan_names(model)
     for path, collection in collections.items():
         own = {name: names[path, name] for name in collection.tables}
         collection.distribute(_local(plan, own), wire, place, Storage(directory=directory, policy=cache_policy))
-    _materialize(model, place)
+    materialize(model, place)
     return Distributed(model, wire, base, plan, dense)
 
 
@@ -163,8 +194,10 @@ class Distributed(nn.Module):
         The model.
     plan
         Where its tables are.
+    mesh
+        All ranks by ``("replica", "shard")``; None where there is one group.
     link, dense_link
-        The ranks, for small exchanges between steps, and for gradients of dense parameters.
+        All ranks, for small exchanges between steps, and for gradients of dense parameters.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, base: Link, plan: Plan, dense: Dense) -> None:
@@ -172,6 +205,7 @@ class Distributed(nn.Module):
         self.module = model
         self.plan = plan
         self.wire = wire
+        self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()
         self.dense_link = base.clone()
         self._register_load_state_dict_pre_hook(_named_as_module)
@@ -181,6 +215,11 @@ class Distributed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         return self._call[0](*args, **kwargs)
+
+    def sync(self) -> None:
+        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
+        for collection in _collections(self.module).values():
+            collection.sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Do not sum gradients of dense parameters inside; for all but the last of accumulated batches."""
@@ -216,7 +255,8 @@ class Distributed(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the model, with whole tables; all ranks must call this."""
+        """Of the model, with whole tables, of which replicas are averaged first; all ranks must call this."""
+        self.sync()
         return self.module.state_dict(*args, **kwargs)
 
     @override
@@ -307,53 +347,6 @@ def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
     return torch.device("cpu") if here.type == "meta" else here
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Make what is on ``meta``, and move the rest."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_meta and names.setdefault(id(parameter), name) != name:
-            raise SpecError(
-                f"'{name}' and '{names[id(parameter)]}' are one parameter on meta, which would become two; make the "
-                "model on a device"
-            )
-    for path, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(t.is_meta for t in own):
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            raise SpecError(
-                f"{path or 'the model'} ({type(module).__name__}) is on meta and has no reset_parameters(), so its "
-                "parameters cannot be made; add one, or make the model on a device"
-            )
-        module.to_empty(device=device, recurse=False)
-        with torch.no_grad():
-            for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                t.fill_(_unset(t.dtype))
-        reset()
-        for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if bool(_is_unset(t).any()):
-                raise SpecError(
-                    f"{path or 'the model'} ({type(module).__name__}) is on meta and its reset_parameters() does not "
-                    f"fill '{name}'; let it, or make the model on a device"
-                )
-    model.to(device)
-
-
-def _unset(dtype: torch.dtype) -> float | int:
-    """What marks a value that nobody has set yet."""
-    if dtype == torch.bool:
-        return 0
-    return torch.iinfo(dtype).min if not (dtype.is_floating_point or dtype.is_complex) else math.nan
-
-
-def _is_unset(t: Tensor) -> Tensor:
-    """Where a tensor still has the mark; of booleans that is not known."""
-    if t.dtype == torch.bool:
-        return torch.zeros_like(t)
-    return t.isnan() if t.is_floating_point() or t.is_complex() else t == _unset(t.dtype)
-
-
 def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
     """What to call: the model, or DDP around it."""
     if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
@@ -367,6 +360,18 @@ def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
         fully_shard(model, mesh=DeviceMesh.from_group(link.group, kind))
         return model
     return data_parallel(model, link)
+
+
+def _refuse_replicas(plan: Plan, tables: Sequence[Table], *, exact: bool) -> None:
+    """Raise `PlanError` for tables that groups of ranks cannot hold copies of."""
+    if not exact and not plan.is_in_device_memory:
+        raise PlanError(
+            "replicas are averaged in the device's memory in this release, but the plan has rows in other memories; "
+            "set exact=True, or put all rows into tier 'device'"
+        )
+    for table in tables:
+        if table.dynamic is not None:
+            raise PlanError(f"table '{table.name}' is dynamic, of which there can be no replicas in this release")
 
 
 def _plan_of_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut]) -> Plan:

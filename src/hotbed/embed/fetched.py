@@ -56,7 +56,8 @@ class Fetched:
         on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, wire) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
-                _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
+                with wire.work.counted(len(stream.copies)):
+                    _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
         for handle in on_their_way:
             handle.wait()
         self._rows = rows_of(self._vectors)
@@ -96,7 +97,7 @@ class Fetched:
                 units = store.empty((count + others, store.dim), torch.float32)
                 stream.cells.take(sums[: route.rows], out=units[:count])
                 arriving.append(send(stream, units, 0, count, wire))
-        return Sent(self.tables, wire.link, grad.device, lambda: self._arrived([a.wait() for a in arriving]))
+        return Sent(self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving]))
 
     def _arrived(self, came: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
         """What the ranks sent to this one, by arena, in rank order."""
@@ -138,13 +139,15 @@ def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Hand
     before, after = stream.own(rank)
     first, last = stream.own_received(rank)
     received = stream.received
-    outgoing = store.read(torch.cat([received[:first], received[last:]]))
+    with wire.work.counted(len(received) - (last - first)):
+        outgoing = store.read(torch.cat([received[:first], received[last:]]))
     if stream.cells is None:
         units = vectors[stream.first : stream.first + len(stream.slots)]
     else:
         units = store.empty((len(stream.slots), store.dim), torch.float32)
     handle = _swap("rows", outgoing, stream.came, units, stream.to, wire.link)
-    store.read(received[first:last], out=units[before:after])
+    with wire.work.counted(last - first):
+        store.read(received[first:last], out=units[before:after])
 
     def finish() -> None:
         handle.wait()
@@ -166,7 +169,8 @@ def _swap(
 
 def _fetch_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
     """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
-    answer = encode(store.read(stream.received), wire.forward)
+    with wire.work.counted(len(stream.received)):
+        answer = encode(store.read(stream.received), wire.forward)
     handle = wire.link.all_to_all("rows", answer, stream.came, stream.to)
     return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.forward)))
 

@@ -116,7 +116,14 @@ class Part(ABC):
         The other features; one output each.
     arenas
         What this rank updates.
+    replicas
+        How many copies of the tables are trained apart and averaged.
+    is_first_replica
+        Whether what is here is of the first copy.
     """
+
+    replicas = 1
+    is_first_replica = True
 
     def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
         self.dim = dim
@@ -171,6 +178,14 @@ class Part(ABC):
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Average replicas that steps have changed since they were averaged."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until nobody else reads or writes rows."""
 
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
         """Make room for a moment of a table, filled with a value."""
@@ -309,6 +324,14 @@ class WholePart(Part):
         for arena, (occurrences, grad) in found.items():
             arena.updates += 1
             arena.store.update(steps[arena], occurrences, grad)
+
+    @override
+    def sync(self) -> None:
+        pass
+
+    @override
+    def settle(self) -> None:
+        pass
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:

@@ -202,7 +202,8 @@ class PooledVectors:
         self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, placement
         handles: list[Handle[Tensor]] = []
         for stream in route.streams:
-            answer = encode(pool(arenas[stream.kind].store, stream.asked, ops), wire.forward)
+            with wire.work.counted(len(stream.asked.slots)):
+                answer = encode(pool(arenas[stream.kind].store, stream.asked, ops), wire.forward)
             handles.append(wire.link.all_to_all("pooled vectors", answer, stream.asked.units, stream.to))
         vectors = arenas[0].store.empty((route.rows, placement.dim), torch.float32)
         if sum(len(s.rows) * placement.kinds[s.kind].cols for s in route.streams) < vectors.numel():
@@ -238,7 +239,7 @@ class PooledVectors:
             units = self._placement.cells(stream.kind, of_bag, stream.lanes).take(grad)
             values = encode(units.float(), self._wire.backward)
             handles.append(link.all_to_all("gradients", values, stream.to, stream.asked.units))
-        return Sent(self.tables, link, grad.device, lambda: self._arrived(handles))
+        return Sent(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []

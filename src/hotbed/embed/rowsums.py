@@ -20,10 +20,10 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.placement import Placement
+from hotbed.embed.rounding import rounding_bits
 from hotbed.ops import Backend, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
-from hotbed.ops.random import random_bits
-from hotbed.ops.reference_rules import blocks_of, rule_steps, sqrt, sum_of_blocks
+from hotbed.ops.reference_rules import blocks_of, rowwise_step_size, rule_steps, sum_of_blocks
 from hotbed.optim.rules import Rule
 from hotbed.plan.ranges import common_places
 
@@ -233,10 +233,11 @@ def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
     """``v ← v + squares / dim``; what follows is gradient descent with a step size per row, and has a kernel."""
     store, step, slots = touched.arena.store, touched.step, touched.slots
     (moment,) = step.rule.moments
-    v = store.read(slots, moment.name) + squares / dim
+    before = store.read(slots, moment.name)
+    v = before + squares / dim
     store.write(slots, v, moment.name)
     hyper = step.hyper[touched.piece]
-    step_size = hyper[:, LR] / (sqrt(v) + hyper[:, OWN])
+    step_size = rowwise_step_size(before, v, hyper[:, LR], hyper[:, OWN:])
     descent = step.hyper[:, :OWN].clone()
     descent[:, LR] = 1
     one = torch.ones_like(step.inv_scale)
@@ -246,14 +247,7 @@ def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
 
 def _store(touched: Touched, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
     """Round and store rows; store their moments."""
-    arena, slots, piece = touched.arena, touched.slots, touched.piece
-    random = None
-    if arena.pieces and arena.pieces[0].table.dtype != "fp32":
-        first, step, col = torch.tensor(
-            [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
-        )[piece].unbind(1)
-        cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
-        random = random_bits(touched.step.seeds[piece], first + touched.within * step, cols)
-    arena.store.write(slots, rows, random=random)
+    arena, slots = touched.arena, touched.slots
+    arena.store.write(slots, rows, random=rounding_bits(arena, slots, touched.step.seeds))
     for name, moment in moments.items():
         arena.store.write(slots, moment, name)

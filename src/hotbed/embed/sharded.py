@@ -24,6 +24,7 @@ from hotbed.embed.push import push_rows
 from hotbed.embed.route import Route, make_route
 from hotbed.embed.rowsums import RowSums
 from hotbed.embed.spread_route import make_spread_route
+from hotbed.embed.sync import Sync
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
@@ -94,6 +95,12 @@ class ShardedPart(Part):
 
         self.arenas = [own(kind) for kind in self.placement.kinds]
         self.copies = [arena(kind, self.placement.copied(kind), Storage()) for kind in self.placement.kinds]
+        self._sync: Sync | None = None
+        if (replicas := wire.replicas) is not None:
+            self.is_first_replica = replicas.link.rank == 0
+            if not replicas.exact:
+                self.replicas = replicas.link.size
+                self._sync = Sync(replicas, self.arenas, self.copies)
         firsts = self.placement.first_keys.tolist()
         slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
@@ -159,6 +166,7 @@ class ShardedPart(Part):
     ) -> list[Request]:
         found: list[Request] = []
         exchanged = self.routes(ids, self.wire.link, trained) if routes is None else cast(_Routes, routes)
+        self.settle()
         looked_up = [self._spread] if isinstance(ids, Spread) else self._looked_up
         for (places, output, _), route in zip(looked_up, exchanged, strict=True):
             bags = route.bags
@@ -185,6 +193,7 @@ class ShardedPart(Part):
 
     @override
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
+        self.settle()
         step = next(iter(steps.values()))
         cut: dict[int, Arena] = {}
         if sums_rows(step.rule, step.uses) and not self.wire.sums_apart:
@@ -192,16 +201,32 @@ class ShardedPart(Part):
         for arena, (occurrences, grad) in found.items():
             if arena not in cut.values():
                 arena.updates += 1
-                arena.store.update(steps[arena], occurrences, grad)
+                with self.wire.work.counted():
+                    arena.store.update(steps[arena], occurrences, grad)
         if cut:
             self._row_sums.update(cut, steps, found, self.ops, self.wire.link)
         if self.placement.has_readers:
             touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
             push_rows(self.placement, self.arenas, self.copies, touched, self.wire.link)
+        if self._sync is not None:
+            self._sync.stepped(steps, found, self.placement)
+
+    @override
+    def sync(self) -> None:
+        if self._sync is not None:
+            self._sync.finish()
+            self._sync.start(self.placement)
+            self._sync.finish()
+
+    @override
+    def settle(self) -> None:
+        if self._sync is not None:
+            self._sync.finish()
 
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
         super().add_moment(table, moment, initial)
+        self.settle()
         for arena in self.arenas:
             arena.store.add_moment(moment)
         for holder in self._holders(table):
@@ -212,7 +237,8 @@ class ShardedPart(Part):
     # -- whole tables ----------------------------------------------------------------------------------------------
 
     def _holders(self, table: str) -> list[Holder]:
-        """Tiles of a table."""
+        """Tiles of a table, when nobody writes to them."""
+        self.settle()
         placement = self.placement
         found: list[Holder] = []
         for i, tile in enumerate(placement.tiles):
@@ -269,6 +295,7 @@ class ShardedPart(Part):
 
     @override
     def to(self, device: torch.device) -> None:
+        self.settle()
         for arena in (*self.arenas, *self.copies):
             arena.to(device)
         self.placement = Placement(list(self.tables.values()), self._plan, self.wire.link.rank, device)

@@ -31,8 +31,8 @@ class TableUpdater:
         Those it trains.
     parts
         Of the collection.
-    replicas
-        Number of ranks whose gradients add up; each counts ``1 / replicas``, for their losses are means.
+    ranks
+        Number of ranks whose gradients add up; each counts ``1 / ranks``, for their losses are means.
     on_grad
         Called for every gradient that arrives, with what says whether it is finite.
     on_stepped
@@ -44,7 +44,7 @@ class TableUpdater:
         rule: Rule,
         tables: Collection[str],
         parts: Sequence[Part],
-        replicas: int,
+        ranks: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
         on_stepped: Callable[[], None],
     ) -> None:
@@ -52,7 +52,7 @@ class TableUpdater:
         self.tables = set(tables)
         self._parts = [part for part in parts if not self.tables.isdisjoint(part.tables)]
         self._part_of = {t: part for part in self._parts for t in part.tables if t in self.tables}
-        self._replicas = replicas
+        self._ranks = ranks
         self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
         self._order = {t: i for i, t in enumerate(self._part_of)}
@@ -86,7 +86,7 @@ class TableUpdater:
         gate = one if gate is None else gate
         self._count(hyper, gate, device)
         for part in self._parts:
-            steps = {arena: self._step(arena, hyper, inv_scale / self._replicas, gate) for arena in part.arenas}
+            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in part.arenas}
             here = {arena: _joined(found[arena]) for arena in part.arenas if arena in found}
             part.update(steps, here)
         self._waiting.clear()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
+from hotbed.embed.replicate import Replicas, gathered_pieces
+from hotbed.embed.work import Work
 from hotbed.ops import Occurrences
 from hotbed.ops.codec import Codec
 
@@ -26,12 +29,29 @@ class Wire:
         Codecs of rows and of gradients; all but ``"fp32"`` change results.
     sums_apart
         Whether rules that sum over columns do so over the columns of each tile; it changes results.
+    replicas
+        Other groups that hold copies of the tables, if there are any.
+    work
+        What this rank's tables did.
     """
 
     link: Link
     forward: Codec = "fp32"
     backward: Codec = "fp32"
     sums_apart: bool = False
+    replicas: Replicas | None = None
+    work: Work = field(default_factory=Work)
+
+    @property
+    def links(self) -> list[Link]:
+        """The ranks of the own group; and where there are replicas, those that hold the same tiles."""
+        return [self.link] if self.replicas is None else [self.link, self.replicas.link]
+
+    @property
+    def summed_ranks(self) -> int:
+        """How many ranks' gradients a row is updated by."""
+        exact = self.replicas is not None and self.replicas.exact
+        return math.prod(link.size for link in (self.links if exact else [self.link]))
 
 
 class Sent:
@@ -41,8 +61,10 @@ class Sent:
     ----------
     tables
         Tables it may concern.
-    link
+    wire
         The ranks.
+    arenas
+        Of this rank, by kind.
     device
         Where gradients are.
     arrived
@@ -52,12 +74,13 @@ class Sent:
     def __init__(
         self,
         tables: set[str],
-        link: Link,
+        wire: Wire,
+        arenas: Sequence[Arena],
         device: torch.device,
         arrived: Callable[[], Sequence[tuple[Arena, Occurrences, Tensor]]],
     ) -> None:
         self.tables = tables
-        self._link, self._device, self._arrived = link, device, arrived
+        self._wire, self._arenas, self._device, self._arrived = wire, arenas, device, arrived
         self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
 
@@ -71,8 +94,10 @@ class Sent:
             finite = torch.ones((), dtype=torch.bool, device=self._device)
             for _, _, grad in self.pieces():
                 finite = finite & torch.isfinite(grad).all()
-            flags = self._link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
-            self._agreed = flags.wait().bool().all()
+            for link in self._wire.links:
+                flags = link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
+                finite = flags.wait().bool().all()
+            self._agreed = finite
         return self._agreed
 
     def drop(self) -> None:
@@ -83,4 +108,6 @@ class Sent:
         """By arena: slots, and the rows of the gradient that they receive."""
         if self._pieces is None:  # several optimizers may ask
             self._pieces = self._arrived()
+            if self._wire.replicas is not None and self._wire.replicas.exact:
+                self._pieces = gathered_pieces(self._pieces, self._arenas, self._wire.replicas.link)
         return self._pieces

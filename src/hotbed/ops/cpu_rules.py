@@ -62,8 +62,10 @@ def apply_rule(rule, w, m0, m1, g, h, scratch):
             m0[d] += g[d] * g[d]
             w[d] -= lr * g[d] / (np.sqrt(m0[d]) + h[OWN])
     elif rule == ROWWISE_ADAGRAD:
+        before = m0[0]
         m0[0] += sum_of_products(g, 0, g, 0, blocks) / np.float32(dim)
-        step = lr / (np.sqrt(m0[0]) + h[OWN])
+        v = m0[0] if h[OWN + 3] == 0 else before
+        step = lr / (np.sqrt(v / h[OWN + 2] + h[OWN + 1]) + h[OWN])
         for d in range(dim):
             w[d] -= step * g[d]
     elif rule == FTRL:

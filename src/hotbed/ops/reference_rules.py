@@ -137,8 +137,19 @@ def _adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tenso
 
 def _rowwise_adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
     (v,) = moments
+    before = v.clone()
     v.add_((yield g * g) / dim)
-    return w - lr / (sqrt(v[:, None]) + own[:, 0]) * g
+    return w - rowwise_step_size(before[:, None], v[:, None], lr, own) * g
+
+
+def rowwise_step_size(before: Tensor, after: Tensor, lr: Tensor, own: Tensor) -> Tensor:
+    """``lr / (√(v / c + ε_inside) + ε)``, v from after the step, or from before it where ``delayed``.
+
+    ``own [U, 4, …]`` are the rule's own hyperparameters; the others are ``[U, …]``.
+    """
+    eps, eps_inside, scale, delayed = own.unbind(1)
+    v = torch.where(delayed == 0, after, before)
+    return lr / (sqrt(v / scale + eps_inside) + eps)
 
 
 def _adam(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:

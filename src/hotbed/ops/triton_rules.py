@@ -115,10 +115,12 @@ def _adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _rowwise_adagrad(w, m0, m1, g, hyper, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``v ← v + mean_d(g_d²)``, ``w ← w − lr / (√v + ε) · g``."""
+    """``v ← v + mean_d(g_d²)``, ``w ← w − lr / (√(v / c + ε_inside) + ε) · g``; v from before the step if delayed."""
     lr = value(hyper, LR)
     v = m0 + _mean_square(g, D, BLOCK_D)
-    return w - _div(lr, tl.sqrt_rn(v)[:, None] + value(hyper, OWN)) * g, v, m1
+    used = tl.where(value(hyper, OWN + 3) == 0, v[:, None], m0[:, None])
+    root = tl.sqrt_rn(_div(used, value(hyper, OWN + 2)) + value(hyper, OWN + 1))
+    return w - _div(lr, root + value(hyper, OWN)) * g, v, m1
 
 
 @triton.jit

@@ -100,6 +100,11 @@ class SparseModule(Protocol):
 
     handles: dict[str, Tensor]
 
+    @property
+    def replicas(self) -> int:
+        """How many copies of its tables are trained apart and averaged; 1 where there are none."""
+        ...
+
     def connect(
         self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
     ) -> Updater:

@@ -314,6 +314,7 @@ def evaluate(
         If a logit is NaN or infinite.
     """
     predictions = Predictions(labels)
+    Ranks(model).sync()
     with _evaluating(model):
         for i, batch in enumerate(batches):
             if group is not None and group not in batch.extra:

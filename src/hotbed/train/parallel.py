@@ -18,6 +18,7 @@ from hotbed.comm import Link
 from hotbed.config import Component, ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
+from hotbed.embed.replicate import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
@@ -128,6 +129,10 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
         ranks_per_node=parallel.ranks_per_node,
         directory=recipe.memory.directory,
         cache_policy=recipe.memory.cache_policy,
+        replicas=parallel.replicas,
+        sync_every=parallel.sync_every,
+        layout=parallel.layout,
+        exact=parallel.exact,
         timeout=timedelta(seconds=parallel.timeout_s),
     )
 
@@ -141,9 +146,12 @@ def needs_a_plan(recipe: Recipe) -> bool:
 
 def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
-    plan, memory = _plan_or_scheme(recipe.parallel), recipe.memory
+    parallel, memory = recipe.parallel, recipe.memory
+    plan = _plan_or_scheme(parallel)
+    if world_size > 1:
+        check_replicas(world_size, parallel.replicas, parallel.sync_every, exact=parallel.exact)
     if not isinstance(plan, Plan):
-        plan = plan_for(model, world_size, plan)
+        plan = plan_for(model, max(world_size // parallel.replicas, 1), plan)
     if memory.tier == "device":
         return plan
     budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
@@ -193,6 +201,11 @@ class Ranks:
     def link(self) -> Link | None:
         """For small exchanges; None for one rank."""
         return None if self._model is None else self._model.link
+
+    def sync(self) -> None:
+        """Average the replicas of the model's tables, if there are any; all ranks must call this."""
+        if self._model is not None:
+            self._model.sync()
 
     def at_step(self, step: int) -> None:
         """Say which step it is in the errors of exchanges."""

@@ -18,6 +18,7 @@ from hotbed.data import Loader, Source
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
+from hotbed.train.balance import Balance
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_model, build_trainer, check_split, open_source
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard
@@ -149,10 +150,18 @@ def _of_memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def _of_ranks(trainer: Trainer) -> dict[str, Any]:
-    """What a summary says of several ranks: how many, and how much of the exchange of ids the steps hid."""
+    """What a summary says of several ranks: how much of their exchanges the steps hid, and the whole run's balance."""
     if trainer.ranks.size == 1:
         return {}
+    replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None
+    averaged: dict[str, Any] = {}
+    if replicas is not None:
+        averaged["replicas"] = replicas.link.size
+    if replicas is not None and not replicas.exact:
+        averaged |= {"syncs": replicas.syncs, "sync_waited_s": replicas.waited_s}
     return {
+        **averaged,
+        **Balance(trainer.model).record(),
         "ranks": trainer.ranks.size,
         "ids_exchange_s": trainer.ahead.exchange_s,
         "ids_exchange_hidden_share": trainer.ahead.hidden_share,

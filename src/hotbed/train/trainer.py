@@ -23,6 +23,7 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
+from hotbed.train.balance import Balance
 from hotbed.train.callbacks import Callback
 from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
@@ -102,6 +103,7 @@ class Trainer:
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
+        self._balance = Balance(model)
         self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap)
         self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
@@ -147,6 +149,7 @@ class Trainer:
         try:
             with self.ranks.explained():
                 self._fit(batches, valid)
+                self.ranks.sync()
                 self.saver.finish()
                 self._obey(False, *map(bool, self.ranks.add(self.ask_stop)))  # asked after the last step
             self._call("on_train_end")
@@ -273,6 +276,7 @@ class Trainer:
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
                 **self._of_tiers(),
+                **self._balance.record(),
             }
             self._recent.clear()
             self._call("on_log", record)

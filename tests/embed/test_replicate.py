@@ -1,0 +1,212 @@
+"""Parts of two-dimensional sparse parallelism: what is refused, what is chosen, and how rows are averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hotbed as hb
+from hotbed.comm import Link
+from hotbed.embed import sync
+from hotbed.embed.arena import Arena, Piece
+from hotbed.embed.replicate import Replicas, check_replicas
+from hotbed.errors import CommError, PlanError, SpecError
+from hotbed.hops import NodeLink
+from hotbed.optim import Moment
+from hotbed.plan import make_plan
+from hotbed.specs import Table
+from hotbed.store import DenseStore
+from tests.embed.replica_cases import TABLES, Model, batch
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+BAD = [
+    ((8, 3, 1, False), "replicas is 3, must divide the 8 ranks; choose one of 1, 2, 4, 8, or start other processes"),
+    ((4, 0, 1, False), "replicas is 0, must divide the 4 ranks"),
+    ((4, 2, 0, False), "sync_every is 0, must be at least 1; 1 averages replicas after every step"),
+    ((4, 1, 5, False), "sync_every is 5, but replicas is 1; set replicas, or leave sync_every out"),
+    ((4, 1, 1, True), "exact is True, but replicas is 1; set replicas, or leave exact out"),
+    ((4, 2, 5, True), "sync_every is 5, but exact replicas are equal after every step; leave one of the two out"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "message"), BAD)
+def test_meshes_that_cannot_be_are_refused(numbers: tuple[int, int, int, bool], message: str):
+    *given, exact = numbers
+    with pytest.raises(SpecError) as caught:
+        check_replicas(*given, exact=exact)
+    assert str(caught.value).startswith(message)
+
+
+def test_one_process_has_no_replicas():
+    with pytest.raises(SpecError, match="replicas is 2, must divide the 1 ranks"):
+        hb.distribute(Model("fp32"), replicas=2)
+
+
+def refused(group: dist.ProcessGroup) -> list[str]:
+    found: list[str] = []
+    for options in ({"plan": make_plan(TABLES, 4, "row")}, {"layout": "group"}):
+        with pytest.raises((PlanError, SpecError)) as caught:
+            hb.distribute(Model("fp32"), **{"plan": "row", "replicas": 2, "group": group, **options})
+        found.append(str(caught.value))
+    return found
+
+
+def test_plans_for_all_ranks_and_unknown_layouts_are_refused(ranks: Ranks):
+    for plan, layout in ranks.run(4, refused):
+        assert plan.startswith("the plan is for 4 ranks, each of 2 replicas has 2; make a plan for 2")
+        assert layout == "layout is 'group', must be one of groups, replicas; did you mean 'groups'?"
+
+
+# -- links ---------------------------------------------------------------------------------------------------------
+
+
+def lines(group: dist.ProcessGroup, layout: Any) -> tuple[list[int], list[int], str]:
+    """Ranks that a rank exchanges with along both dims of the mesh, and how it calls itself there."""
+    replicas = Replicas(Link(group), 2, 1, layout, exact=False)
+    own = torch.tensor([dist.get_rank(group)])
+    shards = NodeLink(replicas.shards, 2)
+    found = [link.all_gather("ranks", own).wait().flatten().tolist() for link in (replicas.link, shards.clone())]
+    assert replicas.mesh.mesh_dim_names == ("replica", "shard")
+    return found[0], found[1], replicas.link.clone().here
+
+
+def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
+    for rank, (across, along, name) in enumerate(ranks.run(8, lines, "groups")):
+        assert across == [rank % 4, rank % 4 + 4]
+        assert along == list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+        assert name == f"rank {rank} of 8"
+    for rank, (across, along, _) in enumerate(ranks.run(8, lines, "replicas")):
+        assert across == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert along == list(range(rank % 2, 8, 2))
+
+
+# -- what is sent --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "slots", "message"),
+    [
+        ([3, 5], 1_000_000, "numbers"),
+        ([40_000, 50_000], 1_000_000, "bitmap"),
+        ([10, 1000], 1000, "nothing"),
+        ([0, 995], 1000, "bitmap"),
+        ([999, 0], 1000, "nothing"),
+    ],
+)
+def test_replicas_tell_what_they_touched_in_the_fewest_bytes(counts: list[int], slots: int, message: str):
+    assert sync.choose(counts, slots, 68) == message
+
+
+@pytest.mark.parametrize("message", ["numbers", "bitmap"])
+@pytest.mark.parametrize("slots", [1, 8, 37])
+def test_what_any_replica_touched_is_found(ranks: Ranks, message: str, slots: int):
+    found = ranks.run(3, union, slots, message)
+    masks = [mask(rank, slots) for rank in range(3)]
+    expected = (masks[0] | masks[1] | masks[2]).nonzero()[:, 0]
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def mask(rank: int, slots: int) -> Tensor:
+    draw = torch.Generator().manual_seed(rank)
+    return torch.rand(slots, generator=draw) < 0.3 * rank
+
+
+def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
+    link, chosen = Link(group), sync.choose
+    own = mask(link.rank, slots)
+    counts = link.all_gather("counts", own.sum()).wait().tolist()
+    sync.choose = lambda *_: message
+    try:
+        return sync.touched_anywhere(own, counts, 68, link)
+    finally:
+        sync.choose = chosen
+
+
+# -- averages ------------------------------------------------------------------------------------------------------
+
+
+class WriteBack(DenseStore):
+    """A store with rows that wait to be written to where they belong, as a cache has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.dirty: dict[int, Tensor] = {}
+
+    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
+        values = super().read(slots, moment, out=out)
+        for i, slot in enumerate(slots.tolist()):
+            if moment is None and slot in self.dirty:
+                values[i] = self.dirty[slot]
+        return values
+
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+        if moment is not None:
+            super().write(slots, values, moment, random=random)
+            return
+        self.dirty |= {slot: values[i].clone() for i, slot in enumerate(slots.tolist())}
+
+
+TABLE = Table("t", rows=7, dim=20)
+
+
+def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows as they are seen and stored, and moments, after some were averaged."""
+    link = Link(group)
+    arena = Arena([Piece.whole(TABLE)], TABLE.dim, seed=0, device=torch.device("cpu"), backend="auto")
+    store = WriteBack(arena.store.spans, TABLE.dim)
+    store.add_moment(Moment("m", "row"))
+    arena.store = store
+    every = torch.arange(7)
+    store.write(every, torch.full((7, 20), float(link.rank)) + every[:, None])
+    store.write(every, every.float() * link.rank, "m")
+    sync.average_rows(arena, torch.tensor([1, 4]), arena.seeds, link)
+    return store.read(every), store.raw(0)["weight"], store.read(every, "m")
+
+
+def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
+    for rank, (seen, stored, moments) in enumerate(ranks.run(3, averaged)):
+        expected = torch.tensor([1.0 if slot in (1, 4) else rank for slot in range(7)])
+        assert torch.equal(seen, (torch.arange(7) + expected)[:, None].expand(7, 20))
+        assert not stored.any()
+        assert torch.equal(moments, torch.arange(7) * expected)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 8])
+def test_the_mean_of_equal_values_is_that_value(replicas: int):
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sync._mean(values.expand(replicas, -1)), values)
+    different = torch.randn(replicas, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(sync._mean(different), different.mean(0))
+
+
+def test_the_plain_mean_of_three_equal_values_is_another():
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal((values + values + values) / 3, values)
+
+
+def broken(group: dist.ProcessGroup) -> str:
+    model: Any = hb.distribute(Model("fp32"), "row", group=group, replicas=2)
+    optimizer = hb.optim.SGD(model, lr=0.1)
+
+    def fail(*_: object) -> None:
+        raise CommError("rank 3 of 4: the exchange of rows of replicas failed")
+
+    average, sync.average_rows = sync.average_rows, fail
+    try:
+        model(batch(0, dist.get_rank(group)), 0.0).backward()
+        optimizer.step()
+        with pytest.raises(CommError) as caught:
+            model.sync()
+    finally:
+        sync.average_rows = average
+    return str(caught.value)
+
+
+def test_what_fails_in_the_background_is_raised_by_who_waits_for_it(ranks: Ranks):
+    assert ranks.run(4, broken) == ["rank 3 of 4: the exchange of rows of replicas failed"] * 4

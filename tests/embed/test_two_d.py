@@ -1,0 +1,237 @@
+"""Two-dimensional sparse parallelism: what replicas of the tables have in common, and what one group has with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotbed.plan import Cut
+from tests.embed.replica_cases import NEVER, TABLES, Job, Model, all_trained, scaled_step
+from tests.optim_cases import OPTIMIZERS
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+MESHES = [(4, 2), (8, 2), (8, 4)]
+"""Ranks and replicas."""
+Found = dict[str, Any]
+
+
+def tensors(found: Found) -> dict[str, Tensor]:
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def results(ranks: Ranks, size: int, jobs: Sequence[Job]) -> list[list[Found]]:
+    """By job, what each rank has."""
+    by_rank = ranks.run(size, all_trained, jobs)
+    return [[found[i] for found in by_rank] for i in range(len(jobs))]
+
+
+def differing(found: Found, expected: Found) -> list[str]:
+    a, b = tensors(found), tensors(expected)
+    assert a.keys() == b.keys()
+    return [name for name in b if not torch.equal(a[name], b[name])]
+
+
+def assert_close(found: Found, expected: Found, bound: float = 1e-5) -> None:
+    for name, value in tensors(expected).items():
+        assert (tensors(found)[name] - value).abs().max() <= bound * value.abs().max(), name
+
+
+def groups_of(found: list[Found]) -> dict[int, Found]:
+    """What each replica has; all its ranks agree."""
+    by_replica: dict[int, Found] = {}
+    for one in found:
+        assert not differing(one, by_replica.setdefault(one["place"][0], one))
+    return by_replica
+
+
+# -- averaging -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "replicas"), MESHES)
+@pytest.mark.parametrize("layout", ["groups", "replicas"])
+def test_the_mesh_has_groups_or_replicas_side_by_side(ranks: Ranks, size: int, replicas: int, layout: str):
+    (found,) = results(ranks, size, [Job(replicas=replicas, options={"layout": layout}, steps=1)])
+    shards = size // replicas
+    expected = {
+        "groups": [divmod(rank, shards) for rank in range(size)],
+        "replicas": [(rank % replicas, rank // replicas) for rank in range(size)],
+    }
+    assert [one["place"] for one in found] == expected[layout]
+
+
+@pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])
+@pytest.mark.parametrize(("size", "replicas"), MESHES)
+def test_replicas_have_the_same_bits_after_a_sync_and_others_before(
+    ranks: Ranks, size: int, replicas: int, optimizer: str
+):
+    job = Job(replicas=replicas, options={"sync_every": 2}, optimizer=optimizer)
+    before, after = results(ranks, size, [replace(job, steps=3), replace(job, steps=4)])
+    apart, together = groups_of(before), groups_of(after)
+    for replica in range(1, replicas):
+        assert {"big.weight", "items.weight", "words.weight"} <= set(differing(apart[replica], apart[0]))
+        assert not differing(together[replica], together[0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8", "fp8"])
+def test_narrow_rows_of_replicas_have_the_same_bits_after_a_sync(ranks: Ranks, dtype: str):
+    job = Job(replicas=2, options={"sync_every": 2}, dtype=dtype, scheme="table")
+    before, after = results(ranks, 4, [replace(job, steps=3), replace(job, steps=4)])
+    assert differing(groups_of(before)[0], groups_of(before)[1])
+    assert not differing(groups_of(after)[0], groups_of(after)[1])
+
+
+def test_one_replica_is_plain_training_to_the_bit(ranks: Ranks):
+    plain = Job(optimizer_options={"weight_decay": 0.1})
+    one = replace(plain, optimizer_options={"weight_decay": 0.1, "moment_scale": 1.0})
+    found, expected = results(ranks, 4, [one, plain])
+    assert not differing(found[0], expected[0])
+
+
+@pytest.mark.parametrize(("size", "replicas"), MESHES)
+def test_sgd_that_is_averaged_after_every_step_is_sgd_of_one_group(ranks: Ranks, size: int, replicas: int):
+    job = Job(optimizer="SGD", steps=5)
+    found, expected = results(ranks, size, [replace(job, replicas=replicas), job])
+    assert_close(found[0], expected[0])
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(3, 3), (4, 4), (8, 8)])
+@pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])
+def test_replicas_that_see_the_same_samples_have_the_bits_of_one(
+    ranks: Ranks, size: int, replicas: int, optimizer: str
+):
+    options = {"moment_scale": 1} if optimizer == "RowWiseAdagrad" else {}
+    job = Job("table", replicas, {"sync_every": 2}, optimizer, options, same=True, steps=4)
+    (found,), (alone,) = results(ranks, size, [job]), results(ranks, 1, [replace(job, replicas=1, options={})])
+    for one in found:
+        assert not differing(one, alone[0])
+
+
+def test_groups_that_see_the_same_samples_have_the_bits_of_one_group(ranks: Ranks):
+    job = Job(replicas=2, optimizer_options={"moment_scale": 1}, same=True)
+    (found,), (expected,) = results(ranks, 8, [job]), results(ranks, 4, [replace(job, replicas=1)])
+    for one in found:
+        assert not differing(one, expected[0])
+
+
+def test_scale_is_the_number_of_replicas_by_default(ranks: Ranks):
+    job = Job(replicas=2)
+    default, given = results(ranks, 4, [job, replace(job, optimizer_options={"moment_scale": 2.0})])
+    (one,) = results(ranks, 4, [replace(job, optimizer_options={"moment_scale": 1.0})])
+    assert not differing(default[0], given[0])
+    assert differing(default[0], one[0])
+
+
+@pytest.mark.parametrize(("size", "replicas"), MESHES)
+def test_v_of_replicas_is_between_once_and_m_times_that_of_one_group(ranks: Ranks, size: int, replicas: int):
+    """Rows hardly move, so gradients are the same ones in both; a row that one group alone has seen has M times."""
+    job = Job(lr=1e-9, steps=1, options={})
+    two_d, one_d = results(ranks, size, [replace(job, replicas=replicas), job])
+    ratios = []
+    for table in TABLES:
+        ours, theirs = (found[0][f"{table.name}.sum_of_squares"] for found in (two_d, one_d))
+        assert torch.equal(ours > 0, theirs > 0)
+        assert (ours >= theirs * (1 - 1e-5)).all()
+        ratios.append(ours.sum() / theirs.sum())
+        rare = (ours / theirs - replicas).abs() < 1e-4 * replicas
+        assert rare.any()
+    assert all(1 <= ratio <= replicas for ratio in ratios)
+
+
+@pytest.mark.parametrize(("size", "replicas"), MESHES)
+def test_with_a_delayed_moment_a_sync_is_a_step_with_the_mean_gradient(ranks: Ranks, size: int, replicas: int):
+    options = {"initial_accumulator": 0.1, "moment_scale": 2.0, "eps_inside": True}
+    job = Job(steps=1, optimizer_options={**options, "delayed_moment": True})
+    usual = Job(steps=1, optimizer_options=options)
+    delayed, expected, other, one = results(
+        ranks, size, [replace(job, replicas=replicas), job, replace(usual, replicas=replicas), usual]
+    )
+    for table in TABLES:
+        rows = f"{table.name}.weight"
+        torch.testing.assert_close(delayed[0][rows], expected[0][rows], rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(other[0][rows], one[0][rows], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("message", ["numbers", "bitmap", "nothing"])
+def test_rows_that_nobody_touched_keep_their_bits(ranks: Ranks, message: Any):
+    (found,) = results(ranks, 4, [Job(replicas=2, message=message)])
+    initial = Model("fp32").embeddings.weight("big")
+    assert torch.equal(found[0]["big.weight"][NEVER.start :], initial[NEVER.start :])
+    assert not found[0]["big.sum_of_squares"][NEVER.start :].any()
+    assert not torch.equal(found[0]["big.weight"], initial)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize(("size", "replicas"), [(4, 2), (8, 4)])
+def test_a_sync_of_touched_rows_is_a_sync_of_all_with_fewer_bytes(ranks: Ranks, size: int, replicas: int, dtype: str):
+    job = Job("table", replicas, {"sync_every": 2}, steps=4, dtype=dtype)
+    messages = ("nothing", "numbers", "bitmap", None)
+    dense, *sparse = results(ranks, size, [replace(job, message=m) for m in messages])
+    for found in sparse:
+        assert not differing(found[0], dense[0])
+        assert sum(one["sent"] for one in found) < sum(one["sent"] for one in dense)
+
+
+@pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "LAMB"])
+def test_all_plans_of_a_group_give_the_same_bits(ranks: Ranks, optimizer: str):
+    """Also those with copies, which are brought up to date after a sync, and with columns that are cut."""
+    schemes = ("table", "row", "column", "grid", "dp", Cut(rows=0, hot_rows=7))
+    jobs = [Job(scheme, 2, {"sync_every": 2}, optimizer, steps=5) for scheme in schemes]
+    jobs.append(replace(jobs[0], options={"sync_every": 2, "ranks_per_node": 2}))
+    expected, *others = results(ranks, 8, jobs)
+    for found in others:
+        assert not differing(found[0], expected[0])
+
+
+def test_replicas_skip_a_step_together_whose_gradients_are_not_finite_anywhere(ranks: Ranks):
+    found = ranks.run(4, scaled_step, 3)
+    assert found == [(True, 0)] * 4
+    assert ranks.run(4, scaled_step, None) == [(False, 1)] * 4
+
+
+# -- the exact mode ------------------------------------------------------------------------------------------------
+
+
+def exact_jobs(optimizer: str) -> list[Job]:
+    one = Job(optimizer=optimizer, scheme="column" if optimizer == "LAMB" else "row")
+    return [one, *(replace(one, replicas=m, options={"exact": True}) for m in (2, 4))]
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("optimizer", [cls.__name__ for cls in OPTIMIZERS])
+def test_the_exact_mode_has_the_bits_of_one_group(ranks: Ranks, size: int, optimizer: str):
+    one, *exact = results(ranks, size, exact_jobs(optimizer))
+    for found in exact:
+        for of_rank in found:
+            assert not differing(of_rank, one[0])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_the_exact_mode_has_the_bits_of_one_group_of_narrow_rows(ranks: Ranks, dtype: str):
+    one = Job("table", dtype=dtype)
+    expected, found = results(ranks, 4, [one, replace(one, replicas=2, options={"exact": True})])
+    assert not differing(found[0], expected[0]) and not differing(found[3], expected[0])
+
+
+def test_the_exact_mode_has_the_bits_of_one_group_with_copies_and_pooled_vectors(ranks: Ranks):
+    jobs = [Job("dp"), Job("table", pooled=True), Job("column", pooled=True)]
+    exact = [replace(job, replicas=2, options={"exact": True}) for job in jobs]
+    found = results(ranks, 4, [*jobs, *exact])
+    for expected, one in zip(found[: len(jobs)], found[len(jobs) :], strict=True):
+        assert not differing(one[0], expected[0])
+
+
+def test_the_exact_mode_adds_in_another_order_where_replicas_are_side_by_side(ranks: Ranks):
+    one = Job(steps=5)
+    beside = replace(one, replicas=2, options={"exact": True, "layout": "replicas"})
+    expected, found = results(ranks, 4, [one, beside])
+    assert differing(found[0], expected[0])
+    assert_close(found[0], expected[0])
+    for of_rank in found:
+        assert not differing(of_rank, found[0])

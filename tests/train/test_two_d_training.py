@@ -1,0 +1,138 @@
+"""Replicas in a `Trainer`: one model for evaluations and checkpoints, on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, verify_checkpoint
+from hotbed.data import Loader
+from hotbed.train import Callback, Trainer
+from hotbed.train.keep import KeepLast
+from tests.ranks import Ranks
+from tests.train import planted
+from tests.train.planted import Losses
+
+from .parallel_cases import RECIPE, TRAIN, Group, InMemory, assert_equal, make_trainer, place, shares, state_of
+
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+
+TWO = {"replicas": 2, "sync_every": 4}
+STEPS, STOPPED = 14, 9
+"""Steps of a run of two epochs, and where it was stopped: between two averages."""
+
+
+class Records(Callback):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, float]] = []
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        self.records.append(record)
+
+
+def run(
+    group: Group,
+    options: dict[str, Any],
+    stop: int | None = None,
+    save: Path | None = None,
+    resume: Path | None = None,
+) -> dict[str, Any]:
+    rank, size = place(group)
+    losses, records = Losses(), Records()
+    trainer = make_trainer(group, "row", replace(TRAIN, epochs=2, steps=stop), callbacks=[losses, records], **options)
+    if save is not None:
+        trainer.callbacks.append(KeepLast(save, RECIPE, STOPPED, keep_last=9))
+    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    if resume is not None:
+        load_checkpoint(resume, trainer.parts())
+        trainer.resume_data(loader)
+    before = state_of(trainer)
+    trainer.fit(loader)
+    collection = trainer.model.embeddings
+    own = {name: collection.weight(name).clone() for name in collection.tables}
+    dense = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return {
+        "before": before,
+        "losses": losses.losses,
+        "own": own,
+        "dense": dense,
+        "state": state_of(trainer),
+        "records": records.records,
+    }
+
+
+@pytest.mark.parametrize("options", [TWO, {"replicas": 4, "layout": "replicas"}, {"replicas": 2, "exact": True}])
+def test_all_ranks_end_with_one_model(ranks: Ranks, options: dict[str, Any]):
+    found = ranks.run(4, run, options)
+    for of_rank in found[1:]:
+        assert_equal(of_rank["own"], found[0]["own"])
+        assert_equal(of_rank["dense"], found[0]["dense"])
+        assert_equal(of_rank["state"], found[0]["state"])
+        assert of_rank["losses"] == found[0]["losses"]
+
+
+def test_the_exact_mode_trains_the_model_of_one_group(ranks: Ranks):
+    one, exact = (ranks.run(4, run, options)[0] for options in ({}, {"replicas": 2, "exact": True}))
+    assert exact["losses"] == one["losses"]
+    assert_equal(exact["state"], one["state"])
+
+
+def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(ranks: Ranks, tmp_path: Path):
+    first = ranks.run(4, run, TWO, STOPPED, tmp_path / "checkpoints")[0]
+    (checkpoint,) = checkpoints_in(tmp_path / "checkpoints")
+    verify_checkpoint(checkpoint)
+    assert {name[:12] for name in read_manifest(checkpoint).files if name.startswith("tables")} == {
+        "tables-00000",
+        "tables-00001",
+    }
+    for size, options in ((4, TWO), (4, {}), (4, {"replicas": 4}), (3, {}), (8, {"replicas": 4, "exact": True})):
+        for of_rank in ranks.run(size, run, options, STOPPED + 1, None, checkpoint):
+            assert_equal(of_rank["before"], first["state"])
+    assert_equal(run(None, {}, STOPPED + 1, None, checkpoint)["before"], first["state"])
+
+
+def test_a_run_that_is_resumed_ends_with_the_bits_of_the_run_that_saved(ranks: Ranks, tmp_path: Path):
+    whole = ranks.run(4, run, TWO, None, tmp_path / "checkpoints")
+    checkpoint = next(c for c in checkpoints_in(tmp_path / "checkpoints") if c.path.endswith(f"{STOPPED:08d}"))
+    resumed = ranks.run(4, run, TWO, None, None, checkpoint)
+    for of_rank, of_whole in zip(resumed, whole, strict=True):
+        assert of_rank["losses"] == of_whole["losses"][STOPPED:]
+        assert_equal(of_rank["state"], of_whole["state"])
+
+
+def evaluated(group: Group) -> tuple[float, float, bool]:
+    """Logloss between two averages, after one, and whether that changed tables."""
+    trainer = make_trainer(group, "row", replace(TRAIN, steps=3), replicas=2, sync_every=100)
+    batches = shares(planted.batches(4, 64), group)
+    for batch in batches[:3]:
+        trainer.loss(batch).backward()
+        for optimizer in trainer.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    collection = trainer.model.embeddings
+    before = {name: collection.weight(name).clone() for name in collection.tables}
+    first, again = (trainer.evaluate(batches).logloss for _ in range(2))
+    changed = any(not torch.equal(collection.weight(name), rows) for name, rows in before.items())
+    return first, again, changed
+
+
+def test_evaluations_are_of_the_average(ranks: Ranks):
+    found = ranks.run(4, evaluated)
+    assert len({first for first, _, _ in found}) == 1
+    assert all(first == again and changed for first, again, changed in found)
+
+
+def test_records_say_how_evenly_ranks_work_and_what_averages_took(ranks: Ranks):
+    averaged, plain = ranks.run(4, run, TWO), ranks.run(4, run, {})
+    for record in averaged[0]["records"]:
+        for name in ("bytes", "lookups", "time"):
+            assert 1 <= record[f"imbalance_{name}"] <= 4
+        assert record["sync_bytes"] > 0 and record["sync_s"] > 0
+    for record in plain[0]["records"]:
+        assert "imbalance_lookups" in record and "sync_bytes" not in record
