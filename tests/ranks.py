@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hotbed.comm import end_groups
+
 TIMEOUT_S = 20
 SIZES = (1, 3, 4)
 """World sizes that tests ask for; 2 proves nothing for sums, which have one order then."""
@@ -92,4 +94,6 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         except Exception:
             answer = (traceback.format_exc(), None)
         connection.send_bytes(pickle.dumps(answer))
+        del answer
+        end_groups()
     dist.destroy_process_group()

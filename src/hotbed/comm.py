@@ -6,6 +6,7 @@ process group of their own (`Link.clone`). Nothing here starts or stops ``torch.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -326,6 +327,18 @@ class OneRank(Link):
     def unreachable(self, wait_s: float = 5) -> list[int]:
         """Nobody."""
         return []
+
+
+def end_groups() -> None:
+    """Give up all process groups but torch's own: for processes that make one distributed model after the other.
+
+    Every group of Gloo has a thread that looks for messages until the group is destroyed; a few hundred of them leave
+    no time for anything else. No model that was distributed before can be used after this.
+    """
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _reason(error: Exception) -> str:

@@ -178,3 +178,31 @@ def test_options_of_tiers_are_checked() -> None:
     with pytest.raises(hb.HotbedError, match="a cut has cache_rows -1"):
         hb.Cut(cache_rows=-1)
     assert Path(tempfile.gettempdir()).is_dir()
+
+
+def replicated(group: dist.ProcessGroup, exact: bool) -> Any:
+    """Two groups of two ranks, rows on disk."""
+    model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES, seed=4)})
+    plan = hb.make_plan(TABLES, 2, CUTS["disk, cached"])
+    try:
+        distributed = hb.distribute(model, plan, group=group, replicas=2, exact=exact)
+    except hb.HotbedError as error:
+        return str(error)
+    optimizer = Adam(distributed, lr=0.1)
+    for seed in range(3):
+        step(distributed, optimizer, seed)
+    return everything(distributed, optimizer)
+
+
+def plain(group: dist.ProcessGroup) -> Any:
+    model, optimizer = made(group, CUTS["device"])
+    for seed in range(3):
+        step(model, optimizer, seed)
+    return everything(model, optimizer)
+
+
+def test_replicas_of_rows_on_disk_are_exact_or_refused(ranks: Ranks) -> None:
+    expected = ranks.run(4, plain)[0]
+    assert all(found == expected for found in ranks.run(4, replicated, True))
+    for message in ranks.run(4, replicated, False):
+        assert "replicas are averaged in the device's memory in this release, but the plan has rows in" in message

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
+from hotbed.comm import end_groups
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader
 from hotbed.embed import EmbeddingCollection
@@ -55,7 +56,10 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     recipe = Recipe.from_dict(yaml.safe_load(Path(job["recipe"]).read_text(encoding="utf-8")))
     with process_group(ParallelRecipe(), "cpu"):
-        found = [_trained(recipe, name, plan, job) for name, plan in job["plans"].items()]
+        found: list[dict[str, Any]] = []
+        for name, plan in job["plans"].items():
+            found.append(_trained(recipe, name, plan, job))
+            end_groups()
     if int(os.environ["RANK"]) == 0:
         (Path(job["folder"]) / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
