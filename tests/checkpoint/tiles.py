@@ -47,8 +47,10 @@ class Tiles:
             arena = Arena([piece], len(cols), seed=seed, device=torch.device("cpu"), backend="auto")
             for moment in MOMENTS:
                 arena.store.add_moment(moment)
-                arena.store.view(0, moment.name).fill_(SAVED_MOMENTS[moment.name].initial)
+                arena.store.fill(0, moment.name, SAVED_MOMENTS[moment.name].initial)
             self.tiles.append(Held(piece, arena, 0, True))
+
+    is_first_replica = True
 
     def held(self, _: str) -> list[Held]:
         return self.tiles
