@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotbed.errors import PlanError
 from hotbed.optim import Moment
-from hotbed.plan.cost import gib, tile_bytes
+from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiling import Plan, Tier, Tile
 from hotbed.specs import Table
 
@@ -206,7 +206,7 @@ def hot_rows(
     found = _prefixes(small, by_name, known, moments, budget) | _prefixes(others, by_name, known, moments, left)
     found = {t.name: found[t.name] for t in tables}
     if budget > 0 and not any(found.values()):
-        raise PlanError(f"a budget of {gib(budget)} does not hold a row of any table; raise it")
+        raise PlanError(f"a budget of {budget:,} bytes does not hold a row of any table; raise it")
     return found
 
 
