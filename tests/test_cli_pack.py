@@ -10,7 +10,7 @@ import yaml
 from hotbed.cli import main
 from hotbed.data import SplitBinarySource
 from hotbed.errors import DataError
-from hotbed.train.hot_rows import read_hot_rows
+from hotbed.train.hot_file import read_hot_rows
 from tests.cli_cases import (  # noqa: F401
     Output,
     inspected,

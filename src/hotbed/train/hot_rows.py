@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import yaml
@@ -18,11 +18,10 @@ from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
 from hotbed.data.pack import pack
-from hotbed.errors import DataError, RecipeError
+from hotbed.errors import RecipeError
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows
 from hotbed.plan.tiling import Tile
-from hotbed.specs import is_int
 from hotbed.train.build import tables_of
 from hotbed.train.parallel import moments_of
 from hotbed.train.progress import StageProgress
@@ -139,43 +138,6 @@ def recipe_in(file: Path, data: str | None = None) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{file} is not YAML: {error}") from None
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
-
-
-def read_hot_rows(file: Path, rows: Mapping[str, int]) -> dict[str, int]:
-    """Read how many of the first rows of each table are hot.
-
-    Parameters
-    ----------
-    file
-        ``hot_rows.json``.
-    rows
-        Rows of each table of the model.
-
-    Raises
-    ------
-    DataError
-        If it is not such a file, or is about other tables.
-    """
-    if not file.is_file():
-        raise DataError(f"{file} does not exist; make it with hotbed pack")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        entries = [(e["table"], e["rows"], e["hot_rows"]) for e in cast("list[dict[str, Any]]", content["tables"])]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{file} is not what hotbed pack writes ({type(error).__name__}: {error}); pack again"
-        ) from None
-    found: dict[str, int] = {}
-    for table, count, hot in entries:
-        if not is_int(hot) or not is_int(count) or not 0 <= hot <= count:
-            raise DataError(f"{file}: table '{table}' has {hot!r} hot rows of {count!r}; pack again")
-        if table in rows and rows[table] != count:
-            raise DataError(f"{file}: table '{table}' has {count:,} rows, the model's has {rows[table]:,}; pack again")
-        found[table] = hot
-    for table in rows:
-        if table not in found:
-            raise DataError(f"{file} has no table '{table}', which the model has; pack this model's data")
-    return found
 
 
 def print_packed(console: Console, found: Mapping[str, Any]) -> None:
