@@ -34,11 +34,11 @@ REAL_LOG = Path(__file__).parents[2] / "shared" / "data" / "criteo_kaggle_110k.t
 def test_help_lists_every_command(capsys: Output) -> None:
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    one_word = ("demo", "init", "prepare", "train", "eval", "inspect")
+    one_word = ("demo", "init", "prepare", "pack", "train", "eval", "inspect")
     two_words = ("checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench ops", "bench step")
     for name in (*one_word, *two_words):
         assert f"  {name} " in text
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 12
 
 
 @pytest.mark.parametrize("argv", [["bench"], ["bench", "--help"], ["bench", "-h"]])

@@ -1,4 +1,4 @@
-"""The command line: ``hotbed demo | init | prepare | train | eval | inspect | checkpoint … | bench …``.
+"""The command line: ``hotbed demo | init | prepare | pack | train | eval | inspect | checkpoint … | bench …``.
 
 Each command is a parser and a function below; what they do is in `hotbed.train`, `hotbed.data` and `hotbed.bench`,
 imported when the command runs, so that help is quick. Results go to stdout, progress and errors to stderr.
@@ -235,6 +235,26 @@ def _prepare(parsed: Namespace) -> None:
     _write_json(json, vars(report))
 
 
+def _add_pack(parser: ArgumentParser) -> None:
+    from hotbed.train.hot_rows import pack_by_popularity
+
+    parser.add_argument("recipe", type=str, help="Recipe: names the data, and says what a row of each table takes.")
+    parser.add_argument("out", type=str, help="Dataset directory to make.")
+    parser.add_argument("--data", type=str | None, help="Another dataset than the recipe's.")
+    parser.add_function_arguments(pack_by_popularity, skip={"recipe", "out", "console"})
+    add_json(parser)
+
+
+def _pack(parsed: Namespace) -> None:
+    from hotbed.train.hot_rows import pack_by_popularity, print_packed, recipe_in
+
+    options = parsed.as_dict()
+    file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
+    found = pack_by_popularity(recipe_in(Path(file), data), Path(out), _stderr(), **options)
+    print_packed(_stdout(), found)
+    _write_json(json, found)
+
+
 def _add_eval(parser: ArgumentParser) -> None:
     parser.add_argument("--checkpoint", type=str, required=True, help="Checkpoint directory, or a run's directory.")
     parser.add_argument("--split", type=str, default="test", help="Split of the data.")
@@ -302,6 +322,12 @@ COMMANDS: Mapping[str, Command] = {
     "init": Command("Draft a recipe for a Parquet dataset.", "hotbed init PATH [options]", _add_init, _init),
     "prepare": Command(
         "Turn raw Criteo logs into a dataset.", "hotbed prepare RAW … OUT [options]", _add_prepare, _prepare
+    ),
+    "pack": Command(
+        "Choose hot rows, and split a dataset into hot and cold samples.",
+        "hotbed pack RECIPE.yaml OUT --budget BYTES [options]",
+        _add_pack,
+        _pack,
     ),
     "train": Command("Train and test by a recipe.", "hotbed train RECIPE.yaml [--key value …]", add_recipe, _train),
     "eval": Command("Evaluate a checkpoint.", "hotbed eval --checkpoint DIR [options]", _add_eval, _eval),

@@ -10,7 +10,16 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader
 
-from hotbed.config import DataRecipe, InitRecipe, MemoryRecipe, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe
+from hotbed.config import (
+    DataRecipe,
+    HotRecipe,
+    InitRecipe,
+    MemoryRecipe,
+    ParallelRecipe,
+    Recipe,
+    ScheduleRecipe,
+    TrainRecipe,
+)
 from hotbed.errors import RecipeError
 
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
@@ -29,6 +38,7 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_class_arguments(InitRecipe, "init", instantiate=False)
     parser.add_class_arguments(ParallelRecipe, "parallel", instantiate=False)
     parser.add_class_arguments(MemoryRecipe, "memory", instantiate=False)
+    parser.add_class_arguments(HotRecipe, "hot", instantiate=False)
     parser.add_argument(
         "--plan", type=str | None, help="Short for --parallel.plan: table, row, column, grid, dp, FILE."
     )

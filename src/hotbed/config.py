@@ -32,6 +32,7 @@ Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
+Batches = Literal["mixed", "apart"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +339,37 @@ class MemoryRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HotRecipe:
+    """Rows that most inputs need, and in which order inputs come that need no others (``hotbed pack``)."""
+
+    rows: str | None = None
+    """``hot_rows.json`` of hotbed pack: these rows are in the memory of every process's device, the others where
+    parallel.plan and memory.tier say; it does not change results."""
+    batches: Batches = "mixed"
+    """``apart``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train split;
+    this is another order of the same samples."""
+    rate: int = 50
+    """With ``apart``: percent of the cold batches, and then of the hot ones, before the next evaluation; at first."""
+    floor: int = 1
+    """The least rate. It is halved when the loss of an evaluation is above the one before."""
+    cap: int = 50
+    """The largest rate."""
+    patience: int = 4
+    """The rate is doubled when the loss has fallen so many times in a row."""
+
+    def __post_init__(self) -> None:
+        _one_of("hot.batches", self.batches, get_args(Batches))
+        _at_least("hot.floor", self.floor, 1)
+        _at_least("hot.rate", self.rate, self.floor, "hot.floor")
+        _at_least("hot.cap", self.cap, self.rate, "hot.rate")
+        _at_least("hot.patience", self.patience, 1)
+        if self.cap > 100:
+            raise RecipeError(f"hot.cap is {self.cap}, must be at most 100 percent")
+        if self.rows == "":
+            raise RecipeError("hot.rows is empty; give the hot_rows.json that hotbed pack has written")
+
+
+@dataclass(frozen=True, kw_only=True)
 class InitRecipe:
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
@@ -376,6 +408,7 @@ class Recipe:
     init: InitRecipe = field(default_factory=InitRecipe)
     parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
     memory: MemoryRecipe = field(default_factory=MemoryRecipe)
+    hot: HotRecipe = field(default_factory=HotRecipe)
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\"):
@@ -385,6 +418,18 @@ class Recipe:
                 "parallel.dense is 'fsdp', of which this release saves no checkpoint; set train.checkpoint to 'none', "
                 "or parallel.dense to 'ddp'"
             )
+        if self.hot.rows is not None and (self.memory.device_bytes or self.memory.host_bytes):
+            raise RecipeError(
+                "hot.rows says which rows are in the device's memory, but memory.device_bytes or memory.host_bytes is "
+                "set, too; leave one of them out"
+            )
+        if self.hot.batches == "apart":
+            for key, value in (("train.eval_every", self.train.eval_every), ("parallel.reader", self.parallel.reader)):
+                if value not in (None, "each"):
+                    raise RecipeError(
+                        f"hot.batches is 'apart', which evaluates after its rounds and reads in each process, but "
+                        f"{key} is {value}; leave it out"
+                    )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:
             raise RecipeError(
@@ -394,6 +439,7 @@ class Recipe:
         for key, value in (
             ("train.eval_every", self.train.eval_every),
             ("train.patience", self.train.patience),
+            ("hot.batches", "apart" if self.hot.batches == "apart" else None),
             ("train.checkpoint", "best" if self.train.checkpoint == "best" else None),
         ):
             if needs and value is not None:

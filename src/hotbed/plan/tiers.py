@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from hotbed.errors import PlanError
 from hotbed.optim import Moment
-from hotbed.plan.cost import gib, tile_bytes
+from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiling import Plan, Tier, Tile
 from hotbed.specs import Table
 
@@ -183,10 +184,13 @@ def hot_rows(
     *,
     popularity: Mapping[str, Popularity] | None = None,
     moments: Sequence[Moment] = (),
+    whole_bytes: int = 0,
 ) -> dict[str, int]:
     """How many of the first rows of each table are worth a byte budget: those with the most accesses per byte.
 
-    A larger budget gives no table fewer rows. See `place_in_tiers`.
+    Tables of at most ``whole_bytes`` come first: the others share what these leave when all of them are in it whole
+    (Adnan et al. 2021, arXiv 2103.00686, take tables below 1 MB whole). A larger budget gives no table fewer rows. See
+    `place_in_tiers`.
 
     Raises
     ------
@@ -195,9 +199,15 @@ def hot_rows(
     """
     whole = [Tile(t.name, range(t.rows), range(t.dim), 0) for t in tables]
     known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
-    found = _prefixes(whole, {t.name: t for t in tables}, known, moments, budget)
+    by_name = {t.name: t for t in tables}
+    nbytes = {t.table: tile_bytes(by_name[t.table], t, moments) for t in whole}
+    small = [t for t in whole if nbytes[t.table] <= whole_bytes]
+    others = [t for t in whole if nbytes[t.table] > whole_bytes]
+    left = max(budget - sum(nbytes[t.table] for t in small), 0)
+    found = _prefixes(small, by_name, known, moments, budget) | _prefixes(others, by_name, known, moments, left)
+    found = {t.name: found[t.name] for t in tables}
     if budget > 0 and not any(found.values()):
-        raise PlanError(f"a budget of {gib(budget)} does not hold a row of any table; raise it")
+        raise PlanError(f"a budget of {budget:,} bytes does not hold a row of any table; raise it")
     return found
 
 
@@ -225,7 +235,13 @@ def _prefixes(
     for _ in range(_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(taken(10**middle)) else (middle, high)
-    return taken(10**high)
+    found = taken(10**high)
+    for name, most in taken(10**low).items():  # rows that tie for the rest, in the order of tables and rows
+        least = found[name]
+        found[name] = bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits({**found, name: n})) + least
+        if found[name] < most:
+            break
+    return found
 
 
 def _split(tile: Tile, row: int) -> tuple[Tile | None, Tile | None]:

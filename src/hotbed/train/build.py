@@ -55,18 +55,23 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
 
     Where several processes train, each makes only what it holds.
     """
-    torch.manual_seed(recipe.train.seed)
-    spread = needs_a_plan(recipe)
-    with device, tables_on_meta() if spread else nullcontext():
-        model = new_model(recipe, source)
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
-    model = distributed(model, recipe, device)
+    model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device)
     if isinstance(model, Distributed):
         torch.manual_seed(recipe.train.seed + model.link.rank)  # what is drawn from now on is of a rank's own samples
         return model
+    if needs_a_plan(recipe):  # by which all rows are in the memory of this one process's device
+        model = _seeded(recipe, source, device, on_meta=False)
     # A model of the user's may make some of its tensors on the CPU whatever the default device is.
     return model.to(device)
+
+
+def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bool) -> nn.Module:
+    torch.manual_seed(recipe.train.seed)
+    with device, tables_on_meta() if on_meta else nullcontext():
+        model = new_model(recipe, source)
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
+    return model
 
 
 def new_model(recipe: Recipe, source: Source) -> Any:

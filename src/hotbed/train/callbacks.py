@@ -32,6 +32,9 @@ class Callback:
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """After every evaluation during training."""
 
+    def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """After an evaluation by which `HotSchedule` has set a rate: logloss, rate_before, rate."""
+
     def on_step_end(self, trainer: Trainer) -> None:
         """After a step and its evaluation, if it had one: a run goes on from here if this is what it saved."""
 
@@ -73,6 +76,10 @@ class JsonLines(Callback):
         """Append ``{"event": "checkpoint", …}``."""
         self._write({"event": "checkpoint", **record})
 
+    def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Append ``{"event": "schedule", …}``."""
+        self._write({"event": "schedule", "step": trainer.step, **record})
+
     def _write(self, record: dict[str, Any]) -> None:
         # Opened for each line, so that a killed run loses none.
         with self.path.open("a", encoding="utf-8") as stream:
@@ -113,6 +120,10 @@ class TensorBoard(Callback):
         for name in ("auc", "logloss", "normalized_entropy", "calibration", "gauc"):
             if (value := getattr(metrics, name)) is not None:
                 self._writer.add_scalar(f"valid/{name}", value, trainer.step)
+
+    def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Write the rate at which hot and cold batches take turns."""
+        self._writer.add_scalar("hot/rate", record["rate"], trainer.step)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Close the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +20,14 @@ from hotbed.config import Component, ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.replicate import check_replicas
-from hotbed.errors import CommError, HotbedError, PlanError
+from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
 from hotbed.plan.schemes import SCHEMES
-from hotbed.plan.tiers import place_in_tiers
+from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.spread import Spread
+from hotbed.train.hot_file import read_hot_rows
 
 
 class Started(NamedTuple):
@@ -141,7 +143,8 @@ def needs_a_plan(recipe: Recipe) -> bool:
     """Whether a model has to be distributed: over several processes, or over memories."""
     several = dist.is_available() and dist.is_initialized()
     plan = _plan_or_scheme(recipe.parallel)
-    return several or recipe.memory.tier != "device" or (isinstance(plan, Plan) and not plan.is_in_device_memory)
+    apart = recipe.memory.tier != "device" or recipe.hot.rows is not None
+    return several or apart or (isinstance(plan, Plan) and not plan.is_in_device_memory)
 
 
 def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
@@ -150,8 +153,11 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     plan = _plan_or_scheme(parallel)
     if world_size > 1:
         check_replicas(world_size, parallel.replicas, parallel.sync_every, exact=parallel.exact)
+    size = max(world_size // parallel.replicas, 1)
+    if recipe.hot.rows is not None:
+        return _plan_of_hot_rows(model, recipe, size, Path(recipe.hot.rows))
     if not isinstance(plan, Plan):
-        plan = plan_for(model, max(world_size // parallel.replicas, 1), plan)
+        plan = plan_for(model, size, plan)
     if memory.tier == "device":
         return plan
     budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
@@ -159,6 +165,19 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
         del budgets["host"]
     moments = moments_of(recipe.sparse_optimizer)
     return place_in_tiers(plan, plan_tables(model), budgets, memory.tier, moments=moments, cache_rows=memory.cache_rows)
+
+
+def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: Path) -> Plan:
+    """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
+    scheme, memory = recipe.parallel.plan, recipe.memory
+    if scheme not in SCHEMES:
+        raise RecipeError(
+            f"hot.rows is set, so parallel.plan must be a scheme ({', '.join(SCHEMES)}) for the other rows, not the "
+            f"plan {scheme}; leave one of them out"
+        )
+    hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
+    cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
+    return with_cache(plan_for(model, world_size, cuts), memory.cache_rows)
 
 
 def moments_of(optimizer: Component) -> tuple[Moment, ...]:

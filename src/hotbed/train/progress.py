@@ -19,6 +19,7 @@ _STAGES = {
     "count": "counting values",
     "write": "writing the dataset",
     "accesses": "counting accesses",
+    "pack": "packing hot and cold samples",
 }
 
 

@@ -15,6 +15,8 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, load_checkpoint, read_manifest
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, Source
+from hotbed.data.hot_loader import HotColdLoader
+from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
@@ -23,6 +25,7 @@ from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_model, build_trainer, check_split, open_source
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard
 from hotbed.train.claim import refuse_other_checkpoints
+from hotbed.train.hot_schedule import HotSchedule
 from hotbed.train.keep import KeepBest, KeepLast
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, spread_batch
@@ -91,6 +94,8 @@ def train(
     place = directory(recipe.train.checkpoint_dir or run.checkpoints)
     progress = ShowProgress(console) if ranks.is_first else Callback()
     trainer.callbacks += [*_callbacks(recipe, run, place, ranks), progress]
+    if isinstance(loader, HotColdLoader):
+        trainer.callbacks.append(HotSchedule(loader, recipe.hot))
     if recipe.train.checkpoint != "none":
         refuse_other_checkpoints(place, resumed)
     with signals_to(trainer):
@@ -267,13 +272,22 @@ def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks
     return callbacks
 
 
-def _training_loader(recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module) -> Loader | BroadcastLoader:
-    """Batches of this rank, as `ParallelRecipe.reader` says."""
+def _training_loader(
+    recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module
+) -> Loader | BroadcastLoader | HotColdLoader:
+    """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say."""
+    train = recipe.data.train_split
 
-    def loader(source: Source, rank: int, world_size: int, transform: Callable[[Batch], Batch] | None = None) -> Loader:
+    def loader(
+        source: Source,
+        rank: int,
+        world_size: int,
+        transform: Callable[[Batch], Batch] | None = None,
+        split: str = train,
+    ) -> Loader:
         return Loader(
             source,
-            recipe.data.train_split,
+            split,
             recipe.train.batch_size,
             shuffle=recipe.data.shuffle,
             seed=recipe.train.seed,
@@ -285,6 +299,19 @@ def _training_loader(recipe: Recipe, source: Source, ranks: Ranks, model: nn.Mod
             world_size=world_size,
         )
 
+    if recipe.hot.batches == "apart":
+        kinds = {kind: f"{train}_{kind}" for kind in (HOT, COLD)}
+        for split in kinds.values():
+            if split not in source.splits:
+                raise RecipeError(
+                    f"hot.batches is 'apart', but the data has no split '{split}', only {', '.join(source.splits)}; "
+                    f"make it with hotbed pack, and set data.path to what that wrote"
+                )
+        hot, cold = (
+            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None
+            for split in kinds.values()
+        )
+        return HotColdLoader(hot, cold, rate=recipe.hot.rate)
     if recipe.parallel.reader == "first" and ranks.link is not None:
         return BroadcastLoader(loader(source, 0, 1) if ranks.is_first else None, ranks.link)
     if recipe.parallel.reader == "owners" and isinstance(model, Distributed):

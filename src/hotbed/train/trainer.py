@@ -76,6 +76,8 @@ class Trainer:
     ask_save, ask_stop
         Set by any rank, at any time: all save a checkpoint (if `KeepLast` is there), and end training, after the same
         step.
+    evaluate_now
+        A callback sets it in ``on_step``, on all ranks alike, to evaluate after the present step.
     save_now, told_to_stop
         Whether any rank had asked so before the present step.
     saver
@@ -114,6 +116,7 @@ class Trainer:
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
         self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = False
+        self.evaluate_now = False
         self.saver = Saver(self)
         self.other_parts: dict[str, Stateful] = {}
         self._batches: Iterable[Batch] = ()
@@ -289,7 +292,8 @@ class Trainer:
         return {} if now == Traffic() else {"hit_rate": (now - before).hit_rate, **asdict(now - before)}
 
     def _evaluation_is_due(self, last: bool) -> bool:
-        return last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0
+        asked, self.evaluate_now = self.evaluate_now, False
+        return asked or (last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0)
 
     def _call(self, event: str, *args: object) -> None:
         for callback in self.callbacks:
@@ -298,6 +302,10 @@ class Trainer:
     def report_checkpoint(self, record: dict[str, Any]) -> None:
         """Tell the callbacks what a checkpoint took."""
         self._call("on_checkpoint", record)
+
+    def report_schedule(self, record: dict[str, float]) -> None:
+        """Tell the callbacks what a schedule has decided."""
+        self._call("on_schedule", record)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

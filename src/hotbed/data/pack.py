@@ -1,0 +1,193 @@
+"""Hot and cold inputs: classified, and packed into splits of their own.
+
+An input is *hot* if and only if every id of all its bags is a hot row of its table (Adnan et al. 2021, arXiv
+2103.00686). As rows are numbered by falling popularity, hot rows are the first ones, and the test is one comparison per
+id.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from hotbed.data.feature_spec import StoredFile, read_feature_spec
+from hotbed.data.files import new_directory
+from hotbed.data.schema import Schema
+from hotbed.data.split_binary import SplitBinarySource
+from hotbed.errors import SpecError, did_you_mean
+from hotbed.files import write_json
+from hotbed.jagged import Jagged
+
+HOT, COLD = "hot", "cold"
+"""Ends of the names of the splits that `pack` makes."""
+
+HOT_ROWS = "hot_rows.json"
+"""Name of the file that says which rows are hot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What `pack` made: the dataset, and the hot and cold samples in it."""
+
+    path: Path
+    hot: int
+    cold: int
+
+
+def hot_inputs(sparse: Jagged, hot_rows: Mapping[str, int]) -> NDArray[np.bool_]:
+    """Which samples are hot, ``[B]``.
+
+    Parameters
+    ----------
+    sparse
+        Ids by feature, in CPU memory.
+    hot_rows
+        By feature, how many of the first rows are hot.
+    """
+    hot = np.ones(len(sparse), dtype=np.bool_)
+    for name in sparse.names:
+        bags = sparse[name]
+        ids = bags.values.numpy()
+        cold = (ids < 0) | (ids >= hot_rows[name])
+        if bags.fixed is not None:
+            hot &= ~cold.reshape(len(hot), bags.fixed).any(axis=1)
+        else:
+            before = np.concatenate([[0], np.cumsum(cold)])
+            ends = np.concatenate([[0], np.cumsum(bags.lengths().numpy())])
+            hot &= before[ends[1:]] == before[ends[:-1]]
+    return hot
+
+
+def by_feature(schema: Schema, hot_rows: Mapping[str, int]) -> dict[str, int]:
+    """Hot rows by feature, from those by table.
+
+    Raises
+    ------
+    SpecError
+        If the schema has a table that is not named, or the other way round.
+    """
+    for name in hot_rows:
+        if name not in schema.rows:
+            raise SpecError(f"hot_rows names table '{name}', which does not exist{did_you_mean(name, schema.rows)}")
+    for name in schema.rows:
+        if name not in hot_rows:
+            raise SpecError(f"hot_rows leaves out table '{name}'; give every table a number, 0 where no row is hot")
+    return {column.name: hot_rows[column.table_name] for column in schema.sparse}
+
+
+def pack(
+    data: str | Path,
+    out: str | Path,
+    hot_rows: Mapping[str, int],
+    *,
+    split: str = "train",
+    about: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Packed:
+    """Write a split once more, as a split of its hot and one of its cold samples, each in the order they had.
+
+    One pass, in memory of one chunk. The new dataset has all splits of the old one, too, whose files are linked
+    (copied, where the file system cannot), and `HOT_ROWS`.
+
+    Parameters
+    ----------
+    data
+        A dataset in split-binary format.
+    out
+        The dataset directory to make.
+    hot_rows
+        By table, how many of the first rows are hot.
+    split
+        Which split; ``SPLIT_hot`` and ``SPLIT_cold`` are made.
+    about
+        Further entries of `HOT_ROWS`.
+    overwrite
+        Replace ``out`` if it is a dataset already.
+    progress
+        Called with the samples done and those there are.
+
+    Raises
+    ------
+    DataError
+        If the dataset is not what its description says, or ``out`` exists.
+    SpecError
+        If there is no such split, or ``hot_rows`` has other tables than the data.
+    OSError
+        If the disk is full. Nothing is left behind after any failure.
+    """
+    source, spec, root = SplitBinarySource(data), read_feature_spec(Path(data)), Path(data)
+    limits, sizes = by_feature(source.schema, hot_rows), source.chunks(split)
+    kinds = {f"{split}_{kind}": kind == HOT for kind in (HOT, COLD)}
+    counts = dict.fromkeys(kinds, 0)
+    with new_directory(Path(out), marker="feature_spec.yaml", overwrite=overwrite) as directory, ExitStack() as stack:
+        for other in source.splits:
+            if other not in kinds:  # those of an earlier packing are made anew
+                (directory / other).mkdir()
+                for path in {file.path for file in spec.files[other].values()}:
+                    _link(path, directory / other / path.name)
+        files = {file.path: file for file in spec.files[split].values()}
+        writers: dict[tuple[str, Path], BinaryIO] = {}
+        for made in kinds:
+            (directory / made).mkdir()
+            for path in files:
+                writers[made, path] = stack.enter_context((directory / made / path.name).open("xb"))
+        done = 0
+        for i, size in enumerate(sizes):
+            hot = hot_inputs(source.read(split, i).sparse, limits)
+            for path, file in files.items():
+                stored = _stored(file, done, size)
+                for made, kind in kinds.items():
+                    writers[made, path].write(stored[hot == kind].data)
+            for made, kind in kinds.items():
+                counts[made] += int((hot == kind).sum())
+            done += size
+            if progress is not None:
+                progress(done, sum(sizes))
+        stack.close()
+        description = _described(root if root.is_file() else root / "feature_spec.yaml", split, counts)
+        (directory / "feature_spec.yaml").write_text(yaml.safe_dump(description, sort_keys=False), encoding="utf-8")
+        hot_samples, cold_samples = counts.values()
+        entries = [{"table": t, "rows": r, "hot_rows": hot_rows[t]} for t, r in source.schema.rows.items()]
+        found = {"split": split, "samples": done, "hot_samples": hot_samples, **(about or {}), "tables": entries}
+        write_json(directory / HOT_ROWS, found)
+    return Packed(path=Path(out), hot=hot_samples, cold=cold_samples)
+
+
+def _stored(file: StoredFile, first: int, samples: int) -> NDArray[np.uint8]:
+    """Samples of a file as they are stored, ``[samples, bytes]``."""
+    count, offset = samples * file.sample_bytes, first * file.sample_bytes
+    return np.fromfile(file.path, np.uint8, count, offset=offset).reshape(samples, file.sample_bytes)
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except FileExistsError:
+        raise
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(path, to)
+
+
+def _described(file: Path, split: str, counts: Mapping[str, int]) -> dict[str, Any]:
+    """The description of the new dataset, whose files have the names they had, in a directory for each split."""
+    description = cast("dict[str, Any]", yaml.safe_load(file.read_text(encoding="utf-8")))
+    source: dict[str, Any] = description["source_spec"]
+    places = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)
+    description["source_spec"] = {
+        name: [{**entry, "files": [f"{name}/{Path(f).name}" for f in entry["files"]]} for entry in source[origin]]
+        for name, origin in places.items()
+    }
+    metadata = description.get("metadata")
+    if isinstance(metadata, dict) and isinstance(metadata.get("samples"), dict):
+        metadata["samples"].update(counts)
+    return description

@@ -1,0 +1,157 @@
+"""``hotbed pack``: which rows are worth the fast memory, and the data in hot and cold batches of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from hotbed.config import Recipe
+from hotbed.data import SplitBinarySource
+from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
+from hotbed.data.pack import pack
+from hotbed.errors import RecipeError
+from hotbed.plan.cost import tile_bytes
+from hotbed.plan.tiers import Counted, Popularity, hot_rows
+from hotbed.plan.tiling import Tile
+from hotbed.train.build import tables_of
+from hotbed.train.parallel import moments_of
+from hotbed.train.progress import StageProgress
+from hotbed.train.report import size
+
+
+def pack_by_popularity(
+    recipe: Recipe,
+    out: Path,
+    console: Console,
+    *,
+    budget: int,
+    sample: float = 0.05,
+    counted_rows: int = COUNTED_ROWS,
+    whole_bytes: int = 1 << 20,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Count accesses, choose hot rows within a budget, and pack the train split into hot and cold samples.
+
+    Parameters
+    ----------
+    recipe
+        Names the data; the dims and dtypes of its tables and the moments of its sparse optimizer say what a row takes.
+    out
+        The dataset directory to make.
+    console
+        Where progress is shown.
+    budget
+        Bytes of the device's memory that hot rows and their moments may take.
+    sample
+        Share of the samples that accesses are counted in; 1 counts them all.
+    counted_rows
+        Tables with more rows are estimated.
+    whole_bytes
+        Tables that take no more bytes come first, whole; see `hotbed.plan.tiers.hot_rows`.
+    seed
+        Of the sample.
+    overwrite
+        Replace ``out`` if it is a dataset already.
+
+    Returns
+    -------
+    dict
+        Plain values, as hot_rows.json has them.
+
+    Raises
+    ------
+    RecipeError
+        If the recipe's data is no prepared dataset.
+    PlanError
+        If the budget does not hold a row.
+    """
+    started = time.perf_counter()
+    source = recipe.data.source.build(recipe.data.path)
+    if not isinstance(source, SplitBinarySource):
+        raise RecipeError(
+            f"data.source is {recipe.data.source.class_path}, but hotbed pack packs prepared datasets only "
+            f"(hotbed.data.SplitBinarySource); prepare the log with hotbed prepare"
+        )
+    split, tables, moments = (
+        recipe.data.train_split,
+        tables_of(source, recipe.data),
+        moments_of(recipe.sparse_optimizer),
+    )
+    with StageProgress(console) as progress:
+        counts = count_accesses(
+            source,
+            split,
+            sample=sample,
+            counted_rows=counted_rows,
+            seed=seed,
+            progress=lambda done, total: progress("accesses", done, total),
+        )
+        known: dict[str, Popularity] = {
+            **{name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()},
+            **counts.estimated,
+        }
+        rows = hot_rows(tables, budget, popularity=known, moments=moments, whole_bytes=whole_bytes)
+        hot = [Tile(t.name, range(rows[t.name]), range(t.dim), 0) for t in tables if rows[t.name]]
+        by_name = {t.name: t for t in tables}
+        about = {
+            "budget": budget,
+            "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) for t in hot),
+            "sample": sample,
+            "counted_samples": counts.samples,
+            "estimated": list(counts.estimated),
+        }
+        pack(
+            recipe.data.path,
+            out,
+            rows,
+            split=split,
+            about=about,
+            overwrite=overwrite,
+            progress=lambda done, total: progress("pack", done, total),
+        )
+    found = json.loads((out / "hot_rows.json").read_text(encoding="utf-8"))
+    return {"kind": "packed", "path": str(out), "seconds": time.perf_counter() - started, **found}
+
+
+def recipe_in(file: Path, data: str | None = None) -> Recipe:
+    """The recipe in a file, perhaps with another path of the data.
+
+    Raises
+    ------
+    RecipeError
+        If there is no such file, or it is no recipe.
+    """
+    if not file.is_file():
+        raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
+    try:
+        recipe = Recipe.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file} is not YAML: {error}") from None
+    return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
+
+
+def print_packed(console: Console, found: Mapping[str, Any]) -> None:
+    """Print what `pack_by_popularity` made."""
+    table = RichTable(title=f"{found['path']}", title_justify="left")
+    table.add_column("table", overflow="fold")
+    for name in ("rows", "hot rows"):
+        table.add_column(name, justify="right")
+    for entry in found["tables"]:
+        table.add_row(entry["table"], f"{entry['rows']:,}", f"{entry['hot_rows']:,}")
+    console.print(table)
+    console.print(
+        f"{found['hot_samples'] / found['samples']:.1%} of {found['samples']:,} samples are hot, with "
+        f"{size(found['hot_bytes'])} of {size(found['budget'])}; accesses were counted in "
+        f"{found['counted_samples']:,} samples; {found['seconds']:.1f} s",
+        soft_wrap=True,
+    )

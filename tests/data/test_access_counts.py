@@ -1,0 +1,72 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, ListSource, mixed_batch, numbered_batch
+
+from hotbed.data.access_counts import count_accesses
+from hotbed.errors import DataError, SpecError
+
+
+def test_all_ids_of_all_features_of_a_table_are_counted() -> None:
+    batch = mixed_batch(500)
+    seen: list[tuple[int, int]] = []
+    source = ListSource(batch, [200, 1, 299], MIXED_SCHEMA)
+    found = count_accesses(source, "train", progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(200, 500), (201, 500), (500, 500)]
+    assert found.samples == 500
+    assert found.estimated == {}
+    expected: dict[str, list[int]] = {"user": batch.sparse["user"].values.tolist()}
+    expected["items"] = batch.sparse["pair"].values.tolist() + batch.sparse["history"].values.tolist()
+    assert found.counted.keys() == expected.keys()
+    for table, ids in expected.items():
+        counts = found.counted[table]
+        assert counts.tolist() == np.bincount(ids, minlength=len(counts)).tolist()
+
+
+def test_a_sample_is_of_all_parts_and_repeatable() -> None:
+    source = ListSource(numbered_batch(9000), [3000, 3000, 3000])
+    found = count_accesses(source, "train", sample=0.1, seed=3)
+    assert found.samples == found.counted["a"].sum() == pytest.approx(900, abs=120)
+    drawn = np.flatnonzero(found.counted["a"])
+    assert np.histogram(drawn, bins=3, range=(0, 9000))[0].min() > 200
+    assert np.array_equal(np.flatnonzero(found.counted["b"]), drawn + 1)  # whole samples
+    again = count_accesses(source, "train", sample=0.1, seed=3)
+    assert np.array_equal(again.counted["a"], found.counted["a"])
+    other = count_accesses(source, "train", sample=0.1, seed=4)
+    assert not np.array_equal(other.counted["a"], found.counted["a"])
+
+
+def test_tables_with_many_rows_are_estimated() -> None:
+    from hotbed.data import Schema, SparseColumn
+
+    many = Schema(sparse=(SparseColumn(name="a", rows=50_000), SparseColumn(name="b", rows=10_000)), dense=("x",))
+    found = count_accesses(ListSource(numbered_batch(9000), [9000], many), "train", counted_rows=1)
+    assert found.counted.keys() == {"b"}  # fewer rows than would be drawn
+    assert found.estimated["a"].rows_above(1 / 9000) == pytest.approx(9000, rel=0.1)
+    assert found.estimated["a"].accesses(50_000) == pytest.approx(1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sample": 0.0}, "sample is 0.0, must be above 0 and at most 1, a share of the samples; 0.05 is 5 %"),
+        ({"sample": 5.0}, "sample is 5.0, must be above 0 and at most 1"),
+        ({"sample": 1e-9}, "of the 100 samples of split 'train' none was drawn with sample 1e-09; raise it"),
+        ({"counted_rows": 0}, "counted_rows is 0, must be at least 1"),
+        ({"seed": -1}, "seed is -1, must be at least 0"),
+    ],
+)
+def test_arguments_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        count_accesses(ListSource(numbered_batch(100), [100]), "train", **options)
+
+
+@pytest.mark.parametrize("bad", [-1, 10_000])
+def test_an_id_that_is_no_row(bad: int) -> None:
+    batch = numbered_batch(100)
+    batch.sparse["a"].values[7] = torch.tensor(bad)
+    message = rf"chunk 0, feature 'a': id {bad:,} is not within the 10,000 rows of table 'a'; raise its rows"
+    with pytest.raises(DataError, match=message):
+        count_accesses(ListSource(batch, [100], NUMBERED_SCHEMA), "train")
