@@ -75,7 +75,7 @@ def everything(store: Any, moments: list[Moment]) -> list[Any]:
 
 
 def step_of(rule: Any, number: int) -> RuleStep:
-    own = {"sgd": [], "rowwise_adagrad": [1e-8], "adam": [0.9, 0.99, 1e-8, 0.1, 0.01]}[rule.name]
+    own = OWN[rule.name]
     common = [0.1, torch.inf, torch.inf, 0.0, 0.0]
     active = [1.0, 1.0, float(number % 3 > 0)]
     return RuleStep(
@@ -202,7 +202,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("hotbed.ops.cpu_files.write_records", lambda *_: 3)
     monkeypatch.setattr("os.pwrite", _full)
     records.write(torch.arange(10), values)
-    with pytest.raises(OSError, match=f"rows in {tmp_path} could not be writ: .*No space left"):
+    with pytest.raises(OSError, match=f"rows in {tmp_path} could not be written: .*No space left"):
         records.clear()
     with pytest.raises(OSError, match="No space left"):
         records.write(torch.arange(3), values[:3])

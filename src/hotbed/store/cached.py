@@ -107,15 +107,6 @@ class CachedRecords(Records):
         if not bool(here.all()):
             self._insert(slots[~here], records[~here], dirty=True)
 
-    def flush(self) -> None:
-        """Write what only the cache knows to the records below."""
-        with self._lock:
-            dirty = self._dirty.nonzero()[:, 0]
-            dirty = dirty[self._keys[dirty].argsort()]
-            for part in dirty.split(1 << 16):
-                self.below.write(self._keys[part], self._slab[part])
-            self._dirty[dirty] = False
-
     @override
     def keys(self) -> Tensor:
         with self._lock:

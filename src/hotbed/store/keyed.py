@@ -220,7 +220,7 @@ class FileRecords(KeyedRecords):
         parts = self._parts(len(wanted))
         calls = [(wanted[a:b], self._readers.submit(self._read_part, wanted[a:b], rows[a:b], out)) for a, b in parts]
         for part, call in calls:
-            self._check("read", part, call)
+            self._check(part, call)
         self._counted.read_bytes += len(wanted) * self.record_bytes
         self._counted.waited_s += time.perf_counter() - start
 
@@ -244,7 +244,7 @@ class FileRecords(KeyedRecords):
         try:
             done = cpu_files.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
             if done < len(batch.numbers):
-                self._explain("write", int(batch.numbers[done]))
+                self._explain(int(batch.numbers[done]), written=True)
         except OSError as error:
             failure = error
         with self._changed:
@@ -270,21 +270,21 @@ class FileRecords(KeyedRecords):
     def _read_part(self, numbers: Tensor, rows: Tensor, out: Tensor) -> int:
         return cpu_files.read_records(self._file, numbers.numpy(), rows.numpy(), out.numpy())
 
-    def _check(self, what: str, numbers: Tensor, call: Future[int]) -> None:
+    def _check(self, numbers: Tensor, call: Future[int]) -> None:
         done = call.result()
         if done < len(numbers):
-            self._explain(what, int(numbers[done]))
+            self._explain(int(numbers[done]), written=False)
 
-    def _explain(self, what: str, number: int) -> None:
+    def _explain(self, number: int, *, written: bool) -> None:
         """Raise what the system says of a record that could not be read or written."""
-        at = number * self.record_bytes
+        at, what = number * self.record_bytes, "written" if written else "read"
         try:
-            if what == "write":
+            if written:
                 os.pwrite(self._file, bytes(self.record_bytes), at)
             elif len(os.pread(self._file, self.record_bytes, at)) < self.record_bytes:
                 raise OSError("the file is shorter than it was")
         except OSError as error:
-            raise OSError(error.errno, f"rows in {self._directory} could not be {what[:4]}: {error}") from None
+            raise OSError(error.errno, f"rows in {self._directory} could not be {what}: {error}") from None
         raise OSError(f"rows in {self._directory} could not be {what}, for no reason that the system gives")
 
 

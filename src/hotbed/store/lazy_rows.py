@@ -1,0 +1,360 @@
+"""`LazyRows`: rows in records, which exist once they were written; all others have their initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed import ops
+from hotbed.errors import StoreError
+from hotbed.ops import BackendName, cpu_memory
+from hotbed.optim import Moment
+from hotbed.specs import RowDtype
+from hotbed.store.base import RowStore, Span, Tier
+from hotbed.store.dense import MOMENT, TORCH_DTYPES
+from hotbed.store.format import RecordFormat, Stored
+from hotbed.store.records import Records, Traffic
+
+ROWS_AT_ONCE = 1 << 16
+"""Rows that are brought together at once where all of a table is read or written."""
+
+
+class _Initial(NamedTuple):
+    """What the cells of a span begin with; bound 0: zeros."""
+
+    seed: int = 0
+    bound: float = 0.0
+
+
+class LazyRows(RowStore):
+    """Rows that exist once they have been written: reading and writing of single rows and of all; see `LazyStore`.
+
+    Parameters
+    ----------
+    spans, dim, dtype
+        As in `DenseStore`.
+    make_records
+        Makes the place of records of so many bytes, of at most so many slots.
+    tier
+        Where that is.
+    device
+        Where lookups deliver.
+    backend
+        Kernels to use.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        dim: int,
+        make_records: Callable[[int, int], Records],
+        *,
+        tier: Literal["host", "disk"],
+        dtype: RowDtype = "fp32",
+        device: torch.device | str = "cpu",
+        backend: BackendName = "auto",
+    ) -> None:
+        self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)
+        self.slots, self.dim = sum(s.rows for s in spans), dim
+        self.backend_name: BackendName = backend
+        self._tier: Tier = tier
+        self._device = torch.device(device)
+        self._make_records = make_records
+        narrow = any(s.fp32_rows < s.rows for s in self.spans)
+        wide = not narrow or any(s.fp32_rows for s in self.spans)
+        self._format = RecordFormat(dim, TORCH_DTYPES[dtype], has_wide=wide, has_narrow=narrow)
+        self._firsts = [0, *accumulate(s.rows for s in spans)]
+        self._bounds = torch.tensor(self._firsts, dtype=torch.int64)
+        self._entries = torch.tensor(self.spans or [[0] * 5], dtype=torch.int64)
+        self._initial = [_Initial() for _ in spans]
+        self._initial_moments: list[dict[str, float]] = [{} for _ in spans]
+        self.records = make_records(self._format.record_bytes, self.slots)
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def ops(self) -> ops.Backend:
+        """The kernels that serve this store."""
+        return ops.select(self.device, self.backend_name)
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    @override
+    def tier(self) -> Tier:
+        return self._tier
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.records.nbytes
+
+    @property
+    @override
+    def disk_bytes(self) -> int:
+        return self.records.disk_bytes
+
+    @property
+    @override
+    def traffic(self) -> Traffic:
+        return self.records.traffic
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu":
+            return cpu_memory.empty(shape, dtype)
+        return torch.empty(*shape, dtype=dtype, device=self.device)
+
+    @override
+    def to(self, device: torch.device) -> Self:
+        self._device = device
+        return self
+
+    # -- single rows -----------------------------------------------------------------------------------------------
+
+    @override
+    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
+        records, wide = self._read(slots.cpu())
+        values = self._format.rows(records, wide) if moment is None else self._format.moment(records, moment)
+        if out is None:
+            return values.to(self.device).contiguous()
+        return out.copy_(values)
+
+    @override
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+        slots = slots.cpu()
+        if self.on_change is not None:
+            self.on_change(slots)
+        records, wide = self._read(slots)
+        if moment is None:
+            self._format.put_rows(records, wide, values.cpu(), None if random is None else random.cpu())
+        else:
+            self._format.moment(records, moment).copy_(values)
+        self.records.write(slots, records)
+
+    def _read(self, slots: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensor]:
+        """Records of slots, new ones where there are none, and which of their rows are wide."""
+        records = cpu_memory.empty((len(slots), self._format.record_bytes), torch.uint8)
+        there = self.records.read(slots, records, keep=keep)
+        if not bool(there.all()):
+            new = (~there).nonzero()[:, 0]
+            records[new] = self._made(slots[new])
+        return records, self._is_wide(slots)
+
+    def _is_wide(self, slots: Tensor) -> Tensor:
+        """Which slots ``[n]`` have float32 rows."""
+        if not self._format.has_narrow:
+            return torch.ones(len(slots), dtype=torch.bool)
+        span = torch.searchsorted(self._bounds, slots, right=True) - 1
+        return slots - self._bounds[span] < self._entries[span, 1]
+
+    def _cells(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Span of each slot, and which row of its table it holds."""
+        span = torch.searchsorted(self._bounds, slots, right=True) - 1
+        entry = self._entries[span]
+        return span, entry[:, 2] + (slots - self._bounds[span]) * entry[:, 3]
+
+    def _made(self, slots: Tensor) -> Tensor:
+        """Records of rows with their initial values."""
+        records = self._format.blank(len(slots))
+        span, rows = self._cells(slots)
+        values = torch.zeros(len(slots), self.dim)
+        for i in span.unique().tolist():
+            at = (span == i).nonzero()[:, 0]
+            seed, bound = self._initial[i]
+            if bound:
+                part = torch.empty(len(at), self.dim)
+                first = self.spans[i].first_col
+                kernels = ops.select("cpu", "auto" if self.backend_name == "triton" else self.backend_name)
+                cols = range(first, first + self.dim)
+                kernels.initial_values_(part, seed=seed, rows=rows[at], cols=cols, bound=bound)
+                values[at] = part
+            for moment, value in self._initial_moments[i].items():
+                self._format.moment(records, moment)[at] = value
+        self._format.put_rows(records, self._is_wide(slots), values)
+        return records
+
+    # -- whole spans -----------------------------------------------------------------------------------------------
+
+    @override
+    def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
+        whole = slot in self._firsts[:-1] and len(rows) == self.spans[self._firsts.index(slot)].rows
+        if whole:
+            span = self._firsts.index(slot)
+            entry = self.spans[span]
+            if (rows.start, rows.step, cols.start) == (entry.first_row, entry.row_step, entry.first_col):
+                self._forget(span)
+                self._initial[span] = _Initial(seed, bound)
+                return
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            part = rows[first : first + ROWS_AT_ONCE]
+            values = torch.empty(len(part), self.dim, device=self.device)
+            self.ops.initial_values_(values, seed=seed, rows=part, cols=cols, bound=bound)
+            self.write(torch.arange(slot + first, slot + first + len(part)), values)
+
+    @override
+    def add_moment(self, moment: Moment) -> None:
+        if any(m.name == moment.name for m in self._format.moments):
+            return
+        old, before, slots = self.records, self._format, self.records.keys()
+        self._format = before.with_moment(moment)
+        self.records = self._make_records(self._format.record_bytes, self.slots)
+        for initial in self._initial_moments:
+            initial[moment.name] = 0.0
+        for part in slots.split(ROWS_AT_ONCE):
+            records = torch.zeros(len(part), self._format.record_bytes, dtype=torch.uint8)
+            old.read(part, records_before := records.new_empty(len(part), before.record_bytes), keep=False)
+            records[:, : before.record_bytes] = records_before
+            self.records.write(part, records)
+        old.close()
+
+    @override
+    def fill(self, span: int, moment: str, value: float) -> None:
+        self._initial_moments[span][moment] = value
+        for slots in self.keys(span).split(ROWS_AT_ONCE):
+            shape = (len(slots),) if self.moment_is_per_row(moment) else (len(slots), self.dim)
+            self.write(slots, torch.full(shape, value), moment)
+
+    @override
+    def moment_is_per_row(self, moment: str) -> bool:
+        return self._format.is_per_row(moment)
+
+    def keys(self, span: int) -> Tensor:
+        """Slots of a span that exist, rising."""
+        keys = self.records.keys()
+        first, last = torch.searchsorted(keys, torch.tensor(self._firsts[span : span + 2])).tolist()
+        return keys[first:last]
+
+    def keys_by_span(self) -> list[Tensor]:
+        """The same for all spans."""
+        keys = self.records.keys()
+        cuts = torch.searchsorted(keys, self._bounds).tolist()
+        return [keys[first:last] for first, last in pairwise(cuts)]
+
+    def has_narrow(self, span: int) -> bool:
+        """Whether not all rows of a span are float32."""
+        return self.spans[span].fp32_rows < self.spans[span].rows
+
+    def count_wide(self, slots: Tensor) -> int:
+        """How many of these slots, all of one span, are of rows that are float32."""
+        return int(self._is_wide(slots).sum())
+
+    def stored_names(self, span: int) -> list[str]:
+        """What the rows of a span are stored as, and its moments, by name."""
+        names = ["weight"]
+        if self.has_narrow(span):
+            names += ["exponents"] if self._format.dtype == torch.int8 else []
+            names += ["fp32_weight"] if self.spans[span].fp32_rows else []
+        return names + [f"{MOMENT}{m.name}" for m in self._format.moments]
+
+    def stored(self, slots: Tensor) -> Stored:
+        """What rows of these rising slots, all of one span, are stored as, and their moments; names as in `raw`."""
+        records, wide = self._read(slots, keep=False)
+        return self._named(self._format.stored(records, wide), slots)
+
+    def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
+        """Overwrite rows of these rising slots, all of one span, by what `stored` gave, or some of it.
+
+        Rows that have their initial values and moments afterwards need not exist, and those that did not still do not.
+        """
+        records, wide = self._read(slots, keep=False)
+        before = records.clone()
+        names = self._names(slots)
+        self._format.put_stored(records, wide, {names[name]: t for name, t in stored.items()})
+        self._write_changed(slots, records, before)
+
+    def put_values(self, slots: Tensor, values: Tensor) -> None:
+        """Overwrite rows by float32 values ``[n, D]``, rounded to the nearest as if nothing had been there before."""
+        before, wide = self._read(slots, keep=False)
+        records = self._format.blank(len(slots))
+        for moment in self._format.moments:
+            self._format.moment(records, moment.name).copy_(self._format.moment(before, moment.name))
+        self._format.put_rows(records, wide, values)
+        self._write_changed(slots, records, before)
+
+    def _write_changed(self, slots: Tensor, records: Tensor, before: Tensor) -> None:
+        changed = (records.view(torch.int32) != before.view(torch.int32)).any(1)
+        if self.on_change is not None:
+            self.on_change(slots[changed])
+        self.records.write(slots[changed], records[changed])
+
+    def _names(self, slots: Tensor) -> dict[str, str]:
+        """What `raw` calls what a `RecordFormat` stores, and moments."""
+        span = self.spans[int(torch.searchsorted(self._bounds, slots[:1], right=True)) - 1]
+        names = {f"{MOMENT}{m.name}": m.name for m in self._format.moments}
+        if span.fp32_rows == span.rows:
+            return {**names, "weight": "wide"}
+        return {**names, "weight": "narrow", "exponents": "exponents", "fp32_weight": "wide"}
+
+    def _named(self, stored: Stored, slots: Tensor) -> Stored:
+        return {name: stored[own] for name, own in self._names(slots).items() if own in stored}
+
+    @override
+    def moment(self, span: int, name: str) -> Tensor:
+        return self._all(span)[f"{MOMENT}{name}"]
+
+    @override
+    def load_moment(self, span: int, name: str, values: Tensor) -> None:
+        self._load(span, {f"{MOMENT}{name}": values})
+
+    @override
+    def raw(self, span: int) -> dict[str, Tensor]:
+        return {name: t for name, t in self._all(span).items() if not name.startswith(MOMENT)}
+
+    @override
+    def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
+        self._load(span, raw)
+
+    def _slots_of(self, span: int) -> Tensor:
+        return torch.arange(self._firsts[span], self._firsts[span + 1])
+
+    def _all(self, span: int) -> Stored:
+        rows, size = self.spans[span].rows, self._format.record_bytes
+        if rows * size > 1 << 36:
+            raise StoreError(
+                f"all of a table that is made row by row would be {rows * size:,} bytes; use save_checkpoint, which "
+                "saves the rows that exist"
+            )
+        parts = [self.stored(slots) for slots in self._slots_of(span).split(ROWS_AT_ONCE)]
+        found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        has = self.spans[span]
+        if has.fp32_rows == 0:
+            found.pop("fp32_weight", None)
+        return {name: t.to(self.device) for name, t in found.items()}
+
+    def _load(self, span: int, values: Mapping[str, Tensor]) -> None:
+        wide = self.spans[span].fp32_rows
+        for slots in self._slots_of(span).split(ROWS_AT_ONCE):
+            first, last = int(slots[0]) - self._firsts[span], int(slots[-1]) + 1 - self._firsts[span]
+            part: Stored = {}
+            for name, t in values.items():
+                before = wide if name in ("weight", "exponents") and wide < self.spans[span].rows else 0
+                end = wide if name == "fp32_weight" else self.spans[span].rows - before
+                low, high = (min(max(at - before, 0), end) for at in (first, last))
+                part[name] = t[low:high].cpu()
+            self.put_stored(slots, part)
+
+    def _forget(self, span: int) -> None:
+        keys = self.records.keys()
+        own = self.keys(span)
+        if not len(own):
+            return
+        if len(own) == len(keys):
+            self.records.clear()
+            return
+        kept = keys[torch.isin(keys, own, invert=True)]
+        old = self.records
+        self.records = self._make_records(self._format.record_bytes, self.slots)
+        for slots in kept.split(ROWS_AT_ONCE):
+            records = torch.empty(len(slots), self._format.record_bytes, dtype=torch.uint8)
+            old.read(slots, records, keep=False)
+            self.records.write(slots, records)
+        old.close()
