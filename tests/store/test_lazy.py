@@ -17,7 +17,7 @@ from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.keyed import FileRecords
-from tests.store.contract import DIM, StoreContract
+from tests.store.contract import DIM, OWN, StoreContract
 
 STORAGES = {
     "host": Storage("host"),
