@@ -67,7 +67,10 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["trian"], "there is no command 'trian'; there are demo, init, prepare, train, eval, inspect, checkpoint "),
+        (
+            ["trian"],
+            "there is no command 'trian'; there are demo, init, prepare, pack, train, eval, inspect, checkpoint ",
+        ),
         (["trian"], "bench step; did you mean 'train'?"),
         (["bench", "opps"], "there is no command 'bench opps'; there are demo, init"),
         (["bench", "opps"], "bench step; did you mean 'bench ops'?"),

@@ -93,7 +93,7 @@ def test_tiles_of_one_width_and_dtype_are_one_kind_and_equal_columns_one_lane(pl
     placement = placements(plan)[0]
     dtypes = {t.name: t.dtype for t in TABLES}
     for tile, entry in zip(placement.tiles, placement.entries.T.tolist(), strict=True):
-        assert placement.kinds[entry[KIND]] == (len(tile.cols), dtypes[tile.table])
+        assert placement.kinds[entry[KIND]] == (len(tile.cols), dtypes[tile.table], tile.tier, tile.cache_rows > 0)
         assert placement.lanes[entry[LANE]] == (tile.cols.start, tile.cols.stop)
     assert len(set(placement.kinds)) == len(placement.kinds)
     assert len(set(placement.lanes)) == len(placement.lanes)
