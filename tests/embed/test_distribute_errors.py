@@ -271,8 +271,6 @@ def test_bags_changed_between_lookup_and_backward_are_refused(ranks: Ranks, what
 def mistaken(group: dist.ProcessGroup, what: str) -> str:
     """Name of the error, if it is one of ours."""
     options: dict[str, Any] = {"dense": {"dense": "dpp"}, "codec": {"forward_codec": "fp64"}}.get(what, {})
-    if what == "tier":
-        options = {"plan": tiles(range(9), tier="disk", cache_rows=3)}
     with said():
         try:
             model = hb.distribute(one_table(), group=group, **options)
@@ -283,9 +281,7 @@ def mistaken(group: dist.ProcessGroup, what: str) -> str:
     return "nothing was refused"
 
 
-@pytest.mark.parametrize(
-    ("what", "error"), [("dense", "SpecError"), ("codec", "SpecError"), ("tier", "PlanError"), ("again", "SpecError")]
-)
+@pytest.mark.parametrize(("what", "error"), [("dense", "SpecError"), ("codec", "SpecError"), ("again", "SpecError")])
 def test_options_that_nothing_knows_are_refused_and_not_ignored(ranks: Ranks, what: str, error: str):
     assert ranks.run(SIZE, mistaken, what) == [error] * SIZE
 
