@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from hotbed import cli_checkpoint
-from hotbed.cli_recipe import add_json, add_recipe, read_yaml, recipe_of, split_deep, split_recipes
+from hotbed.cli_recipe import add_json, add_recipe, recipe_of, split_deep, split_recipes
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
+from hotbed.files import read_yaml
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader
 
 from hotbed.config import (
@@ -130,16 +128,6 @@ def _set_deep(values: dict[str, Any], key: str, text: str) -> None:
         if not isinstance(values, dict):
             raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {values!r}, which has no '{last}' to set")
     values[last] = get_loader("yaml")(text)
-
-
-def read_yaml(path: Path) -> object:
-    """What a recipe's file holds."""
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
+from hotbed.errors import RecipeError
+
 
 def write_text(path: Path, text: str) -> None:
     """Write a file under a hidden name beside it, then rename it; on any failure ``path`` is as it was."""
@@ -50,3 +54,13 @@ def without_nan(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value
+
+
+def read_yaml(path: Path) -> Any:
+    """What a recipe's file holds."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None

@@ -10,7 +10,7 @@ from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.tensors import Array
 from hotbed.checkpoint.writing import Piece, rows_per_piece
 from hotbed.embed import Held
-from hotbed.store import MOMENT, ExistingRows, LazyStore
+from hotbed.store import MOMENT, ExistingRows, RowStore
 from hotbed.store.existing import ExistingArray
 
 
@@ -33,7 +33,6 @@ def lazy_pieces(
         Where they are read as they were; None: as they are.
     """
     store, rows = held.arena.store, held.piece.rows
-    assert isinstance(store, LazyStore)
     keys = existing.slots[held.number] - held.arena.first_slots[held.number]
     arrays = {
         array: key
@@ -50,16 +49,18 @@ def lazy_pieces(
             values, before = existing.arrays[key], existing.first[key]
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
-                found[array] = _array(store, key, values, low, high, snapshot)
+                found[array] = array_of(store, key, values, low, high, snapshot)
         yield Piece(name, rows[begin:end], held.piece.cols, found)
 
 
-def _array(
-    store: LazyStore, key: str, values: ExistingArray, first: int, last: int, snapshot: Snapshot | None
+def array_of(
+    store: RowStore, name: str, values: Tensor | ExistingArray, first: int, last: int, snapshot: Snapshot | None
 ) -> Array:
+    """Rows ``first … last − 1`` of one of a store's arrays, as they are or, in a snapshot, as they were."""
+
     def rows(start: int, stop: int) -> Tensor:
         if snapshot is None:
-            return values[first + start : first + stop].view(values.dtype)
-        return snapshot.read(store, key, first + start, first + stop)
+            return values[first + start : first + stop].view(values.dtype).cpu()
+        return snapshot.read(store, name, first + start, first + stop)
 
     return Array(values.dtype, (last - first, *values.shape[1:]), rows)

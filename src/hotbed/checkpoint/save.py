@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import Entry
-from hotbed.checkpoint.lazy import lazy_pieces
+from hotbed.checkpoint.lazy import array_of, lazy_pieces
 from hotbed.checkpoint.making import UNFINISHED, make_directory
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
 from hotbed.checkpoint.parts import (
@@ -33,7 +33,7 @@ from hotbed.checkpoint.parts import (
     refuse_while_saved,
     tables_of_parts,
 )
-from hotbed.checkpoint.snapshot import Snapshot
+from hotbed.checkpoint.snapshot import Snapshot, rows_of
 from hotbed.checkpoint.state import Stateful, Tensors, plain
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensors import Array
@@ -42,7 +42,7 @@ from hotbed.comm import Link
 from hotbed.embed import Held
 from hotbed.embed.held import stored_as
 from hotbed.errors import CheckpointError
-from hotbed.store import MOMENT, ExistingRows, LazyStore, RowStore
+from hotbed.store import MOMENT, DenseStore, ExistingRows
 
 PATIENCE_S = 600.0
 """How long the first rank waits for another that has written no further file."""
@@ -336,15 +336,16 @@ def _pieces_of(tables: Mapping[str, TablePart], snapshot: Snapshot | None) -> li
     stores = sorted(dict.fromkeys(held.arena.store for _, _, held in tiles), key=lambda store: store.nbytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles.sort(key=lambda tile: (order[tile[2].arena.store], tile[2].number))
-    return [piece for tile in tiles for piece in _pieces(*tile, snapshot)]
+    existing = {store: rows_of(store) for store in stores} if snapshot is None else snapshot.rows
+    return [piece for tile in tiles for piece in _pieces(*tile, existing[tile[2].arena.store], snapshot)]
 
 
-def _pieces(name: str, table: TablePart, held: Held, snapshot: Snapshot | None) -> Iterator[Piece]:
+def _pieces(
+    name: str, table: TablePart, held: Held, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
+) -> Iterator[Piece]:
     """A tile in pieces that fit into a file."""
     store, rows = held.arena.store, held.piece.rows
-    if isinstance(store, LazyStore):
-        existing = ExistingRows(store) if snapshot is None else snapshot.rows[store]
-        assert isinstance(existing, ExistingRows)
+    if isinstance(existing, ExistingRows):
         yield from lazy_pieces(name, held, table.saved.moments, existing, snapshot)
         return
     extents = {
@@ -362,19 +363,8 @@ def _pieces(name: str, table: TablePart, held: Held, snapshot: Snapshot | None) 
             start, stop = max(first, of.start) - of.start, min(last, of.stop) - of.start
             if start < stop:
                 tensor = whole[extent.array]
-                arrays[key] = _array(store, tensor, extent.array, extent.start + start, extent.start + stop, snapshot)
+                arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
         yield Piece(name, rows[first:last], held.piece.cols, arrays)
-
-
-def _array(store: RowStore, tensor: Tensor, name: str, first: int, last: int, snapshot: Snapshot | None) -> Array:
-    """Rows of one of a store's arrays, as they are or as they were."""
-
-    def rows(start: int, stop: int) -> Tensor:
-        if snapshot is None:
-            return tensor[first + start : first + stop].cpu()
-        return snapshot.read(store, name, first + start, first + stop)
-
-    return Array(tensor.dtype, (last - first, *tensor.shape[1:]), rows)
 
 
 def _agreed(link: Link | None, first: Callable[[], str]) -> str:

@@ -143,7 +143,7 @@ def distribute(
         plan = _plan_of_one(model, plan)
         if plan.is_in_device_memory:
             return model
-    collections = _collections(model)
+    collections = collections_of(model)
     if not collections:
         raise SpecError(f"{type(model).__name__} has no hotbed.EmbeddingCollection, so there is nothing to distribute")
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
@@ -218,7 +218,7 @@ class Distributed(nn.Module):
 
     def sync(self) -> None:
         """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
-        for collection in _collections(self.module).values():
+        for collection in collections_of(self.module).values():
             collection.sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -299,7 +299,7 @@ def plan_tables(model: nn.Module) -> list[Table]:
     names = _plan_names(model)
     return [
         replace(table, name=names[path, table.name])
-        for path, collection in _collections(model).items()
+        for path, collection in collections_of(model).items()
         for table in collection.tables.values()
     ]
 
@@ -315,19 +315,20 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
     own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
     given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
     schemes = {name: own.get(path, of_others) for (path, _), name in names.items()} | dict(given)
-    ids = Counter(names[path, f.table] for path, collection in _collections(model).items() for f in collection.features)
+    collections = collections_of(model).items()
+    ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
     options.setdefault("ids", ids)
     return make_plan(plan_tables(model), world_size, schemes, **options)
 
 
-def _collections(model: nn.Module) -> dict[str, EmbeddingCollection]:
+def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
     """Collections of a model, by path."""
     return {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
 
 
 def _plan_names(model: nn.Module) -> dict[tuple[str, str], str]:
     """Name of each table in plans, by its collection's path and its name there."""
-    tables = [(path, table) for path, collection in _collections(model).items() for table in collection.tables]
+    tables = [(path, table) for path, collection in collections_of(model).items() for table in collection.tables]
     count = Counter(table for _, table in tables)
     return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
 

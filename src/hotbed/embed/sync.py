@@ -31,7 +31,7 @@ from hotbed.embed.replicate import Replicas, gathered
 from hotbed.embed.rounding import rounding_bits
 from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.random import step_seeds
-from hotbed.store import MOMENT, DenseStore
+from hotbed.store import DenseStore
 
 BUCKET_BYTES = 8 << 20
 """Size of what is averaged at once: as much memory as a sync takes, some times over."""
@@ -124,8 +124,7 @@ class Sync:
 def row_bytes(arena: Arena) -> int:
     """Bytes of a row and its moments on the wire."""
     store = _dense(arena)
-    moments = (name.removeprefix(MOMENT) for name in store.arrays() if name.startswith(MOMENT))
-    return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in moments))
+    return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moments))
 
 
 def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
@@ -193,7 +192,7 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
         Replicas.
     """
     store = _dense(arena)
-    moments = [name.removeprefix(MOMENT) for name in store.arrays() if name.startswith(MOMENT)]
+    moments = list(store.moments)
     values = [store.read(slots), *(store.read(slots, name) for name in moments)]
     flat = torch.cat([v.reshape(-1) for v in values])
     over_replicas_(flat, _mean, "rows of replicas", link)

@@ -21,7 +21,23 @@ _MOST_AHEAD = 8
 """Reads ahead that may wait to be used."""
 
 
-class CachedRecords(Records):
+class _Over(Records):
+    """Records that are kept by others."""
+
+    def __init__(self, below: Records) -> None:
+        self.below, self.record_bytes = below, below.record_bytes
+
+    @property
+    @override
+    def disk_bytes(self) -> int:
+        return self.below.disk_bytes
+
+    @override
+    def close(self) -> None:
+        self.below.close()
+
+
+class CachedRecords(_Over):
     """A set-associative cache that is written back.
 
     What is read or written is kept, in the place of what was used least; records of the same read or write never make
@@ -38,7 +54,8 @@ class CachedRecords(Records):
     """
 
     def __init__(self, below: Records, rows: int, policy: Policy = "lru") -> None:
-        self.below, self.record_bytes, self.policy = below, below.record_bytes, policy
+        super().__init__(below)
+        self.policy = policy
         self._ways = min(WAYS, rows)
         self._sets = -(-rows // self._ways)
         places = self._sets * self._ways
@@ -64,11 +81,6 @@ class CachedRecords(Records):
 
     @property
     @override
-    def disk_bytes(self) -> int:
-        return self.below.disk_bytes
-
-    @property
-    @override
     def traffic(self) -> Traffic:
         return self._counted + self.below.traffic
 
@@ -87,7 +99,7 @@ class CachedRecords(Records):
             return here
         missing = (~here).nonzero()[:, 0]
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8)
-        there = self.below.read(slots[missing], found)
+        there = self.below.read(slots[missing], found, keep=keep)
         missing, found = missing[there], found[there]
         out[missing] = found
         here[missing] = True
@@ -125,10 +137,6 @@ class CachedRecords(Records):
         with self._lock:
             absent = slots[self._find(slots) < 0]
         self.below.prefetch(absent)
-
-    @override
-    def close(self) -> None:
-        self.below.close()
 
     def _find(self, slots: Tensor) -> Tensor:
         out = torch.empty(len(slots), dtype=torch.int64)
@@ -170,7 +178,7 @@ class _Ahead:
         """Which were not written since."""
 
 
-class ReadAhead(Records):
+class ReadAhead(_Over):
     """Records that are slow to read, some of them before they are needed.
 
     Parameters
@@ -180,7 +188,7 @@ class ReadAhead(Records):
     """
 
     def __init__(self, below: Records) -> None:
-        self.below, self.record_bytes = below, below.record_bytes
+        super().__init__(below)
         self._lock = threading.Lock()
         self._ahead: list[_Ahead] = []
         self._written: list[Tensor] | None = None
@@ -190,11 +198,6 @@ class ReadAhead(Records):
     @override
     def nbytes(self) -> int:
         return self.below.nbytes + sum(ahead.records.nbytes for ahead in list(self._ahead))
-
-    @property
-    @override
-    def disk_bytes(self) -> int:
-        return self.below.disk_bytes
 
     @property
     @override
@@ -256,10 +259,6 @@ class ReadAhead(Records):
         with self._lock:
             self._ahead.clear()
         self.below.clear()
-
-    @override
-    def close(self) -> None:
-        self.below.close()
 
 
 def _mark(ahead: _Ahead, written: Tensor) -> None:

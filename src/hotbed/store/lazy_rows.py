@@ -204,17 +204,10 @@ class LazyRows(RowStore):
     def add_moment(self, moment: Moment) -> None:
         if any(m.name == moment.name for m in self._format.moments):
             return
-        old, before, slots = self.records, self._format, self.records.keys()
-        self._format = before.with_moment(moment)
-        self.records = self._make_records(self._format.record_bytes, self.slots)
+        self._format = self._format.with_moment(moment)
         for initial in self._initial_moments:
             initial[moment.name] = 0.0
-        for part in slots.split(ROWS_AT_ONCE):
-            records = torch.zeros(len(part), self._format.record_bytes, dtype=torch.uint8)
-            old.read(part, records_before := records.new_empty(len(part), before.record_bytes), keep=False)
-            records[:, : before.record_bytes] = records_before
-            self.records.write(part, records)
-        old.close()
+        self._keep_only(self.records.keys())
 
     @override
     def fill(self, span: int, moment: str, value: float) -> None:
@@ -229,9 +222,7 @@ class LazyRows(RowStore):
 
     def keys(self, span: int) -> Tensor:
         """Slots of a span that exist, rising."""
-        keys = self.records.keys()
-        first, last = torch.searchsorted(keys, torch.tensor(self._firsts[span : span + 2])).tolist()
-        return keys[first:last]
+        return self.keys_by_span()[span]
 
     def keys_by_span(self) -> list[Tensor]:
         """The same for all spans."""
@@ -350,11 +341,14 @@ class LazyRows(RowStore):
         if len(own) == len(keys):
             self.records.clear()
             return
-        kept = keys[torch.isin(keys, own, invert=True)]
-        old = self.records
-        self.records = self._make_records(self._format.record_bytes, self.slots)
-        for slots in kept.split(ROWS_AT_ONCE):
-            records = torch.empty(len(slots), self._format.record_bytes, dtype=torch.uint8)
-            old.read(slots, records, keep=False)
-            self.records.write(slots, records)
+        self._keep_only(keys[torch.isin(keys, own, invert=True)])
+
+    def _keep_only(self, slots: Tensor) -> None:
+        """Move the records of these slots to others, in the present format, which may have more at its end."""
+        old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots)
+        for part in slots.split(ROWS_AT_ONCE):
+            before = torch.empty(len(part), old.record_bytes, dtype=torch.uint8)
+            old.read(part, before, keep=False)
+            more = self._format.record_bytes - old.record_bytes
+            self.records.write(part, torch.nn.functional.pad(before, (0, more)))
         old.close()

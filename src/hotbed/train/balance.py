@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed import Distributed, collections_of
 
 _WORK = ("bytes", "lookups", "time")
 
@@ -40,7 +40,7 @@ class Balance:
         replicas = wire.replicas
         syncs = (0.0, 0.0) if replicas is None else (replicas.sync_s, float(replicas.sync_bytes))
         now = [float(wire.work.lookups), wire.work.seconds, *syncs]
-        collections = [m for m in self._model.modules() if isinstance(m, EmbeddingCollection)]
+        collections = collections_of(self._model).values()
         own = [float(sum(c.nbytes for c in collections)), *(a - b for a, b in zip(now, self._last, strict=True))]
         self._last = now
         link = self._model.link

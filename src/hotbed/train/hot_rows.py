@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -19,6 +18,7 @@ from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
 from hotbed.data.pack import pack
 from hotbed.errors import RecipeError
+from hotbed.files import read_yaml
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows
 from hotbed.plan.tiling import Tile
@@ -133,10 +133,7 @@ def recipe_in(file: Path, data: str | None = None) -> Recipe:
     """
     if not file.is_file():
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
-    try:
-        recipe = Recipe.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{file} is not YAML: {error}") from None
+    recipe = Recipe.from_dict(read_yaml(file))
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
 
 

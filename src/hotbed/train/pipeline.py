@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import nn
 
 from hotbed.batch import Batch
-from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed import Distributed, collections_of
 
 T = TypeVar("T")
 
@@ -41,8 +41,7 @@ class Ahead:
     """
 
     def __init__(self, model: nn.Module, move: Callable[[Batch], Batch], *, overlap: bool = True) -> None:
-        distributed = isinstance(model, Distributed)
-        self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)] if distributed else []
+        self._collections = collections_of(model).values() if isinstance(model, Distributed) else ()
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
         self._move = move
         self.exchange_s = self.waited_s = 0.0

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +20,8 @@ from hotbed.checkpoint import load_checkpoint, save_checkpoint
 from hotbed.comm import end_groups
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader
-from hotbed.embed import EmbeddingCollection
+from hotbed.embed import collections_of
+from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
 from hotbed.train.build import build_trainer, open_source, tables_of
 from hotbed.train.callbacks import Callback
@@ -54,7 +54,7 @@ class _Recorder(Callback):
 def main() -> None:
     """Train, and write what was found."""
     job = json.loads(sys.argv[1])
-    recipe = Recipe.from_dict(yaml.safe_load(Path(job["recipe"]).read_text(encoding="utf-8")))
+    recipe = Recipe.from_dict(read_yaml(Path(job["recipe"])))
     with process_group(ParallelRecipe(), "cpu"):
         found: list[dict[str, Any]] = []
         for name, plan in job["plans"].items():
@@ -89,7 +89,7 @@ def _trained(recipe: Recipe, name: str, scheme: Any, job: Mapping[str, Any]) -> 
     file = folder / f"{name}.safetensors"
     if ranks.is_first:
         save_file({key: t.clone() for key, t in state.items()}, file)
-    collections = [m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection)]
+    collections = collections_of(trainer.model).values()
     held, on_disk = sum(c.nbytes for c in collections), sum(c.disk_bytes for c in collections)
     return {
         "name": name,

@@ -17,7 +17,7 @@ from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, Source
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import COLD, HOT
-from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed import Distributed, collections_of
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
 from hotbed.train.balance import Balance
@@ -146,8 +146,7 @@ def _of_checkpoints(trainer: Trainer) -> dict[str, Any]:
 
 def _of_memory(trainer: Trainer) -> dict[str, Any]:
     """What a summary says of rows that are not all in the device's memory."""
-    collections = [m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection)]
-    traffic = sum((c.traffic for c in collections), Traffic())
+    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
     if traffic == Traffic():
         return {}
     held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
@@ -241,7 +240,7 @@ def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
     if recipe.parallel.reader != "owners" or not isinstance(trainer.model, Distributed):
         return counts
     first_owner = {table: tiles[0].owner for table, tiles in trainer.model.plan.by_table.items()}
-    collections = (m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection))
+    collections = collections_of(trainer.model).values()
     own = {f.name for c in collections for f in c.features if first_owner[f.table] == trainer.ranks.rank}
     return {feature: count for feature, count in counts.items() if feature in own}
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -20,8 +19,8 @@ from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
 from hotbed.data.files import new_directory
 from hotbed.data.hot_order import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
-from hotbed.errors import DataError, RecipeError
-from hotbed.files import write_json
+from hotbed.errors import DataError
+from hotbed.files import read_yaml, write_json
 from hotbed.train.build import open_source
 from hotbed.train.progress import StageProgress
 from hotbed.train.skew_chart import draw, need_matplotlib
@@ -51,10 +50,7 @@ def open_data(path: Path) -> Source:
     if path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file():
         return SplitBinarySource(path)
     if path.suffix in (".yaml", ".yml"):
-        try:
-            recipe = Recipe.from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path} is not YAML: {error}") from None
+        recipe = Recipe.from_dict(read_yaml(path))
         return open_source(replace(recipe.data, valid_split=None, test_split=None))
     try:
         return ParquetSource(path, draft_schema(path))

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hotbed.batch import Batch
 from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
-from hotbed.embed import EmbeddingCollection
+from hotbed.embed import collections_of
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
 from hotbed.train.balance import Balance
@@ -284,10 +284,14 @@ class Trainer:
             self._recent.clear()
             self._call("on_log", record)
 
+    @property
+    def traffic(self) -> Traffic:
+        """What caches and files of this rank's tables did so far."""
+        return sum((c.traffic for c in collections_of(self.model).values()), Traffic())
+
     def _of_tiers(self) -> dict[str, float]:
         """What caches and files of this rank did since the last record, if there are any."""
-        collections = [m for m in self.model.modules() if isinstance(m, EmbeddingCollection)]
-        now = sum((c.traffic for c in collections), Traffic())
+        now = self.traffic
         before, self._traffic = self._traffic, now
         return {} if now == Traffic() else {"hit_rate": (now - before).hit_rate, **asdict(now - before)}
 
