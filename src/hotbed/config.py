@@ -32,7 +32,7 @@ Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
-Batches = Literal["mixed", "apart"]
+Batches = Literal["mixed", "apart", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,7 +347,8 @@ class HotRecipe:
     parallel.plan and memory.tier say; it does not change results."""
     batches: Batches = "mixed"
     """``apart``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train split;
-    this is another order of the same samples."""
+    this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are computed
+    while the rows of its others come; gradients add up to the batch's, in another order of summands."""
     rate: int = 50
     """With ``apart``: percent of the cold batches, and then of the hot ones, before the next evaluation; at first."""
     floor: int = 1
@@ -367,6 +368,11 @@ class HotRecipe:
             raise RecipeError(f"hot.cap is {self.cap}, must be at most 100 percent")
         if self.rows == "":
             raise RecipeError("hot.rows is empty; give the hot_rows.json that hotbed pack has written")
+        if self.batches == "split" and self.rows is None:
+            raise RecipeError(
+                "hot.batches is 'split', but nothing says which rows are hot; set hot.rows to the hot_rows.json of "
+                "hotbed pack"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,6 +435,17 @@ class Recipe:
                     raise RecipeError(
                         f"hot.batches is 'apart', which evaluates after its rounds and reads in each process, but "
                         f"{key} is {value}; leave it out"
+                    )
+        if self.hot.batches == "split":
+            for key, value, needed in (
+                ("reader", self.parallel.reader, ("each", "first")),
+                ("dense", self.parallel.dense, ("ddp",)),
+                ("overlap", self.parallel.overlap, (True,)),
+            ):
+                if value not in needed:
+                    either = " or ".join(map(str, needed))
+                    raise RecipeError(
+                        f"hot.batches is 'split', which needs parallel.{key} {either}, but it is {value}; leave it out"
                     )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:

@@ -58,17 +58,21 @@ def made(group: dist.ProcessGroup | None, cut: hb.Cut | None, **options: Any) ->
 
 
 def step(model: Any, optimizer: SparseOptimizer, seed: int, ahead: Any = None) -> None:
+    backward(model, torch.Generator().manual_seed(seed), ahead)
+    optimizer.step()
+
+
+def backward(model: Any, draw: torch.Generator, ahead: Any = None, size: int = 6) -> None:
     embeddings = getattr(model, "module", model)["e"]
-    draw = torch.Generator().manual_seed(seed)
     rows = {f.name: next(t.rows for t in TABLES if t.name == f.table) for f in FEATURES}
-    ids = hb.Jagged.from_dict({f: torch.randint(0, n, (6, 2), generator=draw) for f, n in rows.items()})
+    ids = hb.Jagged.from_dict({f: torch.randint(0, n, (size, 2), generator=draw) for f, n in rows.items()})
     if ahead is not None:
         embeddings.exchange_ahead(ids, ahead)
+        embeddings.fetch_ahead(ids, ahead)
     found = embeddings(ids)
     losses = [(found[t.name] - 1).square().mean() for t in TABLES]
     losses.append(found["walk"].to_padded_tensor(0.0).square().mean())
     torch.stack(losses).sum().backward()
-    optimizer.step()
 
 
 def everything(model: Any, optimizer: SparseOptimizer) -> Any:
@@ -81,6 +85,21 @@ def run(group: dist.ProcessGroup | None, cut: hb.Cut | None, ahead: bool = False
     for seed in range(8):
         step(model, optimizer, seed, link)
     return everything(model, optimizer)
+
+
+def accumulated(cut: hb.Cut | None) -> Any:
+    model, optimizer = made(None, cut)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for _ in range(3):
+            backward(model, draw, size=200)
+        optimizer.step()
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("cut", [CUTS["host"], CUTS["hot rows on the device, others on disk"]])
+def test_gradients_of_many_ids_and_several_batches_are_added_in_one_order(cut: hb.Cut) -> None:
+    assert accumulated(cut) == accumulated(None)
 
 
 def stores(model: Any) -> list[Any]:

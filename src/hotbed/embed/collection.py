@@ -55,7 +55,7 @@ def tables_on_meta() -> Generator[None]:
 
 
 class _Ahead(NamedTuple):
-    """Ids of a batch that were checked and exchanged before they are needed, and what was discarded of them."""
+    """Ids of a batch, checked and exchanged before they are needed, perhaps with their rows; what was discarded."""
 
     ids: Jagged
     routes: list[object]
@@ -218,6 +218,22 @@ class EmbeddingCollection(nn.Module):
             if of_part is not None:
                 part.prefetch(of_part)
         ids.put_ahead(self, _Ahead(checked, routes, discarded))
+
+    def fetch_ahead(self, ids: Jagged, link: Link) -> None:
+        """Bring the rows here that the next call with these ids is to use; all ranks must call this.
+
+        After `exchange_ahead` and `settle`; no row may be updated until the call. Nothing is done for a collection that
+        has dynamic tables.
+
+        Parameters
+        ----------
+        ids, link
+            As in `exchange_ahead`.
+        """
+        ahead = cast("_Ahead | None", ids.take_ahead(self))
+        if ahead is not None:
+            fetched = [p.fetch(ahead.ids, r, link) for p, r in zip(self._parts, ahead.routes, strict=True)]
+            ids.put_ahead(self, ahead._replace(routes=fetched))
 
     def _with_rows(self, ids: Jagged) -> Jagged:
         """Rows in the place of ids of dynamic tables; ids that have none are left out."""

@@ -226,7 +226,7 @@ class Distributed(nn.Module):
         call = self._call[0]
         if isinstance(call, DistributedDataParallel):
             return call.no_sync()
-        if any(p.requires_grad for p in self.module.parameters()):
+        if self.link.size > 1 and any(p.requires_grad for p in self.module.parameters()):
             raise SpecError("no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')")
         return nullcontext()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,6 +35,10 @@ class Fetched:
         Tables of the features.
     wire, ops
         Exchange and kernels.
+    dim
+        Columns of the tables.
+    link
+        Over which the rows come; one of its own where gradients are exchanged at the same time.
     """
 
     updates = 0
@@ -48,12 +53,14 @@ class Fetched:
         wire: Wire,
         ops: Backend,
         dim: int,
+        link: Link,
     ) -> None:
         self.route, self.tables = route, tables
         self._arenas, self._wire, self._ops = arenas, wire, ops
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
         fetch = _fetch if wire.forward == "fp32" else _fetch_encoded
-        on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, wire) for s in route.streams if not s.copied]
+        over = replace(wire, link=link)
+        on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
                 with wire.work.counted(len(stream.copies)):

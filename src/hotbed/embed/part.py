@@ -47,6 +47,11 @@ class Contribution(Protocol):
         """Tables it may concern."""
         ...
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether each row's gradients from one rank are one sum already."""
+        ...
+
     def changed(self) -> bool:
         """Whether the ids it belongs to were changed in place since the lookup."""
         ...
@@ -164,12 +169,16 @@ class Part(ABC):
         trained
             Whether any of these tables is trained.
         routes
-            What `routes` gave for these ids, if it was asked before.
+            What `routes` or `fetch` gave for these ids, if it was asked before.
         """
 
     def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> object:
         """Exchange ids before they are needed; None where there is nothing to exchange."""
         return None
+
+    def fetch(self, ids: Jagged, routes: object, link: Link) -> object:
+        """Bring the rows of these routes here, before `requests` is called with what this returns."""
+        return routes
 
     def prefetch(self, routes: object) -> None:
         """Have rows read that these routes ask for here, where that takes time; the thread that calls does it."""
@@ -402,6 +411,10 @@ class _Local(NamedTuple):
     bags: BagLayout
     versions: tuple[int, int, int]
     grad: Tensor
+
+    @property
+    def is_summed(self) -> bool:
+        return False
 
     @property
     def tables(self) -> set[str]:

@@ -184,6 +184,8 @@ class PooledVectors:
         Exchange and kernels.
     placement
         Of the tables.
+    link
+        Over which the vectors come; see `hotbed.embed.fetched.Fetched`.
     """
 
     updates = 0
@@ -197,6 +199,7 @@ class PooledVectors:
         wire: Wire,
         ops: Backend,
         placement: Placement,
+        link: Link,
     ) -> None:
         self.route, self.tables = route, tables
         self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, placement
@@ -204,7 +207,7 @@ class PooledVectors:
         for stream in route.streams:
             with wire.work.counted(len(stream.asked.slots)):
                 answer = encode(pool(arenas[stream.kind].store, stream.asked, ops), wire.forward)
-            handles.append(wire.link.all_to_all("pooled vectors", answer, stream.asked.units, stream.to))
+            handles.append(link.all_to_all("pooled vectors", answer, stream.asked.units, stream.to))
         vectors = arenas[0].store.empty((route.rows, placement.dim), torch.float32)
         if sum(len(s.rows) * placement.kinds[s.kind].cols for s in route.streams) < vectors.numel():
             vectors.zero_()  # a bag may have more units of some columns than of others

@@ -39,6 +39,13 @@ from hotbed.store import DenseStore, Span, Storage
 _Routes = list[Route | PooledRoute]
 
 
+class _Fetched(NamedTuple):
+    """Routes, and the rows that they ask for."""
+
+    routes: _Routes
+    sources: list[Source]
+
+
 class _LookedUp(NamedTuple):
     """Features that are exchanged together, the output they go to, and whether their wire format is ``"pooled"``."""
 
@@ -165,16 +172,26 @@ class ShardedPart(Part):
         self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
     ) -> list[Request]:
         found: list[Request] = []
-        exchanged = self.routes(ids, self.wire.link, trained) if routes is None else cast(_Routes, routes)
+        if routes is None:
+            routes = self.routes(ids, self.wire.link, trained)
         self.settle()
-        looked_up = [self._spread] if isinstance(ids, Spread) else self._looked_up
-        for (places, output, _), route in zip(looked_up, exchanged, strict=True):
+        fetched = routes if isinstance(routes, _Fetched) else self.fetch(ids, routes, self.wire.link)
+        for (places, output, _), route, source in zip(self._looked_up_in(ids), *fetched, strict=True):
             bags = route.bags
             if not places.single:
                 bags = replace(bags, width=room + len(self.pooled), room=room)
             wanted = route.trained and trained(places.tables)
-            found.append(Request(self._fetched(route, places.tables), bags, output, wanted))
+            found.append(Request(source, bags, output, wanted))
         return found
+
+    @override
+    def fetch(self, ids: Jagged, routes: object, link: Link) -> _Fetched:
+        found = cast(_Routes, routes)
+        tables = [looked_up.places.tables for looked_up in self._looked_up_in(ids)]
+        return _Fetched(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
+
+    def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
+        return [self._spread] if isinstance(ids, Spread) else self._looked_up
 
     @override
     def prefetch(self, routes: object) -> None:
@@ -184,10 +201,10 @@ class ShardedPart(Part):
                 if len(slots):
                     self.arenas[stream.kind].store.prefetch(slots)
 
-    def _fetched(self, route: Route | PooledRoute, tables: set[str]) -> Source:
+    def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> Source:
         if isinstance(route, PooledRoute):
-            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement)
-        return Fetched(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim)
+            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement, link)
+        return Fetched(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim, link)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 

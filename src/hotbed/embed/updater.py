@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hotbed import ops
 from hotbed.apart import are_tables_apart
 from hotbed.embed.arena import Arena
 from hotbed.embed.part import CHANGED, Contribution, Part
@@ -18,6 +20,14 @@ from hotbed.ops.random import step_seeds
 from hotbed.optim import COMMON, Rule
 
 _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
+
+
+class _Piece(NamedTuple):
+    """A gradient of an arena's rows."""
+
+    occurrences: Occurrences
+    grad: Tensor
+    is_summed: bool
 
 
 class TableUpdater:
@@ -76,10 +86,10 @@ class TableUpdater:
                 )
         if any(waiting.changed() for waiting in self._waiting):
             raise OptimizerError(CHANGED)
-        found: dict[Arena, list[tuple[Occurrences, Tensor]]] = defaultdict(list)
+        found: dict[Arena, list[_Piece]] = defaultdict(list)
         for waiting in self._waiting:
             for arena, occurrences, grad in waiting.pieces():
-                found[arena].append((occurrences, grad))
+                found[arena].append(_Piece(occurrences, grad, waiting.is_summed))
         device = next(iter(self._part_of.values())).device if self._part_of else torch.device("cpu")
         one = torch.ones((), dtype=torch.float32, device=device)
         inv_scale = one if inv_scale is None else inv_scale
@@ -87,7 +97,7 @@ class TableUpdater:
         self._count(hyper, gate, device)
         for part in self._parts:
             steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in part.arenas}
-            here = {arena: _joined(found[arena]) for arena in part.arenas if arena in found}
+            here = {arena: _joined(arena, found[arena]) for arena in part.arenas if arena in found}
             part.update(steps, here)
         self._waiting.clear()
         self._on_stepped()
@@ -155,9 +165,22 @@ class TableUpdater:
         self._steps[self._order[table]] = state["step"]
 
 
-def _joined(found: Sequence[tuple[Occurrences, Tensor]]) -> tuple[Occurrences, Tensor]:
+def _joined(arena: Arena, found: Sequence[_Piece]) -> tuple[Occurrences, Tensor]:
     """Occurrences of several gradients, and these one after the other."""
-    grads = [grad for _, grad in found]
     if len(found) == 1:
-        return found[0]
-    return Occurrences.concatenate([occurrences for occurrences, _ in found], list(map(len, grads))), torch.cat(grads)
+        return found[0].occurrences, found[0].grad
+    # Summed one by one, as those are that ranks send each other, so that no plan changes the order of additions.
+    found = [piece if piece.is_summed else _summed(arena, piece) for piece in found]
+    grads = [piece.grad for piece in found]
+    return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
+
+
+def _summed(arena: Arena, piece: _Piece) -> _Piece:
+    """The same with one row per slot."""
+    kernels = ops.select(arena.store.device, arena.backend)
+    groups = kernels.group(piece.occurrences)
+    count = int(groups.counts[0])
+    sums = arena.store.empty((count, arena.store.dim), torch.float32)
+    here = torch.arange(count, device=sums.device)
+    kernels.segment_sum(piece.occurrences, groups, piece.grad, here, sums)
+    return _Piece(Occurrences(groups.rows[:count], here, None), sums, True)

@@ -71,6 +71,8 @@ class Sent:
         Waits for what the ranks sent to this one; by arena, in rank order.
     """
 
+    is_summed = True
+
     def __init__(
         self,
         tables: set[str],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ class Work:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.lookups = 0
         self.seconds = 0.0
 
@@ -27,5 +29,6 @@ class Work:
         """Count what happens inside."""
         start = time.perf_counter()
         yield
-        self.seconds += time.perf_counter() - start
-        self.lookups += lookups
+        with self._lock:  # rows of a batch may be fetched by another thread
+            self.seconds += time.perf_counter() - start
+            self.lookups += lookups

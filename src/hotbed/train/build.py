@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from hotbed.data import Source
 from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
 from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.specs import Table
-from hotbed.train.parallel import distributed, needs_a_plan
+from hotbed.train.hot_split import HotSplit
+from hotbed.train.parallel import Ranks, distributed, needs_a_plan
+from hotbed.train.pipeline import Divide, whole
 from hotbed.train.trainer import Trainer, resolve_device
 
 
@@ -112,7 +115,15 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
         group=source.schema.group,
         labels=source.schema.labels,
         overlap=recipe.parallel.overlap,
+        divide=_divide(recipe, source, model),
     )
+
+
+def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:
+    """How a step takes its batch: as `HotRecipe.batches` says."""
+    if recipe.hot.batches != "split" or recipe.hot.rows is None:
+        return whole
+    return HotSplit.of_file(Path(recipe.hot.rows), source.schema, Ranks(model).size)
 
 
 def _wide_of(model: nn.Module, recipe: Recipe) -> EmbeddingCollection:

@@ -1,27 +1,35 @@
-"""Batches ahead: while one is computed, the ids of the next are exchanged and its columns move to the device.
+"""What is done while a batch is computed: for the next batch (`Ahead`), and for the rest of the batch (`Fetcher`).
 
-The work is done by one thread over a process group of its own, so its exchanges overlap with those of the step; it
-takes batches in their order, so all ranks exchange in the same order. What a step computes is what it would compute
-without: rows are fetched in the step itself, after the update before it.
+Each has one thread over a process group of its own, so its exchanges overlap with those of the step; it takes batches
+in their order, so all ranks exchange in the same order. What a step computes is what it would compute without: rows
+are fetched in the step itself, after the update before it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
 
 T = TypeVar("T")
+Divide = Callable[[Batch], Sequence[Batch]]
+"""Divides a batch into parts that are computed one after the other; their gradients add up."""
+
+
+def whole(batch: Batch) -> Sequence[Batch]:
+    """A batch as its only part."""
+    return [batch]
 
 
 class Ahead:
-    """Prepares batches one ahead of the step.
+    """Prepares batches one ahead of the step: ids are exchanged, and columns move to the device.
 
     Parameters
     ----------
@@ -31,6 +39,8 @@ class Ahead:
         Brings a batch to the device, ids checked.
     overlap
         Whether to exchange ids ahead; else each step does it when it comes to it.
+    divide
+        Called with each batch as it comes.
 
     Attributes
     ----------
@@ -40,10 +50,12 @@ class Ahead:
         Seconds of it that steps waited for.
     """
 
-    def __init__(self, model: nn.Module, move: Callable[[Batch], Batch], *, overlap: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, move: Callable[[Batch], Batch], *, overlap: bool = True, divide: Divide = whole
+    ) -> None:
         self._collections = collections_of(model).values() if isinstance(model, Distributed) else ()
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
-        self._move = move
+        self._move, self._divide = move, divide
         self.exchange_s = self.waited_s = 0.0
 
     @property
@@ -51,13 +63,13 @@ class Ahead:
         """Share of the seconds of `exchange_s` that no step waited for."""
         return max(1 - self.waited_s / self.exchange_s, 0) if self.exchange_s else 0.0
 
-    def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[Batch, T, bool]]:
-        """Batches that are ready, what came with each, and whether it is the last."""
+    def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
+        """The parts of batches that are ready, what came with each batch, and whether it is the last."""
         if self._link is None:
             yield from self._one_ahead(batches)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="hotbed-ahead") as thread:
-            coming: tuple[Future[Batch], T] | None = None
+            coming: tuple[Future[list[Batch]], T] | None = None
             for batch, beside in batches:
                 following = thread.submit(self._prepared, batch)
                 if coming is not None:
@@ -66,27 +78,65 @@ class Ahead:
             if coming is not None:
                 yield self._ready(coming[0]), coming[1], True
 
-    def _one_ahead(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[Batch, T, bool]]:
-        coming: tuple[Batch, T] | None = None
+    def _one_ahead(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
+        coming: tuple[list[Batch], T] | None = None
         for batch, beside in batches:
-            moved = self._move(batch)
+            moved = [self._move(part) for part in self._divide(batch)]
             if coming is not None:
                 yield *coming, False
             coming = moved, beside
         if coming is not None:
             yield *coming, True
 
-    def _ready(self, future: Future[Batch]) -> Batch:
+    def _ready(self, future: Future[list[Batch]]) -> list[Batch]:
         start = time.perf_counter()
-        batch = future.result()
+        parts = future.result()
         self.waited_s += time.perf_counter() - start
-        return batch
+        return parts
 
-    def _prepared(self, batch: Batch) -> Batch:
+    def _prepared(self, batch: Batch) -> list[Batch]:
         assert self._link is not None
         start = time.perf_counter()
-        batch = self._move(batch)
-        for collection in self._collections:
-            collection.exchange_ahead(batch.sparse, self._link)
+        parts = [self._move(part) for part in self._divide(batch)]
+        for part in parts:
+            for collection in self._collections:
+                collection.exchange_ahead(part.sparse, self._link)
         self.exchange_s += time.perf_counter() - start
-        return batch
+        return parts
+
+
+class Fetcher:
+    """Brings the rows of one part of a batch here while another part is computed.
+
+    Parameters
+    ----------
+    model
+        Whose rows.
+    """
+
+    def __init__(self, model: Distributed) -> None:
+        self._collections = collections_of(model).values()
+        self._link = model.wire.link.clone()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-fetch")
+        device = next((c.device for c in self._collections), torch.device("cpu"))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, batch: Batch) -> Future[None]:
+        """Begin with a batch whose ids were exchanged ahead; no row may be updated until it has been computed."""
+        for collection in self._collections:
+            collection.settle()
+        if self._stream is not None:
+            # Also so that memory which the last step's kernels still read is not written to.
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return self._thread.submit(self._fetch, batch)
+
+    def wait(self, fetching: Future[None]) -> None:
+        """Wait until the rows are here."""
+        fetching.result()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _fetch(self, batch: Batch) -> None:
+        with torch.cuda.stream(self._stream):
+            for collection in self._collections:
+                collection.fetch_ahead(batch.sparse, self._link)

@@ -8,8 +8,9 @@ and any iterable of `Batch`; everything that is not training (logs, progress, ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hotbed.batch import Batch
 from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
-from hotbed.embed import collections_of
+from hotbed.embed import Distributed, collections_of
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
 from hotbed.train.balance import Balance
@@ -29,10 +30,19 @@ from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.nonfinite import refuse_non_finite
 from hotbed.train.parallel import Ranks
-from hotbed.train.pipeline import Ahead
+from hotbed.train.pipeline import Ahead, Divide, Fetcher, whole
 from hotbed.train.saver import Saver
 
 _COUNTERS = ("step", "epoch", "position", "samples")
+
+
+class _Backward(NamedTuple):
+    """Over all ranks: mean loss and number of samples, and whether any has asked to save or to stop."""
+
+    loss: float
+    samples: int
+    save: bool
+    stop: bool
 
 
 class Trainer:
@@ -60,6 +70,9 @@ class Trainer:
         Names of the tasks.
     overlap
         Whether a distributed model's ids are exchanged ahead, while the batch before is computed.
+    divide
+        Makes parts of each batch; the rows of a part are fetched while the part before is computed. Their gradients add
+        up to the batch's. On several ranks each batch must have equally many parts.
 
     Attributes
     ----------
@@ -99,6 +112,7 @@ class Trainer:
         group: str | None = None,
         labels: Sequence[str] | None = None,
         overlap: bool = True,
+        divide: Divide = whole,
     ) -> None:
         self.model, self.dense, self.sparse, self.wide, self.recipe = model, dense, sparse, wide, recipe
         self.optimizers = {"dense": dense, "sparse": sparse} | ({} if wide is None else {"wide": wide})
@@ -106,7 +120,8 @@ class Trainer:
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
         self._balance = Balance(model)
-        self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap)
+        self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap, divide=divide)
+        self._fetcher = Fetcher(model) if isinstance(model, Distributed) and divide is not whole else None
         self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
         self.schedules = {
@@ -164,42 +179,55 @@ class Trainer:
 
     def _fit(self, batches: Iterable[Batch], valid: Iterable[Batch] | None) -> None:
         while not self.finished:
-            for batch, last in self._epoch_of(batches):
+            for parts, last in self._epoch_of(batches):
                 self.ranks.at_step(self.step + 1)
-                total, labels = self._total(batch)
-                # This waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
-                # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
-                asked = self.ask_save, self.ask_stop
-                value, everyone, samples, *asked = self.ranks.add(total, labels, len(batch), *asked)
-                value /= max(everyone, 1)
-                refuse_non_finite(value, total, batch, self)
                 for optimizer in self.optimizers.values():
                     optimizer.zero_grad()
-                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
-                (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
+                done = self._backward(parts)
                 for optimizer in self.optimizers.values():
                     optimizer.step()
                 for schedule in self.schedules.values():
                     schedule.step()
-                self._obey(*map(bool, asked))
-                self._advance(int(samples), value, last)
+                self._obey(done.save, done.stop)
+                self._advance(done.samples, done.loss, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
                 self._call("on_step_end")
                 if self.finished:
                     break
 
+    def _backward(self, parts: Sequence[Batch]) -> _Backward:
+        """Leave the gradients of the mean loss over all samples with the optimizers."""
+        samples, losses = sum(map(len, parts)), 0.0
+        everyone = all_samples = save = stop = 0.0
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            last = following is None
+            fetching = self._fetcher.start(following) if self._fetcher and following is not None else None
+            with self.model.no_sync() if isinstance(self.model, Distributed) and not last else nullcontext():
+                total, tasks = self._total(part)
+                # This waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
+                # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
+                own = total, samples * tasks, samples, self.ask_save, self.ask_stop
+                value, everyone, all_samples, save, stop = self.ranks.add(*own)
+                losses += value / max(everyone, 1)
+                refuse_non_finite(losses, total, part, self)
+                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
+                (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
+            if self._fetcher and fetching is not None:
+                self._fetcher.wait(fetching)
+        return _Backward(losses, int(all_samples), bool(save), bool(stop))
+
     def loss(self, batch: Batch) -> Tensor:
         """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
-        total, labels = self._total(batch)
-        return total / max(labels, 1)
+        total, tasks = self._total(batch)
+        return total / max(len(batch) * tasks, 1)
 
     def _total(self, batch: Batch) -> tuple[Tensor, int]:
-        """Σ weight · loss, and what to divide it by."""
+        """Σ weight · loss, and the number of tasks."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
             logits, labels = checked_logits(self.model(batch), batch.labels)
         weight = None if batch.weights is None else batch.weights[:, None]
-        return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.numel()
+        return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.shape[1]
 
     def _obey(self, save: bool, stop: bool) -> None:
         """Do what any rank has asked for."""
@@ -245,16 +273,16 @@ class Trainer:
         self._call("on_train_start")
         self.clock.start()
 
-    def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-        """The batches of an epoch on the device, and whether each is the last.
+    def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[list[Batch], bool]]:
+        """The batches of an epoch on the device, as their parts, and whether each is the last.
 
         One batch is fetched ahead (see `Ahead`), so that it is there when the step is over. A checkpoint must not count
         it, so the loader's position is noted with each.
         """
         last = False
-        for batch, position, last in self.ahead((batch, self._loader_state()) for batch in batches):
+        for parts, position, last in self.ahead((batch, self._loader_state()) for batch in batches):
             self._data_position = position
-            yield batch, last
+            yield parts, last
         if not last:
             again = "; a generator can be iterated once only, pass a list or a Loader" if self.epoch else ""
             raise BatchError(f"epoch {self.epoch} has no batch{again}")
