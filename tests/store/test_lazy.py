@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hotbed.errors import StoreError
-from hotbed.ops import RuleStep, launches
+from hotbed.ops import BackendName, RuleStep, launches
 from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
+from hotbed.store.crossing import Crossing
 from hotbed.store.keyed import FileRecords
-from tests.store.contract import DIM, OWN, StoreContract
+from tests.store.contract import DIM, OWN, Format, StoreContract
 
 STORAGES = {
     "host": Storage("host"),
@@ -29,31 +31,60 @@ STORAGES = {
 }
 
 
-@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
-class TestLazy(StoreContract):
+class LazyContract(StoreContract):
+    backend: BackendName = "auto"
+    kernels = "cpu"
+
     @pytest.fixture(autouse=True)
     def _storage(self, storage: Storage) -> None:
         self.storage = storage
 
     def make(self, spans: Any, dim: int, dtype: RowDtype) -> Any:
-        return self.storage.make(spans, dim, dtype=dtype, device=torch.device("cpu"), backend="auto")
+        return self.storage.make(spans, dim, dtype=dtype, device=torch.device("cpu"), backend=self.backend)
 
-    def test_it_is_served_by_the_cpu_kernels(self, format: Any, storage: Storage) -> None:
-        store = self.filled(format)
+    def test_one_backend_serves_all_of_it(self, format: Any, storage: Storage) -> None:
         launches.clear()
+        store = self.filled(format)
         self.pooled(store, [[1]])
         self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
-        assert {key.split(".")[0] for key in launches} == {"cpu"}
+        assert {key.split(".")[0] for key in launches} == {self.kernels}
+        of_cache = {key.split(".")[1] for key in launches if "cache" in key}
+        every = {"cache_find", "cache_read", "cache_use", "cache_take", "cache_write"}
+        assert of_cache == (every if storage.cache_rows else set())
         assert store.tier == storage.tier
         assert (store.disk_bytes > 0) == (storage.tier == "disk" and storage.cache_rows < 40)
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+class TestLazy(LazyContract):
+    """With Numba."""
+
+
+CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_rows}
+
+
+@pytest.mark.parametrize("storage", CACHED.values(), ids=CACHED)
+class TestLazyAsOnDevice(LazyContract):
+    """With Triton, and records that cross between the host's memory and the cache's, but for page-locking."""
+
+    backend: BackendName = "triton"
+    kernels = "triton"
+
+    @pytest.fixture(params=[Format("fp32", (0, 0)), Format("int8", (5, 8))], ids=lambda f: f.dtype)
+    def format(self, request: pytest.FixtureRequest) -> Format:
+        return request.param
+
+    @pytest.fixture(autouse=True)
+    def _crossing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Crossing, "crosses", True)
 
 
 SPANS = [Span(9, 2, 5, 2, 0), Span(30, 0, 100, 1, 0), Span(21, 21, 0, 3, 0)]
 
 
-def made(storage: Storage | None, dtype: RowDtype, moments: list[Moment]) -> Any:
+def made(storage: Storage | None, dtype: RowDtype, moments: list[Moment], backend: BackendName = "auto") -> Any:
     where = torch.device("cpu")
-    store = (storage or Storage()).make(SPANS, 16, dtype=dtype, device=where, backend="auto")
+    store = (storage or Storage()).make(SPANS, 16, dtype=dtype, device=where, backend=backend)
     for i, (first, span) in enumerate(zip((0, 9, 39), SPANS, strict=True)):
         last = span.first_row + span.rows * span.row_step
         store.initialize(
@@ -117,19 +148,22 @@ def drive(store: Any, rule: Any, actions: list[tuple[str, list[int]]]) -> list[A
     return seen
 
 
+ACCESSES = st.lists(
+    st.tuples(
+        st.sampled_from(["lookup", "ahead", "write", "update"]),
+        st.lists(st.integers(0, 59), min_size=1, max_size=20),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(list(STORAGES.values())),
     st.sampled_from(["fp32", "bf16", "int8"]),
     st.sampled_from([PLAIN, RowWiseAdagrad.rule, Adam.rule]),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["lookup", "ahead", "write", "update"]),
-            st.lists(st.integers(0, 59), min_size=1, max_size=20),
-        ),
-        min_size=1,
-        max_size=12,
-    ),
+    ACCESSES,
 )
 def test_any_accesses_have_the_bits_of_a_dense_store(
     storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
@@ -139,6 +173,37 @@ def test_any_accesses_have_the_bits_of_a_dense_store(
     assert isinstance(lazy, LazyStore) and isinstance(dense, DenseStore)
     assert drive(lazy, rule, actions) == drive(dense, rule, actions)
     assert everything(lazy, moments) == everything(dense, moments)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(list(CACHED.values())),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.sampled_from([PLAIN, RowWiseAdagrad.rule, Adam.rule]),
+    ACCESSES,
+)
+def test_a_cache_in_triton_is_the_cache_in_numba(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
+) -> None:
+    monkeypatch.setattr(Crossing, "crosses", True)
+    moments = list(rule.moments)
+    before = launches["triton.cache_find"]
+    triton, numba = (made(storage, dtype, moments, name) for name in ("triton", "cpu"))
+    dense = made(None, dtype, moments)
+    seen = drive(dense, rule, actions)
+    assert drive(triton, rule, actions) == drive(numba, rule, actions) == seen
+    assert launches["triton.cache_find"] > before
+    for mine, other in zip(state_of(triton.records), state_of(numba.records), strict=True):
+        assert torch.equal(mine, other)
+    assert triton.traffic.hits == numba.traffic.hits and triton.traffic.misses == numba.traffic.misses
+    assert everything(triton, moments) == everything(numba, moments) == everything(dense, moments)
+
+
+def state_of(cached: Any) -> list[Tensor]:
+    """What is where in a cache, and since when."""
+    tags = cached._tags
+    there = (tags.keys >= 0).nonzero()[:, 0]
+    return [tags.keys, tags.times, tags.counts, cached._dirty, cached._slab[there]]
 
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)

@@ -11,11 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
-from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep, cpu_memory
+from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
 from hotbed.ops.narrow import MIN_EXPONENT, block_count
 from hotbed.ops.rows import places, read_rows, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
+from hotbed.store import memory
 from hotbed.store.base import Extent, RowStore, Span, Tier
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
@@ -69,8 +70,8 @@ class DenseStore(RowStore):
         first_slot = [0, *accumulate(s.rows for s in self.spans)]
         first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
         self.rows = Rows(
-            wide=_zeros((wide, dim), torch.float32, place),
-            narrow=_zeros((narrow, dim), TORCH_DTYPES[dtype], place),
+            wide=memory.zeros((wide, dim), torch.float32, place),
+            narrow=memory.zeros((narrow, dim), TORCH_DTYPES[dtype], place),
             exponents=torch.full(exponents, MIN_EXPONENT, dtype=torch.int8, device=place),
             tables=torch.tensor(
                 [
@@ -119,9 +120,7 @@ class DenseStore(RowStore):
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.device.type == "cpu":
-            return cpu_memory.empty(shape, dtype)
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+        return memory.empty(shape, dtype, self.device)
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
@@ -146,7 +145,7 @@ class DenseStore(RowStore):
     def add_moment(self, moment: Moment) -> None:
         if moment.name not in self.moments:
             shape = (self.slots,) if moment.per == "row" else (self.slots, self.dim)
-            self.moments[moment.name] = _zeros(shape, torch.float32, self.device)
+            self.moments[moment.name] = memory.zeros(shape, torch.float32, self.device)
 
     @override
     def moment_is_per_row(self, moment: str) -> bool:
@@ -248,9 +247,5 @@ class DenseStore(RowStore):
         return moved
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return cpu_memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
-
-
 def _moved(t: Tensor, device: torch.device) -> Tensor:
-    return _zeros(t.shape, t.dtype, device).copy_(t)
+    return memory.zeros(t.shape, t.dtype, device).copy_(t)
