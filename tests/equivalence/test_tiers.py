@@ -173,6 +173,10 @@ def test_options_of_tiers_are_checked() -> None:
     model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES)})
     with pytest.raises(SpecError, match=r"cache_policy is 'lur', must be one of lru, lfu.*did you mean"):
         hb.distribute(model, hb.make_plan(TABLES, 1), cache_policy="lur")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"cache_tier is 'hbm', must be one of device, host"):
+        hb.distribute(model, hb.make_plan(TABLES, 1), cache_tier="hbm")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"host is 'uvm', must be one of records, uva.*did you mean 'uva'"):
+        hb.distribute(model, hb.make_plan(TABLES, 1), host="uvm")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match=r"a cut has tier 'dsk', must be one of device, host, disk"):
         hb.Cut(tier="dsk")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match="a cut has cache_rows -1"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -45,9 +45,12 @@ class DenseStore(RowStore):
     dtype
         Of the rows that are not float32 by their span; with ``"fp32"`` all are.
     device
-        ``cpu`` (tier ``host``; huge pages on Linux) or ``cuda`` (tier ``device``).
+        Where lookups deliver: ``cpu`` (huge pages on Linux) or ``cuda``.
     backend
         Kernels to use; ``"auto"`` goes by device.
+    tier
+        Which memory rows and moments are in: the device's own, or the ``"host"``'s, which a CUDA device reads and
+        writes in place; see `hotbed.store.memory.host_zeros`.
     """
 
     def __init__(
@@ -58,11 +61,13 @@ class DenseStore(RowStore):
         dtype: RowDtype = "fp32",
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
+        tier: Literal["device", "host"] = "device",
     ) -> None:
         self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)
         self.slots = sum(s.rows for s in spans)
         self.dim = dim
         self.backend_name: BackendName = backend
+        self._zeros = memory.host_zeros if tier == "host" else memory.zeros
         place = torch.device(device)
         wide = sum(s.fp32_rows for s in self.spans)
         narrow = self.slots - wide
@@ -70,9 +75,9 @@ class DenseStore(RowStore):
         first_slot = [0, *accumulate(s.rows for s in self.spans)]
         first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
         self.rows = Rows(
-            wide=memory.zeros((wide, dim), torch.float32, place),
-            narrow=memory.zeros((narrow, dim), TORCH_DTYPES[dtype], place),
-            exponents=torch.full(exponents, MIN_EXPONENT, dtype=torch.int8, device=place),
+            wide=self._zeros((wide, dim), torch.float32, place),
+            narrow=self._zeros((narrow, dim), TORCH_DTYPES[dtype], place),
+            exponents=self._zeros(exponents, torch.int8, place).fill_(MIN_EXPONENT),
             tables=torch.tensor(
                 [
                     [slot, span.fp32_rows, at, slot - at, span.first_row, span.row_step, span.first_col]
@@ -97,7 +102,7 @@ class DenseStore(RowStore):
     @property
     @override
     def tier(self) -> Tier:
-        return "host" if self.device.type == "cpu" else "device"
+        return "host" if self.device.type == "cpu" or self._zeros is memory.host_zeros else "device"
 
     @property
     @override
@@ -145,7 +150,7 @@ class DenseStore(RowStore):
     def add_moment(self, moment: Moment) -> None:
         if moment.name not in self.moments:
             shape = (self.slots,) if moment.per == "row" else (self.slots, self.dim)
-            self.moments[moment.name] = memory.zeros(shape, torch.float32, self.device)
+            self.moments[moment.name] = self._zeros(shape, torch.float32, self.device)
 
     @override
     def moment_is_per_row(self, moment: str) -> bool:
@@ -240,12 +245,14 @@ class DenseStore(RowStore):
     def to(self, device: torch.device) -> Self:
         if device == self.device:
             return self
+
+        def copied(t: Tensor) -> Tensor:
+            return self._zeros(t.shape, t.dtype, device).copy_(t)
+
         moved = type(self)([], self.dim, device=device, backend=self.backend_name)
-        moved.spans, moved.slots = self.spans, self.slots
-        moved.rows = Rows(**{name: _moved(t, device) for name, t in vars(self.rows).items()})
-        moved.moments = {name: _moved(t, device) for name, t in self.moments.items()}
+        moved.spans, moved.slots, moved._zeros = self.spans, self.slots, self._zeros
+        rows = self.rows
+        wide, narrow, exponents = copied(rows.wide), copied(rows.narrow), copied(rows.exponents)
+        moved.rows = Rows(wide, narrow, exponents, rows.tables.to(device))
+        moved.moments = {name: copied(t) for name, t in self.moments.items()}
         return moved
-
-
-def _moved(t: Tensor, device: torch.device) -> Tensor:
-    return memory.zeros(t.shape, t.dtype, device).copy_(t)

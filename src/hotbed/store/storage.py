@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from hotbed.errors import StoreError
 from hotbed.ops import BackendName, host_backend
 from hotbed.specs import RowDtype
 from hotbed.store.ahead import ReadAhead
@@ -23,6 +24,7 @@ from hotbed.store.lazy import LazyStore
 from hotbed.store.records import Records
 
 CacheTier = Literal["device", "host"]
+HostRows = Literal["records", "uva"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Storage:
         Which rows the cache gives up.
     cache_tier
         Where the cache is: in the compute device's memory, or in the ``"host"``'s.
+    host
+        How rows are in tier ``"host"``: ``"records"`` come to be when they are trained, and are brought to the device
+        batch by batch; with ``"uva"`` all rows are there at once, and a CUDA device reads and writes them in place.
     directory
         Where files are made; default: that of temporary files.
     """
@@ -48,14 +53,28 @@ class Storage:
     cache_rows: int = 0
     policy: Policy = "lru"
     cache_tier: CacheTier = "device"
+    host: HostRows = "records"
     directory: str | Path | None = None
 
     def make(
         self, spans: Sequence[Span], dim: int, *, dtype: RowDtype, device: torch.device, backend: BackendName
     ) -> RowStore:
-        """A store for these spans, as in `DenseStore`."""
+        """A store for these spans, as in `DenseStore`.
+
+        Raises
+        ------
+        StoreError
+            If rows that are read in place are to have a cache.
+        """
         if self.tier == "device" or not spans or device.type == "meta":
             return DenseStore(spans, dim, dtype=dtype, device=device, backend=backend)
+        if self.tier == "host" and self.host == "uva":
+            if self.cache_rows:
+                raise StoreError(
+                    f"a cache of {self.cache_rows:,} rows is asked for before rows in the host's memory that are read "
+                    "in place (host 'uva'); use host 'records', or a cache of 0 rows"
+                )
+            return DenseStore(spans, dim, dtype=dtype, device=device, backend=backend, tier="host")
         records = partial(self._records, backend)
         return LazyStore(spans, dim, records, tier=self.tier, dtype=dtype, device=device, backend=backend)
 
