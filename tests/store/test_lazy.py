@@ -335,8 +335,10 @@ def test_records_cross_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> N
     out = torch.full((3, 64), 9, dtype=torch.uint8)
     assert crossing.read(wanted, out).tolist() == [True, False, True]
     assert torch.equal(out, torch.stack([values[1], torch.full((64,), 9, dtype=torch.uint8), values[0]]))
-    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=3 * 64)
+    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=2 * 64)
+    assert crossing.read(torch.tensor([8, 9, 10]), out).tolist() == [False] * 3
     assert crossing.read(slots, out).all() and torch.equal(out, values)
+    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=5 * 64)
     assert crossing.keys().tolist() == [3, 7, 50]
 
 

@@ -46,13 +46,16 @@ class Crossing(Over):
             return self.below.read(slots, out, keep=keep)
         found = memory.staging(out.shape, torch.uint8, self.device)
         there = self.below.read(slots.cpu(), found, keep=keep)
-        self._to_bytes += len(there) * self.record_bytes
-        if bool(there.all()):
+        at = there.nonzero()[:, 0]
+        self._to_bytes += len(at) * self.record_bytes
+        if len(at) == len(there):
             out.copy_(found, non_blocking=True)
-            return there.to(self.device)
-        there = there.to(self.device)
-        torch.where(there[:, None], found.to(self.device, non_blocking=True), out, out=out)
-        return there
+        elif len(at):  # only what there is crosses
+            sent = memory.staging((len(at), self.record_bytes), torch.uint8, self.device)
+            torch.index_select(found, 0, at, out=sent)
+            came = sent.to(self.device, non_blocking=True)
+            out.view(torch.int32).index_copy_(0, at.to(self.device), came.view(torch.int32))
+        return there.to(self.device)
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
