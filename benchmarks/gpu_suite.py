@@ -1,11 +1,11 @@
 """Everything worth knowing from a few minutes on a GPU: is it right, is it the same twice, how fast is it.
 
-Parts run one after the other, each in a process of its own with its own time budget (570 s together), and
+Parts run one after the other, each in a process of its own with its own time budget (580 s together), and
 ``gpu_suite.json`` is written after each, so a part that hangs, crashes or runs out of time takes nothing else with it.
 Needs torch, triton, numba, numpy, pytest and hypothesis; no network. Without a CUDA device, or with ``HOTBED_TINY=1``,
 everything runs tiny; timings then mean nothing, and the JSON says so.
 
-    OUT=results bash benchmarks/gpu_suite.sh [step] [bandwidth] [determinism] [tests]
+    OUT=results bash benchmarks/gpu_suite.sh [step] [bandwidth] [tiers] [determinism] [tests]
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.workload import INCOMPLETE, Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_FOLDERS = ("ops", "store", "embed", "nn", "equivalence")
-PARTS = {"step": 90, "bandwidth": 190, "determinism": 50, "tests": 240}
+PARTS = {"step": 85, "bandwidth": 150, "tiers": 120, "determinism": 40, "tests": 185}
 """Seconds of each part."""
 
 

@@ -32,6 +32,8 @@ Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
+CacheTier = Literal["device", "host"]
+HostRows = Literal["records", "uva"]
 Batches = Literal["mixed", "apart", "split"]
 
 
@@ -321,21 +323,39 @@ class MemoryRecipe:
     host_bytes: int = 0
     """With tier ``disk``: the same of the host's memory, for the rows that follow."""
     cache_rows: int = 0
-    """With another tier: rows, per process, of a cache in memory for those that are used."""
+    """With another tier: rows, per process, of a cache for those that are used."""
     cache_policy: CachePolicy = "lru"
     """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
+    cache_tier: CacheTier = "device"
+    """Where the cache is: in the compute device's memory, or in the ``host``'s."""
+    host: HostRows = "records"
+    """How rows are in the host's memory: ``records`` come to be when they are trained, and are brought to the device
+    batch by batch; with ``uva`` all rows are there at once, and a GPU reads and writes them in place, without a cache.
+    """
     directory: str | None = None
     """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
 
     def __post_init__(self) -> None:
         _one_of("memory.tier", self.tier, get_args(Tier))
         _one_of("memory.cache_policy", self.cache_policy, get_args(CachePolicy))
+        _one_of("memory.cache_tier", self.cache_tier, get_args(CacheTier))
+        _one_of("memory.host", self.host, get_args(HostRows))
         for name in ("device_bytes", "host_bytes", "cache_rows"):
             _at_least(f"memory.{name}", getattr(self, name), 0)
             if getattr(self, name) and self.tier == "device":
                 raise RecipeError(f"memory.{name} is set, but memory.tier is 'device'; set it to 'host' or 'disk'")
         if self.host_bytes and self.tier != "disk":
             raise RecipeError(f"memory.host_bytes is set, but memory.tier is '{self.tier}'; set it to 'disk'")
+        if self.host == "uva" and self.tier == "host" and self.cache_rows:
+            raise RecipeError(
+                f"memory.cache_rows is {self.cache_rows:,}, but memory.host is 'uva', whose rows a GPU reads in place; "
+                "set it to 'records', or cache_rows to 0"
+            )
+
+    @property
+    def cached_tiers(self) -> tuple[Tier, ...]:
+        """Memories whose rows may have a cache before them."""
+        return ("disk",) if self.host == "uva" else ("host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)

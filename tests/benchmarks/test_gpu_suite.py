@@ -48,6 +48,14 @@ def test_tiny_suite(tmp_path):
         "copy", "gather", "initial_values", "lookup", "lookup_to_bf16", "weight_gradient", "occurrences", "group",
         "interaction", "interaction_backward", *(f"update_{name}" for name in UPDATES),
     }  # fmt: skip
+    tiers = parts["tiers"]["results"]
+    assert {r["kernel"] for r in tiers} == {
+        "copy", "copy_to_device", "copy_from_device", "in_place", "step",
+        "cache_find", "cache_take", "cache_use", "cache_read", "cache_write",
+    }  # fmt: skip
+    steps = {r["placement"]: r for r in tiers if r["kernel"] == "step"}
+    assert set(steps) == {"in_place", "host_cached", "disk_cached"}
+    assert all(r["steps_per_s"] > 0 and (r["misses"] > 0) == (name != "in_place") for name, r in steps.items())
     updates = {(r["kernel"], r["dtype"]) for r in parts["bandwidth"]["results"] if r["kernel"].startswith("update")}
     assert updates == {(f"update_{name}", dtype) for name in UPDATES for dtype in DTYPES}
     assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_per_s"] > 0 for r in parts["bandwidth"]["results"])

@@ -15,8 +15,10 @@ import hotbed as hb
 from hotbed.checkpoint import load_checkpoint, read_manifest, save_checkpoint, verify_checkpoint
 from hotbed.embed import EmbeddingCollection, tables_on_meta
 from hotbed.errors import SpecError
+from hotbed.ops import launches
 from hotbed.optim import Adam, SparseOptimizer
-from hotbed.store import LazyStore
+from hotbed.store import DenseStore, LazyStore
+from hotbed.store.crossing import Crossing
 from tests.checkpoint.test_checkpoint import bits
 from tests.ranks import Ranks
 
@@ -65,7 +67,8 @@ def step(model: Any, optimizer: SparseOptimizer, seed: int, ahead: Any = None) -
 def backward(model: Any, draw: torch.Generator, ahead: Any = None, size: int = 6) -> None:
     embeddings = getattr(model, "module", model)["e"]
     rows = {f.name: next(t.rows for t in TABLES if t.name == f.table) for f in FEATURES}
-    ids = hb.Jagged.from_dict({f: torch.randint(0, n, (size, 2), generator=draw) for f, n in rows.items()})
+    drawn = {f: torch.randint(0, n, (size, 2), generator=draw) for f, n in rows.items()}
+    ids = hb.Jagged.from_dict({f: t.to(embeddings.device) for f, t in drawn.items()})
     if ahead is not None:
         embeddings.exchange_ahead(ids, ahead)
         embeddings.fetch_ahead(ids, ahead)
@@ -111,6 +114,49 @@ def test_one_process_without_a_process_group(cut: hb.Cut) -> None:
     assert run(None, cut) == run(None, None)
     assert run(None, cut, ahead=True) == run(None, None)
     assert all(isinstance(store, LazyStore) for store in stores(made(None, cut)[0])) != bool(cut.hot_rows)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_rows_in_host_memory_are_read_in_place(tmp_path: Path, background: bool) -> None:
+    plain, of_plain = made(None, None)
+    model, optimizer = made(None, CUTS["host"], host="uva")
+    for seed in range(3):
+        step(plain, of_plain, seed)
+        step(model, optimizer, seed)
+    expected = everything(plain, of_plain)
+    assert everything(model, optimizer) == expected
+    assert all(isinstance(store, DenseStore) and store.tier == "host" for store in stores(model))
+    saving = save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer}, background=background)
+    step(model, optimizer, 7)
+    saving.wait()
+    for cut, options in ((CUTS["host"], {"host": "uva"}), (CUTS["disk, cached"], {}), (None, {})):
+        other, of_other = made(None, cut, **options)
+        load_checkpoint(tmp_path / "c", {"model": other, "sparse": of_other})
+        assert everything(other, of_other) == expected
+
+
+def test_a_model_on_triton_with_a_cache_and_rows_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it as on a GPU, but for page-locking where there is none."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(Crossing, "crosses", True)
+
+    def trained(cut: hb.Cut | None, **options: Any) -> Any:
+        collection = EmbeddingCollection(TABLES, FEATURES, seed=4, backend="triton")
+        model: Any = torch.nn.ModuleDict({"e": collection}).to(device)
+        if cut is not None:
+            model = hb.distribute(model, hb.make_plan(TABLES, 1, cut), device=device, **options)
+        optimizer = Adam(model, lr=0.1)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        return everything(model, optimizer)
+
+    expected = trained(None)
+    launches.clear()
+    assert trained(CUTS["hot rows on the device, others on disk"]) == expected
+    assert launches["triton.cache_take"] > 0
+    assert trained(CUTS["host"], host="uva") == expected
+    assert {key.split(".")[0] for key in launches} == {"triton"}
 
 
 def test_several_ranks(ranks: Ranks) -> None:
@@ -192,6 +238,10 @@ def test_options_of_tiers_are_checked() -> None:
     model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES)})
     with pytest.raises(SpecError, match=r"cache_policy is 'lur', must be one of lru, lfu.*did you mean"):
         hb.distribute(model, hb.make_plan(TABLES, 1), cache_policy="lur")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"cache_tier is 'hbm', must be one of device, host"):
+        hb.distribute(model, hb.make_plan(TABLES, 1), cache_tier="hbm")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"host is 'uvm', must be one of records, uva.*did you mean 'uva'"):
+        hb.distribute(model, hb.make_plan(TABLES, 1), host="uvm")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match=r"a cut has tier 'dsk', must be one of device, host, disk"):
         hb.Cut(tier="dsk")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match="a cut has cache_rows -1"):

@@ -17,7 +17,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from hotbed.ops import CacheTags
 from hotbed.ops import triton as kernels
+from hotbed.ops.layout import FREE
 
 from .arenas import OPTIONS, SEGMENTS, WIDE, Arena
 from .cases import CASES, occurrences_of
@@ -80,6 +82,16 @@ def _compile_interaction(dim: int, dtype: torch.dtype) -> None:
     kernels.interaction_backward(grad, vectors)
 
 
+def _compile_cache(ways: int, by_count: bool, words: int) -> None:
+    wanted, slab = torch.arange(5), torch.zeros(2 * ways, 4 * words, dtype=torch.uint8)
+    free = torch.full((2 * ways,), FREE)
+    tags = CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), ways, by_count)
+    kernels.cache_use(tags, kernels.cache_find(tags, wanted), 3)
+    places, _ = kernels.cache_take(tags, wanted, 3)
+    kernels.cache_read(slab, places, slab[:5].clone())
+    kernels.cache_write(slab, places, slab[:5].clone())
+
+
 def main(everything: bool) -> None:
     _compile_launches()
     kernels.initial_values_(torch.zeros(9, 16), seed=2**32 - 1, rows=range(9), cols=range(16), bound=0.1)
@@ -94,6 +106,8 @@ def main(everything: bool) -> None:
         _compile_step(rule, *each, options)
     for dim, dtype in product((16, 128), FLOATS):
         _compile_interaction(dim, dtype)
+    for ways, by_count, words in ((32, False, 129), (32, True, 8), (5, False, 16)):
+        _compile_cache(ways, by_count, words)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ OPERATIONS = (
     "update",
     "interaction",
     "interaction_backward",
+    "cache_find",
+    "cache_use",
+    "cache_take",
+    "cache_read",
+    "cache_write",
 )
 
 

@@ -33,6 +33,11 @@ KERNELS = {
     "_long_kernel",
     "_interaction_kernel",
     "_interaction_backward_kernel",
+    "_find_kernel",
+    "_use_kernel",
+    "_sets_kernel",
+    "_take_kernel",
+    "_copy_kernel",
 }
 
 

@@ -114,6 +114,9 @@ def test_caches_are_shared_out() -> None:
     plan = place_in_tiers(make_plan(TABLES, 1), TABLES, {"device": 10_000}, "disk", cache_rows=100)
     shared = [t.cache_rows for t in plan.tiles if t.tier == "disk"]
     assert 100 <= sum(shared) <= 100 + len(shared)
+    in_host = make_plan(TABLES, 1, Cut(tier="host"))
+    assert not any(t.cache_rows for t in with_cache(in_host, 100, ("disk",)).tiles)
+    assert all(t.cache_rows for t in with_cache(in_host, 100).tiles)
     assert with_cache(plan, 0).tiles == tuple(Tile(**{**vars(t), "cache_rows": 0}) for t in plan.tiles)
 
 

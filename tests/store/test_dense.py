@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from hotbed.ops import cpu_memory, launches
-from hotbed.optim import Moment
+from hotbed.optim import Adam, Moment
 from hotbed.optim.sgd import PLAIN
-from hotbed.store import DenseStore, Span
-from tests.store.contract import BYTES, DIM, SLOTS, StoreContract, bits
+from hotbed.store import DenseStore, Span, Storage
+from tests.store.contract import BYTES, DIM, SLOTS, Format, StoreContract, bits
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class TestDenseOnHost(StoreContract):
@@ -43,6 +45,40 @@ class TestDenseOnHost(StoreContract):
 class TestDenseWithReferenceKernels(StoreContract):
     def make(self, spans, dim, dtype):
         return DenseStore(spans, dim, dtype=dtype, backend="reference")
+
+
+class InPlace(StoreContract):
+    """Rows in the host's memory that kernels read and write in place."""
+
+    backend = "auto"
+
+    def make(self, spans, dim, dtype):
+        return Storage("host", host="uva").make(spans, dim, dtype=dtype, device=DEVICE, backend=self.backend)
+
+    def test_it_is_a_dense_store_in_host_memory_with_the_bits_of_another(self, format):
+        store, other = self.filled(format), DenseStore(format.spans, DIM, dtype=format.dtype, device=DEVICE)
+        other.initialize(0, seed=5, rows=range(SLOTS), cols=range(DIM), bound=0.5)
+        assert isinstance(store, DenseStore) and store.tier == "host" and store.device == other.device
+        launches.clear()
+        for one in (store, other):
+            self.step(one, Adam.rule, [[3, 7], [3], [13, 20]], torch.ones(3, DIM))
+        assert launches[f"{'triton' if self.backend == 'triton' or DEVICE.type == 'cuda' else 'cpu'}.update"] > 0
+        assert bits(store) == bits(other)
+        moments = [self.read_all(one, name) for name in ("exp_avg", "exp_avg_sq") for one in (store, other)]
+        assert torch.equal(moments[0], moments[1]) and torch.equal(moments[2], moments[3])
+
+
+class TestInPlace(InPlace):
+    """With the kernels of the device."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then Triton is the kernels of the device")
+class TestInPlaceWithTriton(InPlace):
+    backend = "triton"
+
+    @pytest.fixture(params=[Format("fp32", (0, 0)), Format("int8", (5, 8))], ids=lambda f: f.dtype)
+    def format(self, request):
+        return request.param
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

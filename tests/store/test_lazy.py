@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hotbed.errors import StoreError
-from hotbed.ops import RuleStep, launches
+from hotbed.ops import BackendName, RuleStep, launches
 from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.keyed import FileRecords
-from tests.store.contract import DIM, OWN, StoreContract
+from hotbed.store.crossing import Crossing
+from hotbed.store.keyed import FileRecords, MemoryRecords
+from hotbed.store.records import Traffic
+from tests.store.contract import DIM, OWN, Format, StoreContract
 
 STORAGES = {
     "host": Storage("host"),
@@ -29,31 +32,71 @@ STORAGES = {
 }
 
 
-@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
-class TestLazy(StoreContract):
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class LazyContract(StoreContract):
+    backend: BackendName = "auto"
+    kernels = "cpu"
+    device = torch.device("cpu")
+
     @pytest.fixture(autouse=True)
     def _storage(self, storage: Storage) -> None:
         self.storage = storage
 
     def make(self, spans: Any, dim: int, dtype: RowDtype) -> Any:
-        return self.storage.make(spans, dim, dtype=dtype, device=torch.device("cpu"), backend="auto")
+        return self.storage.make(spans, dim, dtype=dtype, device=self.device, backend=self.backend)
 
-    def test_it_is_served_by_the_cpu_kernels(self, format: Any, storage: Storage) -> None:
-        store = self.filled(format)
+    def test_one_backend_serves_all_of_it(self, format: Any, storage: Storage) -> None:
         launches.clear()
+        store = self.filled(format)
         self.pooled(store, [[1]])
         self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
-        assert {key.split(".")[0] for key in launches} == {"cpu"}
+        assert {key.split(".")[0] for key in launches} == {self.kernels}
+        of_cache = {key.split(".")[1] for key in launches if "cache" in key}
+        every = {"cache_find", "cache_read", "cache_use", "cache_take", "cache_write"}
+        assert of_cache == (every if storage.cache_rows else set())
         assert store.tier == storage.tier
         assert (store.disk_bytes > 0) == (storage.tier == "disk" and storage.cache_rows < 40)
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+class TestLazy(LazyContract):
+    """With Numba."""
+
+
+CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_rows}
+
+
+@pytest.mark.parametrize("storage", CACHED.values(), ids=CACHED)
+class TestLazyAsOnDevice(LazyContract):
+    """With Triton, and records that cross between the host's memory and the cache's, page-locked if there is CUDA."""
+
+    backend: BackendName = "triton"
+    kernels = "triton"
+    device = DEVICE
+
+    @pytest.fixture(params=[Format("fp32", (0, 0)), Format("int8", (5, 8))], ids=lambda f: f.dtype)
+    def format(self, request: pytest.FixtureRequest) -> Format:
+        return request.param
+
+    @pytest.fixture(autouse=True)
+    def _crossing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Crossing, "crosses", True)
 
 
 SPANS = [Span(9, 2, 5, 2, 0), Span(30, 0, 100, 1, 0), Span(21, 21, 0, 3, 0)]
 
 
-def made(storage: Storage | None, dtype: RowDtype, moments: list[Moment]) -> Any:
-    where = torch.device("cpu")
-    store = (storage or Storage()).make(SPANS, 16, dtype=dtype, device=where, backend="auto")
+def made(
+    storage: Storage | None,
+    dtype: RowDtype,
+    moments: list[Moment],
+    backend: BackendName = "auto",
+    where: torch.device = CPU,
+) -> Any:
+    store = (storage or Storage()).make(SPANS, 16, dtype=dtype, device=where, backend=backend)
     for i, (first, span) in enumerate(zip((0, 9, 39), SPANS, strict=True)):
         last = span.first_row + span.rows * span.row_step
         store.initialize(
@@ -69,22 +112,23 @@ def made(storage: Storage | None, dtype: RowDtype, moments: list[Moment]) -> Any
 def everything(store: Any, moments: list[Moment]) -> list[Any]:
     found: list[Any] = []
     for span in range(3):
-        found += [(name, t.contiguous().view(-1).view(torch.uint8).tolist()) for name, t in store.raw(span).items()]
+        raw = store.raw(span).items()
+        found += [(name, t.contiguous().view(-1).view(torch.uint8).tolist()) for name, t in raw]
         found += [store.moment(span, m.name).tolist() for m in moments]
     return found
 
 
-def step_of(rule: Any, number: int) -> RuleStep:
+def step_of(rule: Any, number: int, device: torch.device | str = "cpu") -> RuleStep:
     own = OWN[rule.name]
     common = [0.1, torch.inf, torch.inf, 0.0, 0.0]
     active = [1.0, 1.0, float(number % 3 > 0)]
     return RuleStep(
         rule=rule,
-        hyper=torch.tensor([[a, *common, *own] for a in active]),
-        seeds=torch.tensor([number, number + 1, number + 2]),
+        hyper=torch.tensor([[a, *common, *own] for a in active], device=device),
+        seeds=torch.tensor([number, number + 1, number + 2], device=device),
         uses=frozenset(),
-        inv_scale=torch.ones(()),
-        gate=torch.tensor(1.0),
+        inv_scale=torch.ones((), device=device),
+        gate=torch.tensor(1.0, device=device),
     )
 
 
@@ -103,18 +147,29 @@ def drive(store: Any, rule: Any, actions: list[tuple[str, list[int]]]) -> list[A
     seen: list[Any] = []
     draw = torch.Generator().manual_seed(1)
     for number, (action, slots) in enumerate(actions):
-        at = torch.tensor(slots, dtype=torch.int64)
+        at = torch.tensor(slots, dtype=torch.int64, device=store.device)
         if action == "lookup":
             seen.append(store.read(at).tolist())
         elif action == "ahead":
             store.prefetch(at)
         elif action == "write":
             distinct = at.unique()
-            store.write(distinct, torch.randn(len(distinct), 16, generator=draw))
+            store.write(distinct, torch.randn(len(distinct), 16, generator=draw).to(store.device))
         else:
-            grad = torch.randn(len(slots), 16, generator=draw)
-            store.update(step_of(rule, number), Occurrences(at, torch.arange(len(slots)), None), grad)
+            grad = torch.randn(len(slots), 16, generator=draw).to(store.device)
+            bags = torch.arange(len(slots), device=store.device)
+            store.update(step_of(rule, number, store.device), Occurrences(at, bags, None), grad)
     return seen
+
+
+ACCESSES = st.lists(
+    st.tuples(
+        st.sampled_from(["lookup", "ahead", "write", "update"]),
+        st.lists(st.integers(0, 59), min_size=1, max_size=20),
+    ),
+    min_size=1,
+    max_size=12,
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,14 +177,7 @@ def drive(store: Any, rule: Any, actions: list[tuple[str, list[int]]]) -> list[A
     st.sampled_from(list(STORAGES.values())),
     st.sampled_from(["fp32", "bf16", "int8"]),
     st.sampled_from([PLAIN, RowWiseAdagrad.rule, Adam.rule]),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["lookup", "ahead", "write", "update"]),
-            st.lists(st.integers(0, 59), min_size=1, max_size=20),
-        ),
-        min_size=1,
-        max_size=12,
-    ),
+    ACCESSES,
 )
 def test_any_accesses_have_the_bits_of_a_dense_store(
     storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
@@ -139,6 +187,40 @@ def test_any_accesses_have_the_bits_of_a_dense_store(
     assert isinstance(lazy, LazyStore) and isinstance(dense, DenseStore)
     assert drive(lazy, rule, actions) == drive(dense, rule, actions)
     assert everything(lazy, moments) == everything(dense, moments)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(list(CACHED.values())),
+    st.sampled_from(["fp32", "bf16", "int8"]),
+    st.sampled_from([PLAIN, RowWiseAdagrad.rule, Adam.rule]),
+    ACCESSES,
+)
+def test_a_cache_in_triton_is_the_cache_in_numba(
+    monkeypatch: pytest.MonkeyPatch, storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
+) -> None:
+    monkeypatch.setattr(Crossing, "crosses", True)
+    moments = list(rule.moments)
+    before = launches["triton.cache_find"]
+    triton, numba = made(storage, dtype, moments, "triton", DEVICE), made(storage, dtype, moments, "cpu")
+    dense = made(None, dtype, moments)
+    seen = drive(dense, rule, actions)
+    assert drive(triton, rule, actions) == drive(numba, rule, actions) == seen
+    assert launches["triton.cache_find"] > before
+    for mine, other in zip(state_of(triton.records), state_of(numba.records), strict=True):
+        assert torch.equal(mine, other)
+    counted = {
+        key: value for key, value in vars(triton.traffic).items() if key not in ("waited_s", "ahead", "read_bytes")
+    }
+    assert counted == {key: vars(numba.traffic)[key] for key in counted}
+    assert everything(triton, moments) == everything(numba, moments) == everything(dense, moments)
+
+
+def state_of(cached: Any) -> list[Tensor]:
+    """What is where in a cache, and since when."""
+    tags = cached._tags
+    kept = cached._slab[tags.keys >= 0]
+    return [t.cpu() for t in (tags.keys, tags.times, tags.counts, cached._dirty, kept)]
 
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
@@ -232,10 +314,62 @@ def test_writing_waits_for_room(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.store.keyed._memory_bytes", lambda: 640)
-    from hotbed.store.keyed import MemoryRecords
-
+    monkeypatch.setattr("hotbed.store.memory.host_bytes", lambda: 640)
     records = MemoryRecords(64, 1000)
     records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
     with pytest.raises(StoreError, match="11 rows of 64 bytes with their moments do not fit"):
         records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
+
+
+def test_records_cross_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = MemoryRecords(64, 100)
+    crossing = Crossing(below, torch.device("cpu"))
+    slots, values = torch.tensor([3, 50, 7]), torch.randint(0, 255, (3, 64), dtype=torch.uint8)
+    crossing.write(slots, values)
+    assert crossing.traffic == Traffic()
+    monkeypatch.setattr(Crossing, "crosses", True)
+    crossing.write(slots, values)
+    crossing.write(slots[:0], values[:0])
+    assert crossing.traffic == Traffic(from_device_bytes=3 * 64)
+    wanted = torch.tensor([50, 8, 3])
+    out = torch.full((3, 64), 9, dtype=torch.uint8)
+    assert crossing.read(wanted, out).tolist() == [True, False, True]
+    assert torch.equal(out, torch.stack([values[1], torch.full((64,), 9, dtype=torch.uint8), values[0]]))
+    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=2 * 64)
+    assert crossing.read(torch.tensor([8, 9, 10]), out).tolist() == [False] * 3
+    assert crossing.read(slots, out).all() and torch.equal(out, values)
+    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=5 * 64)
+    assert crossing.keys().tolist() == [3, 7, 50]
+
+
+def test_a_cache_is_on_the_device_unless_it_is_to_be_in_host_memory() -> None:
+    def chain(storage: Storage) -> list[str]:
+        records: Any = storage._records("auto", 64, 100, torch.device("cuda"))
+        found = [type(records).__name__]
+        while hasattr(records, "below"):
+            records = records.below
+            found.append(type(records).__name__)
+        return found
+
+    assert chain(Storage("host", cache_rows=0)) == ["MemoryRecords"]
+    assert chain(Storage("disk", cache_rows=0)) == ["ReadAhead", "FileRecords"]
+    in_host = Storage("disk", cache_rows=9, cache_tier="host")
+    assert chain(in_host) == ["CachedRecords", "ReadAhead", "FileRecords"]
+    cached: Any = in_host._records("triton", 64, 100, torch.device("cuda"))
+    assert cached.device.type == "cpu" and cached.ops.NAME == "cpu"
+    if torch.cuda.is_available():
+        assert chain(Storage("host", cache_rows=9)) == ["CachedRecords", "Crossing", "ReadAhead", "MemoryRecords"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("storage", CACHED.values(), ids=CACHED)
+def test_a_store_moves_to_the_device_with_its_cache(storage: Storage) -> None:
+    moments = list(Adam.rule.moments)
+    store = made(storage, "int8", moments)
+    actions = [("update", [1, 40, 7]), ("lookup", [0, 1])]
+    seen = drive(store, Adam.rule, actions)
+    before = everything(store, moments)
+    assert store.to(DEVICE) is store and store.records.device == DEVICE
+    assert everything(store, moments) == before
+    assert drive(store, Adam.rule, actions[1:]) == seen[1:]
+    assert store.traffic.to_device_bytes > 0

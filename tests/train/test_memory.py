@@ -53,6 +53,9 @@ def test_a_run_is_the_same_wherever_rows_are(tmp_path: Path) -> None:
         {"tier": "disk", "directory": str(tmp_path / "rows")},
         {"tier": "disk", "device_bytes": 20_000, "host_bytes": 10_000, "cache_rows": 64},
         {"tier": "disk", "cache_rows": 2000, "cache_policy": "lfu"},
+        {"tier": "host", "host": "uva", "device_bytes": 20_000},
+        {"tier": "disk", "device_bytes": 20_000, "host_bytes": 10_000, "host": "uva", "cache_rows": 64},
+        {"tier": "disk", "cache_rows": 64, "cache_tier": "host"},
     ):
         found, records = trained(tmp_path, memory)
         of_training = [r for r in records if r["event"] == "train"]
@@ -95,6 +98,12 @@ def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -
         ({"tier": "host", "host_bytes": 5}, r"memory\.host_bytes is set, but memory\.tier is 'host'; set it to 'disk'"),
         ({"tier": "host", "device_bytes": -1}, r"memory\.device_bytes is -1, must be at least 0"),
         ({"tier": "host", "cache_policy": "fifo"}, r"memory\.cache_policy is 'fifo', must be .*lru, lfu"),
+        ({"tier": "disk", "cache_tier": "hbm"}, r"memory\.cache_tier is 'hbm', must be .*device, host"),
+        ({"tier": "host", "host": "uvm"}, r"memory\.host is 'uvm', must be .*records, uva"),
+        (
+            {"tier": "host", "host": "uva", "cache_rows": 5},
+            r"memory\.cache_rows is 5, but memory\.host is 'uva', .* set it to 'records', or cache_rows to 0",
+        ),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:

@@ -30,6 +30,7 @@ from hotbed.plan import Cut, Plan, make_plan
 from hotbed.specs import Table
 from hotbed.store import Storage
 from hotbed.store.cached import Policy
+from hotbed.store.storage import CacheTier, HostRows
 
 Dense = Literal["ddp", "fsdp"]
 _log = logging.getLogger("hotbed")
@@ -48,6 +49,8 @@ def distribute(
     ranks_per_node: int | None = None,
     directory: str | Path | None = None,
     cache_policy: Policy = "lru",
+    cache_tier: CacheTier = "device",
+    host: HostRows = "records",
     replicas: int = 1,
     sync_every: int = 1,
     layout: Layout = "groups",
@@ -93,6 +96,12 @@ def distribute(
         Where files are made for rows in tier ``"disk"``; they end with the process. Default: that of temporary files.
     cache_policy
         Which rows a cache (`Tile.cache_rows`) gives up: ``"lru"`` the least recently, ``"lfu"`` the least often used.
+    cache_tier
+        Where caches are: in the ``"device"``'s memory, or in the ``"host"``'s.
+    host
+        How rows are in tier ``"host"``: ``"records"`` come to be when they are trained, and are brought to the device
+        batch by batch; with ``"uva"`` all rows are there at once, in page-locked memory that a GPU reads and writes in
+        place. These tiles have no cache.
     replicas
         M groups of ranks hold a copy of all tables each (2D sparse parallelism, arXiv 2508.03854); the plan is for the
         ``N = T / M`` ranks of a group. A group updates its copy by the gradients of its own samples; copies and their
@@ -129,6 +138,8 @@ def distribute(
         ("forward_codec", forward_codec, get_args(Codec)),
         ("backward_codec", backward_codec, get_args(Codec)),
         ("cache_policy", cache_policy, get_args(Policy)),
+        ("cache_tier", cache_tier, get_args(CacheTier)),
+        ("host", host, get_args(HostRows)),
         ("layout", layout, get_args(Layout)),
     ):
         if value not in known:
@@ -176,11 +187,12 @@ def distribute(
     link = base.clone() if copies is None else copies.shards.clone()
     if ranks_per_node is not None and ranks_per_node not in (1, size):  # which would be one hop
         link = NodeLink(link, ranks_per_node)
+    storage = Storage(directory=directory, policy=cache_policy, cache_tier=cache_tier, host=host)
     wire = Wire(link, forward_codec, backward_codec, sums_apart, copies)
     names = _plan_names(model)
     for path, collection in collections.items():
         own = {name: names[path, name] for name in collection.tables}
-        collection.distribute(_local(plan, own), wire, place, Storage(directory=directory, policy=cache_policy))
+        collection.distribute(_local(plan, own), wire, place, storage)
     materialize(model, place)
     return Distributed(model, wire, base, plan, dense)
 

@@ -4,7 +4,19 @@
 are Triton. `select` picks one by device; nothing ever falls back to another silently.
 """
 
-from hotbed.ops.backend import Backend, BackendName, launches, select
-from hotbed.ops.layout import BagLayout, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.backend import Backend, BackendName, host_backend, launches, select
+from hotbed.ops.layout import BagLayout, CacheTags, Groups, Occurrences, Rows, RuleStep
 
-__all__ = ["Backend", "BackendName", "BagLayout", "Groups", "Occurrences", "Rows", "RuleStep", "launches", "select"]
+__all__ = [
+    "Backend",
+    "BackendName",
+    "BagLayout",
+    "CacheTags",
+    "Groups",
+    "Occurrences",
+    "Rows",
+    "RuleStep",
+    "host_backend",
+    "launches",
+    "select",
+]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import BackendError, did_you_mean
-from hotbed.ops.layout import BagLayout, Groups, Occurrences, Rows, RuleStep
+from hotbed.ops.layout import BagLayout, CacheTags, Groups, Occurrences, Rows, RuleStep
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -77,6 +77,26 @@ class Backend(Protocol):
         """Gradient of the dot interaction ``[B, n, D]``."""
         ...
 
+    def cache_find(self, tags: CacheTags, wanted: Tensor) -> Tensor:
+        """Place of each wanted key ``[n]``, −1 where it is not in the cache."""
+        ...
+
+    def cache_use(self, tags: CacheTags, places: Tensor, now: int) -> None:
+        """Note that these places are used now."""
+        ...
+
+    def cache_take(self, tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
+        """Find a place for each new key; places, and the keys that were there."""
+        ...
+
+    def cache_read(self, slab: Tensor, places: Tensor, out: Tensor) -> None:
+        """Copy the records at these places out of a cache."""
+        ...
+
+    def cache_write(self, slab: Tensor, places: Tensor, records: Tensor) -> None:
+        """Copy records to these places of a cache."""
+        ...
+
 
 def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     """Return the kernels for a device.
@@ -109,6 +129,11 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendError("backend 'triton' needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1")
     return _load(name)
+
+
+def host_backend(name: BackendName, device: torch.device) -> BackendName:
+    """Return the backend for tensors in the host's memory, beside the one that is meant for this device."""
+    return name if device.type == "cpu" or name == "reference" else "auto"
 
 
 @cache

@@ -1,5 +1,6 @@
 """The Numba backend: `hotbed.ops.reference`'s operations on CPU tensors."""
 
+from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.cpu_initial import initial_values_
 from hotbed.ops.cpu_interaction import interaction, interaction_backward
 from hotbed.ops.cpu_lookup import lookup, weight_gradient
@@ -10,6 +11,11 @@ NAME = "cpu"
 
 __all__ = [
     "NAME",
+    "cache_find",
+    "cache_read",
+    "cache_take",
+    "cache_use",
+    "cache_write",
     "group",
     "initial_values_",
     "interaction",

@@ -1,17 +1,16 @@
 # pyright: basic, reportCallIssue=false
-"""A set-associative cache's places: a key may be in any of the ways of one set, which its hash decides.
-
-Every place has a key (−1: free), the time of its last use, and how often it was used.
-"""
+"""A set-associative cache in Numba: a key may be in any of the ways of one set, which its hash decides."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import prange
+from torch import Tensor
 
-from hotbed.ops.cpu_runtime import kernel
-
-FREE = -1
+from hotbed.ops.backend import launches
+from hotbed.ops.cpu_runtime import kernel, launch
+from hotbed.ops.layout import FREE, CacheTags
 
 
 @kernel(inline="always")
@@ -42,10 +41,11 @@ def find(keys, sets, first_set, ways, wanted, out):
 
 @kernel()
 def use(times, counts, places, now):
-    """Note that these places are used now."""
+    """Note that these places are used now; −1 is none."""
     for i in range(places.shape[0]):
-        times[places[i]] = now
-        counts[places[i]] += 1
+        if places[i] >= 0:
+            times[places[i]] = now
+            counts[places[i]] += 1
 
 
 @kernel()
@@ -79,3 +79,47 @@ def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, prot
             keys[best] = wanted[i]
             times[best] = now
             counts[best] = 1
+
+
+def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
+    """Place of each wanted key, see `hotbed.ops.reference_cache.cache_find`."""
+    launches["cpu.cache_find"] += 1
+    out = torch.empty_like(wanted)
+    launch(find, tags.keys.numpy(), tags.sets, 0, tags.ways, wanted.numpy(), out.numpy())
+    return out
+
+
+def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
+    """Note that places are used now, see `hotbed.ops.reference_cache.cache_use`."""
+    launches["cpu.cache_use"] += 1
+    use(tags.times.numpy(), tags.counts.numpy(), places.numpy(), now)
+
+
+def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
+    """Find places for new keys, see `hotbed.ops.reference_cache.cache_take`."""
+    launches["cpu.cache_take"] += 1
+    places, evicted = torch.empty_like(wanted), torch.empty_like(wanted)
+    state = tags.keys.numpy(), tags.times.numpy(), tags.counts.numpy()
+    where = tags.sets, 0, tags.ways
+    take(*state, *where, tags.by_count, wanted.numpy(), now, now, places.numpy(), evicted.numpy())
+    return places, evicted
+
+
+def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
+    """Copy records out of a cache, see `hotbed.ops.reference_cache.cache_read`."""
+    launches["cpu.cache_read"] += 1
+    here = places >= 0
+    if bool(here.all()):
+        torch.index_select(slab, 0, places, out=out)
+    else:
+        out[here] = slab[places[here]]
+
+
+def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
+    """Copy records into a cache, see `hotbed.ops.reference_cache.cache_write`."""
+    launches["cpu.cache_write"] += 1
+    here = places >= 0
+    if bool(here.all()):
+        slab.index_copy_(0, places, records)
+    else:
+        slab[places[here]] = records[here]

@@ -29,6 +29,9 @@ FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW, FIRST_ROW, ROW_STEP, FIRST_COL 
 ACTIVE, LR, MAX_GRAD_NORM, MAX_NORM, L2, DECAY, OWN = range(7)
 """Columns of `RuleStep.hyper`: whether the table is updated, those of `hotbed.optim.COMMON`, the rule's own."""
 
+FREE = -1
+"""Key of a place of a cache that has none."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -202,6 +205,35 @@ class Groups:
     run_starts: Tensor
     group_runs: Tensor
     counts: Tensor
+
+
+@dataclass(frozen=True)
+class CacheTags:
+    """What is in the places of a set-associative cache: a key may be in any way of one set, which its hash decides.
+
+    Attributes
+    ----------
+    keys
+        ``[sets · ways]`` int64, not negative; `FREE` where a place has none.
+    times, counts
+        ``[sets · ways]`` int64: when each key was last used, and how often.
+    ways
+        Places of a set.
+    by_count
+        Whether the least often used key of a set gives way (LFU; of equals the least recently used), or the least
+        recently used one (LRU).
+    """
+
+    keys: Tensor
+    times: Tensor
+    counts: Tensor
+    ways: int
+    by_count: bool
+
+    @property
+    def sets(self) -> int:
+        """Number of sets."""
+        return len(self.keys) // self.ways
 
 
 def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:

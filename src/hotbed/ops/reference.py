@@ -24,10 +24,30 @@ from hotbed.ops.layout import (
     RuleStep,
 )
 from hotbed.ops.random import random_bits
+from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.reference_rules import apply_rule, block_sum
 from hotbed.ops.rows import cells_of, read_rows, table_of, write_rows
 
 NAME = "reference"
+
+__all__ = [
+    "NAME",
+    "cache_find",
+    "cache_read",
+    "cache_take",
+    "cache_use",
+    "cache_write",
+    "group",
+    "initial_values_",
+    "interaction",
+    "interaction_backward",
+    "lookup",
+    "occurrences",
+    "segment_sum",
+    "spread",
+    "update",
+    "weight_gradient",
+]
 
 # -- initial values ------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ def place_in_tiers(
     popularity: Mapping[str, Popularity] | None = None,
     moments: Sequence[Moment] = (),
     cache_rows: int = 0,
+    cached: Sequence[Tier] = ("host", "disk"),
 ) -> Plan:
     """Cut a plan's tiles by popularity, and put the parts into memories of falling speed.
 
@@ -128,6 +129,8 @@ def place_in_tiers(
         Of the optimizer's rule.
     cache_rows
         Rows per rank of a cache before the slower memories.
+    cached
+        Which memories these are.
 
     Returns
     -------
@@ -158,20 +161,20 @@ def place_in_tiers(
         tiles += [t for t in own if t.readers]
     order = {t.name: i for i, t in enumerate(tables)}
     tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start, t.owner))
-    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows)
+    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows, cached)
 
 
-def with_cache(plan: Plan, cache_rows: int) -> Plan:
-    """The plan with so many rows of cache per rank before rows that are not in the device's memory.
+def with_cache(plan: Plan, cache_rows: int, cached: Sequence[Tier] = ("host", "disk")) -> Plan:
+    """The plan with so many rows of cache per rank before rows in these memories.
 
     A rank's tiles share them: each counts for its share of the rank's rows there.
     """
     total = dict.fromkeys(range(plan.world_size), 0)
     for tile in plan.tiles:
-        total[tile.owner] += len(tile.rows) * (tile.tier != "device")
+        total[tile.owner] += len(tile.rows) * (tile.tier in cached)
     tiles = [
         tile
-        if tile.tier == "device"
+        if tile.tier not in cached
         else replace(tile, cache_rows=min(-(-cache_rows * len(tile.rows) // total[tile.owner]), len(tile.rows)))
         for tile in plan.tiles
     ]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
-from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep, cpu_memory
+from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
 from hotbed.ops.narrow import MIN_EXPONENT, block_count
 from hotbed.ops.rows import places, read_rows, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
+from hotbed.store import memory
 from hotbed.store.base import Extent, RowStore, Span, Tier
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
@@ -44,9 +45,12 @@ class DenseStore(RowStore):
     dtype
         Of the rows that are not float32 by their span; with ``"fp32"`` all are.
     device
-        ``cpu`` (tier ``host``; huge pages on Linux) or ``cuda`` (tier ``device``).
+        Where lookups deliver: ``cpu`` (huge pages on Linux) or ``cuda``.
     backend
         Kernels to use; ``"auto"`` goes by device.
+    tier
+        Which memory rows and moments are in: the device's own, or the ``"host"``'s, which a CUDA device reads and
+        writes in place; see `hotbed.store.memory.host_zeros`.
     """
 
     def __init__(
@@ -57,11 +61,13 @@ class DenseStore(RowStore):
         dtype: RowDtype = "fp32",
         device: torch.device | str = "cpu",
         backend: BackendName = "auto",
+        tier: Literal["device", "host"] = "device",
     ) -> None:
         self.spans = [s._replace(fp32_rows=s.rows) for s in spans] if dtype == "fp32" else list(spans)
         self.slots = sum(s.rows for s in spans)
         self.dim = dim
         self.backend_name: BackendName = backend
+        self._zeros = memory.host_zeros if tier == "host" else memory.zeros
         place = torch.device(device)
         wide = sum(s.fp32_rows for s in self.spans)
         narrow = self.slots - wide
@@ -69,9 +75,9 @@ class DenseStore(RowStore):
         first_slot = [0, *accumulate(s.rows for s in self.spans)]
         first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
         self.rows = Rows(
-            wide=_zeros((wide, dim), torch.float32, place),
-            narrow=_zeros((narrow, dim), TORCH_DTYPES[dtype], place),
-            exponents=torch.full(exponents, MIN_EXPONENT, dtype=torch.int8, device=place),
+            wide=self._zeros((wide, dim), torch.float32, place),
+            narrow=self._zeros((narrow, dim), TORCH_DTYPES[dtype], place),
+            exponents=self._zeros(exponents, torch.int8, place).fill_(MIN_EXPONENT),
             tables=torch.tensor(
                 [
                     [slot, span.fp32_rows, at, slot - at, span.first_row, span.row_step, span.first_col]
@@ -96,7 +102,7 @@ class DenseStore(RowStore):
     @property
     @override
     def tier(self) -> Tier:
-        return "host" if self.device.type == "cpu" else "device"
+        return "host" if self.device.type == "cpu" or self._zeros is memory.host_zeros else "device"
 
     @property
     @override
@@ -119,9 +125,7 @@ class DenseStore(RowStore):
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.device.type == "cpu":
-            return cpu_memory.empty(shape, dtype)
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+        return memory.empty(shape, dtype, self.device)
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
@@ -146,7 +150,7 @@ class DenseStore(RowStore):
     def add_moment(self, moment: Moment) -> None:
         if moment.name not in self.moments:
             shape = (self.slots,) if moment.per == "row" else (self.slots, self.dim)
-            self.moments[moment.name] = _zeros(shape, torch.float32, self.device)
+            self.moments[moment.name] = self._zeros(shape, torch.float32, self.device)
 
     @override
     def moment_is_per_row(self, moment: str) -> bool:
@@ -241,16 +245,14 @@ class DenseStore(RowStore):
     def to(self, device: torch.device) -> Self:
         if device == self.device:
             return self
+
+        def copied(t: Tensor) -> Tensor:
+            return self._zeros(t.shape, t.dtype, device).copy_(t)
+
         moved = type(self)([], self.dim, device=device, backend=self.backend_name)
-        moved.spans, moved.slots = self.spans, self.slots
-        moved.rows = Rows(**{name: _moved(t, device) for name, t in vars(self.rows).items()})
-        moved.moments = {name: _moved(t, device) for name, t in self.moments.items()}
+        moved.spans, moved.slots, moved._zeros = self.spans, self.slots, self._zeros
+        rows = self.rows
+        wide, narrow, exponents = copied(rows.wide), copied(rows.narrow), copied(rows.exponents)
+        moved.rows = Rows(wide, narrow, exponents, rows.tables.to(device))
+        moved.moments = {name: copied(t) for name, t in self.moments.items()}
         return moved
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return cpu_memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
-
-
-def _moved(t: Tensor, device: torch.device) -> Tensor:
-    return _zeros(t.shape, t.dtype, device).copy_(t)

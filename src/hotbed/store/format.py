@@ -60,7 +60,7 @@ class RecordFormat:
         if not self.has_narrow:
             return records.view(torch.float32)[:, : self.dim]
         if self.has_wide and bool(wide.any()):
-            values = torch.empty(len(records), self.dim, dtype=torch.float32)
+            values = torch.empty(len(records), self.dim, dtype=torch.float32, device=records.device)
             values[wide] = records[wide].view(torch.float32)[:, : self.dim]
             values[~wide] = widen(self._narrow(records[~wide]), self._exponents(records[~wide]))
             return values
@@ -85,9 +85,9 @@ class RecordFormat:
         values = records.view(torch.float32)[:, self._places[name]]
         return values[:, 0] if self.is_per_row(name) else values
 
-    def blank(self, count: int) -> Tensor:
+    def blank(self, count: int, device: torch.device) -> Tensor:
         """Records whose rows hold no value yet, so that scales fit the first that are put there."""
-        records = torch.zeros(count, self.record_bytes, dtype=torch.uint8)
+        records = torch.zeros(count, self.record_bytes, dtype=torch.uint8, device=device)
         self._exponents(records).fill_(MIN_EXPONENT)
         return records
 

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_files
+from hotbed.store import memory
 from hotbed.store.index import Index
 from hotbed.store.records import Records, Traffic, positions
 
@@ -94,7 +95,7 @@ class MemoryRecords(KeyedRecords):
 
     def __init__(self, record_bytes: int, slots: int) -> None:
         super().__init__(record_bytes)
-        self._most = max(min(slots, _memory_bytes() // record_bytes), 1)
+        self._most = max(min(slots, memory.host_bytes() // record_bytes), 1)
         self.clear()
 
     @property
@@ -115,7 +116,7 @@ class MemoryRecords(KeyedRecords):
         if count > self._most:
             raise StoreError(
                 f"{count:,} rows of {self.record_bytes:,} bytes with their moments do not fit into this machine's "
-                f"memory of {_memory_bytes():,} bytes; put the table into tier 'disk', or cut it over more ranks"
+                f"memory of {memory.host_bytes():,} bytes; put the table into tier 'disk', or cut it over more ranks"
             )
 
     @override
@@ -286,10 +287,3 @@ class FileRecords(KeyedRecords):
         except OSError as error:
             raise OSError(error.errno, f"rows in {self._directory} could not be {what}: {error}") from None
         raise OSError(f"rows in {self._directory} could not be {what}, for no reason that the system gives")
-
-
-def _memory_bytes() -> int:
-    """Memory of this machine."""
-    if sys.platform == "linux":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 1 << 36

@@ -43,7 +43,7 @@ class LazyStore(LazyRows):
 
     @override
     def prefetch(self, slots: Tensor) -> None:
-        self.records.prefetch(slots.cpu())
+        self.records.prefetch(self._at_records(slots))
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
@@ -52,7 +52,7 @@ class LazyStore(LazyRows):
         occurrences = self._trained(occurrences, step)
         groups = self.ops.group(occurrences)
         count = int(groups.counts[0])
-        slots = groups.rows[:count].cpu()
+        slots = self._at_records(groups.rows[:count])
         if not count:
             return
         if self.on_change is not None:
@@ -62,12 +62,13 @@ class LazyStore(LazyRows):
         values = self._format.rows(records, wide).to(self.device).contiguous()
         moments = {m.name: self._format.moment(records, m.name).to(self.device).contiguous() for m in step.rule.moments}
         here = torch.arange(count, device=self.device)
-        self.ops.update(step, self._as_tables(values, span), moments, occurrences, replace(groups, rows=here), grad)
+        occurrences, groups = replace(occurrences, slots=self.ops.spread(groups, here)), replace(groups, rows=here)
+        self.ops.update(step, self._as_tables(values, slots), moments, occurrences, groups, grad)
         random = None
         if self._format.has_narrow:
-            cols = self._entries[span, 4, None] + torch.arange(self.dim)
-            random = random_bits(step.seeds.cpu()[span], rows, cols)
-        self._format.put_rows(records, wide, values.cpu(), random)
+            cols = self._entries[span, 4, None] + torch.arange(self.dim, device=span.device)
+            random = random_bits(step.seeds.to(span.device)[span], rows, cols)
+        self._format.put_rows(records, wide, values.to(records.device), random)
         for name, moment in moments.items():
             self._format.moment(records, name).copy_(moment)
         self.records.write(slots, records)
@@ -82,11 +83,10 @@ class LazyStore(LazyRows):
         scale = None if occurrences.scale is None else occurrences.scale[keep]
         return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale)
 
-    def _as_tables(self, values: Tensor, span: Tensor) -> Rows:
-        """Float32 rows, by rising slot, as parts of the tables that they are of."""
-        tables = torch.zeros(len(self.spans), 7, dtype=torch.int64)
-        counts = torch.bincount(span, minlength=len(self.spans))
-        firsts = counts.cumsum(0) - counts
-        tables[:, 0] = tables[:, 2] = firsts
-        tables[:, 1], tables[:, 3], tables[:, 5] = counts, firsts, 1
+    def _as_tables(self, values: Tensor, slots: Tensor) -> Rows:
+        """Float32 rows of rising slots as parts of the tables that they are of."""
+        tables = torch.zeros(len(self.spans), 7, dtype=torch.int64, device=slots.device)
+        cuts = torch.searchsorted(slots, self._bounds)
+        tables[:, 0] = tables[:, 2] = tables[:, 3] = cuts[:-1]
+        tables[:, 1], tables[:, 5] = cuts.diff(), 1
         return replace(rows_of(values), tables=tables.to(values.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Self
@@ -12,9 +13,10 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.errors import StoreError
-from hotbed.ops import BackendName, cpu_memory
+from hotbed.ops import BackendName
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
+from hotbed.store import memory
 from hotbed.store.base import RowStore, Span, Tier
 from hotbed.store.dense import MOMENT, TORCH_DTYPES
 from hotbed.store.format import RecordFormat, Stored
@@ -39,7 +41,7 @@ class LazyRows(RowStore):
     spans, dim, dtype
         As in `DenseStore`.
     make_records
-        Makes the place of records of so many bytes, of at most so many slots.
+        Makes the place of records of so many bytes, of at most so many slots, for a device.
     tier
         Where that is.
     device
@@ -52,7 +54,7 @@ class LazyRows(RowStore):
         self,
         spans: Sequence[Span],
         dim: int,
-        make_records: Callable[[int, int], Records],
+        make_records: Callable[[int, int, torch.device], Records],
         *,
         tier: Literal["host", "disk"],
         dtype: RowDtype = "fp32",
@@ -69,11 +71,18 @@ class LazyRows(RowStore):
         wide = not narrow or any(s.fp32_rows for s in self.spans)
         self._format = RecordFormat(dim, TORCH_DTYPES[dtype], has_wide=wide, has_narrow=narrow)
         self._firsts = [0, *accumulate(s.rows for s in spans)]
-        self._bounds = torch.tensor(self._firsts, dtype=torch.int64)
-        self._entries = torch.tensor(self.spans or [[0] * 5], dtype=torch.int64)
         self._initial = [_Initial() for _ in spans]
         self._initial_moments: list[dict[str, float]] = [{} for _ in spans]
-        self.records = make_records(self._format.record_bytes, self.slots)
+        self.records = make_records(self._format.record_bytes, self.slots, self.device)
+        self._placed()
+
+    def _placed(self) -> None:
+        self._bounds = torch.tensor(self._firsts, dtype=torch.int64, device=self.records.device)
+        self._entries = torch.tensor(self.spans or [[0] * 5], dtype=torch.int64, device=self.records.device)
+
+    def _at_records(self, t: Tensor) -> Tensor:
+        """A tensor where the records are given and taken."""
+        return t.to(self.records.device).contiguous()
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -81,6 +90,13 @@ class LazyRows(RowStore):
     def ops(self) -> ops.Backend:
         """The kernels that serve this store."""
         return ops.select(self.device, self.backend_name)
+
+    @property
+    def _record_ops(self) -> ops.Backend:
+        """The kernels for what is where the records are given and taken."""
+        if self.records.device.type != "cpu":
+            return self.ops
+        return ops.select("cpu", ops.host_backend(self.backend_name, self.device))
 
     @property
     @override
@@ -109,20 +125,20 @@ class LazyRows(RowStore):
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.device.type == "cpu":
-            return cpu_memory.empty(shape, dtype)
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+        return memory.empty(shape, dtype, self.device)
 
     @override
     def to(self, device: torch.device) -> Self:
         self._device = device
+        self.records.to(device)
+        self._placed()
         return self
 
     # -- single rows -----------------------------------------------------------------------------------------------
 
     @override
     def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
-        records, wide = self._read(slots.cpu())
+        records, wide = self._read(self._at_records(slots))
         values = self._format.rows(records, wide) if moment is None else self._format.moment(records, moment)
         if out is None:
             return values.to(self.device).contiguous()
@@ -130,19 +146,20 @@ class LazyRows(RowStore):
 
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
-        slots = slots.cpu()
+        slots = self._at_records(slots)
         if self.on_change is not None:
             self.on_change(slots)
         records, wide = self._read(slots)
         if moment is None:
-            self._format.put_rows(records, wide, values.cpu(), None if random is None else random.cpu())
+            random = None if random is None else self._at_records(random)
+            self._format.put_rows(records, wide, self._at_records(values), random)
         else:
             self._format.moment(records, moment).copy_(values)
         self.records.write(slots, records)
 
     def _read(self, slots: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensor]:
         """Records of slots, new ones where there are none, and which of their rows are wide."""
-        records = cpu_memory.empty((len(slots), self._format.record_bytes), torch.uint8)
+        records = memory.empty((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
         there = self.records.read(slots, records, keep=keep)
         if not bool(there.all()):
             new = (~there).nonzero()[:, 0]
@@ -152,7 +169,7 @@ class LazyRows(RowStore):
     def _is_wide(self, slots: Tensor) -> Tensor:
         """Which slots ``[n]`` have float32 rows."""
         if not self._format.has_narrow:
-            return torch.ones(len(slots), dtype=torch.bool)
+            return torch.ones(len(slots), dtype=torch.bool, device=slots.device)
         span = torch.searchsorted(self._bounds, slots, right=True) - 1
         return slots - self._bounds[span] < self._entries[span, 1]
 
@@ -164,18 +181,17 @@ class LazyRows(RowStore):
 
     def _made(self, slots: Tensor) -> Tensor:
         """Records of rows with their initial values."""
-        records = self._format.blank(len(slots))
+        records = self._format.blank(len(slots), slots.device)
         span, rows = self._cells(slots)
-        values = torch.zeros(len(slots), self.dim)
+        values = torch.zeros(len(slots), self.dim, device=slots.device)
         for i in span.unique().tolist():
             at = (span == i).nonzero()[:, 0]
             seed, bound = self._initial[i]
             if bound:
-                part = torch.empty(len(at), self.dim)
+                part = torch.empty(len(at), self.dim, device=slots.device)
                 first = self.spans[i].first_col
-                kernels = ops.select("cpu", "auto" if self.backend_name == "triton" else self.backend_name)
                 cols = range(first, first + self.dim)
-                kernels.initial_values_(part, seed=seed, rows=rows[at], cols=cols, bound=bound)
+                self._record_ops.initial_values_(part, seed=seed, rows=rows[at], cols=cols, bound=bound)
                 values[at] = part
             for moment, value in self._initial_moments[i].items():
                 self._format.moment(records, moment)[at] = value
@@ -227,7 +243,7 @@ class LazyRows(RowStore):
     def keys_by_span(self) -> list[Tensor]:
         """The same for all spans."""
         keys = self.records.keys()
-        cuts = torch.searchsorted(keys, self._bounds).tolist()
+        cuts = torch.searchsorted(keys, torch.tensor(self._firsts, dtype=torch.int64)).tolist()
         return [keys[first:last] for first, last in pairwise(cuts)]
 
     def has_narrow(self, span: int) -> bool:
@@ -236,7 +252,7 @@ class LazyRows(RowStore):
 
     def count_wide(self, slots: Tensor) -> int:
         """How many of these slots, all of one span, are of rows that are float32."""
-        return int(self._is_wide(slots).sum())
+        return int(self._is_wide(self._at_records(slots)).sum())
 
     def stored_names(self, span: int) -> list[str]:
         """What the rows of a span are stored as, and its moments, by name."""
@@ -247,28 +263,33 @@ class LazyRows(RowStore):
         return names + [f"{MOMENT}{m.name}" for m in self._format.moments]
 
     def stored(self, slots: Tensor) -> Stored:
-        """What rows of these rising slots, all of one span, are stored as, and their moments; names as in `raw`."""
-        records, wide = self._read(slots, keep=False)
-        return self._named(self._format.stored(records, wide), slots)
+        """What rows of these rising slots, all of one span, are stored as, and their moments; names as in `raw`.
+
+        On the CPU.
+        """
+        records, wide = self._read(self._at_records(slots), keep=False)
+        return {name: t.cpu() for name, t in self._named(self._format.stored(records, wide), slots).items()}
 
     def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
         """Overwrite rows of these rising slots, all of one span, by what `stored` gave, or some of it.
 
         Rows that have their initial values and moments afterwards need not exist, and those that did not still do not.
         """
+        slots = self._at_records(slots)
         records, wide = self._read(slots, keep=False)
         before = records.clone()
         names = self._names(slots)
-        self._format.put_stored(records, wide, {names[name]: t for name, t in stored.items()})
+        self._format.put_stored(records, wide, {names[name]: self._at_records(t) for name, t in stored.items()})
         self._write_changed(slots, records, before)
 
     def put_values(self, slots: Tensor, values: Tensor) -> None:
         """Overwrite rows by float32 values ``[n, D]``, rounded to the nearest as if nothing had been there before."""
+        slots = self._at_records(slots)
         before, wide = self._read(slots, keep=False)
-        records = self._format.blank(len(slots))
+        records = self._format.blank(len(slots), slots.device)
         for moment in self._format.moments:
             self._format.moment(records, moment.name).copy_(self._format.moment(before, moment.name))
-        self._format.put_rows(records, wide, values)
+        self._format.put_rows(records, wide, self._at_records(values))
         self._write_changed(slots, records, before)
 
     def _write_changed(self, slots: Tensor, records: Tensor, before: Tensor) -> None:
@@ -279,7 +300,7 @@ class LazyRows(RowStore):
 
     def _names(self, slots: Tensor) -> dict[str, str]:
         """What `raw` calls what a `RecordFormat` stores, and moments."""
-        span = self.spans[int(torch.searchsorted(self._bounds, slots[:1], right=True)) - 1]
+        span = self.spans[bisect_right(self._firsts, int(slots[0])) - 1]
         names = {f"{MOMENT}{m.name}": m.name for m in self._format.moments}
         if span.fp32_rows == span.rows:
             return {**names, "weight": "wide"}
@@ -345,9 +366,9 @@ class LazyRows(RowStore):
 
     def _keep_only(self, slots: Tensor) -> None:
         """Move the records of these slots to others, in the present format, which may have more at its end."""
-        old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots)
-        for part in slots.split(ROWS_AT_ONCE):
-            before = torch.empty(len(part), old.record_bytes, dtype=torch.uint8)
+        old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots, self.device)
+        for part in self._at_records(slots).split(ROWS_AT_ONCE):
+            before = torch.empty(len(part), old.record_bytes, dtype=torch.uint8, device=part.device)
             old.read(part, before, keep=False)
             more = self._format.record_bytes - old.record_bytes
             self.records.write(part, torch.nn.functional.pad(before, (0, more)))

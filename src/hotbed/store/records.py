@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 @dataclass
@@ -24,7 +25,9 @@ class Traffic:
     read_bytes, written_bytes
         What came from files, and went to them.
     ahead
-        Records that were read from files before they were needed.
+        Records that were read before they were needed, from files or for a device.
+    to_device_bytes, from_device_bytes
+        Records that came to a cache on a device from the host's memory or a file, and went back.
     waited_s
         Seconds that reading and writing of files held up the caller.
     """
@@ -34,6 +37,8 @@ class Traffic:
     read_bytes: int = 0
     written_bytes: int = 0
     ahead: int = 0
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
     waited_s: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -55,9 +60,12 @@ class Records(ABC):
     ----------
     record_bytes
         Size of each, a multiple of 4.
+    device
+        Where the tensors are that are given and taken.
     """
 
     record_bytes: int
+    device = torch.device("cpu")
 
     @property
     @abstractmethod
@@ -99,7 +107,7 @@ class Records(ABC):
 
     @abstractmethod
     def keys(self) -> Tensor:
-        """All slots that have a record, rising ``[n]``."""
+        """All slots that have a record, rising ``[n]``, on the CPU."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -109,9 +117,56 @@ class Records(ABC):
         """Read records that the next `read` will ask for, if that takes time; may be called by another thread."""
         return
 
+    def to(self, device: torch.device) -> None:
+        """Let what is meant to be on the device that computes be on this one."""
+        return
+
     def close(self) -> None:
         """Give up what is not memory."""
         return
+
+
+class Over(Records):
+    """Records that are kept by others."""
+
+    def __init__(self, below: Records) -> None:
+        self.below, self.record_bytes, self.device = below, below.record_bytes, below.device
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.below.nbytes
+
+    @property
+    @override
+    def disk_bytes(self) -> int:
+        return self.below.disk_bytes
+
+    @property
+    @override
+    def traffic(self) -> Traffic:
+        return self.below.traffic
+
+    @override
+    def keys(self) -> Tensor:
+        return self.below.keys()
+
+    @override
+    def clear(self) -> None:
+        self.below.clear()
+
+    @override
+    def prefetch(self, slots: Tensor) -> None:
+        self.below.prefetch(slots)
+
+    @override
+    def to(self, device: torch.device) -> None:
+        self.below.to(device)
+        self.device = self.below.device
+
+    @override
+    def close(self) -> None:
+        self.below.close()
 
 
 def positions(of: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,3 +175,11 @@ def positions(of: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool)
     at = torch.searchsorted(of, wanted).clamp_(max=len(of) - 1)
     return at, of[at] == wanted
+
+
+def distinct(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct slots, rising, and where each first stands."""
+    ordered, order = slots.sort(stable=True)
+    new = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[new], order[new]

@@ -131,6 +131,8 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
         ranks_per_node=parallel.ranks_per_node,
         directory=recipe.memory.directory,
         cache_policy=recipe.memory.cache_policy,
+        cache_tier=recipe.memory.cache_tier,
+        host=recipe.memory.host,
         replicas=parallel.replicas,
         sync_every=parallel.sync_every,
         layout=parallel.layout,
@@ -164,7 +166,15 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     if memory.tier == "host":
         del budgets["host"]
     moments = moments_of(recipe.sparse_optimizer)
-    return place_in_tiers(plan, plan_tables(model), budgets, memory.tier, moments=moments, cache_rows=memory.cache_rows)
+    return place_in_tiers(
+        plan,
+        plan_tables(model),
+        budgets,
+        memory.tier,
+        moments=moments,
+        cache_rows=memory.cache_rows,
+        cached=memory.cached_tiers,
+    )
 
 
 def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: Path) -> Plan:
@@ -177,7 +187,7 @@ def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: P
         )
     hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
     cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
-    return with_cache(plan_for(model, world_size, cuts), memory.cache_rows)
+    return with_cache(plan_for(model, world_size, cuts), memory.cache_rows, memory.cached_tiers)
 
 
 def moments_of(optimizer: Component) -> tuple[Moment, ...]:

@@ -1,0 +1,239 @@
+"""Rows outside the device's memory: read in place over the bus, or brought to a cache on the device.
+
+Limits are measured in the same run: a streaming copy from page-locked memory of the host (for what crosses the bus) and
+one inside the device's memory (for the cache). Bytes are what must move, as in gpu_bandwidth.py:
+
+=============== =======================================================================================================
+in_place        ids; each distinct row once over the bus, float32 and int8; the largest arena is up to 100 GiB
+cache_find      wanted keys; the keys of their sets; places
+cache_take      wanted keys; keys, times and counts of their sets, twice; places and keys that gave way
+cache_use       places; times, and counts twice
+cache_read      places; records, twice (the path of a hit); so is cache_write
+=============== =======================================================================================================
+
+Then whole steps of DLRM: with all cold rows in the host's memory, in place; and with the tables of Criteo 1TB without a
+threshold (421 GiB as float32), of which the cold rows are int8 records in the host's memory or in a file, with a cache
+on the device. Nothing is read ahead here, so the time of misses shows; hit rate and bytes are reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import hotbed as hb
+from benchmarks.gpu_bandwidth import Job, Meter
+from benchmarks.workload import INCOMPLETE, Sizes, draw_ids
+from hotbed.data.zipf_source import CRITEO_1TB
+from hotbed.embed import tables_on_meta
+from hotbed.ops import BagLayout, CacheTags, select
+from hotbed.ops.layout import FREE, SCALE_BLOCK
+from hotbed.plan.tiers import place_in_tiers
+from hotbed.store import Span, Storage, memory
+
+KEYS = 1 << 20
+"""Keys of a batch, and a quarter of the places of the cache."""
+LARGEST = 100 << 30
+"""Bytes of the largest arena, where half of the host's free memory is as much."""
+LARGEST_S = 25
+"""Seconds that are set aside for it: its pages are locked one by one."""
+
+
+class Placement(NamedTuple):
+    """Where the tables of a model are."""
+
+    tables: str
+    tier: Any
+    device_bytes: int
+    cache_rows: int = 0
+    host: Any = "records"
+
+
+PLACEMENTS = {
+    "in_place": Placement("criteo_1tb_t15", "host", 1 << 30, host="uva"),
+    "host_cached": Placement("criteo_1tb_t0", "host", 8 << 30, 16 << 20),
+    "disk_cached": Placement("criteo_1tb_t0", "disk", 8 << 30, 16 << 20),
+}
+
+
+def bus(sizes: Sizes) -> Iterator[Job]:
+    """Streaming copies between the host's page-locked memory and the device; the last is the limit of what follows."""
+    size = sizes.copy_bytes // 4
+    host = memory.staging((size,), torch.uint8, sizes.device)
+    own = torch.ones(size, dtype=torch.uint8, device=sizes.device)
+    yield "copy_from_device", {}, size, lambda: host.copy_(own, non_blocking=True)
+    yield "copy_to_device", {}, size, lambda: own.copy_(host, non_blocking=True)
+
+
+def in_place(sizes: Sizes) -> Iterator[Job]:
+    """Random rows of arenas in the host's memory, read by the lookup kernel in place."""
+    for dtype in ("fp32", "int8"):
+        yield _in_place(sizes, dtype, 1 << (16 if sizes.tiny else 32))
+
+
+def largest(sizes: Sizes) -> Iterator[Job]:
+    """The same of all the memory that is to be had."""
+    yield _in_place(sizes, "fp32", 1 << 17 if sizes.tiny else min(LARGEST, _free() // 2))
+
+
+def _in_place(sizes: Sizes, dtype: Any, nbytes: int) -> Job:
+    dim, count = max(sizes.dims), sizes.batch * (1 if sizes.tiny else 8)
+    row_bytes = 4 * dim if dtype == "fp32" else dim + -(-dim // SCALE_BLOCK)
+    rows = nbytes // row_bytes
+    storage = Storage("host", host="uva")
+    store = storage.make([Span(rows)], dim, dtype=dtype, device=sizes.device, backend="triton")
+    ids = torch.randint(0, rows, (count,), device=sizes.device)
+    features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=sizes.device)
+    offsets = torch.empty(0, count + 1, dtype=torch.int64, device=sizes.device)
+    bags = BagLayout(ids, features, offsets, None, count, count, False, 1)
+    out = torch.empty(count, 1, dim, device=sizes.device)
+    about: dict[str, object] = {"dtype": dtype, "dim": dim, "arena_bytes": store.nbytes, "ids": count}
+    return "in_place", about, len(ids.unique()) * row_bytes, lambda: store.lookup(bags, out)
+
+
+def cache(sizes: Sizes) -> Iterator[Job]:
+    """The operations of a cache on the device."""
+    ops, device = select(sizes.device, "triton"), sizes.device
+    target = torch.empty(sizes.copy_bytes // 4, dtype=torch.uint8, device=device)
+    source = torch.ones_like(target)
+    yield "copy", {}, 2 * len(target), lambda to=target, source=source: to.copy_(source)
+    del target, source
+    ways, keys = 32, 8 if sizes.tiny else KEYS
+    record_bytes = 4 * max(sizes.dims) + 4
+    places = -(-4 * keys // ways) * ways
+    for policy in ("lru", "lfu"):
+        tags = _tags(places, ways, policy == "lfu", device)
+        wanted, now = torch.arange(keys, device=device), iter(range(1, 1 << 30))
+        for _ in range(4):  # full
+            ops.cache_take(tags, wanted.add_(keys), next(now))
+
+        def take(tags: CacheTags = tags, wanted: Tensor = wanted, now: Iterator[int] = now) -> None:
+            ops.cache_take(tags, wanted.add_(keys), next(now))  # keys that were never there
+
+        yield "cache_take", {"policy": policy, "keys": keys, "ways": ways}, keys * (24 + 48 * ways), take
+    about: dict[str, object] = {"keys": keys, "ways": ways}
+    yield "cache_find", about, keys * (16 + 8 * ways), lambda: ops.cache_find(tags, wanted)
+    at = torch.randperm(places, device=device)[:keys]
+    yield "cache_use", {"keys": keys}, keys * 32, lambda: ops.cache_use(tags, at, 1 << 20)
+    slab = torch.zeros(places, record_bytes, dtype=torch.uint8, device=device)
+    records = torch.zeros(keys, record_bytes, dtype=torch.uint8, device=device)
+    about = {"keys": keys, "record_bytes": record_bytes}
+    size = keys * (2 * record_bytes + 8)
+    yield "cache_read", about, size, lambda: ops.cache_read(slab, at, records)
+    yield "cache_write", about, size, lambda: ops.cache_write(slab, at, records)
+
+
+def _tags(places: int, ways: int, by_count: bool, device: torch.device) -> CacheTags:
+    free = torch.full((places,), FREE, dtype=torch.int64, device=device)
+    return CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), ways, by_count)
+
+
+def _free() -> int:
+    """Bytes of the host's memory that are to be had."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    limit = Path("/sys/fs/cgroup/memory.max")
+    granted = limit.read_text().strip() if limit.is_file() else "max"
+    return min(int(lines["MemAvailable"].split()[0]) << 10, int(granted) if granted.isdigit() else 1 << 60)
+
+
+def make_model(sizes: Sizes, where: Placement) -> Any:
+    """DLRM with 1 % of its rows float32, the others int8, over two memories."""
+    dim = max(sizes.dims)
+    rows = sizes.rows if sizes.tiny else CRITEO_1TB[where.tables]
+    tables = [hb.Table(f"C{i}", rows=n, dim=dim, dtype="int8", fp32_rows=-(-n // 100)) for i, n in enumerate(rows)]
+    features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
+    bottom, top = ((32, dim), (32, 1)) if sizes.tiny else ((512, 256, dim), (1024, 1024, 512, 256, 1))
+    with torch.device(sizes.device), tables_on_meta():
+        model = hb.nn.DLRM(tables, features, dense_features=13, bottom=bottom, top=top, backend="triton")
+    budget = {"device": 500 if sizes.tiny else where.device_bytes}
+    cache_rows = min(where.cache_rows, 8) if sizes.tiny else where.cache_rows
+    plan = place_in_tiers(hb.make_plan(tables, 1), tables, budget, where.tier, cache_rows=cache_rows)
+    return hb.distribute(model, plan, device=sizes.device, host=where.host)
+
+
+def step(sizes: Sizes, name: str, deadline: float) -> dict[str, object]:
+    """Steps on batches that were not seen before, until time is up."""
+    where, device = PLACEMENTS[name], sizes.device
+    model = make_model(sizes, where)
+    names = [f.name for f in model.embeddings.features]
+    rows = tuple(table.rows for table in model.embeddings.tables.values())
+    dense, sparse = torch.optim.SGD(model.parameters(), lr=0.01), hb.optim.RowWiseAdagrad(model, lr=0.01)
+    seconds: list[float] = []
+    least, before = 2 if sizes.tiny else 6, model.embeddings.traffic
+    while len(seconds) < least or (not sizes.tiny and time.monotonic() < deadline):
+        ids = hb.Jagged(names, draw_ids(rows, sizes.batch, "zipf", len(seconds), device), batch_size=sizes.batch)
+        model.embeddings.verify(ids)
+        numbers, labels = torch.randn(sizes.batch, 13, device=device), torch.ones(sizes.batch, 1, device=device)
+        _wait(device)
+        start = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(hb.Batch(sparse=ids, dense=numbers, labels=labels))
+        loss = F.binary_cross_entropy_with_logits(logits.float(), labels)
+        dense.zero_grad()
+        sparse.zero_grad()
+        loss.backward()
+        dense.step()
+        sparse.step()
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    kept = seconds[len(seconds) // 2 :]
+    moved = model.embeddings.traffic - before
+    step_s = statistics.median(kept)
+    return {
+        "kernel": "step",
+        "placement": name,
+        "tables": "tiny" if sizes.tiny else where.tables,
+        "rows": sum(rows),
+        "batch": sizes.batch,
+        "steps": len(seconds),
+        "steps_per_s": 1 / step_s,
+        "samples_per_s": sizes.batch / step_s,
+        "first_step_s": seconds[0],
+        "hit_rate": moved.hit_rate,
+        **{key: getattr(moved, key) / len(seconds) for key in ("to_device_bytes", "from_device_bytes", "misses")},
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(out: Path, budget_s: float) -> None:
+    sizes = Sizes.choose()
+    start = time.monotonic()
+    deadline = start + budget_s
+    meter = Meter(sizes, out, start + 0.4 * budget_s)
+    for jobs in (bus, in_place, cache):
+        meter.run(jobs(sizes))
+        gc.collect()
+    for i, name in enumerate(PLACEMENTS):
+        left = deadline - LARGEST_S - time.monotonic()
+        if left < 0 and not sizes.tiny:
+            print(f"  time is up; left out: step {name} and what follows it")
+            meter.complete = False
+            break
+        found = step(sizes, name, time.monotonic() + left / (len(PLACEMENTS) - i) / 2)
+        meter.results.append(found)
+        out.write_text(json.dumps(meter.results, indent=1))
+        print(f"  step {name}: {found['steps_per_s']:.2f} steps/s, hit rate {found['hit_rate']:.1%}", flush=True)
+        gc.collect()
+    meter.deadline = deadline - (0 if sizes.tiny else LARGEST_S)
+    meter.run(bus(sizes))
+    meter.run(largest(sizes))
+    if not meter.complete:
+        sys.exit(INCOMPLETE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,226 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+"""A set-associative cache in Triton; see `hotbed.ops.reference_cache`.
+
+`cache_take` must find the places of one set's new keys one after the other, but sets are independent. So keys are
+sorted by set, in their own order where sets are equal, and one program has all keys of a set: it keeps the ways in
+registers while it places them. Nothing is decided by who comes first, and no size is read back by the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hotbed.ops import layout
+from hotbed.ops.backend import launches
+from hotbed.ops.layout import CacheTags
+from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
+
+_BLOCK = 1024
+"""Keys per program where each is one element."""
+_FREE = tl.constexpr(layout.FREE)
+_LATEST = tl.constexpr((1 << 63) - 1)
+
+
+@triton.jit
+def _set_of(key, sets):
+    mixed = key.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    mixed ^= mixed >> 32
+    return (mixed % sets.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["sets", "total"])
+def _find_kernel(out, keys, wanted, sets, total, WAYS: tl.constexpr, BLOCK_WAYS: tl.constexpr, BLOCK: tl.constexpr):
+    """``out[i]`` = the place among the WAYS of the set of ``wanted[i]`` that has this key, or −1."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = i < total
+    key = tl.load(wanted + i, mask=live, other=0)
+    first = _set_of(key, sets) * WAYS
+    way = tl.arange(0, BLOCK_WAYS)
+    there = tl.load(keys + first[:, None] + way[None, :], mask=live[:, None] & (way < WAYS)[None, :], other=_FREE)
+    found = tl.min(tl.where(there == key[:, None], way[None, :], BLOCK_WAYS), axis=1)
+    tl.store(out + i, tl.where(found < BLOCK_WAYS, first + found, -1), mask=live)
+
+
+def cache_find(tags: CacheTags, wanted: Tensor) -> Tensor:
+    """Place of each wanted key, see `hotbed.ops.reference_cache.cache_find`."""
+    launches["triton.cache_find"] += 1
+    out = torch.empty_like(wanted)
+    if len(wanted):
+        block_ways = power_of_two(tags.ways)
+        block = rows_per_program(block_ways, TILE // 2)
+        with torch.cuda.device_of(wanted):
+            _find_kernel[(ceil_div(len(wanted), block),)](
+                out,
+                tags.keys,
+                wanted,
+                tags.sets,
+                len(wanted),
+                WAYS=tags.ways,
+                BLOCK_WAYS=block_ways,
+                BLOCK=block,
+                **STRICT,
+            )
+    return out
+
+
+@triton.jit(do_not_specialize=["now", "total"])
+def _use_kernel(times, counts, places, now, total, BLOCK: tl.constexpr):
+    """``times[places[i]] = now``, ``counts[places[i]] += 1``; sums of integers do not depend on their order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + i, mask=i < total, other=-1)
+    tl.store(times + place, place * 0 + now, mask=place >= 0)
+    tl.atomic_add(counts + place, place * 0 + 1, mask=place >= 0, sem="relaxed")
+
+
+def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
+    """Note that places are used now, see `hotbed.ops.reference_cache.cache_use`."""
+    launches["triton.cache_use"] += 1
+    if len(places):
+        with torch.cuda.device_of(places):
+            _use_kernel[(ceil_div(len(places), _BLOCK),)](
+                tags.times, tags.counts, places, now, len(places), BLOCK=_BLOCK, **STRICT
+            )
+
+
+@triton.jit(do_not_specialize=["sets", "total"])
+def _sets_kernel(out, wanted, sets, total, BLOCK: tl.constexpr):
+    """``out[i]`` = the set of ``wanted[i]``."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(wanted + i, mask=i < total, other=0)
+    tl.store(out + i, _set_of(key, sets), mask=i < total)
+
+
+@triton.jit(do_not_specialize=["now", "total"])
+def _take_kernel(
+    out,  # [n]
+    evicted,  # [n]
+    keys,  # [sets · WAYS], as times and counts
+    times,
+    counts,
+    wanted,  # [n]
+    of_set,  # [n] set of each wanted key, rising
+    order,  # [n] which wanted key it is of
+    now,
+    total,  # n
+    WAYS: tl.constexpr,
+    BLOCK_WAYS: tl.constexpr,
+    BY_COUNT: tl.constexpr,
+):
+    """Places for all keys of one set; programs that do not stand at the first of them have nothing to do."""
+    at = tl.program_id(0).to(tl.int64)
+    mine = tl.load(of_set + at)
+    if tl.load(of_set + at - 1, mask=at > 0, other=-1) != mine:
+        way = tl.arange(0, BLOCK_WAYS)
+        place = mine * WAYS + way
+        live = way < WAYS
+        key = tl.load(keys + place, mask=live, other=0)
+        time = tl.load(times + place, mask=live, other=0)
+        count = tl.load(counts + place, mask=live, other=0)
+        following = mine
+        while following == mine:
+            free = live & (key == _FREE)
+            may = free | (live & (time < now))
+            if BY_COUNT:
+                # What counts first; a free place comes before all others.
+                often = tl.where(may, tl.where(free, -1, count), _LATEST)
+                may &= often == tl.min(often, axis=0)
+            age = tl.where(may, tl.where(free, -1, time), _LATEST)
+            best = tl.min(tl.where(may & (age == tl.min(age, axis=0)), way, BLOCK_WAYS), axis=0)
+            taken = way == best
+            i = tl.load(order + at)
+            tl.store(out + i, tl.where(best < WAYS, mine * WAYS + best, -1))
+            tl.store(evicted + i, tl.sum(tl.where(taken, key, 0), axis=0) + tl.where(best < WAYS, 0, _FREE))
+            key = tl.where(taken, tl.load(wanted + i), key)
+            time = tl.where(taken, now, time)
+            count = tl.where(taken, 1, count)
+            at += 1
+            following = tl.load(of_set + at, mask=at < total, other=-1)
+        tl.store(keys + place, key, mask=live)
+        tl.store(times + place, time, mask=live)
+        tl.store(counts + place, count, mask=live)
+
+
+def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
+    """Find places for new keys, see `hotbed.ops.reference_cache.cache_take`."""
+    launches["triton.cache_take"] += 1
+    places, evicted, of_set = (torch.empty_like(wanted) for _ in range(3))
+    total = len(wanted)
+    if total:
+        with torch.cuda.device_of(wanted):
+            _sets_kernel[(ceil_div(total, _BLOCK),)](of_set, wanted, tags.sets, total, BLOCK=_BLOCK, **STRICT)
+            of_set, order = torch.sort(of_set, stable=True)
+            _take_kernel[(total,)](
+                places,
+                evicted,
+                tags.keys,
+                tags.times,
+                tags.counts,
+                wanted,
+                of_set,
+                order,
+                now,
+                total,
+                WAYS=tags.ways,
+                BLOCK_WAYS=power_of_two(tags.ways),
+                BY_COUNT=tags.by_count,
+                num_warps=1,
+                **STRICT,
+            )
+    return places, evicted
+
+
+@triton.jit(do_not_specialize=["total"])
+def _copy_kernel(
+    to,  # [·, WORDS] int32
+    source,
+    places,  # [n]
+    total,  # n
+    WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    """``to[i] = source[places[i]]``, or WRITE ``to[places[i]] = source[i]``, where the place is not −1."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + i, mask=i < total, other=-1)
+    word = tl.program_id(1) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    mask = (place >= 0)[:, None] & (word < WORDS)[None, :]
+    at, slab = i[:, None] * WORDS + word[None, :], place[:, None] * WORDS + word[None, :]
+    if WRITE:
+        tl.store(to + slab, tl.load(source + at, mask=mask), mask=mask)
+    else:
+        tl.store(to + at, tl.load(source + slab, mask=mask), mask=mask)
+
+
+def _copy(to: Tensor, source: Tensor, places: Tensor, *, write: bool) -> None:
+    words = to.shape[1] // 4
+    block_words = min(power_of_two(words), TILE)
+    block = rows_per_program(block_words, TILE)
+    if len(places):
+        with torch.cuda.device_of(to):
+            _copy_kernel[(ceil_div(len(places), block), ceil_div(words, block_words))](
+                to.view(torch.int32),
+                source.view(torch.int32),
+                places,
+                len(places),
+                WORDS=words,
+                BLOCK_WORDS=block_words,
+                BLOCK=block,
+                WRITE=write,
+                **STRICT,
+            )
+
+
+def cache_read(slab: Tensor, places: Tensor, out: Tensor) -> None:
+    """Copy records out of a cache, see `hotbed.ops.reference_cache.cache_read`."""
+    launches["triton.cache_read"] += 1
+    _copy(out, slab, places, write=False)
+
+
+def cache_write(slab: Tensor, places: Tensor, records: Tensor) -> None:
+    """Copy records into a cache, see `hotbed.ops.reference_cache.cache_write`."""
+    launches["triton.cache_write"] += 1
+    _copy(slab, records, places, write=True)

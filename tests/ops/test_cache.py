@@ -1,0 +1,121 @@
+"""A set-associative cache: every backend does what a plain dictionary of sets does, access by access."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hotbed.ops import CacheTags
+from hotbed.ops.layout import FREE
+from hotbed.ops.reference_cache import sets_of
+
+KEYS = torch.cat([torch.arange(40), torch.tensor([(1 << 40) + 7, (1 << 62) + 1, (1 << 63) - 1])])
+"""Few enough to meet again, and some that need all bits."""
+
+
+def empty_tags(sets: int, ways: int, by_count: bool) -> CacheTags:
+    keys = torch.full((sets * ways,), FREE)
+    return CacheTags(keys, torch.zeros_like(keys), torch.zeros_like(keys), ways, by_count)
+
+
+class Plain:
+    """The same cache, one entry ``[key, time, count]`` per place."""
+
+    def __init__(self, sets: int, ways: int, by_count: bool):
+        self.entries = [[FREE, 0, 0] for _ in range(sets * ways)]
+        self.sets, self.ways, self.by_count = sets, ways, by_count
+
+    def places(self, key):
+        mixed = key * 0x9E3779B97F4A7C15 % (1 << 64)
+        first = (mixed ^ (mixed >> 32)) % self.sets * self.ways
+        return range(first, first + self.ways)
+
+    def find(self, keys):
+        return [next((at for at in self.places(key) if self.entries[at][0] == key), -1) for key in keys]
+
+    def use(self, places, now):
+        for at in places:
+            if at >= 0:
+                self.entries[at][1] = now
+                self.entries[at][2] += 1
+
+    def take(self, keys, now):
+        found = []
+        for key in keys:
+            free = [at for at in self.places(key) if self.entries[at][0] == FREE]
+            old = [at for at in self.places(key) if self.entries[at][1] < now]
+            if self.by_count:
+                old.sort(key=lambda at: self.entries[at][2:0:-1])
+            else:
+                old.sort(key=lambda at: self.entries[at][1])
+            at = (free or old or [-1])[0]
+            found.append((at, FREE if at < 0 else self.entries[at][0]))
+            if at >= 0:
+                self.entries[at] = [key, now, 1]
+        return found
+
+
+batches = st.lists(st.lists(st.integers(0, len(KEYS) - 1), max_size=12), min_size=1, max_size=6)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 3), st.sampled_from([1, 3, 4, 32]), st.booleans(), batches)
+def test_any_accesses_leave_what_a_plain_cache_has(backend, sets, ways, by_count, accesses):
+    tags, plain = backend.put(empty_tags(sets, ways, by_count)), Plain(sets, ways, by_count)
+    for now, access in enumerate(accesses, 1):
+        keys = KEYS[access]
+        places = backend.ops.cache_find(tags, keys.to(backend.device))
+        assert places.tolist() == plain.find(keys.tolist())
+        backend.ops.cache_use(tags, places, now)
+        plain.use(places.tolist(), now)
+        missing = keys[places.cpu() < 0].unique()
+        taken, evicted = backend.ops.cache_take(tags, missing.to(backend.device), now)
+        assert list(zip(taken.tolist(), evicted.tolist(), strict=True)) == plain.take(missing.tolist(), now)
+        state = torch.stack([tags.keys, tags.times, tags.counts], dim=1)
+        assert state.tolist() == plain.entries
+
+
+def test_a_set_takes_many_keys_at_once_in_their_order(backend):
+    tags = backend.put(empty_tags(2, 4, False))
+    keys = torch.arange(1000)
+    own = keys[sets_of(keys, 2) == 1][:6].flip(0)
+    places, evicted = backend.ops.cache_take(tags, own.to(backend.device), 1)
+    assert places.tolist() == [4, 5, 6, 7, -1, -1] and evicted.tolist() == [FREE] * 6
+    assert tags.keys.tolist() == [FREE] * 4 + own[:4].tolist()
+    places, evicted = backend.ops.cache_take(tags, own[4:].to(backend.device), 2)
+    assert places.tolist() == [4, 5] and evicted.tolist() == own[:2].tolist()
+
+
+def test_a_free_place_comes_before_any_key_whatever_its_time_was(backend):
+    tags = backend.put(empty_tags(1, 3, True))
+    tags.keys.copy_(torch.tensor([5, FREE, 6]))
+    tags.times.copy_(torch.tensor([1, 9, 0]))
+    tags.counts.copy_(torch.tensor([1, 9, 0]))
+    places, evicted = backend.ops.cache_take(tags, torch.tensor([7], device=backend.device), 9)
+    assert places.tolist() == [1] and evicted.tolist() == [FREE]
+
+
+@pytest.mark.parametrize("words", [1, 5, 32, 129])
+def test_records_are_copied_where_there_is_a_place(backend, words):
+    draw = torch.Generator().manual_seed(1)
+    slab, records = (torch.randint(0, 256, (n, 4 * words), dtype=torch.uint8, generator=draw) for n in (9, 6))
+    for places in ([4, -1, 8, 0, -1, 5], [4, 3, 8, 0, 1, 5], [-1] * 6, []):
+        at, some = torch.tensor(places, dtype=torch.int64), records[: len(places)]
+        out, after = some.clone(), slab.clone()
+        for i, place in enumerate(places):
+            if place >= 0:
+                out[i], after[place] = slab[place], some[i]
+        mine, read = backend.put(slab), backend.put(some)
+        backend.ops.cache_read(mine, backend.put(at), read)
+        assert torch.equal(read.cpu(), out)
+        backend.ops.cache_write(mine, backend.put(at), backend.put(some))
+        assert torch.equal(mine.cpu(), after)
+
+
+def test_a_batch_of_no_keys_is_nothing(backend):
+    tags, none = backend.put(empty_tags(2, 4, False)), torch.empty(0, dtype=torch.int64, device=backend.device)
+    assert backend.ops.cache_find(tags, none).tolist() == []
+    backend.ops.cache_use(tags, none, 1)
+    assert [t.tolist() for t in backend.ops.cache_take(tags, none, 1)] == [[], []]

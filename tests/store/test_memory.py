@@ -1,0 +1,113 @@
+"""Page-locked memory of the host that a device reads in place; CUDA's part is played here where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotbed.errors import StoreError
+from hotbed.store import Span, Storage, memory
+
+CUDA = torch.device("cuda", 0)
+
+
+class Runtime:
+    """What is asked of the CUDA runtime."""
+
+    def __init__(self, failure: int = 0) -> None:
+        self.failure = failure
+        self.locked: dict[int, int] = {}
+        self.calls: list[str] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 3
+        self.locked[address] = nbytes
+        return self.failure
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.calls.append("unregister")
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    played = Runtime()
+
+    def check_error(code: int) -> None:
+        if code:
+            raise RuntimeError(f"out of memory ({code})")
+
+    def as_tensor(exporter: Any, device: torch.device) -> torch.Tensor:
+        assert device == CUDA
+        told = exporter.__cuda_array_interface__
+        assert told["typestr"] == "|u1" and told["version"] == 3 and told["data"][1] is False
+        (nbytes,), (address, _) = told["shape"], told["data"]
+        assert played.locked[address] >= nbytes
+        there: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+        there.exporter = exporter  # a tensor of torch's keeps it, too
+        return torch.from_numpy(np.ctypeslib.as_array(there))
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: played.calls.append(f"synchronize {device}"))
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    return played
+
+
+@pytest.mark.parametrize("device", [CUDA, torch.device("cuda")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_rows_are_locked_in_pages_of_their_own_and_unlocked_when_nobody_has_them(
+    runtime: Runtime, device: torch.device, dtype: torch.dtype
+) -> None:
+    tensor = memory.host_zeros((1000, 17), dtype, device)
+    assert tensor.shape == (1000, 17) and tensor.dtype == dtype and not tensor.float().any()
+    ((address, nbytes),) = runtime.locked.items()
+    assert nbytes >= tensor.nbytes and address % 4096 == 0 and nbytes % 4096 == 0
+    assert not runtime.calls
+    del tensor
+    gc.collect()
+    assert runtime.calls == ["synchronize cuda:0", "unregister"] and not runtime.locked
+
+
+def test_nothing_is_locked_for_the_cpu(runtime: Runtime) -> None:
+    assert not memory.host_zeros((3, 4), torch.float32, torch.device("cpu")).any()
+    assert not runtime.locked
+
+
+def test_what_cannot_be_locked_is_an_error(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime.failure = 2
+    with pytest.raises(
+        StoreError, match=r"2,097,152 bytes of .* cannot be page-locked \(out of memory \(2\)\); .*more r"
+    ):
+        memory.host_zeros((4,), torch.float32, CUDA)
+    monkeypatch.setattr(memory, "host_bytes", lambda: 100)
+    with pytest.raises(
+        StoreError, match=r"160 bytes of rows or moments do not fit into .* memory of 100 bytes; use host "
+    ):
+        memory.host_zeros((40,), torch.float32, CUDA)
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(StoreError, match=r"need Linux, .*; use host 'records'"):
+        memory.host_zeros((4,), torch.float32, CUDA)
+
+
+def test_rows_that_are_read_in_place_have_no_cache() -> None:
+    storage = Storage("host", cache_rows=1000, host="uva")
+    with pytest.raises(
+        StoreError, match=r"a cache of 1,000 rows .* \(host 'uva'\); use host 'records', or a cache of 0"
+    ):
+        storage.make([Span(4)], 16, dtype="fp32", device=torch.device("cpu"), backend="auto")
+
+
+def test_staging_is_page_locked_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: asked.append((shape, options)))
+    memory.staging((2, 3), torch.uint8, torch.device("cpu"))
+    memory.staging((2, 3), torch.uint8, CUDA)
+    assert [options["pin_memory"] for _, options in asked] == [False, True]
