@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.store.records import Over, Records, Traffic, distinct, positions
+from hotbed.store.records import Over, Records, Traffic, Use, distinct, positions
 
 _MOST_AHEAD = 8
 """Reads ahead that may wait to be used."""
@@ -66,7 +66,7 @@ class ReadAhead(Over):
             self._ahead = [*self._ahead, ahead][-_MOST_AHEAD:]
 
     @override
-    def read(self, slots: Tensor, out: Tensor, *, keep: bool = True) -> Tensor:
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         there = torch.zeros(len(slots), dtype=torch.bool)
         rest = torch.arange(len(slots))
         with self._lock:
@@ -78,12 +78,12 @@ class ReadAhead(Over):
                 there[rest[found]] = True
                 self._count += int(found.sum())
                 rest = rest[~found]
-                if not bool(found.any()) or not keep:
+                if not bool(found.any()) or use == "once":
                     unused.append(ahead)
             self._ahead = unused
         if len(rest):
             found_below = torch.empty(len(rest), self.record_bytes, dtype=torch.uint8)
-            below = self.below.read(slots[rest], found_below, keep=keep)
+            below = self.below.read(slots[rest], found_below, use=use)
             out[rest[below]] = found_below[below]
             there[rest[below]] = True
         return there

@@ -14,7 +14,7 @@ from hotbed import ops
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.records import Over, Records, Traffic, distinct
+from hotbed.store.records import Over, Records, Traffic, Use, distinct
 
 Policy = Literal["lru", "lfu"]
 WAYS = 32
@@ -74,27 +74,27 @@ class CachedRecords(Over):
         return self._counted + self.below.traffic
 
     @override
-    def read(self, slots: Tensor, out: Tensor, *, keep: bool = True) -> Tensor:
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         with self._lock:
             places = self.ops.cache_find(self._tags, slots)
             self.ops.cache_read(self._slab, places, out)
-            if keep:
+            if use != "once":
                 self._now += 1
                 self.ops.cache_use(self._tags, places, self._now)
         here = places >= 0
         missing = (~here).nonzero()[:, 0]
-        if keep:
+        if use == "lookup":
             self._counted.hits += len(slots) - len(missing)
             self._counted.misses += len(missing)
         if not len(missing):
             return here
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)
-        there = self.below.read(slots[missing], found, keep=keep)
+        there = self.below.read(slots[missing], found, use=use)
         if not bool(there.all()):
             missing, found = missing[there], found[there]
         self.ops.cache_write(out, missing, found)
         here[missing] = True
-        if keep:
+        if use != "once":
             absent, first = distinct(slots[missing])
             self._insert(absent, self._gathered(found, first), dirty=False)
         return here

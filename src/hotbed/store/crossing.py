@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.store import memory
-from hotbed.store.records import Over, Records, Traffic
+from hotbed.store.records import Over, Records, Traffic, Use
 
 
 class Crossing(Over):
@@ -41,11 +41,11 @@ class Crossing(Over):
         return self.device.type != "cpu"
 
     @override
-    def read(self, slots: Tensor, out: Tensor, *, keep: bool = True) -> Tensor:
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         if not self.crosses:
-            return self.below.read(slots, out, keep=keep)
+            return self.below.read(slots, out, use=use)
         found = memory.staging(out.shape, torch.uint8, self.device)
-        there = self.below.read(slots.cpu(), found, keep=keep)
+        there = self.below.read(slots.cpu(), found, use=use)
         at = there.nonzero()[:, 0]
         self._to_bytes += len(at) * self.record_bytes
         if len(at) == len(there):

@@ -27,7 +27,7 @@ from hotbed.errors import StoreError
 from hotbed.ops import cpu_files
 from hotbed.store import memory
 from hotbed.store.index import Index
-from hotbed.store.records import Records, Traffic, positions
+from hotbed.store.records import Records, Traffic, Use, positions
 
 UNWRITTEN_BYTES = 256 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
@@ -47,7 +47,7 @@ class KeyedRecords(Records):
         return len(self._index)
 
     @override
-    def read(self, slots: Tensor, out: Tensor, *, keep: bool = True) -> Tensor:
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         numbers = self._index.find(slots)
         there = numbers >= 0
         if len(self._index):

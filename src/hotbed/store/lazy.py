@@ -57,7 +57,7 @@ class LazyStore(LazyRows):
             return
         if self.on_change is not None:
             self.on_change(slots)
-        records, wide = self._read(slots)
+        records, wide = self._read(slots, use="update")
         span, rows = self._cells(slots)
         values = self._format.rows(records, wide).to(self.device).contiguous()
         moments = {m.name: self._format.moment(records, m.name).to(self.device).contiguous() for m in step.rule.moments}

@@ -20,7 +20,7 @@ from hotbed.store import memory
 from hotbed.store.base import RowStore, Span, Tier
 from hotbed.store.dense import MOMENT, TORCH_DTYPES
 from hotbed.store.format import RecordFormat, Stored
-from hotbed.store.records import Records, Traffic
+from hotbed.store.records import Records, Traffic, Use
 
 ROWS_AT_ONCE = 1 << 16
 """Rows that are brought together at once where all of a table is read or written."""
@@ -149,7 +149,7 @@ class LazyRows(RowStore):
         slots = self._at_records(slots)
         if self.on_change is not None:
             self.on_change(slots)
-        records, wide = self._read(slots)
+        records, wide = self._read(slots, use="update")
         if moment is None:
             random = None if random is None else self._at_records(random)
             self._format.put_rows(records, wide, self._at_records(values), random)
@@ -157,10 +157,10 @@ class LazyRows(RowStore):
             self._format.moment(records, moment).copy_(values)
         self.records.write(slots, records)
 
-    def _read(self, slots: Tensor, *, keep: bool = True) -> tuple[Tensor, Tensor]:
+    def _read(self, slots: Tensor, *, use: Use = "lookup") -> tuple[Tensor, Tensor]:
         """Records of slots, new ones where there are none, and which of their rows are wide."""
         records = memory.empty((len(slots), self._format.record_bytes), torch.uint8, self.records.device)
-        there = self.records.read(slots, records, keep=keep)
+        there = self.records.read(slots, records, use=use)
         if not bool(there.all()):
             new = (~there).nonzero()[:, 0]
             records[new] = self._made(slots[new])
@@ -267,7 +267,7 @@ class LazyRows(RowStore):
 
         On the CPU.
         """
-        records, wide = self._read(self._at_records(slots), keep=False)
+        records, wide = self._read(self._at_records(slots), use="once")
         return {name: t.cpu() for name, t in self._named(self._format.stored(records, wide), slots).items()}
 
     def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
@@ -276,7 +276,7 @@ class LazyRows(RowStore):
         Rows that have their initial values and moments afterwards need not exist, and those that did not still do not.
         """
         slots = self._at_records(slots)
-        records, wide = self._read(slots, keep=False)
+        records, wide = self._read(slots, use="once")
         before = records.clone()
         names = self._names(slots)
         self._format.put_stored(records, wide, {names[name]: self._at_records(t) for name, t in stored.items()})
@@ -285,7 +285,7 @@ class LazyRows(RowStore):
     def put_values(self, slots: Tensor, values: Tensor) -> None:
         """Overwrite rows by float32 values ``[n, D]``, rounded to the nearest as if nothing had been there before."""
         slots = self._at_records(slots)
-        before, wide = self._read(slots, keep=False)
+        before, wide = self._read(slots, use="once")
         records = self._format.blank(len(slots), slots.device)
         for moment in self._format.moments:
             self._format.moment(records, moment.name).copy_(self._format.moment(before, moment.name))
@@ -369,7 +369,7 @@ class LazyRows(RowStore):
         old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots, self.device)
         for part in self._at_records(slots).split(ROWS_AT_ONCE):
             before = torch.empty(len(part), old.record_bytes, dtype=torch.uint8, device=part.device)
-            old.read(part, before, keep=False)
+            old.read(part, before, use="once")
             more = self._format.record_bytes - old.record_bytes
             self.records.write(part, torch.nn.functional.pad(before, (0, more)))
         old.close()

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
+
+Use = Literal["lookup", "update", "once"]
+"""What a record is read for: a lookup, which counts as a hit or a miss; to change it, mostly after a lookup; or once,
+as all of a table is for a checkpoint, so that no cache should keep it."""
 
 
 @dataclass
@@ -21,7 +26,7 @@ class Traffic:
     Attributes
     ----------
     hits, misses
-        Records that were asked of a cache and were there, or were not; those that do not exist yet are misses.
+        Records that lookups asked of a cache and were there, or were not; those that do not exist yet are misses.
     read_bytes, written_bytes
         What came from files, and went to them.
     ahead
@@ -83,7 +88,7 @@ class Records(ABC):
         return Traffic()
 
     @abstractmethod
-    def read(self, slots: Tensor, out: Tensor, *, keep: bool = True) -> Tensor:
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         """Copy records.
 
         Parameters
@@ -92,8 +97,8 @@ class Records(ABC):
             ``[n]`` int64.
         out
             ``[n, record_bytes]`` uint8; rows of slots without a record stay as they are.
-        keep
-            Whether they may be wanted again soon, so that a cache should keep them.
+        use
+            What for, see `Use`.
 
         Returns
         -------
