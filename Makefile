@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
 
-.PHONY: help setup demo test check format gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -31,6 +31,9 @@ check: .venv/ready  ## lint, types, layers, public names
 format: .venv/ready  ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+tutorials: .venv/ready  ## run the notebooks of docs/tutorials, in place
+	$(BIN)/python docs/tutorials/run.py
 
 gpu-suite: .venv/ready  ## correctness and bandwidth on a GPU (or tiny, under the interpreter)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash benchmarks/gpu_suite.sh

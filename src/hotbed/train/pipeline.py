@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from hotbed.batch import Batch
@@ -118,25 +117,13 @@ class Fetcher:
         self._collections = collections_of(model).values()
         self._link = model.wire.link.clone()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-fetch")
-        device = next((c.device for c in self._collections), torch.device("cpu"))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batch: Batch) -> Future[None]:
         """Begin with a batch whose ids were exchanged ahead; no row may be updated until it has been computed."""
         for collection in self._collections:
             collection.settle()
-        if self._stream is not None:
-            # Also so that memory which the last step's kernels still read is not written to.
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self._thread.submit(self._fetch, batch)
 
-    def wait(self, fetching: Future[None]) -> None:
-        """Wait until the rows are here."""
-        fetching.result()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
     def _fetch(self, batch: Batch) -> None:
-        with torch.cuda.stream(self._stream):
-            for collection in self._collections:
-                collection.fetch_ahead(batch.sparse, self._link)
+        for collection in self._collections:
+            collection.fetch_ahead(batch.sparse, self._link)

@@ -213,8 +213,8 @@ class Trainer:
                 refuse_non_finite(losses, total, part, self)
                 # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
                 (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
-            if self._fetcher and fetching is not None:
-                self._fetcher.wait(fetching)
+            if fetching is not None:
+                fetching.result()
         return _Backward(losses, int(all_samples), bool(save), bool(stop))
 
     def loss(self, batch: Batch) -> Tensor:
