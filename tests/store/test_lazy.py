@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -343,8 +345,8 @@ def test_records_cross_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cache_is_on_the_device_unless_it_is_to_be_in_host_memory() -> None:
-    def chain(storage: Storage) -> list[str]:
-        records: Any = storage._records("auto", 64, 100, torch.device("cuda"))
+    def chain(storage: Storage, device: torch.device = torch.device("cuda")) -> list[str]:  # noqa: B008
+        records: Any = storage._records("auto", 64, 100, device)
         found = [type(records).__name__]
         while hasattr(records, "below"):
             records = records.below
@@ -357,8 +359,9 @@ def test_a_cache_is_on_the_device_unless_it_is_to_be_in_host_memory() -> None:
     assert chain(in_host) == ["CachedRecords", "ReadAhead", "FileRecords"]
     cached: Any = in_host._records("triton", 64, 100, torch.device("cuda"))
     assert cached.device.type == "cpu" and cached.ops.NAME == "cpu"
-    if torch.cuda.is_available():
-        assert chain(Storage("host", cache_rows=9)) == ["CachedRecords", "Crossing", "ReadAhead", "MemoryRecords"]
+    for tier, kept in (("host", "MemoryRecords"), ("disk", "FileRecords")):
+        on_device = chain(Storage(tier, cache_rows=9), torch.device("meta"))
+        assert on_device == ["CachedRecords", "Crossing", "ReadAhead", kept]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -373,3 +376,26 @@ def test_a_store_moves_to_the_device_with_its_cache(storage: Storage) -> None:
     assert everything(store, moments) == before
     assert drive(store, Adam.rule, actions[1:]) == seen[1:]
     assert store.traffic.to_device_bytes > 0
+
+
+@pytest.mark.parametrize("storage", CACHED.values(), ids=CACHED)
+def test_another_thread_reads_ahead_while_rows_are_trained(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Crossing, "crosses", True)
+    moments = list(Adam.rule.moments)
+    store, dense = made(storage, "int8", moments), made(None, "int8", moments)
+    draw = torch.Generator().manual_seed(2)
+    actions = [("update", torch.randint(0, 60, (20,), generator=draw).tolist()) for _ in range(40)]
+    done = threading.Event()
+
+    def ahead() -> None:
+        of_thread = torch.Generator().manual_seed(3)
+        while not done.is_set():
+            store.prefetch(torch.randint(0, 60, (20,), generator=of_thread))
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ahead)
+        drive(store, Adam.rule, actions)
+        done.set()
+        waiting.result()
+    drive(dense, Adam.rule, actions)
+    assert everything(store, moments) == everything(dense, moments)
