@@ -20,7 +20,7 @@ from hotbed.checkpoint.state import Stateful
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
-from hotbed.embed.collection import DYNAMIC
+from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
@@ -196,7 +196,7 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
 
 def _is_of_ids(name: str) -> bool:
     """Whether a tensor of a model's state says which ids the rows of a dynamic table are of."""
-    return name.rsplit(".", 1)[-1].startswith(DYNAMIC)
+    return name.rsplit(".", 1)[-1].startswith(PREFIX)
 
 
 def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> Taken:

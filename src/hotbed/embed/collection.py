@@ -19,12 +19,13 @@ from hotbed.batch import Embeddings
 from hotbed.comm import Link
 from hotbed.embed.arena import raw_shapes
 from hotbed.embed.autograd import PooledLookup
+from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.held import Held
-from hotbed.embed.ids import Discarded, checked_ids, kept, verified_ids
+from hotbed.embed.ids import Discarded, checked_ids, verified_ids
 from hotbed.embed.part import Part, WholePart
 from hotbed.embed.sharded import ShardedPart
 from hotbed.embed.updater import TableUpdater
-from hotbed.embed.vocabulary import Vocabulary
+from hotbed.embed.vocabulary import Renewed
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
@@ -36,8 +37,6 @@ from hotbed.spread import Spread
 from hotbed.store import Storage, Traffic
 from hotbed.untraced import untraced
 
-DYNAMIC = "dynamic_"
-"""What names of a dynamic table's state begin with, after its own."""
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
 
@@ -127,14 +126,11 @@ class EmbeddingCollection(nn.Module):
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
         self._rows = {t.name: t.rows if t.dynamic is None else ANY_ID for t in tables}
-        self._vocabularies = {t.name: Vocabulary(t, 0, 1) for t in tables if t.dynamic is not None}
-        self._link: Link | None = None
+        self._dynamic = DynamicTables(tables, features)
         self.bad_ids: Counter[str] = Counter()
         """By feature, how many ids were dropped or hashed so far (`Feature.on_bad_id`)."""
         self.truncated_ids: Counter[str] = Counter()
         """By feature, how many ids were cut off so far (`Feature.on_too_long`)."""
-        self.unadmitted_ids: Counter[str] = Counter()
-        """By feature of a dynamic table, how many ids had no row so far (see `Dynamic`)."""
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
@@ -181,8 +177,8 @@ class EmbeddingCollection(nn.Module):
             self.truncated_ids += ahead.discarded.truncated
         kind = ids.values.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        if self._vocabularies:
-            ids = self._with_rows(ids)
+        if self._dynamic:
+            ids = self._dynamic.with_rows(ids, self._renew, train=self.training and torch.is_grad_enabled())
         found = Embeddings([f.name for f in self.features])
         for part, of_part in zip(self._parts, routes, strict=True):
             requests = part.requests(ids, room, self._is_trained, of_part)
@@ -207,7 +203,7 @@ class EmbeddingCollection(nn.Module):
         link
             Ranks, over a process group of its own: other exchanges may be under way.
         """
-        if self._vocabularies:
+        if self._dynamic:
             return  # which rows ids have is not known before the step that precedes them
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
@@ -235,32 +231,9 @@ class EmbeddingCollection(nn.Module):
             fetched = [p.fetch(ahead.ids, r, link) for p, r in zip(self._parts, ahead.routes, strict=True)]
             ids.put_ahead(self, ahead._replace(routes=fetched))
 
-    def _with_rows(self, ids: Jagged) -> Jagged:
-        """Rows in the place of ids of dynamic tables; ids that have none are left out."""
-        if isinstance(ids, Spread):
-            raise BatchError(
-                f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
-                "give the batch without hotbed.Spread"
-            )
-        train = self.training and torch.is_grad_enabled()
-        for table, vocabulary in self._vocabularies.items():
-            features = [f.name for f in self.features if f.table == table]
-            values = [ids[name].values.long() for name in features]
-            rows, renewed = vocabulary.rows_of(torch.cat(values), self._link, train=train)
-            if len(renewed.rows):
-                with torch.no_grad():
-                    self._part(table).renew(table, *renewed)
-            for name, own in zip(features, rows.split([len(v) for v in values]), strict=True):
-                bags, missing = ids[name]._replace(values=own), own < 0
-                if bool(missing.any()):
-                    self.unadmitted_ids[name] += int(missing.sum())
-                    bags = kept(bags, ~missing)
-                ids = ids.with_feature(name, bags)
-        return ids
-
-    def _stepped(self) -> None:
-        for vocabulary in self._vocabularies.values():
-            vocabulary.stepped()
+    def _renew(self, table: str, renewed: Renewed) -> None:
+        with torch.no_grad():
+            self._part(table).renew(table, *renewed)
 
     def _is_trained(self, tables: Iterable[str]) -> bool:
         return self.training and self._has_trained(tables)
@@ -343,6 +316,11 @@ class EmbeddingCollection(nn.Module):
         return sum(arena.store.disk_bytes for part in self._parts for arena in part.arenas)
 
     @property
+    def unadmitted_ids(self) -> Counter[str]:
+        """By feature of a dynamic table, how many ids had no row so far (see `Dynamic`)."""
+        return self._dynamic.unadmitted
+
+    @property
     def traffic(self) -> Traffic:
         """What caches and files of this rank did so far."""
         return sum((arena.store.traffic for part in self._parts for arena in part.arenas), Traffic())
@@ -393,7 +371,7 @@ class EmbeddingCollection(nn.Module):
         for table, initial in fill.items():
             for moment in rule.moments:
                 self._part(table).add_moment(table, moment, initial[moment.name])
-        updater = TableUpdater(rule, fill, self._parts, self._summed_ranks, on_grad, self._stepped)
+        updater = TableUpdater(rule, fill, self._parts, self._summed_ranks, on_grad, self._dynamic.stepped)
         self._updaters.add(updater)
         return updater
 
@@ -442,9 +420,7 @@ class EmbeddingCollection(nn.Module):
                     new.load(table, part.raw(table))
             sharded.append(new)
         self._parts = sharded
-        self._link = wire.link
-        place_of = wire.link.rank, wire.link.size
-        self._vocabularies = {name: Vocabulary(v.table, *place_of) for name, v in self._vocabularies.items()}
+        self._dynamic = DynamicTables(list(self.tables.values()), self.features, wire.link)
         self._summed_ranks = wire.summed_ranks
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
@@ -464,9 +440,7 @@ class EmbeddingCollection(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for table, vocabulary in self._vocabularies.items():
-            for name, tensor in vocabulary.state(self._link).items():
-                destination[f"{prefix}{table}.{DYNAMIC}{name}"] = tensor
+        self._dynamic.save(destination, prefix)
         if are_tables_apart():
             return
         for table in self.tables:
@@ -483,18 +457,7 @@ class EmbeddingCollection(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        expected: set[str] = set()
-        for table, vocabulary in self._vocabularies.items():
-            keys = {name: f"{prefix}{table}.{DYNAMIC}{name}" for name in vocabulary.shapes()}
-            expected.update(keys.values())
-            missing = [key for key in keys.values() if key not in state_dict]
-            missing_keys += missing
-            other = [k for n, k in keys.items() if k in state_dict and state_dict[k].shape != vocabulary.shapes()[n]]
-            error_msgs += [
-                f"table '{table}': '{key}' is of another capacity; load it with the one it had" for key in other
-            ]
-            if not missing and not other:
-                vocabulary.load_state({name: state_dict[key] for name, key in keys.items()})
+        expected = self._dynamic.load(state_dict, prefix, missing_keys, error_msgs)
         for table in () if are_tables_apart() else self.tables:
             shapes = raw_shapes(self.tables[table])
             keys = {name: f"{prefix}{table}.{name}" for name in shapes}

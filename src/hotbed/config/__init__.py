@@ -1,0 +1,32 @@
+"""The recipe: everything that a training run is, as one tree of plain values.
+
+A `Recipe` is what a YAML file in ``recipes/`` holds and what every run and checkpoint keeps a copy of. Models,
+optimizers and data sources are named by import path, so a user's own classes need no registration::
+
+    model:
+      class_path: my_package.MyModel
+      init_args: {width: 512}
+
+Importing this module is cheap and loads no class that a recipe names.
+"""
+
+from hotbed.config.component import Component
+from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.config.recipe import Recipe, check_keys
+from hotbed.config.training import DataRecipe, Device, InitRecipe, Monitor, Precision, ScheduleRecipe, TrainRecipe
+
+__all__ = [
+    "Component",
+    "DataRecipe",
+    "Device",
+    "HotRecipe",
+    "InitRecipe",
+    "MemoryRecipe",
+    "Monitor",
+    "ParallelRecipe",
+    "Precision",
+    "Recipe",
+    "ScheduleRecipe",
+    "TrainRecipe",
+    "check_keys",
+]

@@ -1,0 +1,85 @@
+"""`Component`: a class that a recipe names by its import path, and what it is made with."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+from hotbed.errors import HotbedError, RecipeError, did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A class by import path, and the arguments it is made with."""
+
+    class_path: str
+    """Import path of the class, for example ``torch.optim.Adam``."""
+    init_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments, besides those that hotbed gives."""
+
+    def __post_init__(self) -> None:
+        if "." not in str(self.class_path):
+            raise RecipeError(f"class_path is '{self.class_path}', must be an import path like torch.optim.Adam")
+
+    def load(self) -> type[Any]:
+        """Import the class.
+
+        Raises
+        ------
+        RecipeError
+            If there is no such module or class.
+        """
+        module_name, name = self.class_path.rsplit(".", 1)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module_name.startswith(error.name):
+                raise  # the module is there and what it imports is not
+            raise RecipeError(
+                f"class_path is '{self.class_path}', but there is no module '{error.name}'; install it, or add its "
+                f"directory to PYTHONPATH"
+            ) from None
+        found = getattr(module, name, None)
+        if not isinstance(found, type):
+            classes = [n for n, value in vars(module).items() if isinstance(value, type)]
+            raise RecipeError(f"module '{module_name}' has no class '{name}'{did_you_mean(name, classes)}")
+        return found
+
+    def build(self, *args: Any, **given: Any) -> Any:
+        """Make the object from what hotbed gives and ``init_args``.
+
+        Raises
+        ------
+        RecipeError
+            If an argument is unknown, missing, given by hotbed already, or refused by the class.
+        """
+        cls = self.load()
+        signature = inspect.signature(cls)
+        known = signature.parameters
+        taken = {*list(known)[: len(args)], *given}
+        any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        for name in self.init_args:
+            if name in taken:
+                raise RecipeError(f"{self.class_path}: '{name}' is given by hotbed; remove it from init_args")
+            if name not in known and not any_name:
+                free = [n for n in known if n not in taken]
+                raise RecipeError(
+                    f"{self.class_path} takes no '{name}'; init_args may be {', '.join(free) or 'nothing'}"
+                    f"{did_you_mean(name, free)}"
+                )
+        for name, parameter in known.items():
+            variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if not variadic and parameter.default is parameter.empty and name not in (taken | self.init_args.keys()):
+                raise RecipeError(f"{self.class_path} needs '{name}'; set it in init_args")
+        try:
+            signature.bind(*args, **given, **self.init_args)
+        except TypeError as error:
+            raise RecipeError(f"{self.class_path} does not take the arguments that hotbed gives: {error}") from None
+        try:
+            return cls(*args, **given, **self.init_args)
+        except HotbedError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{self.class_path} refused init_args {self.init_args}: {error}") from error

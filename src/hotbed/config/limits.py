@@ -1,0 +1,28 @@
+"""What sections of a recipe say of a value that is out of range."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hotbed.errors import RecipeError, did_you_mean
+from hotbed.specs import is_int
+
+
+def by_table(key: str, value: Any) -> list[tuple[str, Any]]:
+    """Dotted keys and values of an option that may be given by table."""
+    return [(f"{key}.{table}", v) for table, v in value.items()] if isinstance(value, dict) else [(key, value)]
+
+
+def at_least(key: str, value: object, limit: int, what: str = "") -> None:
+    """Raise `RecipeError` unless a value is an integer of at least ``limit``, which is ``what``."""
+    if not is_int(value):
+        raise RecipeError(f"{key} is {value!r}, must be an integer")
+    if not value >= limit or not math.isfinite(value):
+        raise RecipeError(f"{key} is {value:,}, must be at least {limit:,}{f' ({what})' if what else ''}")
+
+
+def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise `RecipeError` unless a value is one of these."""
+    if value not in choices:
+        raise RecipeError(f"{key} is '{value}', must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")

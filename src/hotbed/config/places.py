@@ -1,0 +1,156 @@
+"""Sections of a recipe: ranks, memories and hot rows, of which all but a few say where things are and how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from hotbed.config.limits import at_least, one_of
+from hotbed.errors import RecipeError
+
+DensePart = Literal["ddp", "fsdp"]
+Reader = Literal["each", "first", "owners"]
+Layout = Literal["groups", "replicas"]
+Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+Tier = Literal["device", "host", "disk"]
+CachePolicy = Literal["lru", "lfu"]
+CacheTier = Literal["device", "host"]
+HostRows = Literal["records", "uva"]
+Batches = Literal["mixed", "apart", "split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRecipe:
+    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
+
+    plan: str = "table"
+    """Sharding scheme of the tables (table, row, column, grid, dp), or a plan's JSON file."""
+    dense: DensePart = "ddp"
+    """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded."""
+    forward_codec: Codec = "fp32"
+    """How rows cross the wire; all but fp32 round them."""
+    backward_codec: Codec = "fp32"
+    """How gradients of rows cross the wire; all but fp32 round them."""
+    sums_apart: bool = False
+    """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns."""
+    ranks_per_node: int | None = None
+    """Exchange in two hops, inside nodes of so many processes and then between nodes; it does not change results."""
+    replicas: int = 1
+    """Groups of processes that hold a copy of all tables each; the plan is for the processes of one. Copies are
+    averaged, which changes results, unless ``exact`` is set."""
+    sync_every: int = 1
+    """Steps between averages of copies; they are also averaged for evaluations and checkpoints."""
+    layout: Layout = "groups"
+    """What neighbouring processes, as on a host, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
+    exact: bool = False
+    """Update every copy by the gradients of all samples instead: results of one group, for more bytes every step."""
+    overlap: bool = True
+    """Exchange the ids of the next batch while one is computed; it does not change results."""
+    reader: Reader = "each"
+    """``each`` process reads its samples; or the ``first`` one reads all and sends the others theirs; or ``owners``
+    read the features whose tables they own, of all samples; no ids are exchanged, and no table may be cut into rows."""
+    timeout_s: int = 600
+    """Seconds after which an exchange between processes fails."""
+
+    def __post_init__(self) -> None:
+        one_of("parallel.dense", self.dense, get_args(DensePart))
+        one_of("parallel.reader", self.reader, get_args(Reader))
+        for key in ("forward_codec", "backward_codec"):
+            one_of(f"parallel.{key}", getattr(self, key), get_args(Codec))
+        one_of("parallel.layout", self.layout, get_args(Layout))
+        for key in ("replicas", "sync_every", "timeout_s"):
+            at_least(f"parallel.{key}", getattr(self, key), 1)
+        if self.replicas > 1 and self.reader == "owners":
+            raise RecipeError(
+                f"parallel.reader is 'owners' and parallel.replicas is {self.replicas}, but owners read for one group "
+                "only; use reader 'each' or 'first', or replicas 1"
+            )
+        if self.ranks_per_node is not None:
+            at_least("parallel.ranks_per_node", self.ranks_per_node, 1)
+        if not self.plan:
+            raise RecipeError("parallel.plan is empty; give a scheme like table or row, or a plan's file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecipe:
+    """In which memory the rows of tables are; it does not change results."""
+
+    tier: Tier = "device"
+    """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
+    on ``disk``, where they come to be when they are trained."""
+    device_bytes: int = 0
+    """With another tier: bytes of the device's memory, per process, for the rows with the most accesses per byte. Rows
+    have to be numbered by falling popularity, as hotbed prepare does."""
+    host_bytes: int = 0
+    """With tier ``disk``: the same of the host's memory, for the rows that follow."""
+    cache_rows: int = 0
+    """With another tier: rows, per process, of a cache for those that are used."""
+    cache_policy: CachePolicy = "lru"
+    """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
+    cache_tier: CacheTier = "device"
+    """Where the cache is: in the compute device's memory, or in the ``host``'s."""
+    host: HostRows = "records"
+    """How rows are in the host's memory: ``records`` come to be when they are trained, and are brought to the device
+    batch by batch; with ``uva`` all rows are there at once, and a GPU reads and writes them in place, without a cache.
+    """
+    directory: str | None = None
+    """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
+
+    def __post_init__(self) -> None:
+        one_of("memory.tier", self.tier, get_args(Tier))
+        one_of("memory.cache_policy", self.cache_policy, get_args(CachePolicy))
+        one_of("memory.cache_tier", self.cache_tier, get_args(CacheTier))
+        one_of("memory.host", self.host, get_args(HostRows))
+        for name in ("device_bytes", "host_bytes", "cache_rows"):
+            at_least(f"memory.{name}", getattr(self, name), 0)
+            if getattr(self, name) and self.tier == "device":
+                raise RecipeError(f"memory.{name} is set, but memory.tier is 'device'; set it to 'host' or 'disk'")
+        if self.host_bytes and self.tier != "disk":
+            raise RecipeError(f"memory.host_bytes is set, but memory.tier is '{self.tier}'; set it to 'disk'")
+        if self.host == "uva" and self.tier == "host" and self.cache_rows:
+            raise RecipeError(
+                f"memory.cache_rows is {self.cache_rows:,}, but memory.host is 'uva', whose rows a GPU reads in place; "
+                "set it to 'records', or cache_rows to 0"
+            )
+
+    @property
+    def cached_tiers(self) -> tuple[Tier, ...]:
+        """Memories whose rows may have a cache before them."""
+        return ("disk",) if self.host == "uva" else ("host", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotRecipe:
+    """Rows that most inputs need, and in which order inputs come that need no others (``hotbed pack``)."""
+
+    rows: str | None = None
+    """``hot_rows.json`` of hotbed pack: these rows are in the memory of every process's device, the others where
+    parallel.plan and memory.tier say; it does not change results."""
+    batches: Batches = "mixed"
+    """``apart``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train split;
+    this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are computed
+    while the rows of its others come; gradients add up to the batch's, in another order of summands."""
+    rate: int = 50
+    """With ``apart``: percent of the cold batches, and then of the hot ones, before the next evaluation; at first."""
+    floor: int = 1
+    """The least rate. It is halved when the loss of an evaluation is above the one before."""
+    cap: int = 50
+    """The largest rate."""
+    patience: int = 4
+    """The rate is doubled when the loss has fallen so many times in a row."""
+
+    def __post_init__(self) -> None:
+        one_of("hot.batches", self.batches, get_args(Batches))
+        at_least("hot.floor", self.floor, 1)
+        at_least("hot.rate", self.rate, self.floor, "hot.floor")
+        at_least("hot.cap", self.cap, self.rate, "hot.rate")
+        at_least("hot.patience", self.patience, 1)
+        if self.cap > 100:
+            raise RecipeError(f"hot.cap is {self.cap}, must be at most 100 percent")
+        if self.rows == "":
+            raise RecipeError("hot.rows is empty; give the hot_rows.json that hotbed pack has written")
+        if self.batches == "split" and self.rows is None:
+            raise RecipeError(
+                "hot.batches is 'split', but nothing says which rows are hot; set hot.rows to the hot_rows.json of "
+                "hotbed pack"
+            )
