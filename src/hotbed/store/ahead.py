@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from hotbed.store.records import Over, Records, Traffic, Use, distinct, positions
 
-_MOST_AHEAD = 8
+_MOST_AHEAD = 32
 """Reads ahead that may wait to be used."""
 
 
@@ -22,11 +22,13 @@ class _Ahead:
         self.slots, order = slots.sort()
         self.records = records[order]
         self.fresh = torch.ones(len(slots), dtype=torch.bool)
-        """Which were not written since."""
+        """Which were neither looked up nor written since."""
 
 
 class ReadAhead(Over):
     """Records that are slow to read, some of them before they are needed.
+
+    One thread may read ahead while another, the only one that writes, looks up and updates.
 
     Parameters
     ----------
@@ -57,7 +59,7 @@ class ReadAhead(Over):
         with self._lock:
             self._written = []
         records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
-        there = self.below.read(slots, records)
+        there = self.below.read(slots, records, use="ahead")
         with self._lock:
             ahead = _Ahead(slots[there], records[there])
             for written in self._written or ():
@@ -70,7 +72,6 @@ class ReadAhead(Over):
         there = torch.zeros(len(slots), dtype=torch.bool)
         rest = torch.arange(len(slots))
         with self._lock:
-            unused: list[_Ahead] = []
             for ahead in self._ahead:
                 at, found = positions(ahead.slots, slots[rest])
                 found &= ahead.fresh[at] if len(ahead.slots) else False
@@ -78,9 +79,9 @@ class ReadAhead(Over):
                 there[rest[found]] = True
                 self._count += int(found.sum())
                 rest = rest[~found]
-                if not bool(found.any()) or use == "once":
-                    unused.append(ahead)
-            self._ahead = unused
+                if use == "lookup":
+                    ahead.fresh[at[found]] = False
+            self._ahead = [ahead for ahead in self._ahead if bool(ahead.fresh.any())]
         if len(rest):
             found_below = torch.empty(len(rest), self.record_bytes, dtype=torch.uint8)
             below = self.below.read(slots[rest], found_below, use=use)
@@ -90,12 +91,13 @@ class ReadAhead(Over):
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
+        # First, so that what is read ahead from now on is what was written; what was read before is marked then.
+        self.below.write(slots, records)
         with self._lock:
             for ahead in self._ahead:
                 _mark(ahead, slots)
             if self._written is not None:
                 self._written.append(slots)
-        self.below.write(slots, records)
 
     @override
     def clear(self) -> None:

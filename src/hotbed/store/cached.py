@@ -145,6 +145,10 @@ class CachedRecords(Over):
     def _insert(self, slots: Tensor, records: Tensor, *, dirty: bool) -> None:
         """Keep records of distinct slots that are not here; write back what makes room, or finds none."""
         with self._lock:
+            if not dirty:  # what was read without the lock may be here by now, perhaps changed
+                absent = (self.ops.cache_find(self._tags, slots) < 0).nonzero()[:, 0]
+                if len(absent) < len(slots):
+                    slots, records = slots[absent], self._gathered(records, absent)
             places, evicted = self.ops.cache_take(self._tags, slots, self._now)
             kept = places >= 0
             lost = (kept & (evicted != FREE) & self._dirty[places.clamp(min=0)]).nonzero()[:, 0]

@@ -59,11 +59,12 @@ class KeyedRecords(Records):
         if not len(slots):
             return
         numbers = self._index.find(slots)
-        new = (numbers < 0).nonzero()[:, 0]
-        if len(new):
-            self._make_room(len(self._index) + len(new))
-            numbers[new] = self._index.add(slots[new])
+        new, count = (numbers < 0).nonzero()[:, 0], len(self._index)
+        self._make_room(count + len(new))
+        numbers[new] = torch.arange(count, count + len(new))
         self._write(numbers, records)
+        if len(new):
+            self._index.add(slots[new])  # last, so that whoever finds a record can read it
 
     @override
     def keys(self) -> Tensor:
@@ -143,8 +144,8 @@ class _Batch:
 class FileRecords(KeyedRecords):
     """Records in a file without a name, which nobody can mistake for data that is whole: it ends with the process.
 
-    Writing is done by a thread, in order of place, from a limited amount of memory. Any thread may read what no other
-    thread writes meanwhile.
+    Writing is done by a thread, in order of place, from a limited amount of memory. One thread may call `write`, any
+    may read; a record that is overwritten meanwhile may come as a mixture of both.
 
     Parameters
     ----------
@@ -177,7 +178,7 @@ class FileRecords(KeyedRecords):
         self._failure: OSError | None = None
         self._readers = ThreadPoolExecutor(READERS, "hotbed-rows")
         self._writer = ThreadPoolExecutor(1, "hotbed-write-rows")
-        self._counted = Traffic()
+        self._counted, self._counting = Traffic(), threading.Lock()
 
     @property
     @override
@@ -207,8 +208,19 @@ class FileRecords(KeyedRecords):
         self._close()
 
     @override
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor) -> None:
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         start = time.perf_counter()
+        there = super().read(slots, out, use=use)
+        if use != "ahead":
+            self._count(waited_s=time.perf_counter() - start)
+        return there
+
+    def _count(self, **more: float) -> None:
+        with self._counting:  # another thread may be reading ahead
+            self._counted += Traffic(**more)  # pyright: ignore[reportArgumentType]
+
+    @override
+    def _read(self, numbers: Tensor, there: Tensor, out: Tensor) -> None:
         at = there.nonzero()[:, 0]
         with self._changed:
             waiting = list(self._unwritten)
@@ -222,8 +234,7 @@ class FileRecords(KeyedRecords):
         calls = [(wanted[a:b], self._readers.submit(self._read_part, wanted[a:b], rows[a:b], out)) for a, b in parts]
         for part, call in calls:
             self._check(part, call)
-        self._counted.read_bytes += len(wanted) * self.record_bytes
-        self._counted.waited_s += time.perf_counter() - start
+        self._count(read_bytes=len(wanted) * self.record_bytes)
 
     @override
     def _write(self, numbers: Tensor, records: Tensor) -> None:
@@ -236,8 +247,7 @@ class FileRecords(KeyedRecords):
             self._unwritten.append(batch)
             self._unwritten_bytes += batch.nbytes
         self._writer.submit(self._write_oldest)
-        self._counted.written_bytes += batch.nbytes
-        self._counted.waited_s += time.perf_counter() - start
+        self._count(written_bytes=batch.nbytes, waited_s=time.perf_counter() - start)
 
     def _write_oldest(self) -> None:
         batch = self._unwritten[0]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-Use = Literal["lookup", "update", "once"]
-"""What a record is read for: a lookup, which counts as a hit or a miss; to change it, mostly after a lookup; or once,
-as all of a table is for a checkpoint, so that no cache should keep it."""
+Use = Literal["lookup", "update", "once", "ahead"]
+"""What a record is read for: a lookup, which counts as a hit or a miss; to change it, mostly after a lookup; once, as
+all of a table is for a checkpoint, so that no cache should keep it; or ahead of a lookup, so that nobody waits."""
 
 
 @dataclass
