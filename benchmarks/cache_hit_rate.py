@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hotbed.cli import main as hotbed
+from benchmarks.command import run
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.stack_distance import StackDistances
 from hotbed.files import write_json
@@ -87,12 +87,6 @@ def trained(args: argparse.Namespace, folder: Path, batch: int, cached: int, pol
         *("--memory.tier", "disk", "--memory.cache_rows", cached, "--memory.cache_policy", policy),
     )
     return json.loads(file.read_text(encoding="utf-8"))["memory"]["hit_rate"]
-
-
-def run(*argv: object) -> None:
-    """A command of hotbed's, in this process."""
-    if status := hotbed([str(arg) for arg in argv]):
-        raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from hotbed.cli import main as hotbed
+from benchmarks.command import run
 from hotbed.files import write_json
 from hotbed.train.report import environment
 
@@ -61,7 +61,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             run(
                 *("train", RECIPE, "--out", folder / "runs", "--json", file, "--train.seed", seed),
                 *("--data.path", packed, "--data.valid_split", "valid", "--data.shuffle", "true"),
-                *("--train.batch_size", args.batch, "--schedule.warmup_steps", 50, "--train.checkpoint", "none"),
+                *(
+                    "--train.batch_size",
+                    args.batch,
+                    "--schedule.warmup_steps",
+                    min(50, steps // 4),
+                    "--train.checkpoint",
+                    "none",
+                ),
                 *("--hot.rows", packed / "hot_rows.json", "--hot.batches", way),
                 *(decay if decayed else ()),
             )
@@ -87,12 +94,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for (way, decayed), found in runs.items()
         ],
     }
-
-
-def run(*argv: object) -> None:
-    """A command of hotbed's, in this process."""
-    if status := hotbed([str(arg) for arg in argv]):
-        raise SystemExit(status)
 
 
 def print_found(found: dict[str, Any]) -> None:

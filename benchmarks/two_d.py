@@ -14,6 +14,7 @@ import json
 import logging
 import multiprocessing
 import os
+import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -216,7 +217,8 @@ def show(console: Console, log: str, results: Sequence[Mapping[str, Any]]) -> No
 
     one = of_case[1, "c=1"]
     for (replicas, rule), found in of_case.items():
-        ratios = found[0]["v_ratio"]
+        of_seeds = [r["v_ratio"] for r in found if r["v_ratio"] is not None]
+        ratios = [statistics.mean(decile) for decile in zip(*of_seeds, strict=True)] if of_seeds else None
         table.add_row(
             str(replicas),
             rule,

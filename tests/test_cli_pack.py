@@ -54,6 +54,7 @@ def test_a_sample_says_how_many_it_counted(recipe: Path, tmp_path: Path) -> None
     found = packed(recipe, tmp_path / "out", "--budget", "20000")
     assert found["sample"] == 0.05
     assert 60 < found["counted_samples"] < 200
+    assert 0 < found["hot_accesses"] < 1
     assert found["estimated"] == []
     assert inspected(tmp_path / "out", tmp_path)["samples"]["train_hot"] == found["hot_samples"]
 

@@ -153,6 +153,20 @@ def test_mistakes_leave_nothing_behind(
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
 
 
+def test_files_of_one_name_are_refused(data: Path, tmp_path: Path) -> None:
+    spec = (data / "feature_spec.yaml").read_text()
+    assert "train/numerical.bin" in spec and "train/label.bin" in spec
+    for folder in ("x", "y"):
+        (data / "train" / folder).mkdir()
+    (data / "train/numerical.bin").rename(data / "train/x/0.bin")
+    (data / "train/label.bin").rename(data / "train/y/0.bin")
+    moved = spec.replace("train/numerical.bin", "train/x/0.bin").replace("train/label.bin", "train/y/0.bin")
+    (data / "feature_spec.yaml").write_text(moved)
+    with pytest.raises(SpecError, match=r"split 'train' has several files named 0\.bin, which would share a folder"):
+        pack(data, tmp_path / "out", HOT)
+    assert [p.name for p in tmp_path.iterdir()] == ["data"]
+
+
 def test_nothing_half_written_is_left(data: Path, tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt

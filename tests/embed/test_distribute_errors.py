@@ -111,6 +111,18 @@ def spread_weights(group: dist.ProcessGroup) -> None:
     model(hb.Spread(batch, [1, 1, 1], dist.get_rank(group)))
 
 
+def spread_sequences(group: dist.ProcessGroup) -> None:
+    tables, features = [hb.Table("t", rows=9, dim=16)], [hb.Feature("f", table="t", pooling="none")]
+    model = hb.distribute(hb.EmbeddingCollection(tables, features), group=group)
+    batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])})
+    model(hb.Spread(batch, [1, 1, 1], dist.get_rank(group)))
+
+
+def replicas_of_dynamic(group: dist.ProcessGroup) -> None:
+    table = hb.Table("t", rows="dynamic", dim=16, init_bound=0.1, dynamic=hb.Dynamic(capacity_bytes=1 << 20))
+    hb.distribute(hb.EmbeddingCollection([table], [hb.Feature("f", table="t")]), group=group, replicas=3)
+
+
 def no_sync_of_fsdp(group: dist.ProcessGroup) -> None:
     model = hb.distribute(Model(), group=group, dense="fsdp")
     model.no_sync()
@@ -189,6 +201,16 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         part_of_the_ranks,
         SpecError,
         "the process group has 1 of 3 ranks; a model is distributed over all of them in this release, leave group out",
+    ),
+    "sequences of ids that are spread": (
+        spread_sequences,
+        BatchError,
+        "feature 'f' is not pooled, so ids must be exchanged; give every rank all features of its samples",
+    ),
+    "replicas of a dynamic table": (
+        replicas_of_dynamic,
+        PlanError,
+        "table 't' is dynamic, of which there can be no replicas in this release",
     ),
     "trained weights of ids that are spread": (
         spread_weights,

@@ -263,6 +263,26 @@ def test_tables_are_checked() -> None:
     assert hb.Table("t", "dynamic", 4, init_bound=0.1, dynamic=room).rows == (1 << 20) // 16
 
 
+def test_accumulated_batches_are_one_step_of_the_time_to_live() -> None:
+    model, optimizer = one_set(ttl_steps=2)
+    step(model, optimizer, [5, 6], [[], []])
+    first = collection(model).weight("t").clone()
+    for _ in range(3):
+        step(model, optimizer, [6, 6], [[], []], update=False)
+    optimizer.step()
+    step(model, optimizer, [5, 6], [[], []], update=False)
+    at = int((model.state_dict()["e.t.dynamic_ids"] == 5).nonzero())
+    assert torch.equal(collection(model).weight("t")[at], first[at])  # not too late
+
+
+def test_a_state_of_another_capacity_is_refused() -> None:
+    model, _ = one_set()
+    state = model.state_dict()
+    state["e.t.dynamic_ids"] = state["e.t.dynamic_ids"][:-1]
+    with pytest.raises(RuntimeError, match=r"'e\.t\.dynamic_ids' is of another capacity; load it with the one it had"):
+        model.load_state_dict(state)
+
+
 def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None:
     model, optimizer = one_set()
     with pytest.raises(BatchError, match="id -3 at sample 0 is negative"):

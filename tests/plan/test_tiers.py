@@ -11,7 +11,7 @@ from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, Tile, make_plan
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.tiers import Counted, Zipf, hot_rows, place_in_tiers, with_cache
+from hotbed.plan.tiers import Counted, Curve, Zipf, hot_rows, place_in_tiers, with_cache
 from hotbed.specs import Table
 
 TABLES = [Table("a", 1000, 32), Table("b", 40, 16, dtype="int8", fp32_rows=5), Table("c", 300, 32)]
@@ -30,12 +30,47 @@ def test_zipf_shares_are_those_of_the_law() -> None:
             assert law.rows_above(share * (1 - 1e-9)) == row
             assert law.rows_above(share * (1 + 1e-9)) == row - 1
     assert Zipf(10).rows_above(0) == 10
+    assert Zipf(1000, 0.01).rows_above(1e-300) == 1000  # whatever the law would say of more rows
 
 
 def test_counted_rows_that_are_not_in_order_count_as_later_ones() -> None:
     counted = Counted(torch.tensor([9, 1, 5, 5, 0]), samples=10)
     assert [counted.rows_above(x) for x in (0.9, 0.5, 0.1, 0.0, 1.0)] == [1, 4, 4, 5, 0]
     assert [counted.accesses(n) for n in (0, 1, 5)] == [0.0, 0.9, 2.0]
+
+
+def test_a_curve_takes_rows_between_its_points_for_alike() -> None:
+    curve = Curve([1, 1, 10, 100], [0.5, 0.5, 0.95, 1.0])
+    assert [curve.rows_above(x) for x in (0.6, 0.5, 0.049, 0.04, 0.0005, 0.0)] == [0, 1, 10, 10, 100, 100]
+    assert [curve.accesses(n) for n in (0, 1, 10, 55, 100)] == pytest.approx([0, 0.5, 0.95, 0.975, 1.0])
+
+
+def test_room_that_is_left_is_for_rows_without_an_access_in_the_order_of_tables() -> None:
+    counts = {"a": [3] * 5 + [0] * 995, "b": [1] * 40, "c": [0] * 300}
+    known = {name: Counted(torch.tensor(values), samples=3) for name, values in counts.items()}
+    by_name = {t.name: t for t in TABLES}
+
+    def bytes_of(rows: dict[str, int]) -> int:
+        tiles = [Tile(t, range(n), range(by_name[t].dim), 0) for t, n in rows.items() if n]
+        return sum(tile_bytes(by_name[t.table], t, MOMENTS) for t in tiles)
+
+    wanted = {"a": 105, "b": 40, "c": 0}
+    assert hot_rows(TABLES, bytes_of(wanted), popularity=known, moments=MOMENTS) == wanted
+    found = hot_rows(TABLES, bytes_of({"a": 5, "b": 20, "c": 0}), popularity=known, moments=MOMENTS)
+    assert found["c"] == 0 and found["a"] < 5 and found["b"] == 40  # b has more accesses per byte
+
+
+def test_copies_that_a_rank_reads_take_of_its_budget() -> None:
+    plan = make_plan(TABLES, 2, {"a": "row", "b": "dp", "c": "row"})
+    copied = [t for t in plan.tiles if t.readers]
+    assert {t.table for t in copied} == {"b"}
+    budget = 30_000
+    placed = place_in_tiers(plan, TABLES, {"device": budget}, "disk", moments=MOMENTS)
+    by_name = {t.name: t for t in TABLES}
+    for rank in range(2):
+        here = [t for t in placed.tiles if t.tier == "device" and (t.owner == rank or rank in t.readers)]
+        used = sum(tile_bytes(by_name[t.table], t, MOMENTS) for t in here)
+        assert used <= budget < used + 2 * tile_bytes(by_name["a"], Tile("a", range(1), range(32), 0), MOMENTS)
 
 
 def bytes_in(plan, tier: str, rank: int) -> int:  # type: ignore[no-untyped-def]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -278,6 +279,21 @@ def test_what_a_cache_did_is_counted(tmp_path: Path) -> None:
     assert store.traffic.written_bytes >= 32 * 64
     assert 0 < store.traffic.hit_rate < 1
     assert not list(tmp_path.iterdir())  # the file has no name, so a killed process leaves none
+
+
+def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = FileRecords(64, tmp_path)
+    out = torch.empty(10, 64, dtype=torch.uint8)
+    records.write(torch.arange(10), torch.ones(10, 64, dtype=torch.uint8))
+    records._drain()
+    os.ftruncate(records._file, 5 * 64)
+    with pytest.raises(OSError, match=r"rows in .* could not be read: the file is shorter than it was"):
+        records.read(torch.arange(10), out)
+    os.ftruncate(records._file, 10 * 64)
+    monkeypatch.setattr("hotbed.ops.cpu_files.read_records", lambda *_: 3)
+    with pytest.raises(OSError, match="could not be read, for no reason that the system gives"):
+        records.read(torch.arange(10), out)
+    records.close()
 
 
 def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,8 @@ def test_a_loss_that_is_not_finite_is_found_in_either_part_before_anything_is_to
         spoiled = Trainer(
             trainer.model, trainer.dense, trainer.sparse, recipe=trainer.recipe, divide=lambda _, parts=parts: parts
         )
-        with pytest.raises(NonFiniteError, match="dense of sample 3 of the batch, column 2 is inf"):
+        message = f"dense of sample 3 of part {1 + which} of 2 of the batch, column 2 is inf"
+        with pytest.raises(NonFiniteError, match=message):
             spoiled.fit([batch])
         assert_equal(trainer.model.state_dict(), before)
 

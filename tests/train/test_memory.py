@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from hotbed.cli import main
 from hotbed.config import MemoryRecipe, Recipe
-from hotbed.errors import RecipeError
+from hotbed.errors import DataError, RecipeError
+from hotbed.train.build import new_model, open_source
+from hotbed.train.parallel import planned
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
+from hotbed.train.skew_file import read_skew
 
 
 def recipe_of(folder: Path, memory: dict[str, Any], optimizer: str = "RowWiseAdagrad") -> Recipe:
@@ -68,6 +72,44 @@ def test_a_run_is_the_same_wherever_rows_are(tmp_path: Path) -> None:
             assert found["memory"]["written_bytes"] > 0 or memory.get("cache_rows", 0) >= 2000
             assert found["memory"]["disk_bytes"] >= 0
     assert not list((tmp_path / "rows").iterdir())
+
+
+def test_budgets_are_shared_out_by_what_was_counted(tmp_path: Path) -> None:
+    file = recipe_of(tmp_path, {})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(file.to_dict()))
+    out = str(tmp_path / "skew")
+    assert main(["inspect", "--skew", str(tmp_path / "recipe.yaml"), "--out", out, "--split", "train"]) == 0
+    memory = {"tier": "disk", "device_bytes": 20_000}
+    by_law, _ = trained(tmp_path, memory)
+    counted, _ = trained(tmp_path, {**memory, "skew": f"{out}/skew.json"})
+    assert counted["test"] == by_law["test"]
+    rows = {"C1": 300, "C2": 40, "C3": 5000}
+    curves = read_skew(Path(out) / "skew.json", rows)
+    assert all(curves[t].accesses(n) == pytest.approx(1) for t, n in rows.items())  # one id per sample
+    model = new_model(file, open_source(file.data))
+    plans = [planned(model, recipe_of(tmp_path, {**memory, **more}), 1) for more in ({}, {"skew": f"{out}/skew.json"})]
+    assert plans[0] != plans[1]
+    assert {t.tier for t in plans[1].tiles} == {"device", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "skew.json does not exist; make it with hotbed inspect --skew"),
+        ("[]", "is not what hotbed inspect --skew writes"),
+        ('{"samples": 1, "tables": []}', "has no table 'C1', which the model has; inspect this model's data"),
+        (
+            '{"samples": 1, "tables": [{"table": "C1", "rows": 3, "accesses": 0, "cache_rows": [3], '
+            '"accesses_of_top_rows": [null]}]}',
+            "table 'C1' has 3 rows, the model's has 300; inspect this model's data",
+        ),
+    ],
+)
+def test_mistakes_about_what_was_counted(content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "skew.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_skew(tmp_path / "skew.json", {"C1": 300})
 
 
 def test_a_run_goes_on_in_another_memory(tmp_path: Path) -> None:

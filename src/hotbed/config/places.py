@@ -83,6 +83,9 @@ class MemoryRecipe:
     have to be numbered by falling popularity, as hotbed prepare does."""
     host_bytes: int = 0
     """With tier ``disk``: the same of the host's memory, for the rows that follow."""
+    skew: str | None = None
+    """``skew.json`` of hotbed inspect --skew: by these counts rows are shared out to the budgets; without it by Zipf's
+    law with exponent 1.05, alike for all tables."""
     cache_rows: int = 0
     """With another tier: rows, per process, of a cache for those that are used."""
     cache_policy: CachePolicy = "lru"
@@ -105,6 +108,8 @@ class MemoryRecipe:
             at_least(f"memory.{name}", getattr(self, name), 0)
             if getattr(self, name) and self.tier == "device":
                 raise RecipeError(f"memory.{name} is set, but memory.tier is 'device'; set it to 'host' or 'disk'")
+        if self.skew is not None and not (self.device_bytes or self.host_bytes):
+            raise RecipeError("memory.skew is set, but no budget is; set memory.device_bytes or memory.host_bytes")
         if self.host_bytes and self.tier != "disk":
             raise RecipeError(f"memory.host_bytes is set, but memory.tier is '{self.tier}'; set it to 'disk'")
         if self.host == "uva" and self.tier == "host" and self.cache_rows:

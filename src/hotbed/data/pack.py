@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -129,6 +130,13 @@ def pack(
     limits, sizes = by_feature(source.schema, hot_rows), source.chunks(split)
     kinds = {f"{split}_{kind}": kind == HOT for kind in (HOT, COLD)}
     counts = dict.fromkeys(kinds, 0)
+    for name, files_of_split in spec.files.items():
+        paths = {file.path for file in files_of_split.values()}
+        twice = [file for file, count in Counter(path.name for path in paths).items() if count > 1]
+        if twice:
+            raise SpecError(
+                f"split '{name}' has several files named {twice[0]}, which would share a folder; rename one"
+            )
     with new_directory(Path(out), marker="feature_spec.yaml", overwrite=overwrite) as directory, ExitStack() as stack:
         for other in source.splits:
             if other not in kinds:  # those of an earlier packing are made anew
@@ -172,8 +180,6 @@ def _stored(file: StoredFile, first: int, samples: int) -> NDArray[np.uint8]:
 def _link(path: Path, to: Path) -> None:
     try:
         os.link(path, to)
-    except FileExistsError:
-        raise
     except OSError:  # another file system, or one without links
         shutil.copyfile(path, to)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,10 +77,11 @@ class DynamicTables:
                 ids = ids.with_feature(name, bags)
         return ids
 
-    def stepped(self) -> None:
-        """The optimizer has used all gradients; see `Vocabulary.stepped`."""
-        for vocabulary in self._vocabularies.values():
-            vocabulary.stepped()
+    def stepped(self, tables: Collection[str]) -> None:
+        """The optimizer of these tables has used all gradients; see `Vocabulary.stepped`."""
+        for table, vocabulary in self._vocabularies.items():
+            if table in tables:
+                vocabulary.stepped()
 
     def save(self, destination: dict[str, Any], prefix: str) -> None:
         """Add the state to that of a collection; all ranks must call this."""

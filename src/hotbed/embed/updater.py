@@ -46,7 +46,7 @@ class TableUpdater:
     on_grad
         Called for every gradient that arrives, with what says whether it is finite.
     on_stepped
-        Called when gradients have been used.
+        Called with its tables when gradients have been used.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TableUpdater:
         parts: Sequence[Part],
         ranks: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
-        on_stepped: Callable[[], None],
+        on_stepped: Callable[[Collection[str]], None],
     ) -> None:
         self.rule = rule
         self.tables = set(tables)
@@ -100,7 +100,7 @@ class TableUpdater:
             here = {arena: _joined(arena, found[arena]) for arena in part.arenas if arena in found}
             part.update(steps, here)
         self._waiting.clear()
-        self._on_stepped()
+        self._on_stepped(self.tables)
 
     def _count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor, device: torch.device) -> None:
         """Count the step of the tables that are trained.

@@ -48,12 +48,12 @@ class _Directory:
         launch(cpu_cache.find, self.ids.numpy(), *where, ids.numpy(), places.numpy())
         return places
 
-    def take(self, ids: Tensor, now: int, protected: int, by_count: bool) -> tuple[Tensor, int]:
-        """Place of each id, −1 where there is none, and how many ids lost theirs."""
+    def take(self, ids: Tensor, now: int, by_count: bool) -> tuple[Tensor, int]:
+        """Place of each id, −1 where there is none but of ids used now, and how many ids lost theirs."""
         places, evicted = torch.empty_like(ids), torch.empty_like(ids)
         state = self.ids.numpy(), self.times.numpy(), self.counts.numpy()
         where = self.sets, self.first_set, DYNAMIC_WAYS
-        cpu_cache.take(*state, *where, by_count, ids.numpy(), now, protected, places.numpy(), evicted.numpy())
+        cpu_cache.take(*state, *where, by_count, ids.numpy(), now, now, places.numpy(), evicted.numpy())
         return places, int((evicted >= 0).sum())
 
     def arrays(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class Vocabulary:
         self._candidates = _Directory(self.sets, *here) if self.options.admit_after > 1 else None
         self._lock = threading.Lock()
         self._now = 0
-        self._protected = 0
+        """Steps of the optimizer so far; what is looked up before the next one gives way to nothing."""
         self.evicted = self.unadmitted = 0
 
     def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Renewed]:
@@ -130,14 +130,12 @@ class Vocabulary:
 
     def stepped(self) -> None:
         """The optimizer has used all gradients of rows that were looked up: they may go to other ids."""
-        self._protected = self._now + 1
+        self._now += 1
 
     def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Renewed]:
         """The same for distinct rising ids whose sets are kept here."""
         with self._lock:
             directory, options = self._rows, self.options
-            if train:
-                self._now += 1
             now = self._now
             places = directory.find(ids)
             here = places >= 0
@@ -155,8 +153,7 @@ class Vocabulary:
                 wanted = (~here).nonzero()[:, 0]
                 if self._candidates is not None:
                     wanted = wanted[self._admitted(ids[wanted], seen[wanted], now)]
-                protected = min(self._protected, now)
-                places[wanted], evicted = directory.take(ids[wanted], now, protected, options.evict == "lfu")
+                places[wanted], evicted = directory.take(ids[wanted], now, options.evict == "lfu")
                 renewed[wanted] = places[wanted] >= 0
                 directory.counts[places[wanted[places[wanted] >= 0]]] = seen[wanted[places[wanted] >= 0]]
                 self.evicted += evicted
@@ -169,7 +166,7 @@ class Vocabulary:
         assert self._candidates is not None
         places = self._candidates.find(ids)
         new = (places < 0).nonzero()[:, 0]
-        places[new], _ = self._candidates.take(ids[new], now, now, False)
+        places[new], _ = self._candidates.take(ids[new], now, False)
         self._candidates.counts[places[new[places[new] >= 0]]] = 0
         there = places >= 0
         self._candidates.times[places[there]] = now
@@ -189,8 +186,7 @@ class Vocabulary:
                 found |= {f"candidate_{name}": t.clone() for name, t in self._candidates.arrays().items()}
         if link is not None and link.size > 1:
             found = {name: _joined(t, self._cuts, link) for name, t in found.items()}
-        # The number of calls is the same on all ranks.
-        return {**found, "now": torch.tensor(self._now), "protected": torch.tensor(self._protected)}
+        return {**found, "now": torch.tensor(self._now)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` gave, of any number of ranks."""
@@ -201,13 +197,13 @@ class Vocabulary:
             if self._candidates is not None and "candidate_ids" in state:
                 for name, own in self._candidates.arrays().items():
                     own.copy_(state[f"candidate_{name}"][part])
-            self._now, self._protected = int(state["now"]), int(state["protected"])
+            self._now = int(state["now"])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what `state` gives."""
         names = list(self._rows.arrays())
         names += [f"candidate_{name}" for name in names] if self._candidates is not None else []
-        return {**dict.fromkeys(names, (self.table.rows,)), "now": (), "protected": ()}
+        return {**dict.fromkeys(names, (self.table.rows,)), "now": ()}
 
 
 def _of_all(renewed: Renewed, link: Link) -> Renewed:

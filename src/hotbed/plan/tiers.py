@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -53,10 +54,39 @@ class Zipf:
 
     def rows_above(self, accesses: float) -> int:  # noqa: D102
         first = self.ids / _harmonic(self.rows, self.exponent)
-        return min(self.rows, int((first / accesses) ** (1 / self.exponent))) if accesses > 0 else self.rows
+        if accesses <= first * self.rows**-self.exponent:
+            return self.rows
+        return int((first / accesses) ** (1 / self.exponent))
 
     def accesses(self, rows: int) -> float:  # noqa: D102
         return self.ids * _harmonic(rows, self.exponent) / _harmonic(self.rows, self.exponent)
+
+
+class Curve:
+    """Rows of which is known how many accesses the first ones have, for some numbers of them.
+
+    Parameters
+    ----------
+    rows
+        Numbers of first rows, rising; the last is all of them.
+    accesses
+        Accesses per sample of so many. Between two numbers rows are taken for alike.
+    """
+
+    def __init__(self, rows: Sequence[int], accesses: Sequence[float]) -> None:
+        self._rows, self._accesses = [0, *rows], [0.0, *accesses]
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        found = 0
+        for (a, b), (before, after) in zip(pairwise(self._rows), pairwise(self._accesses), strict=True):
+            if b > a and (after - before) / (b - a) >= accesses:
+                found = b
+        return found
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        i = max(bisect_left(self._rows, rows), 1)
+        share = (rows - self._rows[i - 1]) / max(self._rows[i] - self._rows[i - 1], 1)
+        return self._accesses[i - 1] + share * (self._accesses[i] - self._accesses[i - 1])
 
 
 class Counted:
@@ -152,7 +182,8 @@ def place_in_tiers(
         own = [t for t in plan.tiles if t.owner == rank]
         left = [t for t in own if not t.readers]
         for tier, budget in budgets.items():
-            room = budget - sum(tile_bytes(by_name[t.table], t, moments) for t in tiles if t in own and t.tier == tier)
+            held = [t for t in plan.tiles if t.readers and t.tier == tier and (t.owner == rank or rank in t.readers)]
+            room = budget - sum(tile_bytes(by_name[t.table], t, moments) for t in held)
             prefixes = _prefixes(left, by_name, known, moments, room)
             parts = [_split(tile, prefixes[tile.table]) for tile in left]
             tiles += [replace(head, tier=tier, cache_rows=0) for head, _ in parts if head is not None]
@@ -239,7 +270,8 @@ def _prefixes(
         middle = (low + high) / 2
         low, high = (low, middle) if fits(taken(10**middle)) else (middle, high)
     found = taken(10**high)
-    for name, most in taken(10**low).items():  # rows that tie for the rest, in the order of tables and rows
+    # Rows that tie for the rest, and then those without an access, in the order of tables and rows.
+    for name, most in [*taken(10**low).items(), *everything.items()]:
         least = found[name]
         found[name] = bisect_left(range(least + 1, most + 1), True, key=lambda n: not fits({**found, name: n})) + least
         if found[name] < most:

@@ -255,7 +255,7 @@ class FileRecords(KeyedRecords):
         try:
             done = cpu_files.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
             if done < len(batch.numbers):
-                self._explain(int(batch.numbers[done]), written=True)
+                self._explain(batch.numbers[done:], written=True)
         except OSError as error:
             failure = error
         with self._changed:
@@ -284,16 +284,17 @@ class FileRecords(KeyedRecords):
     def _check(self, numbers: Tensor, call: Future[int]) -> None:
         done = call.result()
         if done < len(numbers):
-            self._explain(int(numbers[done]), written=False)
+            self._explain(numbers[done:], written=False)
 
-    def _explain(self, number: int, *, written: bool) -> None:
-        """Raise what the system says of a record that could not be read or written."""
-        at, what = number * self.record_bytes, "written" if written else "read"
+    def _explain(self, numbers: Tensor, *, written: bool) -> None:
+        """Raise what the system says of these records, of which the first run could not be read or written."""
+        what = "written" if written else "read"
         try:
-            if written:
-                os.pwrite(self._file, bytes(self.record_bytes), at)
-            elif len(os.pread(self._file, self.record_bytes, at)) < self.record_bytes:
-                raise OSError("the file is shorter than it was")
+            for at in (numbers * self.record_bytes).tolist():
+                if written:
+                    os.pwrite(self._file, bytes(self.record_bytes), at)
+                elif len(os.pread(self._file, self.record_bytes, at)) < self.record_bytes:
+                    raise OSError("the file is shorter than it was")
         except OSError as error:
             raise OSError(error.errno, f"rows in {self._directory} could not be {what}: {error}") from None
         raise OSError(f"rows in {self._directory} could not be {what}, for no reason that the system gives")

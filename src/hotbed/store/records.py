@@ -26,7 +26,8 @@ class Traffic:
     Attributes
     ----------
     hits, misses
-        Records that lookups asked of a cache and were there, or were not; those that do not exist yet are misses.
+        Records that lookups asked of a cache and were there, or were not; those that do not exist yet are misses. What
+        several ranks, or several features' lookups, ask for in one step counts for each.
     read_bytes, written_bytes
         What came from files, and went to them.
     ahead

@@ -31,6 +31,9 @@ HostRows = Literal["records", "uva"]
 class Storage:
     """Where rows are.
 
+    Records are read ahead where that is worth it on the device that they are made for; a store that is moved to another
+    one keeps what it has.
+
     Parameters
     ----------
     tier

@@ -108,6 +108,8 @@ def pack_by_popularity(
             "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) for t in hot),
             "sample": sample,
             "counted_samples": counts.samples,
+            "hot_accesses": sum(known[t].accesses(n) for t, n in rows.items())
+            / max(sum(known[t.name].accesses(t.rows) for t in tables), 1e-9),
             "estimated": list(counts.estimated),
         }
         pack(
@@ -147,6 +149,7 @@ def print_packed(console: Console, found: Mapping[str, Any]) -> None:
         table.add_row(entry["table"], f"{entry['rows']:,}", f"{entry['hot_rows']:,}")
     console.print(table)
     console.print(
+        f"hot rows have {found['hot_accesses']:.1%} of the accesses; "
         f"{found['hot_samples'] / found['samples']:.1%} of {found['samples']:,} samples are hot, with "
         f"{size(found['hot_bytes'])} of {size(found['budget'])}; accesses were counted in "
         f"{found['counted_samples']:,} samples; {found['seconds']:.1f} s",

@@ -43,4 +43,6 @@ class HotSplit:
         hot = torch.from_numpy(hot_inputs(batch.sparse, self._hot_rows))
         if self._ranks == 1 and bool(hot.all() | ~hot.any()):
             return [batch]
-        return [batch.take(which.nonzero()[:, 0]) for which in (hot, ~hot)]
+        parts = [batch.take(which.nonzero()[:, 0]) for which in (hot, ~hot)]
+        # As the batch was, so that they move to the device while others are computed.
+        return [part.pin_memory() for part in parts] if batch.sparse.values.is_pinned() else parts

@@ -28,6 +28,7 @@ from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.spread import Spread
 from hotbed.train.hot_file import read_hot_rows
+from hotbed.train.skew_file import read_skew
 
 
 class Started(NamedTuple):
@@ -165,12 +166,13 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
     if memory.tier == "host":
         del budgets["host"]
-    moments = moments_of(recipe.sparse_optimizer)
+    moments, tables = moments_of(recipe.sparse_optimizer), plan_tables(model)
     return place_in_tiers(
         plan,
-        plan_tables(model),
+        tables,
         budgets,
         memory.tier,
+        popularity=None if memory.skew is None else read_skew(Path(memory.skew), {t.name: t.rows for t in tables}),
         moments=moments,
         cache_rows=memory.cache_rows,
         cached=memory.cached_tiers,

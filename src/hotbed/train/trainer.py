@@ -200,7 +200,7 @@ class Trainer:
         """Leave the gradients of the mean loss over all samples with the optimizers."""
         samples, losses = sum(map(len, parts)), 0.0
         everyone = all_samples = save = stop = 0.0
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
+        for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             last = following is None
             fetching = self._fetcher.start(following) if self._fetcher and following is not None else None
             with self.model.no_sync() if isinstance(self.model, Distributed) and not last else nullcontext():
@@ -210,7 +210,8 @@ class Trainer:
                 own = total, samples * tasks, samples, self.ask_save, self.ask_stop
                 value, everyone, all_samples, save, stop = self.ranks.add(*own)
                 losses += value / max(everyone, 1)
-                refuse_non_finite(losses, total, part, self)
+                which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
+                refuse_non_finite(losses, total, part, which, self)
                 # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
                 (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
             if fetching is not None:
