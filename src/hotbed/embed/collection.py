@@ -22,10 +22,11 @@ from hotbed.embed.autograd import PooledLookup
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.held import Held
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
-from hotbed.embed.part import Part, WholePart
+from hotbed.embed.part import Part
 from hotbed.embed.sharded import ShardedPart
 from hotbed.embed.updater import TableUpdater
 from hotbed.embed.vocabulary import Renewed
+from hotbed.embed.whole import WholePart
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
