@@ -53,7 +53,7 @@ class _Directory:
         places, evicted = torch.empty_like(ids), torch.empty_like(ids)
         state = self.ids.numpy(), self.times.numpy(), self.counts.numpy()
         where = self.sets, self.first_set, DYNAMIC_WAYS
-        cpu_cache.take(*state, *where, by_count, ids.numpy(), now, now, places.numpy(), evicted.numpy())
+        cpu_cache.take(*state, *where, by_count, ids.numpy(), now, places.numpy(), evicted.numpy())
         return places, int((evicted >= 0).sum())
 
     def arrays(self) -> dict[str, Tensor]:

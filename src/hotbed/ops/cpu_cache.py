@@ -49,11 +49,11 @@ def use(times, counts, places, now):
 
 
 @kernel()
-def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, protected, out, evicted):
+def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, out, evicted):
     """Find a place for each of these distinct keys ``[n]``, which are not here, and note that it is used now.
 
     That of the least recently used key of its set, or, ``by_count``, the least often used one (of equals the least
-    recently used); free places first, and none that was used since the time ``protected``: then ``out`` is −1.
+    recently used); free places first, and none that is used now: then ``out`` is −1.
     ``evicted`` gets the key that was there, or −1.
     """
     for i in range(wanted.shape[0]):
@@ -63,7 +63,7 @@ def take(keys, times, counts, sets, first_set, ways, by_count, wanted, now, prot
             if keys[at] == FREE:
                 best = at
                 break
-            if times[at] >= protected:
+            if times[at] >= now:
                 continue
             if best < 0:
                 best = at
@@ -101,7 +101,7 @@ def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tenso
     places, evicted = torch.empty_like(wanted), torch.empty_like(wanted)
     state = tags.keys.numpy(), tags.times.numpy(), tags.counts.numpy()
     where = tags.sets, 0, tags.ways
-    take(*state, *where, tags.by_count, wanted.numpy(), now, now, places.numpy(), evicted.numpy())
+    take(*state, *where, tags.by_count, wanted.numpy(), now, places.numpy(), evicted.numpy())
     return places, evicted
 
 
