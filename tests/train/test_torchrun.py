@@ -283,20 +283,22 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
     launcher: Launcher, recipe: Path, tmp_path: Path
 ) -> None:
     options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(PATIENCE_S)]
-    first = ["--plan", "row", "--train.checkpoint_every", "10"]
+    first = ["--plan", "row", "--train.checkpoint_every", "10", "--train.keep_last", "9"]
     with launcher.start(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
-        started.wait_for(0, "err", "step 12/")
+        started.wait_for(0, "err", "step 10/")
+        run = the_run(tmp_path)
+        started.wait_until(lambda: bool(checkpoints_in(run / "checkpoints")))  # they are written in the background
+        checkpoint = checkpoints_in(run / "checkpoints")[0]
+        step = int(checkpoint.name.removeprefix("last-"))
+        started.wait_for(0, "err", f"step {step + 2}/")
         killed = time.monotonic()
         started.send(1, signal.SIGKILL)
         assert started.wait() == [2, -signal.SIGKILL, 2]
         assert time.monotonic() - killed < PATIENCE_S / 2  # they need not wait for the timeout
-    assert_it_is_said_who_died(started, 1, 12)
+    assert_it_is_said_who_died(started, 1, step + 2)
     assert started.text(0, "out") == ""
-    run = the_run(tmp_path)
     assert not (run / "summary.json").exists()
-    checkpoint = checkpoints_in(run / "checkpoints")[-1]
     verify_checkpoint(checkpoint)
-    step = int(checkpoint.name.removeprefix("last-"))
     rest = ["--plan", str(run / "plan.json"), "--resume", str(checkpoint), "--train.steps", str(step + 3)]
     rest += ["--train.epochs", "100000", "--name", "again", "--train.log_every", "1"]
     with launcher.start(tmp_path / "again", 3, *options, *rest) as started:
@@ -310,6 +312,7 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
     after = {line["step"]: line["loss"] for line in lines_of(again) if line["event"] == "train"}
     assert sorted(after) == [step + 1, step + 2, step + 3]
     both = before.keys() & after.keys()
+    assert both >= {step + 1, step + 2}
     assert [after[s] for s in both] == [before[s] for s in both]
     assert started.text(0, "out").count("run: ") == 1
     assert started.text(1, "out") == started.text(2, "out") == ""
