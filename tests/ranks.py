@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hotbed.comm import end_groups
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 SIZES = (1, 3, 4)
 """World sizes that tests ask for; 2 proves nothing for sums, which have one order then."""
 

@@ -19,7 +19,8 @@ from hotbed.hops import NodeLink
 from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
-from hotbed.store import DenseStore
+from hotbed.store import DenseStore, LazyStore, Span, Storage
+from hotbed.store.cached import CachedRecords
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -119,11 +120,11 @@ def mask(rank: int, slots: int) -> Tensor:
 
 def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
     link, chosen = Link(group), sync.choose
-    own = mask(link.rank, slots)
-    counts = link.all_gather("counts", own.sum()).wait().tolist()
+    own = mask(link.rank, slots).nonzero()[:, 0]
+    counts = link.all_gather("counts", torch.tensor(len(own))).wait().tolist()
     sync.choose = lambda *_: message
     try:
-        return sync.touched_anywhere(own, counts, 68, link)
+        return sync.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
     finally:
         sync.choose = chosen
 
@@ -131,50 +132,44 @@ def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
 # -- averages ------------------------------------------------------------------------------------------------------
 
 
-class WriteBack(DenseStore):
-    """A store with rows that wait to be written to where they belong, as a cache has."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.dirty: dict[int, Tensor] = {}
-
-    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
-        values = super().read(slots, moment, out=out)
-        for i, slot in enumerate(slots.tolist()):
-            if moment is None and slot in self.dirty:
-                values[i] = self.dirty[slot]
-        return values
-
-    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
-        if moment is not None:
-            super().write(slots, values, moment, random=random)
-            return
-        self.dirty |= {slot: values[i].clone() for i, slot in enumerate(slots.tolist())}
+TABLE = Table("t", rows=1 << 33, dim=20)
 
 
-TABLE = Table("t", rows=7, dim=20)
-
-
-def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows as they are seen and stored, and moments, after some were averaged."""
+def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
+    """Rows and moments after some were averaged, which rows exist, and how many the file had been given before."""
     link = Link(group)
-    arena = Arena([Piece.whole(TABLE)], TABLE.dim, seed=0, device=torch.device("cpu"), backend="auto")
-    store = WriteBack(arena.store.spans, TABLE.dim)
+    storage = Storage(tier="disk", cache_rows=8)
+    piece = Piece.whole(TABLE)
+    arena = Arena([piece], TABLE.dim, seed=0, device=torch.device("cpu"), backend="auto", storage=storage)
+    store = arena.store
+    assert isinstance(store, LazyStore) and isinstance(store.records, CachedRecords)
     store.add_moment(Moment("m", "row"))
-    arena.store = store
-    every = torch.arange(7)
-    store.write(every, torch.full((7, 20), float(link.rank)) + every[:, None])
-    store.write(every, every.float() * link.rank, "m")
-    sync.average_rows(arena, torch.tensor([1, 4]), arena.seeds, link)
-    return store.read(every), store.raw(0)["weight"], store.read(every, "m")
+    own = torch.tensor([0, 1, 4, (1 << 33) - 1])
+    store.write(own, torch.full((4, 20), float(link.rank)) + torch.arange(4)[:, None])
+    store.write(own, torch.arange(4.0) * link.rank, "m")
+    below = len(store.records.below.keys())
+    sync.average_rows(arena, own[1:3], arena.seeds, link)
+    return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
 
 
 def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
-    for rank, (seen, stored, moments) in enumerate(ranks.run(3, averaged)):
-        expected = torch.tensor([1.0 if slot in (1, 4) else rank for slot in range(7)])
-        assert torch.equal(seen, (torch.arange(7) + expected)[:, None].expand(7, 20))
-        assert not stored.any()
-        assert torch.equal(moments, torch.arange(7) * expected)
+    for rank, (rows, moments, keys, below) in enumerate(ranks.run(3, averaged)):
+        expected = torch.tensor([rank, 1, 1, rank])
+        assert torch.equal(rows, (torch.arange(4) + expected)[:, None].expand(4, 20).float())
+        assert torch.equal(moments, torch.arange(4.0) * expected)
+        assert keys == [0, 1, 4, (1 << 33) - 1]
+        assert below == 0  # all of them were in the cache alone
+
+
+def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
+    touched, expected = sync.Touched(), set[int]()
+    for seed in range(40):
+        slots = torch.randint(0, 1 << 40, (20_000,), generator=torch.Generator().manual_seed(seed // 2))
+        expected |= set(slots.tolist())
+        touched.add(slots)
+    assert sum(len(part) for part in touched._parts) <= 1 << 20
+    assert touched.take(torch.device("cpu")).tolist() == sorted(expected)
+    assert len(touched.take(torch.device("cpu"))) == 0
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 5, 8])

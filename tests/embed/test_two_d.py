@@ -178,10 +178,25 @@ def test_a_sync_of_touched_rows_is_a_sync_of_all_with_fewer_bytes(ranks: Ranks, 
         assert sum(one["sent"] for one in found) < sum(one["sent"] for one in dense)
 
 
+TIERS = (
+    Cut(rows=0, tier="host"),
+    Cut(rows=0, tier="disk", cache_rows=5),
+    Cut(rows=0, hot_rows=7, tier="disk", cache_rows=3),
+)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_narrow_rows_have_the_same_bits_in_any_memory(ranks: Ranks, dtype: str):
+    job = Job(replicas=2, options={"sync_every": 2}, dtype=dtype, steps=5)
+    expected, *others = results(ranks, 4, [job, *(replace(job, scheme=cut) for cut in TIERS)])
+    for found in others:
+        assert not differing(found[0], expected[0])
+
+
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "LAMB"])
 def test_all_plans_of_a_group_give_the_same_bits(ranks: Ranks, optimizer: str):
-    """Also those with copies, which are brought up to date after a sync, and with columns that are cut."""
-    schemes = ("table", "row", "column", "grid", "dp", Cut(rows=0, hot_rows=7))
+    """Also those with copies, which are brought up to date after a sync, of columns, and of any memory."""
+    schemes = ("table", "row", "column", "grid", "dp", Cut(rows=0, hot_rows=7), *TIERS)
     jobs = [Job(scheme, 2, {"sync_every": 2}, optimizer, steps=5) for scheme in schemes]
     jobs.append(replace(jobs[0], options={"sync_every": 2, "ranks_per_node": 2}))
     expected, *others = results(ranks, 8, jobs)

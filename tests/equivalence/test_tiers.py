@@ -249,17 +249,16 @@ def test_options_of_tiers_are_checked() -> None:
     assert Path(tempfile.gettempdir()).is_dir()
 
 
-def replicated(group: dist.ProcessGroup, exact: bool) -> Any:
-    """Two groups of two ranks, rows on disk."""
+def replicated(group: dist.ProcessGroup, cut: hb.Cut, exact: bool, path: Path | None = None) -> Any:
+    """Two groups of two ranks; with samples of their own unless they are exact. A checkpoint goes to a path."""
     model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES, seed=4)})
-    plan = hb.make_plan(TABLES, 2, CUTS["disk, cached"])
-    try:
-        distributed = hb.distribute(model, plan, group=group, replicas=2, exact=exact)
-    except hb.HotbedError as error:
-        return str(error)
+    options: dict[str, Any] = {"exact": True} if exact else {"sync_every": 2}
+    distributed = hb.distribute(model, hb.make_plan(TABLES, 2, cut), group=group, replicas=2, **options)
     optimizer = Adam(distributed, lr=0.1)
     for seed in range(3):
-        step(distributed, optimizer, seed)
+        step(distributed, optimizer, seed if exact else seed + 10 * dist.get_rank(group))
+    if path is not None:
+        save_checkpoint(path, {"model": distributed, "sparse": optimizer}, step=3, background=True).wait()
     return everything(distributed, optimizer)
 
 
@@ -270,8 +269,14 @@ def plain(group: dist.ProcessGroup) -> Any:
     return everything(model, optimizer)
 
 
-def test_replicas_of_rows_on_disk_are_exact_or_refused(ranks: Ranks) -> None:
+def test_exact_replicas_of_rows_on_disk(ranks: Ranks) -> None:
     expected = ranks.run(4, plain)[0]
-    assert all(found == expected for found in ranks.run(4, replicated, True))
-    for message in ranks.run(4, replicated, False):
-        assert "replicas are averaged in the device's memory in this release, but the plan has rows in" in message
+    assert all(found == expected for found in ranks.run(4, replicated, CUTS["disk, cached"], True))
+
+
+def test_averaged_replicas_have_the_same_bits_wherever_rows_are(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks.run(4, replicated, CUTS["device"], False)[0]
+    for name, cut in CUTS.items():
+        assert all(found == expected for found in ranks.run(4, replicated, cut, False, tmp_path / name)), name
+        for loaded in ranks.run(3, save, CUTS["host"], tmp_path / name, tmp_path / f"{name} again", False):
+            assert loaded == expected

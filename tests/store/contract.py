@@ -7,6 +7,7 @@ import torch
 
 from hotbed.ops import BagLayout, RuleStep
 from hotbed.ops import reference as oracle
+from hotbed.ops.narrow import MIN_EXPONENT
 from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
@@ -160,6 +161,27 @@ class StoreContract:
         store.write(slots, store.read(slots))
         assert bits(store) == before
 
+    def test_scales_of_int8_rows_grow_to_what_is_asked_for(self, format):
+        store = self.filled(format)
+        slots = torch.tensor([1, 12, 13, 30])
+        here, narrow = slots.to(store.device), format.narrow()[slots]
+        scales = store.scales(here)
+        if format.dtype != "int8":
+            assert scales is None
+            return
+        least = torch.full((4, 2), MIN_EXPONENT, dtype=torch.int8)
+        assert torch.equal(scales.cpu()[~narrow], least[~narrow])
+        assert (scales.cpu()[narrow] > MIN_EXPONENT).all()
+        asked = scales + torch.tensor([[3, -5]], dtype=torch.int8, device=store.device)
+        values = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)) / 100
+        store.write(here, values.to(store.device), scales=asked)
+        grown = torch.maximum(scales, asked).cpu()
+        assert torch.equal(store.scales(here).cpu()[narrow], grown[narrow])
+        assert torch.equal(store.scales(here).cpu()[~narrow], least[~narrow])
+        quanta = torch.exp2(grown.double()).repeat_interleave(torch.tensor([128, DIM - 128]), dim=1)
+        expected = torch.where(narrow[:, None], (values.double() / quanta).round() * quanta, values.double())
+        assert torch.equal(store.read(here).cpu().double(), expected)
+
     def test_raw_says_what_rows_are_stored_as(self, format):
         store = self.filled(format)
         for span, (rows, wide, *_) in enumerate(format.spans):
@@ -216,6 +238,7 @@ class StoreContract:
         assert torch.equal(self.read_all(store, "element"), torch.zeros(SLOTS, DIM))
         store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
         store.add_moment(Moment("row", "row"))
+        assert store.moment_names == ["row", "element"]
         assert self.read_all(store, "row").nonzero().tolist() == [[4]]
 
     def test_moments_of_a_span_are_filled_read_and_loaded(self, format):

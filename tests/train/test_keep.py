@@ -293,13 +293,13 @@ def test_the_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, monkeypa
     finish = storage._LocalWriter.finish
 
     def slow(writer: Any) -> None:
-        time.sleep(0.05)
+        time.sleep(0.3)
         finish(writer)
 
     monkeypatch.setattr(storage._LocalWriter, "finish", slow)
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)])
     trainer.fit(planted.batches(4))
-    assert all(record["stalled_s"] > 0.04 for record in trainer.saver.records[1:])
+    assert all(record["stalled_s"] > 0.1 for record in trainer.saver.records[1:])
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_training(

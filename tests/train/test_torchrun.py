@@ -283,7 +283,7 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
     launcher: Launcher, recipe: Path, tmp_path: Path
 ) -> None:
     options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(PATIENCE_S)]
-    first = ["--plan", "row", "--train.checkpoint_every", "10", "--train.keep_last", "9"]
+    first = ["--plan", "row", "--train.checkpoint_every", "10", "--train.keep_last", "1000"]
     with launcher.start(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
         started.wait_for(0, "err", "step 10/")
         run = the_run(tmp_path)

@@ -175,7 +175,7 @@ def distribute(
         plan = plan_for(model, size, plan)
     plan.check(plan_tables(model))
     if replicas > 1:
-        _refuse_replicas(plan, plan_tables(model), exact=exact)
+        _refuse_replicas(plan_tables(model))
     if base.rank == 0:
         _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart, dense)
         if replicas > 1 and not exact:
@@ -375,13 +375,8 @@ def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
     return data_parallel(model, link)
 
 
-def _refuse_replicas(plan: Plan, tables: Sequence[Table], *, exact: bool) -> None:
+def _refuse_replicas(tables: Sequence[Table]) -> None:
     """Raise `PlanError` for tables that groups of ranks cannot hold copies of."""
-    if not exact and not plan.is_in_device_memory:
-        raise PlanError(
-            "replicas are averaged in the device's memory in this release, but the plan has rows in other memories; "
-            "set exact=True, or put all rows into tier 'device'"
-        )
     for table in tables:
         if table.dynamic is not None:
             raise PlanError(f"table '{table.name}' is dynamic, of which there can be no replicas in this release")

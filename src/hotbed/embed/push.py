@@ -40,7 +40,7 @@ def push_rows(
     for kind, (here, there) in enumerate(messages):
         counts = to[:, kind].tolist()
         slots = link.all_to_all("updated rows' places", there, counts, came[kind])
-        rows = link.all_to_all("updated rows", arenas[kind].store.read(here), counts, came[kind])
+        rows = link.all_to_all("updated rows", arenas[kind].store.read(here, use="update"), counts, came[kind])
         copies[kind].store.write(slots.wait(), rows.wait())
 
 

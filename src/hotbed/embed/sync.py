@@ -30,8 +30,9 @@ from hotbed.embed.push import push_rows
 from hotbed.embed.replicate import Replicas, gathered
 from hotbed.embed.rounding import rounding_bits
 from hotbed.ops import Occurrences, RuleStep
+from hotbed.ops.layout import ACTIVE
 from hotbed.ops.random import step_seeds
-from hotbed.store import DenseStore
+from hotbed.store import DenseStore, RowStore
 
 BUCKET_BYTES = 8 << 20
 """Size of what is averaged at once: as much memory as a sync takes, some times over."""
@@ -52,7 +53,7 @@ class Sync:
     def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
         self._replicas, self._arenas, self._copies = replicas, arenas, copies
         self._steps = 0
-        self._touched: dict[Arena, Tensor] = {}
+        self._touched = {arena: Touched() for arena in arenas}
         self._seeds: dict[Arena, Tensor] = {}
         self._under_way: Future[None] | None = None
 
@@ -64,13 +65,9 @@ class Sync:
     ) -> None:
         """Note what a step has touched; begin to average if it is time."""
         for arena in self._arenas:
-            device = arena.store.device
-            if arena not in self._touched:
-                self._touched[arena] = torch.zeros(arena.store.slots, dtype=torch.bool, device=device)
-            self._touched[arena] = self._touched[arena].to(device)
             self._seeds[arena] = steps[arena].seeds
         for arena, (occurrences, _) in found.items():
-            self._touched[arena][occurrences.slots] = True
+            self._touched[arena].add(_trained(arena, occurrences.slots, steps[arena]))
         self._steps += 1
         if self._steps == self._replicas.sync_every:
             self.start(placement)
@@ -102,15 +99,15 @@ class Sync:
 
     def _average(self, placement: Placement) -> None:
         link, shards = self._replicas.of_thread
-        counts = torch.stack([self._touched[arena].sum() for arena in self._arenas])
+        device = placement.copies.device
+        touched = {arena: self._touched[arena].take(device) for arena in self._arenas}
+        counts = torch.tensor([len(slots) for slots in touched.values()], device=device)
         by_arena: list[list[int]] = link.all_gather("numbers of touched rows", counts).wait().T.tolist()
         averaged: dict[Arena, Tensor] = {}
         for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
-            touched = self._touched[arena]
-            slots = touched_anywhere(touched, of_replicas, row_bytes(arena), link)
-            touched.zero_()
-            seeds = step_seeds(self._seeds[arena], torch.tensor(-1, device=touched.device))
-            for bucket in slots.split(max(BUCKET_BYTES // row_bytes(arena), 1)):
+            slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
+            seeds = step_seeds(self._seeds[arena], torch.tensor(-1, device=device))
+            for bucket in slots.split(max(BUCKET_BYTES // row_bytes(arena.store), 1)):
                 if len(bucket):
                     average_rows(arena, bucket, seeds, link)
             arena.updates += len(slots) > 0
@@ -121,10 +118,35 @@ class Sync:
         self._replicas.syncs += 1
 
 
-def row_bytes(arena: Arena) -> int:
+class Touched:
+    """Slots that were touched since the last average; memory for as many, not for all slots."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._distinct = 0
+
+    def add(self, slots: Tensor) -> None:
+        """More slots ``[n]`` int64, of which some may have been touched before."""
+        self._parts.append(slots)
+        if sum(len(part) for part in self._parts) > 2 * max(self._distinct, 1 << 18):
+            self._parts = [torch.cat([part.to(slots.device) for part in self._parts]).unique()]
+            self._distinct = len(self._parts[0])
+
+    def take(self, device: torch.device) -> Tensor:
+        """All of them, rising, and forget them."""
+        parts, self._parts, self._distinct = self._parts, [], 0
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(p.to(device) for p in parts)]).unique()
+
+
+def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
+    """Slots of tables that the step is of."""
+    active = step.hyper[:, ACTIVE] != 0
+    return slots if bool(active.all()) else slots[active[arena.locate(slots)[0]]]
+
+
+def row_bytes(store: RowStore) -> int:
     """Bytes of a row and its moments on the wire."""
-    store = _dense(arena)
-    return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moments))
+    return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
 
 
 def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
@@ -147,32 +169,33 @@ def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
     return "numbers" if numbers <= bitmap else "bitmap"
 
 
-def touched_anywhere(touched: Tensor, counts: Sequence[int], bytes_per_row: int, link: Link) -> Tensor:
+def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], link: Link) -> Tensor:
     """Slots that any replica has touched, rising; all slots where it would cost more to say which.
 
     Parameters
     ----------
+    store
+        Whose slots.
     touched
-        Whether each slot was touched here ``[S]``.
+        Those that were touched here, rising.
     counts
         How many were, by replica.
-    bytes_per_row
-        On the wire.
     link
         Replicas.
     """
-    slots = len(touched)
+    slots = store.slots
     if not sum(counts):
-        return torch.empty(0, dtype=torch.int64, device=touched.device)
-    message = choose(counts, slots, bytes_per_row)
-    if message == "nothing":
+        return touched
+    message = choose(counts, slots, row_bytes(store))
+    if message == "nothing" and isinstance(store, DenseStore):  # in others not all rows exist
         return torch.arange(slots, device=touched.device)
     if message == "numbers":
-        own = touched.nonzero()[:, 0].to(torch.int32 if slots < 1 << 31 else torch.int64)
+        own = touched.to(torch.int32 if slots < 1 << 31 else torch.int64)
         return gathered("touched rows", own, counts, link).long().unique()
     bits = torch.arange(8, dtype=torch.uint8, device=touched.device)
-    padded = torch.nn.functional.pad(touched, (0, -slots % 8)).view(-1, 8)
-    own = (padded.to(torch.uint8) << bits).sum(1, dtype=torch.uint8)
+    mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=touched.device)
+    mask[touched] = 1
+    own = (mask.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
     theirs = link.all_gather("bitmap of touched rows", own).wait()
     return (((theirs[:, :, None] >> bits) & 1).any(0).view(-1)[:slots]).nonzero()[:, 0]
 
@@ -191,35 +214,18 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
     link
         Replicas.
     """
-    store = _dense(arena)
-    moments = list(store.moments)
-    values = [store.read(slots), *(store.read(slots, name) for name in moments)]
+    store = arena.store
+    moments = store.moment_names
+    values = [store.read(slots, use="update"), *(store.read(slots, name, use="update") for name in moments)]
     flat = torch.cat([v.reshape(-1) for v in values])
     over_replicas_(flat, _mean, "rows of replicas", link)
     rows, *means = (m.view(v.shape) for m, v in zip(flat.split([v.numel() for v in values]), values, strict=True))
-    _raise_exponents(arena, slots, link)
-    store.write(slots, rows, random=rounding_bits(arena, slots, seeds))
+    scales = store.scales(slots)
+    if scales is not None:  # they only grow, so an average has the largest of the replicas'
+        over_replicas_(scales.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
+    store.write(slots, rows, random=rounding_bits(arena, slots, seeds), scales=scales)
     for name, mean in zip(moments, means, strict=True):
         store.write(slots, mean, name)
-
-
-def _raise_exponents(arena: Arena, slots: Tensor, link: Link) -> None:
-    """The scales of int8 rows only grow, so an average has the largest of the replicas'."""
-    store = _dense(arena)
-    exponents, places = store.arrays().get("exponents"), store.places(slots).get("exponents")
-    if exponents is None or places is None or not len(places):
-        return
-    if store.on_change is not None:
-        store.on_change(slots)
-    own = exponents[places]
-    over_replicas_(own.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
-    exponents[places] = own
-
-
-def _dense(arena: Arena) -> DenseStore:
-    """Replicas that are averaged are in the device's memory; `hotbed.distribute` sees to it."""
-    assert isinstance(arena.store, DenseStore)
-    return arena.store
 
 
 def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
-from hotbed.store.records import Traffic
+from hotbed.store.records import Traffic, Use
 
 Tier = Literal["device", "host", "disk"]
 
@@ -129,22 +129,45 @@ class RowStore(ABC):
     def fill(self, span: int, moment: str, value: float) -> None:
         """Give all rows of a span this value of a moment."""
 
+    @property
+    @abstractmethod
+    def moment_names(self) -> list[str]:
+        """Moments that there is room for."""
+
     @abstractmethod
     def moment_is_per_row(self, moment: str) -> bool:
         """Whether there is one value per row of a moment, and not one per element."""
 
     @abstractmethod
-    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
+    def read(
+        self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
+    ) -> Tensor:
         """Float32 copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64.
 
-        ``out`` is contiguous memory to copy to; it is returned then.
+        ``out`` is contiguous memory to copy to; it is returned then. ``use`` is what caches are told.
         """
 
     @abstractmethod
-    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+    def scales(self, slots: Tensor) -> Tensor | None:
+        """Exponents ``[n, blocks]`` int8 of the scales of int8 rows, the least of all where rows are float32.
+
+        None where no rows are int8.
+        """
+
+    @abstractmethod
+    def write(
+        self,
+        slots: Tensor,
+        values: Tensor,
+        moment: str | None = None,
+        *,
+        random: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
         """Overwrite the rows (or a moment) at these distinct slots.
 
-        Narrow rows are rounded to the nearest, or stochastically with these bits ``[n, D]`` (see `random_bits`).
+        Narrow rows are rounded to the nearest, or stochastically with these bits ``[n, D]`` (see `random_bits`). Scales
+        of int8 rows grow to what the values need, and to these at least.
         """
 
     @abstractmethod

@@ -18,6 +18,7 @@ from hotbed.optim import Moment
 from hotbed.specs import RowDtype
 from hotbed.store import memory
 from hotbed.store.base import Extent, RowStore, Span, Tier
+from hotbed.store.records import Use
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -152,12 +153,19 @@ class DenseStore(RowStore):
             shape = (self.slots,) if moment.per == "row" else (self.slots, self.dim)
             self.moments[moment.name] = self._zeros(shape, torch.float32, self.device)
 
+    @property
+    @override
+    def moment_names(self) -> list[str]:
+        return list(self.moments)
+
     @override
     def moment_is_per_row(self, moment: str) -> bool:
         return self.moments[moment].dim() == 1
 
     @override
-    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
+    def read(
+        self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
+    ) -> Tensor:
         if moment is not None or (len(self.rows.wide) and self.rows.narrow.dtype != torch.float32):
             values = read_rows(self.rows, slots) if moment is None else self.moments[moment][slots]
             return values if out is None else out.copy_(values)
@@ -172,13 +180,34 @@ class DenseStore(RowStore):
         return out
 
     @override
-    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+    def scales(self, slots: Tensor) -> Tensor | None:
+        if self.rows.narrow.dtype != torch.int8:
+            return None
+        wide, at = places(self.rows, slots)
+        found = torch.full((len(slots), block_count(self.dim)), MIN_EXPONENT, dtype=torch.int8, device=self.device)
+        found[~wide] = self.rows.exponents[at[~wide]]
+        return found
+
+    @override
+    def write(
+        self,
+        slots: Tensor,
+        values: Tensor,
+        moment: str | None = None,
+        *,
+        random: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
         if self.on_change is not None:
             self.on_change(slots)
-        if moment is None:
-            write_rows(self.rows, slots, values, random)
-        else:
+        if moment is not None:
             self.moments[moment][slots] = values
+            return
+        if scales is not None:
+            wide, at = places(self.rows, slots)
+            at = at[~wide]
+            self.rows.exponents[at] = torch.maximum(self.rows.exponents[at], scales[~wide])
+        write_rows(self.rows, slots, values, random)
 
     @override
     def fill(self, span: int, moment: str, value: float) -> None:

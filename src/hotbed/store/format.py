@@ -80,6 +80,17 @@ class RecordFormat:
         else:
             self._put_narrow(records, values, random)
 
+    def scales(self, records: Tensor, wide: Tensor) -> Tensor | None:
+        """Exponents ``[n, blocks]`` of int8 rows, the least of all where rows are float32; None for other dtypes."""
+        if not self._blocks:
+            return None
+        return self._exponents(records).masked_fill(wide[:, None], MIN_EXPONENT)
+
+    def raise_scales(self, records: Tensor, wide: Tensor, scales: Tensor) -> None:
+        """Let exponents of rows whose values follow be these at least."""
+        own = self._exponents(records)
+        own.copy_(torch.where(wide[:, None], own, torch.maximum(own, scales)))
+
     def moment(self, records: Tensor, name: str) -> Tensor:
         """A moment ``[n]`` or ``[n, D]``, sharing the memory of the records."""
         values = records.view(torch.float32)[:, self._places[name]]

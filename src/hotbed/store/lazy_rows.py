@@ -137,21 +137,39 @@ class LazyRows(RowStore):
     # -- single rows -----------------------------------------------------------------------------------------------
 
     @override
-    def read(self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None) -> Tensor:
-        records, wide = self._read(self._at_records(slots))
+    def read(
+        self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
+    ) -> Tensor:
+        records, wide = self._read(self._at_records(slots), use=use)
         values = self._format.rows(records, wide) if moment is None else self._format.moment(records, moment)
         if out is None:
             return values.to(self.device).contiguous()
         return out.copy_(values)
 
     @override
-    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+    def scales(self, slots: Tensor) -> Tensor | None:
+        records, wide = self._read(self._at_records(slots), use="update")
+        found = self._format.scales(records, wide)
+        return None if found is None else found.to(self.device)
+
+    @override
+    def write(
+        self,
+        slots: Tensor,
+        values: Tensor,
+        moment: str | None = None,
+        *,
+        random: Tensor | None = None,
+        scales: Tensor | None = None,
+    ) -> None:
         slots = self._at_records(slots)
         if self.on_change is not None:
             self.on_change(slots)
         records, wide = self._read(slots, use="update")
         if moment is None:
-            random = None if random is None else self._at_records(random)
+            random, scales = (None if t is None else self._at_records(t) for t in (random, scales))
+            if scales is not None:
+                self._format.raise_scales(records, wide, scales)
             self._format.put_rows(records, wide, self._at_records(values), random)
         else:
             self._format.moment(records, moment).copy_(values)
@@ -231,6 +249,11 @@ class LazyRows(RowStore):
         for slots in self.keys(span).split(ROWS_AT_ONCE):
             shape = (len(slots),) if self.moment_is_per_row(moment) else (len(slots), self.dim)
             self.write(slots, torch.full(shape, value), moment)
+
+    @property
+    @override
+    def moment_names(self) -> list[str]:
+        return [m.name for m in self._format.moments]
 
     @override
     def moment_is_per_row(self, moment: str) -> bool:
