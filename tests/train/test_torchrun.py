@@ -217,12 +217,14 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
 
 def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--plan", "row", "--parallel.replicas", "2", "--parallel.sync_every", "4"]
+    options += ["--memory.tier", "disk", "--memory.cache_rows", "500"]
     with launcher.start(tmp_path / "ranks", 4, str(recipe), *options, "--out", str(tmp_path / "runs")) as started:
         assert started.wait() == [0, 0, 0, 0], started.text(0, "err")[-2000:]
     run = the_run(tmp_path)
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["ranks"], summary["replicas"], summary["syncs"]) == (4, 2, 5)
     assert summary["sync_bytes"] > 0 and summary["sync_s"] > 0 and summary["imbalance_lookups"] >= 1
+    assert summary["memory"]["hits"] > 0
     assert Plan.from_json((run / "plan.json").read_text()).world_size == 2
     (checkpoint,) = checkpoints_in(run / "checkpoints")
     verify_checkpoint(checkpoint)

@@ -128,7 +128,7 @@ def distribute(
     Raises
     ------
     PlanError
-        If the plan is for another number of ranks or other tables.
+        If the plan is for another number of ranks or other tables, or there are replicas of dynamic tables.
     SpecError
         If the model has no tables, a module on ``meta`` cannot make its parameters, ``group`` is a part of the ranks,
         or ``replicas`` does not divide their number.
