@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import tempfile
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from hotbed.comm import end_groups
 
 TIMEOUT_S = 60
+PRELOADED = ["torch._dynamo", "hotbed.cli", "hotbed.ops.cpu", "hotbed.train.run", "tests.ranks"]
+"""What is imported once, by the process that ranks are forked from."""
 SIZES = (1, 3, 4)
 """World sizes that tests ask for; 2 proves nothing for sums, which have one order then."""
 
@@ -48,7 +51,8 @@ class Ranks:
 class _World:
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
@@ -95,5 +99,6 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             answer = (traceback.format_exc(), None)
         connection.send_bytes(pickle.dumps(answer))
         del answer
+        logging.getLogger("hotbed").setLevel(logging.NOTSET)  # tasks may have silenced it
         end_groups()
     dist.destroy_process_group()

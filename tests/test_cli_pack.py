@@ -8,9 +8,14 @@ import pytest
 import yaml
 
 from hotbed.cli import main
+from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
+from hotbed.embed import plan_tables
 from hotbed.errors import DataError
+from hotbed.plan.cost import tile_bytes
+from hotbed.train.build import new_model, open_source
 from hotbed.train.hot_file import read_hot_rows
+from hotbed.train.parallel import moments_by_table, planned
 from tests.cli_cases import (  # noqa: F401
     Output,
     inspected,
@@ -48,6 +53,24 @@ def test_rows_fit_the_budget_and_more_of_it_makes_more_inputs_hot(recipe: Path, 
     assert "counting accesses" in output.err
     assert "packing hot and cold samples" in output.err
     assert "100.0% of 2,400 samples are hot" in output.out
+
+
+def test_rows_of_a_wide_part_take_of_the_budget_too(recipe: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(recipe.read_text())
+    values["model"] = {"class_path": "hotbed.nn.WideDeep", "init_args": {"top": [16, 1]}}
+    values["wide_optimizer"] = {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.1}}
+    recipe.write_text(yaml.safe_dump(values))
+    found = packed(recipe, tmp_path / "out", "--budget", "15000", "--sample", "1")
+    rows = sum(t["hot_rows"] for t in found["tables"])
+    assert 14_900 < found["hot_bytes"] == rows * (ROW + 3 * 4) <= 15_000  # a wide row is a number with two moments
+    values |= {"hot": {"rows": str(tmp_path / "out" / "hot_rows.json")}, "memory": {"tier": "disk"}}
+    wide_deep = Recipe.from_dict(values)
+    model = new_model(wide_deep, open_source(wide_deep.data))
+    plan, moments = planned(model, wide_deep, 1), moments_by_table(model, wide_deep)
+    tables = {t.name: t for t in plan_tables(model)}
+    held = [t for t in plan.tiles if t.tier == "device"]
+    assert sum(tile_bytes(tables[t.table], t, moments[t.table]) for t in held) == found["hot_bytes"]
+    assert {t.table.split(".")[0] for t in held} == {"embeddings", "wide"}
 
 
 def test_a_sample_says_how_many_it_counted(recipe: Path, tmp_path: Path) -> None:

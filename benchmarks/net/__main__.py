@@ -1,7 +1,7 @@
 """Step time against bandwidth, for plans and codecs, on hosts joined by links with limits.
 
     python -m benchmarks.net [--limits 100 1000] [--ranks 2 4] [--plans table row column dp] [--json FILE] [--quick]
-    python -m benchmarks.net --ranks 8 --plans row --codecs fp32 --groups 1 2 4 4:all   # full model-parallel against 2D
+    python -m benchmarks.net --ranks 8 --plans row --codecs fp32 --groups 1 2 2:all 2/8   # one group against 2D
 
 Every rank is a host of its own. Needs root and iproute2. The exit status is 1 where ranks sent other bytes than the
 plan says (more than 5 % apart), or the links carried more than these and their framing.
@@ -40,25 +40,28 @@ STARTING_BYTES = 1 << 20
 TIMEOUT_S = 300
 
 DEFINITIONS = {
-    "step_ms": "a training step of the slowest rank, median over steps, then over rounds",
+    "step_ms": "a training step of the slowest rank, mean from one average to the next, median over these and rounds",
     "payload_kb": "bytes that a rank gave to exchanges in a step, mean over ranks",
-    "predicted_kb": "the same as hotbed.plan.traffic.step_traffic says, for ids that are uniform",
-    "sync_kb": "of the payload, what replicas exchange to be averaged, after every step: rows that any of them "
-    "touched, or with :all all rows; the step waits for it",
+    "predicted_kb": "the same as hotbed.plan.traffic.step_traffic says, for the expected numbers of distinct ids",
+    "sync_kb": "of the payload, what replicas exchange to be averaged, after every step or with M/K every K: rows that "
+    "any of them touched, or with :all all rows; the step waits for it",
     "payload_ratio": "payload ÷ predicted: what is left out are counts, and the chance of the ids",
     "wire_ratio": "bytes on the links ÷ payload, all steps and the start of the processes included",
     "wire_ratio_limit": "what it may be, see FRAMING and STARTING_BYTES in benchmarks/net",
 }
 
 
-def measure(ranks: int, limit: float | None, scheme: str, codec: str, groups: str, steps: int) -> dict[str, float]:
+def measure(
+    ranks: int, limit: float | None, scheme: str, codec: str, groups: str, zipf: float, steps: int
+) -> dict[str, float]:
     """One run."""
     forward, backward = CODECS[codec]
     replicas, _, dense = groups.partition(":")
-    of_replicas = {"replicas": int(replicas), "dense_sync": dense == "all"}
-    job = json.dumps({"scheme": scheme, "forward": forward, "backward": backward, "steps": steps, **of_replicas})
+    count, _, every = replicas.partition("/")
+    of_replicas = {"replicas": int(count), "sync_every": int(every or 1), "dense_sync": dense == "all"}
+    job = {"scheme": scheme, "forward": forward, "backward": backward, "zipf": zipf, "steps": steps, **of_replicas}
     with Hosts(ranks, limit) as hosts:
-        found = run_ranks(hosts, [sys.executable, "-m", "benchmarks.net.step_worker", job], TIMEOUT_S)
+        found = run_ranks(hosts, [sys.executable, "-m", "benchmarks.net.step_worker", json.dumps(job)], TIMEOUT_S)
         on_links = sum(hosts.sent_bytes())
     steps_done = found[0]["steps"]
     payload = statistics.mean(rank["sent_bytes"] for rank in found)
@@ -92,7 +95,10 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--plans", nargs="+", default=["table", "row", "column", "dp"])
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
-    parser.add_argument("--groups", nargs="+", default=["1"], help="replicas of the tables; M:all averages all rows")
+    parser.add_argument(
+        "--groups", nargs="+", default=["1"], help="replicas of the tables; M/K averages every K steps, M:all all rows"
+    )
+    parser.add_argument("--zipf", type=float, default=0.0, help="exponent of the ids' popularity; 0: uniform")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path)
@@ -117,14 +123,15 @@ def main() -> int:
         list(product(range(args.rounds), cases)), "net", console=console
     ):
         limit_mbit = None if limit == "none" else float(limit)
-        found = measure(ranks, limit_mbit, plan, codec, groups, args.steps)
+        found = measure(ranks, limit_mbit, plan, codec, groups, args.zipf, args.steps)
         runs[ranks, limit, plan, codec, groups].append(found)
     results = [
         {"ranks": r, "limit_mbit": limit, "plan": plan, "codec": codec, "groups": groups}
         | {name: statistics.median(run[name] for run in found) for name in found[0]}
         for (r, limit, plan, codec, groups), found in runs.items()
     ]
-    title = f"{TABLES} tables × {ROWS:,} × {DIM}, {BATCH} samples per rank, uniform ids"
+    ids = f"Zipf {args.zipf:g} ids" if args.zipf else "uniform ids"
+    title = f"{TABLES} tables × {ROWS:,} × {DIM}, {BATCH} samples per rank, {ids}"
     table = Table(*list(results[0]), title=title, title_justify="left")
     for result in results:
         table.add_row(*(f"{v:,.2f}" if isinstance(v, float) else str(v) for v in result.values()))
@@ -136,6 +143,7 @@ def main() -> int:
             "commit": _commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": args.rounds,
+            "ids": ids,
         }
         text = json.dumps({"results": results, "measured": about, "definitions": DEFINITIONS}, indent=2)
         args.json.write_text(text + "\n", encoding="utf-8")

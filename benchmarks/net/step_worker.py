@@ -2,8 +2,8 @@
 
 python -m benchmarks.net.step_worker '{"scheme": "row", "forward": "fp32", "backward": "fp32", "steps": 8}'
 
-With ``"replicas": 2`` ranks form groups that are averaged after every step, and with ``"dense_sync": true`` all rows
-are, not those that were touched.
+With ``"replicas": 2`` ranks form groups that are averaged after every step or ``"sync_every"`` steps, and with
+``"dense_sync": true`` all rows are, not those that were touched. ``"zipf"`` is the exponent of the ids' popularity.
 """
 
 from __future__ import annotations
@@ -40,14 +40,30 @@ def model_and_plan(scheme: str, world_size: int) -> tuple[hb.nn.DLRM, hb.Plan]:
     return model, hb.make_plan(tables, world_size, scheme)
 
 
-def batches(rank: int, count: int) -> list[hb.Batch]:
+class Ids:
+    """How often the rows of a table are looked up: all alike, or by Zipf's law, in an order that no tile knows."""
+
+    def __init__(self, zipf: float) -> None:
+        weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -zipf
+        self.shares = (weights / weights.sum())[torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))]
+        self._ends = self.shares.cumsum(0)
+
+    def draw(self, count: int, draw: torch.Generator) -> torch.Tensor:
+        """Random ids of a table."""
+        at = torch.rand(count, dtype=torch.float64, generator=draw)
+        return torch.searchsorted(self._ends, at, right=True).clamp_(max=ROWS - 1)
+
+    def distinct(self, ids: int) -> float:
+        """Expected distinct rows of a table among so many ids."""
+        return float((1 - (1 - self.shares) ** ids).sum())
+
+
+def batches(rank: int, count: int, ids: Ids) -> list[hb.Batch]:
     """Random batches of a rank."""
     draw = torch.Generator().manual_seed(rank)
     return [
         hb.Batch(
-            sparse=hb.Jagged.from_dict(
-                {f"t{i}": torch.randint(0, ROWS, (BATCH,), generator=draw) for i in range(TABLES)}
-            ),
+            sparse=hb.Jagged.from_dict({f"t{i}": ids.draw(BATCH, draw) for i in range(TABLES)}),
             dense=torch.randn(BATCH, 13, generator=draw),
             labels=torch.rand(BATCH, 1, generator=draw).round(),
         )
@@ -55,34 +71,37 @@ def batches(rank: int, count: int) -> list[hb.Batch]:
     ]
 
 
-def distinct_rows(ids: int) -> float:
-    """Expected distinct rows of a table among so many ids."""
-    return ROWS * (1 - (1 - 1 / ROWS) ** ids)
-
-
-def sync_bytes(size: int, replicas: int, *, dense: bool) -> float:
-    """What a rank sends to average rows, of which row-wise AdaGrad has a moment each, after a step."""
+def sync_bytes(size: int, replicas: int, every: int, ids: Ids, *, dense: bool) -> float:
+    """What a rank sends per step to average rows, of which row-wise AdaGrad has a moment each."""
     shards = size // replicas
     slots = TABLES * ROWS / shards
-    own, all_touched = (TABLES * distinct_rows(BATCH * n) / shards for n in (shards, size))
+    own, all_touched = (TABLES * ids.distinct(BATCH * every * n) / shards for n in (shards, size))
     others, row = replicas - 1, 4 * (DIM + 1)
     told = 0.0 if dense else others * min(4 * own, slots / 8)
-    return told + 2 * others / replicas * row * (slots if dense else all_touched)
+    return (told + 2 * others / replicas * row * (slots if dense else all_touched)) / every
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a step (median), bytes that this rank sent in it, and what the plan says that it sends."""
+    """Seconds of a step, bytes that this rank sent in it, and what the plan says that it sends."""
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     logging.getLogger("hotbed").setLevel(logging.ERROR)  # codecs announce that they round
-    replicas = job.get("replicas", 1)
+    replicas, every = job.get("replicas", 1), job.get("sync_every", 1)
+    ids = Ids(job.get("zipf", 0.0))
+    warmup = -(-WARMUP // every) * every
+    steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
         sync.choose = lambda *_: "nothing"
     model, plan = model_and_plan(job["scheme"], size // replicas)
     codecs = {"forward": job["forward"], "backward": job["backward"]}
     dense_values = sum(p.numel() for p in model.parameters())
     model = hb.distribute(
-        model, plan, forward_codec=codecs["forward"], backward_codec=codecs["backward"], replicas=replicas
+        model,
+        plan,
+        forward_codec=codecs["forward"],
+        backward_codec=codecs["backward"],
+        replicas=replicas,
+        sync_every=every,
     )
     dense = torch.optim.SGD(model.parameters(), lr=0.01)
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
@@ -90,8 +109,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     links = [model.wire.link, model.link, model.dense_link]
     links += [] if replicas == 1 else model.wire.replicas.of_thread
     before: Counter[str] = Counter()
-    for i, batch in enumerate(batches(rank, WARMUP + job["steps"])):
-        if i == WARMUP:
+    for i, batch in enumerate(batches(rank, warmup + steps, ids)):
+        if i == warmup:
             before = sum((link.sent_bytes for link in links), Counter())
         dist.barrier()
         start = time.perf_counter()
@@ -104,8 +123,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         model.embeddings.settle()  # nothing but the next step would hide it here
         seconds.append(time.perf_counter() - start)
     sent = sum((link.sent_bytes for link in links), Counter()) - before
-    distinct = distinct_rows(BATCH)
-    touched = distinct_rows(BATCH * size // replicas)
+    distinct = ids.distinct(BATCH)
+    touched = ids.distinct(BATCH * size // replicas)
     tables = plan.by_table
     expected = step_traffic(
         plan,
@@ -116,13 +135,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     )
     dist.barrier()
     return {
-        "step_s": statistics.median(seconds[WARMUP:]),
-        "sent_bytes": sum(sent.values()) / job["steps"],
+        "step_s": statistics.median(torch.tensor(seconds[warmup:]).view(-1, every).mean(1).tolist()),
+        "sent_bytes": sum(sent.values()) / steps,
         "predicted_bytes": expected[rank % plan.world_size].total
         + 2 * (size - 1) / size * 4 * dense_values
-        + sync_bytes(size, replicas, dense=bool(job.get("dense_sync"))),
-        "sync_bytes": sum(n for what, n in sent.items() if what in SYNC) / job["steps"],
-        "steps": WARMUP + job["steps"],
+        + sync_bytes(size, replicas, every, ids, dense=bool(job.get("dense_sync"))),
+        "sync_bytes": sum(n for what, n in sent.items() if what in SYNC) / steps,
+        "steps": warmup + steps,
     }
 
 

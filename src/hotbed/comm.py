@@ -122,6 +122,15 @@ class Link:
         return torch.device("cpu")
 
     @property
+    def overlaps(self) -> bool:
+        """Whether exchanges of several threads may overlap.
+
+        Not those of NCCL: each waits for all that was put into its stream before, so threads that share a stream, in
+        another order on another rank, would wait for each other for ever.
+        """
+        return self.device.type == "cpu"
+
+    @property
     def step(self) -> int:
         """Number of the training step, for the error messages of this link and of all its clones; 0: not known."""
         return self._step[0]

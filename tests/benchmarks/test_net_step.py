@@ -17,9 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(available() is not None, reason=f"no network namespaces: {available()}")
 def test_ranks_send_what_the_plan_says(tmp_path: Path):
     file = tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks.net", "--quick", "--json", str(file)]
+    command = [sys.executable, "-m", "benchmarks.net", "--quick", "--groups", "1", "2/2", "--zipf", "1.05"]
+    command += ["--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    (result,) = json.loads(file.read_text(encoding="utf-8"))["results"]
-    assert (result["ranks"], result["plan"], result["codec"]) == (2, "row", "bf16")
-    assert result["payload_ratio"] == pytest.approx(1, abs=0.05)
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert [result["groups"] for result in results] == ["1", "2/2"]
+    for result in results:
+        assert (result["ranks"], result["plan"], result["codec"]) == (2, "row", "bf16")
+        assert result["payload_ratio"] == pytest.approx(1, abs=0.05)
+        assert (result["sync_kb"] > 0) == (result["groups"] != "1")

@@ -92,11 +92,12 @@ def test_a_snapshot_that_is_given_up_lets_updates_go() -> None:
     assert not thread.is_alive()
 
 
-def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let files be written so slowly that training goes far meanwhile."""
+def slowly(monkeypatch: pytest.MonkeyPatch, begin: threading.Event) -> None:
+    """Let files be written slowly, and not before there is leave to begin."""
     read = Snapshot.read
 
     def waited(*args: Any) -> torch.Tensor:
+        assert begin.wait(60)
         time.sleep(0.02)
         return read(*args)
 
@@ -104,7 +105,8 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_narrow_tables_are_saved_while_they_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slowly(monkeypatch)
+    begin = threading.Event()
+    slowly(monkeypatch, begin)
     model, optimizer = narrow_model()
     train(model, optimizer, range(4))
     at_four = bits(model.state_dict()), bits(optimizer.state_dict())
@@ -113,6 +115,8 @@ def test_narrow_tables_are_saved_while_they_are_trained(tmp_path: Path, monkeypa
     while saving.under_way:
         train(model, optimizer, range(step, step + 1))
         step += 1
+        if step > 6:
+            begin.set()
     saving.wait()
     assert step > 6
     assert bits(model.state_dict()) != at_four[0]
@@ -155,7 +159,8 @@ def test_a_large_table_is_saved_while_rows_at_both_ends_change(tmp_path: Path, m
 
 
 def test_tables_that_are_being_saved_are_not_loaded_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slowly(monkeypatch)
+    begin = threading.Event()
+    slowly(monkeypatch, begin)
     model, optimizer = narrow_model()
     save_checkpoint(tmp_path / "first", {"model": model})
     saving = save_checkpoint(tmp_path / "second", {"model": model, "sparse": optimizer}, background=True)
@@ -165,6 +170,7 @@ def test_tables_that_are_being_saved_are_not_loaded_into(tmp_path: Path, monkeyp
         save_checkpoint(tmp_path / "third", {"model": model}, background=True)
     with pytest.raises(CheckpointError, match="table 'user' is being saved; call wait"):
         init_from(tmp_path / "first", {"model": model})
+    begin.set()
     saving.wait()
     load_checkpoint(tmp_path / "first", {"model": model})
 

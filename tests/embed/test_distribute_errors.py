@@ -248,7 +248,8 @@ def test_what_cannot_be_is_refused_by_all_ranks(ranks: Ranks, case: str):
 
 def late(group: dist.ProcessGroup) -> str:
     """Rank 1 does not look anything up."""
-    model = distributed(group, "a", timeout=timedelta(seconds=1))
+    model = distributed(group, "a", timeout=timedelta(seconds=3))
+    dist.barrier(group)
     model.wire.link.step = 7
     if dist.get_rank(group) != 1:
         try:

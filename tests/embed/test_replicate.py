@@ -21,6 +21,7 @@ from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.cached import CachedRecords
+from hotbed.store.records import Over, Use
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -148,8 +149,27 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     store.write(own, torch.full((4, 20), float(link.rank)) + torch.arange(4)[:, None])
     store.write(own, torch.arange(4.0) * link.rank, "m")
     below = len(store.records.below.keys())
+    calls = Calls(store.records)
+    store.records = calls
     sync.average_rows(arena, own[1:3], arena.seeds, link)
+    assert calls.made == ["read", "write"]  # all of a row at once
     return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
+
+
+class Calls(Over):
+    """Notes what is asked of the records below."""
+
+    def __init__(self, below: Any) -> None:
+        super().__init__(below)
+        self.made: list[str] = []
+
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        self.made.append("read")
+        return self.below.read(slots, out, use=use)
+
+    def write(self, slots: Tensor, records: Tensor) -> None:
+        self.made.append("write")
+        self.below.write(slots, records)
 
 
 def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
@@ -175,7 +195,8 @@ def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("replicas", [2, 3, 5, 8])
 def test_the_mean_of_equal_values_is_that_value(replicas: int):
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(sync._mean(values.expand(replicas, -1)), values)
+    values[:3] = torch.tensor([-0.0, torch.inf, -torch.inf])
+    assert torch.equal(sync._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
     different = torch.randn(replicas, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(sync._mean(different), different.mean(0))
 
@@ -198,6 +219,8 @@ def broken(group: dist.ProcessGroup) -> str:
         optimizer.step()
         with pytest.raises(CommError) as caught:
             model.sync()
+        with pytest.raises(CommError):
+            model.embeddings.settle()  # whoever waits next hears of it as well
     finally:
         sync.average_rows = average
     return str(caught.value)

@@ -167,8 +167,7 @@ def test_rows_that_nobody_touched_keep_their_bits(ranks: Ranks, message: Any):
     assert not torch.equal(found[0]["big.weight"], initial)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
-@pytest.mark.parametrize(("size", "replicas"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize(("size", "replicas", "dtype"), [(4, 2, "fp32"), (4, 2, "fp8"), (8, 4, "int8")])
 def test_a_sync_of_touched_rows_is_a_sync_of_all_with_fewer_bytes(ranks: Ranks, size: int, replicas: int, dtype: str):
     job = Job("table", replicas, {"sync_every": 2}, steps=4, dtype=dtype)
     messages = ("nothing", "numbers", "bitmap", None)

@@ -159,6 +159,24 @@ def test_a_model_on_triton_with_a_cache_and_rows_read_in_place(monkeypatch: pyte
     assert {key.split(".")[0] for key in launches} == {"triton"}
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "RowWiseAdagrad", "LAMB"])
+def test_hits_and_misses_are_of_lookups_also_where_a_rule_reads_rows_of_columns(optimizer: str) -> None:
+    tables, features = [hb.Table("c", rows=50, dim=256)], [hb.Feature("c", table="c")]
+    parts = [hb.Tile("c", range(50), cols, 0, tier="disk", cache_rows=9) for cols in (range(128), range(128, 256))]
+    with tables_on_meta():
+        meta = torch.nn.ModuleDict({"e": EmbeddingCollection(tables, features)})
+    model: Any = hb.distribute(meta, hb.Plan(1, tuple(parts)))
+    rule = getattr(hb.optim, optimizer)(model, lr=0.1)
+    asked = 0
+    for seed in range(4):
+        ids = torch.randint(0, 50, (8, 3), generator=torch.Generator().manual_seed(seed))
+        asked += 2 * len(ids.unique())
+        model.module["e"](hb.Jagged.from_dict({"c": ids}))["c"].square().sum().backward()
+        rule.step()
+    traffic = model.module["e"].traffic
+    assert traffic.hits + traffic.misses == asked
+
+
 def test_several_ranks(ranks: Ranks) -> None:
     expected = ranks.run(3, run, CUTS["device"])[0]
     for name, cut in CUTS.items():

@@ -16,6 +16,7 @@ from hotbed.specs import Table
 
 TABLES = [Table("a", 1000, 32), Table("b", 40, 16, dtype="int8", fp32_rows=5), Table("c", 300, 32)]
 MOMENTS = RowWiseAdagrad.rule.moments
+BY_TABLE = {t.name: MOMENTS for t in TABLES}
 
 
 def test_zipf_shares_are_those_of_the_law() -> None:
@@ -65,7 +66,7 @@ def test_copies_that_a_rank_reads_take_of_its_budget() -> None:
     copied = [t for t in plan.tiles if t.readers]
     assert {t.table for t in copied} == {"b"}
     budget = 30_000
-    placed = place_in_tiers(plan, TABLES, {"device": budget}, "disk", moments=MOMENTS)
+    placed = place_in_tiers(plan, TABLES, {"device": budget}, "disk", moments=BY_TABLE)
     by_name = {t.name: t for t in TABLES}
     for rank in range(2):
         here = [t for t in placed.tiles if t.tier == "device" and (t.owner == rank or rank in t.readers)]
@@ -96,7 +97,7 @@ def test_budgets_are_kept_and_tiles_cover_the_tables(
         {"device": device, "host": host},
         "disk",
         popularity=popularity,
-        moments=MOMENTS,
+        moments=BY_TABLE,
         cache_rows=50,
     )
     plan.check(TABLES)

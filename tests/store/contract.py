@@ -161,25 +161,43 @@ class StoreContract:
         store.write(slots, store.read(slots))
         assert bits(store) == before
 
-    def test_scales_of_int8_rows_grow_to_what_is_asked_for(self, format):
+    def test_putting_the_values_that_are_there_changes_no_bit(self, format):
+        store = self.filled(format)
+        for moment in (Moment("row", "row"), Moment("element", "element")):
+            store.add_moment(moment)
+        store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
+        before, slots = bits(store), torch.tensor([30, 4, 13], device=store.device)
+        values = store.values(slots)
+        assert torch.equal(values.rows.cpu(), store.read(slots).cpu())
+        assert {name: m.shape for name, m in values.moments.items()} == {"row": (3,), "element": (3, DIM)}
+        assert values.moments["row"].tolist() == [0.0, 1.0, 0.0]
+        store.put(slots, values)
+        assert bits(store) == before
+        more = {name: moment + 1 for name, moment in values.moments.items()}
+        store.put(slots, values._replace(moments=more))
+        assert bits(store) == before
+        assert self.read_all(store, "row")[[30, 4, 13, 5]].tolist() == [1.0, 2.0, 1.0, 0.0]
+        assert self.read_all(store, "element").sum() == 3 * DIM
+
+    def test_scales_of_int8_rows_grow_to_what_is_put(self, format):
         store = self.filled(format)
         slots = torch.tensor([1, 12, 13, 30])
         here, narrow = slots.to(store.device), format.narrow()[slots]
-        scales = store.scales(here)
+        there = store.values(here)
         if format.dtype != "int8":
-            assert scales is None
+            assert there.scales is None
             return
         least = torch.full((4, 2), MIN_EXPONENT, dtype=torch.int8)
-        assert torch.equal(scales.cpu()[~narrow], least[~narrow])
-        assert (scales.cpu()[narrow] > MIN_EXPONENT).all()
-        asked = scales + torch.tensor([[3, -5]], dtype=torch.int8, device=store.device)
-        values = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)) / 100
-        store.write(here, values.to(store.device), scales=asked)
-        grown = torch.maximum(scales, asked).cpu()
-        assert torch.equal(store.scales(here).cpu()[narrow], grown[narrow])
-        assert torch.equal(store.scales(here).cpu()[~narrow], least[~narrow])
-        quanta = torch.exp2(grown.double()).repeat_interleave(torch.tensor([128, DIM - 128]), dim=1)
-        expected = torch.where(narrow[:, None], (values.double() / quanta).round() * quanta, values.double())
+        assert torch.equal(there.scales.cpu()[~narrow], least[~narrow])
+        assert (there.scales.cpu()[narrow] > MIN_EXPONENT).all()
+        grown = there.scales + torch.tensor([[3, 0]], dtype=torch.int8, device=store.device)
+        rows = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)) / 100
+        store.put(here, there._replace(rows=rows.to(store.device), scales=grown))
+        after = store.values(here).scales.cpu()
+        assert torch.equal(after[narrow], grown.cpu()[narrow])
+        assert torch.equal(after[~narrow], least[~narrow])
+        quanta = torch.exp2(grown.cpu().double()).repeat_interleave(torch.tensor([128, DIM - 128]), dim=1)
+        expected = torch.where(narrow[:, None], (rows.double() / quanta).round() * quanta, rows.double())
         assert torch.equal(store.read(here).cpu().double(), expected)
 
     def test_raw_says_what_rows_are_stored_as(self, format):

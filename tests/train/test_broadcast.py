@@ -251,7 +251,7 @@ def test_the_position_is_known_before_the_first_batch(ranks: Ranks) -> None:
 
 def with_damaged_data(group: dist.ProcessGroup) -> tuple[str, int, float, list[str]]:
     """The error, batches before it, seconds until it, and threads that are left."""
-    link = Link(group, timedelta(seconds=2))
+    link = Link(group, timedelta(seconds=5))
     broadcast = BroadcastLoader(loader_of(0, 1, damaged=3) if link.rank == 1 else None, link, reader=1)
     count, start = 0, time.monotonic()
     with pytest.raises((DataError, CommError)) as caught:

@@ -103,6 +103,14 @@ def test_budgets_are_shared_out_by_what_was_counted(tmp_path: Path) -> None:
             '"accesses_of_top_rows": [null]}]}',
             "table 'C1' has 3 rows, the model's has 300; inspect this model's data",
         ),
+        *(
+            (
+                f'{{"samples": 1, "tables": [{{"table": "C1", "rows": 300, "accesses": 9, "cache_rows": {counts}, '
+                '"accesses_of_top_rows": [0.5, 1]}]}',
+                r"writes \(ValueError: cache_rows of table 'C1' must rise to its 300 rows, with as many",
+            )
+            for counts in ([3], [3, 30], [3, 300, 300], [400, 300], [])
+        ),
     ],
 )
 def test_mistakes_about_what_was_counted(content: str | None, message: str, tmp_path: Path) -> None:

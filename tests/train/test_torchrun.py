@@ -346,7 +346,7 @@ def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, 
 
 
 def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "8"]
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "15"]
     with launcher.start(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
         started.wait_for(0, "err", "step 5/")
         started.send(2, signal.SIGSTOP)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, verify_checkpoint
+from hotbed.checkpoint import (
+    checkpoints_in,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    snapshot,
+    verify_checkpoint,
+)
+from hotbed.checkpoint.writing import FileWriter
+from hotbed.comm import Link
 from hotbed.data import Loader
+from hotbed.embed.sync import Sync
 from hotbed.train import Callback, Trainer
 from hotbed.train.keep import KeepLast
 from tests.ranks import Ranks
@@ -104,6 +117,93 @@ def test_a_run_that_is_resumed_ends_with_the_bits_of_the_run_that_saved(ranks: R
     for of_rank, of_whole in zip(resumed, whole, strict=True):
         assert of_rank["losses"] == of_whole["losses"][STOPPED:]
         assert_equal(of_rank["state"], of_whole["state"])
+
+
+Beside = tuple[list[float], dict[str, Any], dict[str, Any], set[str]]
+
+
+def beside_a_checkpoint(group: Group, path: Path | None) -> Beside:
+    """Losses beside a checkpoint that is slowly written, state when it began and at the end; who waited."""
+    trainer = make_trainer(group, "row", replicas=2)
+    names: set[str] = set()
+    finish, write, kept = Sync.finish, FileWriter.write, snapshot.KEPT_BYTES
+
+    def noted(sync: Sync) -> None:
+        names.add(threading.current_thread().name)
+        finish(sync)
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.5)
+        return write(*args)
+
+    Sync.finish, FileWriter.write, snapshot.KEPT_BYTES = noted, slowly, 1000  # type: ignore[method-assign]
+    losses: list[float] = []
+    saving, began = None, {}
+    try:
+        for i, batch in enumerate(shares(planted.batches(10), group)):
+            if i == 2 and path is not None:
+                began = state_of(trainer)
+                saving = save_checkpoint(path, trainer.parts(), step=i, background=True)
+            loss = trainer.loss(batch)
+            losses.append(float(loss.detach()))
+            loss.backward()
+            for optimizer in trainer.optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        if saving is not None:
+            saving.wait()
+    finally:
+        Sync.finish, FileWriter.write, snapshot.KEPT_BYTES = finish, write, kept  # type: ignore[method-assign]
+    return losses, began, state_of(trainer), names
+
+
+def loaded(group: Group, path: Path) -> dict[str, Any]:
+    trainer = make_trainer(group, "row")
+    load_checkpoint(path, trainer.parts())
+    return state_of(trainer)
+
+
+def test_averages_go_on_beside_a_checkpoint_whose_thread_never_waits_for_them(ranks: Ranks, tmp_path: Path):
+    expected = ranks.run(4, beside_a_checkpoint, None)
+    found = ranks.run(4, beside_a_checkpoint, tmp_path / "checkpoint")
+    for (losses, began, end, names), (without, _, end_without, _) in zip(found, expected, strict=True):
+        assert losses == without
+        assert_equal(end, end_without)
+        assert not any("checkpoint" in name for name in names)
+        assert_equal(began, found[0][1])
+    assert_equal(ranks.run(3, loaded, tmp_path / "checkpoint")[0], found[0][1])
+
+
+def one_after_the_other(group: Group) -> tuple[dict[str, Any], float, list[int]]:
+    """A run where exchanges of several threads may not overlap, and averages after steps of another."""
+    overlaps = Link.overlaps
+    Link.overlaps = property(lambda _: False)  # type: ignore[method-assign, assignment]
+    try:
+        found = run(group, TWO)
+        trainer = make_trainer(group, "row", replicas=2)
+        syncs: list[int] = []
+        trainer.callbacks.append(OnStep(lambda: syncs.append(trainer.model.wire.replicas.syncs)))
+        trainer.fit(shares(planted.batches(3), group))
+    finally:
+        Link.overlaps = overlaps  # type: ignore[method-assign]
+    return found, trainer.ahead.exchange_s, syncs
+
+
+class OnStep(Callback):
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self.action()
+
+
+def test_where_exchanges_may_not_overlap_they_follow_each_other(ranks: Ranks):
+    expected = ranks.run(4, run, TWO)
+    for (found, ahead_s, syncs), of_rank in zip(ranks.run(4, one_after_the_other), expected, strict=True):
+        assert found["losses"] == of_rank["losses"]
+        assert_equal(found["state"], of_rank["state"])
+        assert ahead_s == 0
+        assert syncs == [1, 2, 3]
 
 
 def evaluated(group: Group) -> tuple[float, float, bool]:

@@ -112,12 +112,14 @@ def save_checkpoint(
     if background:
         refuse_while_saved(tables)
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
-    stores = list(dict.fromkeys(h.arena.store for t in tables.values() for h in _owned(t)))
+    # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
+    owned = [(name, table, held) for name, table in tables.items() for held in _owned(table)]
+    stores = list(dict.fromkeys(held.arena.store for _, _, held in owned))
     saving = Saving(
         place,
         token,
         Manifest(step, recipe, plan_of(parts), plains, {name: t.saved for name, t in tables.items()}),
-        tables,
+        owned,
         tensors if link is None or link.rank == 0 else {},
         link,
         Snapshot(stores) if background else None,
@@ -130,6 +132,10 @@ def save_checkpoint(
         saving.run()
         saving.wait()
     return saving
+
+
+_Owned = tuple[str, TablePart, Held]
+"""A tile that this rank writes: name of the table in checkpoints, and what holds it."""
 
 
 class _OtherRankError(CheckpointError):
@@ -156,7 +162,7 @@ class Saving:
         place: Directory,
         token: str,
         manifest: Manifest,
-        tables: Mapping[str, TablePart],
+        owned: Sequence[_Owned],
         tensors: Mapping[str, Mapping[str, Tensor]],
         link: Link | None,
         snapshot: Snapshot | None,
@@ -164,7 +170,7 @@ class Saving:
     ) -> None:
         self.path = place.path
         self._place, self._token, self._manifest = place, token, manifest
-        self._tables, self._tensors, self._link, self._then = tables, tensors, link, then
+        self._owned, self._tensors, self._link, self._then = owned, tensors, link, then
         self._snapshot = snapshot
         self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
         self._thread: threading.Thread | None = None
@@ -238,7 +244,7 @@ class Saving:
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
-            self._tables, self._tensors = {}, {}
+            self._owned, self._tensors = [], {}
             self.seconds = time.perf_counter() - start
         if self._thread is not None and self._error is None:
             _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
@@ -249,7 +255,7 @@ class Saving:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
-            pieces = _pieces_of(self._tables, self._snapshot)
+            pieces = _pieces_of(self._owned, self._snapshot)
             tiles = writer.write_pieces(pieces, f"tables-{self._rank:05d}")
             if self._snapshot is not None:
                 self._snapshot.close()
@@ -329,13 +335,12 @@ def _owned(table: TablePart) -> list[Held]:
     return [h for h in table.collection.held(table.table.name) if h.owned and table.collection.is_first_replica]
 
 
-def _pieces_of(tables: Mapping[str, TablePart], snapshot: Snapshot | None) -> list[Piece]:
+def _pieces_of(owned: Sequence[_Owned], snapshot: Snapshot | None) -> list[Piece]:
     """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
-    tiles = [(name, table, held) for name, table in tables.items() for held in _owned(table)]
     # Small stores first: what was kept of a store's rows is free when it has been read.
-    stores = sorted(dict.fromkeys(held.arena.store for _, _, held in tiles), key=lambda store: store.nbytes)
+    stores = sorted(dict.fromkeys(held.arena.store for _, _, held in owned), key=lambda store: store.nbytes)
     order = {store: i for i, store in enumerate(stores)}
-    tiles.sort(key=lambda tile: (order[tile[2].arena.store], tile[2].number))
+    tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
     existing = {store: rows_of(store) for store in stores} if snapshot is None else snapshot.rows
     return [piece for tile in tiles for piece in _pieces(*tile, existing[tile[2].arena.store], snapshot)]
 

@@ -180,9 +180,9 @@ class RowSums:
         moments = {}
         for kind, t in touched.items():
             store, rule = t.arena.store, t.step.rule
-            moments[kind] = {m.name: store.read(t.slots, m.name) for m in rule.moments}
+            moments[kind] = {m.name: store.read(t.slots, m.name, use="update") for m in rule.moments}
             hyper = t.step.hyper[t.piece]
-            rows = store.read(t.slots)
+            rows = store.read(t.slots, use="update")
             steps[kind] = rule_steps(rule, rows, moments[kind], t.gradient, hyper, self._dim, t.step.uses)
         sums: Mapping[int, Tensor] | None = None
         new: dict[int, Tensor] = {}
@@ -233,7 +233,7 @@ def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
     """``v ← v + squares / dim``; what follows is gradient descent with a step size per row, and has a kernel."""
     store, step, slots = touched.arena.store, touched.step, touched.slots
     (moment,) = step.rule.moments
-    before = store.read(slots, moment.name)
+    before = store.read(slots, moment.name, use="update")
     v = before + squares / dim
     store.write(slots, v, moment.name)
     hyper = step.hyper[touched.piece]

@@ -6,7 +6,8 @@ for it (`Sync.finish`), which in training is after the exchange of the next batc
 Only rows that some replica has touched since the last sync can differ, so each replica says which it has touched (as
 numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has touched so many that this
 saves nothing, all are. The result is the same, to the bit, because of how the mean is taken:
-``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M`` is x₀ exactly where all are equal. (A plain mean of three equal values is not.)
+``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M``, and x₀ itself where all are equal. (A plain mean of three equal values need
+not be that value.)
 
 Every replica averages one share of a bucket and sends it to the others, so a value is computed once and all have its
 bits. Narrow rows are averaged as float32 and then rounded stochastically, with the same random bits everywhere.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import reduce
 from typing import Literal
 
 import torch
@@ -33,9 +35,10 @@ from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE
 from hotbed.ops.random import step_seeds
 from hotbed.store import DenseStore, RowStore
+from hotbed.store.base import Values
 
 BUCKET_BYTES = 8 << 20
-"""Size of what is averaged at once: as much memory as a sync takes, some times over."""
+"""Size of what is averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
 Message = Literal["numbers", "bitmap", "nothing"]
 
 
@@ -87,15 +90,15 @@ class Sync:
             self._replicas.sync_s += time.perf_counter() - begin
 
         self._under_way = self._replicas.thread.submit(work)
+        if not self._replicas.link.overlaps:
+            self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun; raises what went wrong there."""
-        if self._under_way is None:
-            return
-        begin = time.perf_counter()
-        under_way, self._under_way = self._under_way, None
-        under_way.result()
-        self._replicas.waited_s += time.perf_counter() - begin
+        """Wait for what was begun; raises what went wrong there, to everyone who waits."""
+        if self._under_way is not None:
+            begin = time.perf_counter()
+            self._under_way.result()
+            self._replicas.waited_s += time.perf_counter() - begin
 
     def _average(self, placement: Placement) -> None:
         link, shards = self._replicas.of_thread
@@ -106,7 +109,7 @@ class Sync:
         averaged: dict[Arena, Tensor] = {}
         for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
             slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
-            seeds = step_seeds(self._seeds[arena], torch.tensor(-1, device=device))
+            seeds = step_seeds(self._seeds[arena].to(device), torch.tensor(-1, device=device))
             for bucket in slots.split(max(BUCKET_BYTES // row_bytes(arena.store), 1)):
                 if len(bucket):
                     average_rows(arena, bucket, seeds, link)
@@ -196,8 +199,8 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
     mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=touched.device)
     mask[touched] = 1
     own = (mask.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
-    theirs = link.all_gather("bitmap of touched rows", own).wait()
-    return (((theirs[:, :, None] >> bits) & 1).any(0).view(-1)[:slots]).nonzero()[:, 0]
+    union = reduce(torch.bitwise_or, link.all_gather("bitmap of touched rows", own).wait())
+    return ((union[:, None] >> bits) & 1).view(-1)[:slots].nonzero()[:, 0]
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:
@@ -214,18 +217,15 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
     link
         Replicas.
     """
-    store = arena.store
-    moments = store.moment_names
-    values = [store.read(slots, use="update"), *(store.read(slots, name, use="update") for name in moments)]
+    own = arena.store.values(slots)
+    values = [own.rows, *own.moments.values()]
     flat = torch.cat([v.reshape(-1) for v in values])
     over_replicas_(flat, _mean, "rows of replicas", link)
     rows, *means = (m.view(v.shape) for m, v in zip(flat.split([v.numel() for v in values]), values, strict=True))
-    scales = store.scales(slots)
-    if scales is not None:  # they only grow, so an average has the largest of the replicas'
-        over_replicas_(scales.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
-    store.write(slots, rows, random=rounding_bits(arena, slots, seeds), scales=scales)
-    for name, mean in zip(moments, means, strict=True):
-        store.write(slots, mean, name)
+    if own.scales is not None:  # they only grow, so an average has the largest of the replicas'
+        over_replicas_(own.scales.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
+    moments = dict(zip(own.moments, means, strict=True))
+    arena.store.put(slots, Values(rows, moments, own.scales), random=rounding_bits(arena, slots, seeds))
 
 
 def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
@@ -238,9 +238,9 @@ def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: st
 
 
 def _mean(theirs: Tensor) -> Tensor:
-    """In replica order; exact where all are equal."""
+    """In replica order; the first where all are equal, also −0 and infinities."""
     first = theirs[0]
     change = theirs[1] - first
     for other in theirs[2:]:
         change = change + (other - first)
-    return first + change / len(theirs)
+    return torch.where((theirs == first).all(0), first, first + change / len(theirs))

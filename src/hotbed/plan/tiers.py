@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -132,7 +132,7 @@ def place_in_tiers(
     rest: Tier,
     *,
     popularity: Mapping[str, Popularity] | None = None,
-    moments: Sequence[Moment] = (),
+    moments: Mapping[str, Sequence[Moment]] | None = None,
     cache_rows: int = 0,
     cached: Sequence[Tier] = ("host", "disk"),
 ) -> Plan:
@@ -156,7 +156,7 @@ def place_in_tiers(
     popularity
         By table; `Zipf` with exponent 1.05 and one id per sample by default.
     moments
-        Of the optimizer's rule.
+        By table, of its optimizer's rule; none by default.
     cache_rows
         Rows per rank of a cache before the slower memories.
     cached
@@ -177,14 +177,17 @@ def place_in_tiers(
             raise PlanError(f"the budget of tier '{tier}' is {budget:,} bytes, must be at least 0")
     by_name = {t.name: t for t in tables}
     known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
+
+    def nbytes(tile: Tile) -> int:
+        return tile_bytes(by_name[tile.table], tile, (moments or {}).get(tile.table, ()))
+
     tiles: list[Tile] = []
     for rank in range(plan.world_size):
         own = [t for t in plan.tiles if t.owner == rank]
         left = [t for t in own if not t.readers]
         for tier, budget in budgets.items():
             held = [t for t in plan.tiles if t.readers and t.tier == tier and (t.owner == rank or rank in t.readers)]
-            room = budget - sum(tile_bytes(by_name[t.table], t, moments) for t in held)
-            prefixes = _prefixes(left, by_name, known, moments, room)
+            prefixes = _prefixes(left, by_name, known, nbytes, budget - sum(map(nbytes, held)))
             parts = [_split(tile, prefixes[tile.table]) for tile in left]
             tiles += [replace(head, tier=tier, cache_rows=0) for head, _ in parts if head is not None]
             left = [tail for _, tail in parts if tail is not None]
@@ -218,13 +221,14 @@ def hot_rows(
     *,
     popularity: Mapping[str, Popularity] | None = None,
     moments: Sequence[Moment] = (),
+    beside: Mapping[str, int] | None = None,
     whole_bytes: int = 0,
 ) -> dict[str, int]:
     """How many of the first rows of each table are worth a byte budget: those with the most accesses per byte.
 
     Tables of at most ``whole_bytes`` come first: the others share what these leave when all of them are in it whole
     (Adnan et al. 2021, arXiv 2103.00686, take tables below 1 MB whole). A larger budget gives no table fewer rows. See
-    `place_in_tiers`.
+    `place_in_tiers`. ``beside`` is bytes per row that go with a table's: of other tables of the same ids.
 
     Raises
     ------
@@ -234,11 +238,15 @@ def hot_rows(
     whole = [Tile(t.name, range(t.rows), range(t.dim), 0) for t in tables]
     known = {t.name: (popularity or {}).get(t.name) or Zipf(t.rows) for t in tables}
     by_name = {t.name: t for t in tables}
-    nbytes = {t.table: tile_bytes(by_name[t.table], t, moments) for t in whole}
-    small = [t for t in whole if nbytes[t.table] <= whole_bytes]
-    others = [t for t in whole if nbytes[t.table] > whole_bytes]
-    left = max(budget - sum(nbytes[t.table] for t in small), 0)
-    found = _prefixes(small, by_name, known, moments, budget) | _prefixes(others, by_name, known, moments, left)
+
+    def nbytes(tile: Tile) -> int:
+        own = tile_bytes(by_name[tile.table], tile, moments)
+        return own + len(tile.rows) * (beside or {}).get(tile.table, 0)
+
+    small = [t for t in whole if nbytes(t) <= whole_bytes]
+    others = [t for t in whole if nbytes(t) > whole_bytes]
+    left = max(budget - sum(map(nbytes, small)), 0)
+    found = _prefixes(small, by_name, known, nbytes, budget) | _prefixes(others, by_name, known, nbytes, left)
     found = {t.name: found[t.name] for t in tables}
     if budget > 0 and not any(found.values()):
         raise PlanError(f"a budget of {budget:,} bytes does not hold a row of any table; raise it")
@@ -249,18 +257,18 @@ def _prefixes(
     tiles: Sequence[Tile],
     tables: Mapping[str, Table],
     known: Mapping[str, Popularity],
-    moments: Sequence[Moment],
+    nbytes: Callable[[Tile], int],
     budget: int,
 ) -> dict[str, int]:
     """Row of each table up to which rows are taken, so that they fit: those of most accesses per byte."""
-    sizes = {t.table: max(tile_bytes(tables[t.table], replace(t, rows=t.rows[-1:]), moments), 1) for t in tiles}
+    sizes = {t.table: max(nbytes(replace(t, rows=t.rows[-1:])), 1) for t in tiles}
 
     def taken(density: float) -> dict[str, int]:
         return {name: known[name].rows_above(density * size) for name, size in sizes.items()}
 
     def fits(prefixes: Mapping[str, int]) -> bool:
         heads = [head for t in tiles if (head := _split(t, prefixes[t.table])[0]) is not None]
-        return sum(tile_bytes(tables[t.table], t, moments) for t in heads) <= budget
+        return sum(map(nbytes, heads)) <= budget
 
     everything = {t.table: tables[t.table].rows for t in tiles}
     if fits(everything):

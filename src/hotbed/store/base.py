@@ -49,6 +49,25 @@ class Extent(NamedTuple):
     stop: int
 
 
+class Values(NamedTuple):
+    """What is kept of rows.
+
+    Attributes
+    ----------
+    rows
+        Float32 ``[n, D]``.
+    moments
+        By name ``[n]`` or ``[n, D]``.
+    scales
+        Exponents ``[n, blocks]`` int8 of the scales of int8 rows, the least of all where rows are float32; None where
+        no rows are int8.
+    """
+
+    rows: Tensor
+    moments: dict[str, Tensor]
+    scales: Tensor | None
+
+
 class RowStore(ABC):
     """Rows and their moments, addressed by slot.
 
@@ -148,26 +167,21 @@ class RowStore(ABC):
         """
 
     @abstractmethod
-    def scales(self, slots: Tensor) -> Tensor | None:
-        """Exponents ``[n, blocks]`` int8 of the scales of int8 rows, the least of all where rows are float32.
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
+        """Overwrite the rows (or a moment) at these distinct slots.
 
-        None where no rows are int8.
+        Narrow rows are rounded to the nearest, or stochastically with these bits ``[n, D]`` (see `random_bits`).
         """
 
     @abstractmethod
-    def write(
-        self,
-        slots: Tensor,
-        values: Tensor,
-        moment: str | None = None,
-        *,
-        random: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
-        """Overwrite the rows (or a moment) at these distinct slots.
+    def values(self, slots: Tensor) -> Values:
+        """Copy all that is kept of the rows at these slots, to be changed; no lookup."""
 
-        Narrow rows are rounded to the nearest, or stochastically with these bits ``[n, D]`` (see `random_bits`). Scales
-        of int8 rows grow to what the values need, and to these at least.
+    @abstractmethod
+    def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
+        """Overwrite all that is kept of the rows at these distinct slots, rounded as `write` does.
+
+        Scales of int8 rows grow to what the values need; those given may be no smaller than those that are there.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from hotbed.ops.rows import places, read_rows, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
 from hotbed.store import memory
-from hotbed.store.base import Extent, RowStore, Span, Tier
+from hotbed.store.base import Extent, RowStore, Span, Tier, Values
 from hotbed.store.records import Use
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
@@ -180,34 +180,34 @@ class DenseStore(RowStore):
         return out
 
     @override
-    def scales(self, slots: Tensor) -> Tensor | None:
-        if self.rows.narrow.dtype != torch.int8:
-            return None
-        wide, at = places(self.rows, slots)
-        found = torch.full((len(slots), block_count(self.dim)), MIN_EXPONENT, dtype=torch.int8, device=self.device)
-        found[~wide] = self.rows.exponents[at[~wide]]
-        return found
-
-    @override
-    def write(
-        self,
-        slots: Tensor,
-        values: Tensor,
-        moment: str | None = None,
-        *,
-        random: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
         if self.on_change is not None:
             self.on_change(slots)
-        if moment is not None:
+        if moment is None:
+            write_rows(self.rows, slots, values, random)
+        else:
             self.moments[moment][slots] = values
-            return
-        if scales is not None:
+
+    @override
+    def values(self, slots: Tensor) -> Values:
+        scales = None
+        if self.rows.narrow.dtype == torch.int8:
             wide, at = places(self.rows, slots)
-            at = at[~wide]
-            self.rows.exponents[at] = torch.maximum(self.rows.exponents[at], scales[~wide])
-        write_rows(self.rows, slots, values, random)
+            shape = len(slots), block_count(self.dim)
+            scales = torch.full(shape, MIN_EXPONENT, dtype=torch.int8, device=self.device)
+            scales[~wide] = self.rows.exponents[at[~wide]]
+        return Values(self.read(slots), {name: m[slots] for name, m in self.moments.items()}, scales)
+
+    @override
+    def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
+        if self.on_change is not None:
+            self.on_change(slots)
+        if values.scales is not None:
+            wide, at = places(self.rows, slots)
+            self.rows.exponents[at[~wide]] = values.scales[~wide]
+        write_rows(self.rows, slots, values.rows, random)
+        for name, moment in values.moments.items():
+            self.moments[name][slots] = moment
 
     @override
     def fill(self, span: int, moment: str, value: float) -> None:

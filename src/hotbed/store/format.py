@@ -86,10 +86,10 @@ class RecordFormat:
             return None
         return self._exponents(records).masked_fill(wide[:, None], MIN_EXPONENT)
 
-    def raise_scales(self, records: Tensor, wide: Tensor, scales: Tensor) -> None:
-        """Let exponents of rows whose values follow be these at least."""
+    def put_scales(self, records: Tensor, wide: Tensor, scales: Tensor) -> None:
+        """Put exponents ``[n, blocks]`` into records whose rows follow."""
         own = self._exponents(records)
-        own.copy_(torch.where(wide[:, None], own, torch.maximum(own, scales)))
+        own.copy_(torch.where(wide[:, None], own, scales))
 
     def moment(self, records: Tensor, name: str) -> Tensor:
         """A moment ``[n]`` or ``[n, D]``, sharing the memory of the records."""

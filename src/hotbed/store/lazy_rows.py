@@ -17,7 +17,7 @@ from hotbed.ops import BackendName
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
 from hotbed.store import memory
-from hotbed.store.base import RowStore, Span, Tier
+from hotbed.store.base import RowStore, Span, Tier, Values
 from hotbed.store.dense import MOMENT, TORCH_DTYPES
 from hotbed.store.format import RecordFormat, Stored
 from hotbed.store.records import Records, Traffic, Use
@@ -147,32 +147,38 @@ class LazyRows(RowStore):
         return out.copy_(values)
 
     @override
-    def scales(self, slots: Tensor) -> Tensor | None:
-        records, wide = self._read(self._at_records(slots), use="update")
-        found = self._format.scales(records, wide)
-        return None if found is None else found.to(self.device)
-
-    @override
-    def write(
-        self,
-        slots: Tensor,
-        values: Tensor,
-        moment: str | None = None,
-        *,
-        random: Tensor | None = None,
-        scales: Tensor | None = None,
-    ) -> None:
+    def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
         slots = self._at_records(slots)
         if self.on_change is not None:
             self.on_change(slots)
         records, wide = self._read(slots, use="update")
         if moment is None:
-            random, scales = (None if t is None else self._at_records(t) for t in (random, scales))
-            if scales is not None:
-                self._format.raise_scales(records, wide, scales)
+            random = None if random is None else self._at_records(random)
             self._format.put_rows(records, wide, self._at_records(values), random)
         else:
             self._format.moment(records, moment).copy_(values)
+        self.records.write(slots, records)
+
+    @override
+    def values(self, slots: Tensor) -> Values:
+        records, wide = self._read(self._at_records(slots), use="update")
+        scales = self._format.scales(records, wide)
+        moments = {m.name: self._format.moment(records, m.name).to(self.device) for m in self._format.moments}
+        rows = self._format.rows(records, wide).to(self.device)
+        return Values(rows, moments, None if scales is None else scales.to(self.device))
+
+    @override
+    def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
+        slots = self._at_records(slots)
+        if self.on_change is not None:
+            self.on_change(slots)
+        records, wide = self._format.blank(len(slots), slots.device), self._is_wide(slots)
+        if values.scales is not None:
+            self._format.put_scales(records, wide, self._at_records(values.scales))
+        random = None if random is None else self._at_records(random)
+        self._format.put_rows(records, wide, self._at_records(values.rows), random)
+        for name, moment in values.moments.items():
+            self._format.moment(records, name).copy_(moment)
         self.records.write(slots, records)
 
     def _read(self, slots: Tensor, *, use: Use = "lookup") -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hotbed.config import Component, Recipe
-from hotbed.embed import EmbeddingCollection, plan_tables
+from hotbed.config import Recipe
+from hotbed.embed import plan_tables
 from hotbed.errors import RecipeError
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan, Tile
@@ -18,7 +18,7 @@ from hotbed.plan.cost import Cost, rank_costs, tile_bytes
 from hotbed.plan.show import plan_view
 from hotbed.specs import Table
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import planned, started
+from hotbed.train.parallel import moments_by_table, planned, started
 from hotbed.train.report import size
 from hotbed.train.trainer import resolve_device
 
@@ -34,47 +34,34 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         If the sparse optimizer is not one.
     """
     source = open_source(recipe.data)
-    optimizers = {"": _moments("sparse_optimizer", recipe.sparse_optimizer)}
-    if recipe.wide_optimizer is not None:
-        optimizers["wide"] = _moments("wide_optimizer", recipe.wide_optimizer)
+    for key, optimizer in (("sparse_optimizer", recipe.sparse_optimizer), ("wide_optimizer", recipe.wide_optimizer)):
+        if optimizer is not None and not issubclass(optimizer.load(), SparseOptimizer):
+            raise RecipeError(f"{key} is {optimizer.class_path}, not one of hotbed.optim")
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
     with torch.device("meta"):
         model = new_model(recipe, source)
     tables = plan_tables(model)
-    trained_by = [
-        optimizers.get(path, optimizers[""])
-        for path, module in model.named_modules()
-        if isinstance(module, EmbeddingCollection)
-        for _ in module.tables
-    ]
-    entries = [_table_plan(table, tier, by) for table, by in zip(tables, trained_by, strict=True)]
+    moments = moments_by_table(model, recipe)
+    entries = [_table_plan(table, tier, moments[table.name]) for table in tables]
     parameters = list(model.parameters())
     return {
         "tables": entries,
-        **_of_ranks(planned(model, recipe, started().size), tables, trained_by),
+        **_of_ranks(planned(model, recipe, started().size), tables, moments),
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
     }
 
 
-def _of_ranks(plan: Plan, tables: Sequence[Table], trained_by: Sequence[Sequence[Moment]]) -> dict[str, Any]:
+def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]]) -> dict[str, Any]:
     """The plan of several ranks, and the bytes and work of each."""
     if plan.world_size == 1:
         return {}
     costs = [Cost(0, 0.0)] * plan.world_size
-    for table, by in zip(tables, trained_by, strict=True):
-        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=by)
+    for table in tables:
+        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=moments[table.name])
         costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
     return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "work": cost.work} for cost in costs]}
-
-
-def _moments(key: str, component: Component) -> tuple[Moment, ...]:
-    """Moments that a sparse optimizer keeps beside rows."""
-    optimizer = component.load()
-    if not issubclass(optimizer, SparseOptimizer):
-        raise RecipeError(f"{key} is {component.class_path}, not one of hotbed.optim")
-    return optimizer.rule_for(component.init_args).moments
 
 
 def _table_plan(table: Table, tier: str, moments: Sequence[Moment]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
 from hotbed.data.pack import pack
+from hotbed.embed import plan_tables
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
+from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows
 from hotbed.plan.tiling import Tile
-from hotbed.train.build import tables_of
-from hotbed.train.parallel import moments_of
+from hotbed.specs import Table
+from hotbed.train.build import new_model, tables_of
+from hotbed.train.parallel import moments_by_table, moments_of
 from hotbed.train.progress import StageProgress
 from hotbed.train.report import size
 
@@ -45,7 +49,7 @@ def pack_by_popularity(
     Parameters
     ----------
     recipe
-        Names the data; the dims and dtypes of its tables and the moments of its sparse optimizer say what a row takes.
+        Names the data; its model's tables and the moments of their optimizers say what a row takes.
     out
         The dataset directory to make.
     console
@@ -87,6 +91,7 @@ def pack_by_popularity(
         tables_of(source, recipe.data),
         moments_of(recipe.sparse_optimizer),
     )
+    beside = _beside(recipe, source, tables, moments)
     with StageProgress(console) as progress:
         counts = count_accesses(
             source,
@@ -100,12 +105,12 @@ def pack_by_popularity(
             **{name: Counted(torch.from_numpy(c), counts.samples) for name, c in counts.counted.items()},
             **counts.estimated,
         }
-        rows = hot_rows(tables, budget, popularity=known, moments=moments, whole_bytes=whole_bytes)
+        rows = hot_rows(tables, budget, popularity=known, moments=moments, beside=beside, whole_bytes=whole_bytes)
         hot = [Tile(t.name, range(rows[t.name]), range(t.dim), 0) for t in tables if rows[t.name]]
         by_name = {t.name: t for t in tables}
         about = {
             "budget": budget,
-            "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) for t in hot),
+            "hot_bytes": sum(tile_bytes(by_name[t.table], t, moments) + len(t.rows) * beside[t.table] for t in hot),
             "sample": sample,
             "counted_samples": counts.samples,
             "hot_accesses": sum(known[t].accesses(n) for t, n in rows.items())
@@ -123,6 +128,23 @@ def pack_by_popularity(
         )
     found = json.loads((out / "hot_rows.json").read_text(encoding="utf-8"))
     return {"kind": "packed", "path": str(out), "seconds": time.perf_counter() - started, **found}
+
+
+def _beside(
+    recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
+) -> dict[str, int]:
+    """Bytes per row that a model with several tables of the same ids, such as `WideDeep`, has beside a table's own."""
+    with torch.device("meta"):
+        model = new_model(recipe, source)
+    kept = moments_by_table(model, recipe)
+
+    def row(table: Table, of: Sequence[Moment]) -> int:
+        return tile_bytes(table, Tile(table.name, range(1), range(table.dim), 0), of)
+
+    total = Counter[str]()
+    for table in plan_tables(model):
+        total[table.name.rpartition(".")[2]] += row(table, kept[table.name])
+    return {t.name: max(total[t.name] - row(t, moments), 0) for t in tables}
 
 
 def recipe_in(file: Path, data: str | None = None) -> Recipe:

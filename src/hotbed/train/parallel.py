@@ -18,7 +18,7 @@ from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.config import Component, ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
-from hotbed.embed import Distributed, distribute, plan_for, plan_tables
+from hotbed.embed import Distributed, collections_of, distribute, plan_for, plan_tables
 from hotbed.embed.replicate import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.optim import Moment, SparseOptimizer
@@ -166,14 +166,14 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
     if memory.tier == "host":
         del budgets["host"]
-    moments, tables = moments_of(recipe.sparse_optimizer), plan_tables(model)
+    tables = plan_tables(model)
     return place_in_tiers(
         plan,
         tables,
         budgets,
         memory.tier,
         popularity=None if memory.skew is None else read_skew(Path(memory.skew), {t.name: t.rows for t in tables}),
-        moments=moments,
+        moments=moments_by_table(model, recipe),
         cache_rows=memory.cache_rows,
         cached=memory.cached_tiers,
     )
@@ -196,6 +196,13 @@ def moments_of(optimizer: Component) -> tuple[Moment, ...]:
     """Moments that a recipe's sparse optimizer keeps beside the rows."""
     made = optimizer.load()
     return made.rule_for(optimizer.init_args).moments if issubclass(made, SparseOptimizer) else ()
+
+
+def moments_by_table(model: nn.Module, recipe: Recipe) -> dict[str, tuple[Moment, ...]]:
+    """Moments that the recipe's optimizers keep beside the rows of a model's tables, by their names in plans."""
+    sparse, wide = recipe.sparse_optimizer, recipe.wide_optimizer or recipe.sparse_optimizer
+    own = [wide if path == "wide" else sparse for path, of in collections_of(model).items() for _ in of.tables]
+    return {table.name: moments_of(by) for table, by in zip(plan_tables(model), own, strict=True)}
 
 
 def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:

@@ -37,7 +37,8 @@ class Ahead:
     move
         Brings a batch to the device, ids checked.
     overlap
-        Whether to exchange ids ahead; else each step does it when it comes to it.
+        Whether to exchange ids ahead; else each step does it when it comes to it, as it does where exchanges may not
+        overlap (`Link.overlaps`).
     divide
         Called with each batch as it comes.
 
@@ -53,6 +54,7 @@ class Ahead:
         self, model: nn.Module, move: Callable[[Batch], Batch], *, overlap: bool = True, divide: Divide = whole
     ) -> None:
         self._collections = collections_of(model).values() if isinstance(model, Distributed) else ()
+        overlap = overlap and isinstance(model, Distributed) and model.wire.link.overlaps
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
         self._move, self._divide = move, divide
         self.exchange_s = self.waited_s = 0.0
@@ -122,7 +124,10 @@ class Fetcher:
         """Begin with a batch whose ids were exchanged ahead; no row may be updated until it has been computed."""
         for collection in self._collections:
             collection.settle()
-        return self._thread.submit(self._fetch, batch)
+        under_way = self._thread.submit(self._fetch, batch)
+        if not self._link.overlaps:
+            under_way.result()
+        return under_way
 
     def _fetch(self, batch: Batch) -> None:
         for collection in self._collections:

@@ -39,6 +39,10 @@ def read_skew(file: Path, rows: Mapping[str, int]) -> dict[str, Curve]:
 
 def _counted(content: Mapping[str, Any], entry: Mapping[str, Any]) -> tuple[int, Curve]:
     """Rows of a table, and how often they are accessed."""
-    samples = max(int(content["samples"]), 1)
+    samples, counts, rows = max(int(content["samples"]), 1), entry["cache_rows"], int(entry["rows"])
     shares = [share or 0.0 for share in entry["accesses_of_top_rows"]]  # null where there was no access
-    return int(entry["rows"]), Curve(entry["cache_rows"], [share * entry["accesses"] / samples for share in shares])
+    if len(counts) != len(shares) or counts != sorted(counts) or counts[-1:] != [rows]:
+        raise ValueError(
+            f"cache_rows of table '{entry['table']}' must rise to its {rows:,} rows, with as many accesses_of_top_rows"
+        )
+    return rows, Curve(counts, [share * entry["accesses"] / samples for share in shares])
