@@ -144,6 +144,17 @@ def test_the_least_often_seen_ids_give_way() -> None:
     assert known(model) == {*range(100), *range(500, 528)}
 
 
+def test_ids_that_begin_anew_were_seen_as_often_as_since_then() -> None:
+    model, optimizer = one_set(evict="lfu", ttl_steps=2)
+    for _ in range(5):
+        fill(model, optimizer, range(10))
+    for _ in range(3):
+        fill(model, optimizer, range(10, 128))
+    fill(model, optimizer, range(10))  # too late
+    fill(model, optimizer, range(500, 510))
+    assert known(model) == {*range(10, 128), *range(500, 510)}
+
+
 def test_ids_are_admitted_when_they_were_seen_often_enough() -> None:
     model, optimizer = one_set(admit_after=3)
     step(model, optimizer, [5, 6], [[6], []])

@@ -149,7 +149,7 @@ class Vocabulary:
             if train:
                 known = places[here]
                 directory.times[known] = now
-                directory.counts[known] += seen[here]
+                directory.counts[known] = torch.where(renewed[here], 0, directory.counts[known]) + seen[here]
                 wanted = (~here).nonzero()[:, 0]
                 if self._candidates is not None:
                     wanted = wanted[self._admitted(ids[wanted], seen[wanted], now)]
