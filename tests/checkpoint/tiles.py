@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.making import make_directory
 from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.parts import TablePart
-from hotbed.checkpoint.save import Saving
+from hotbed.checkpoint.save import Saving, owned_tiles
 from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
@@ -106,9 +106,9 @@ def save(path: Path, tiles: Tiles, *, ranks: int = 1) -> Manifest:
     for rank in reversed(range(ranks)):
         own = Tiles(tiles.table, [], seed=tiles.seed)
         own.tiles = tiles.tiles[rank::ranks]
-        parts: Mapping[str, Any] = {"t": own.part}
+        owned = owned_tiles({"t": own.part})
         manifest = Manifest(tables={"t": own.part.saved})
-        saving = Saving(place, token, manifest, parts, {}, Rank(rank, ranks), None, None)  # type: ignore[arg-type]
+        saving = Saving(place, token, manifest, owned, {}, Rank(rank, ranks), None, None)  # type: ignore[arg-type]
         saving.run()
         if saving._error is not None:
             raise saving._error

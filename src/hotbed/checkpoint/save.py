@@ -113,7 +113,7 @@ def save_checkpoint(
         refuse_while_saved(tables)
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
     # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
-    owned = [(name, table, held) for name, table in tables.items() for held in _owned(table)]
+    owned = owned_tiles(tables)
     stores = list(dict.fromkeys(held.arena.store for _, _, held in owned))
     saving = Saving(
         place,
@@ -134,7 +134,7 @@ def save_checkpoint(
     return saving
 
 
-_Owned = tuple[str, TablePart, Held]
+OwnedTile = tuple[str, TablePart, Held]
 """A tile that this rank writes: name of the table in checkpoints, and what holds it."""
 
 
@@ -162,7 +162,7 @@ class Saving:
         place: Directory,
         token: str,
         manifest: Manifest,
-        owned: Sequence[_Owned],
+        owned: Sequence[OwnedTile],
         tensors: Mapping[str, Mapping[str, Tensor]],
         link: Link | None,
         snapshot: Snapshot | None,
@@ -330,12 +330,17 @@ class Saving:
                 self._place.write(f"rank-{self._rank}.json", json.dumps(told))
 
 
-def _owned(table: TablePart) -> list[Held]:
-    """What this rank writes of a table; where there are replicas, those of the first do."""
-    return [h for h in table.collection.held(table.table.name) if h.owned and table.collection.is_first_replica]
+def owned_tiles(tables: Mapping[str, TablePart]) -> list[OwnedTile]:
+    """What this rank writes of tables; where there are replicas, those of the first do."""
+    return [
+        (name, table, held)
+        for name, table in tables.items()
+        for held in table.collection.held(table.table.name)
+        if held.owned and table.collection.is_first_replica
+    ]
 
 
-def _pieces_of(owned: Sequence[_Owned], snapshot: Snapshot | None) -> list[Piece]:
+def _pieces_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Piece]:
     """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
     # Small stores first: what was kept of a store's rows is free when it has been read.
     stores = sorted(dict.fromkeys(held.arena.store for _, _, held in owned), key=lambda store: store.nbytes)
