@@ -14,7 +14,8 @@ from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.making import make_directory
 from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.parts import TablePart
-from hotbed.checkpoint.save import Saving, owned_tiles
+from hotbed.checkpoint.pieces import owned_tiles
+from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles

@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,27 +22,23 @@ from torch import Tensor
 
 from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import Entry
-from hotbed.checkpoint.lazy import array_of, lazy_pieces
 from hotbed.checkpoint.making import UNFINISHED, make_directory
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
 from hotbed.checkpoint.parts import (
-    TablePart,
     link_of,
     plan_of,
     refuse_parts_of_distributed,
     refuse_while_saved,
     tables_of_parts,
 )
-from hotbed.checkpoint.snapshot import Snapshot, rows_of
+from hotbed.checkpoint.pieces import OwnedTile, owned_tiles, pieces_of
+from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.state import Stateful, Tensors, plain
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import FileWriter, Piece, rows_per_piece
+from hotbed.checkpoint.writing import FileWriter
 from hotbed.comm import Link
-from hotbed.embed import Held
-from hotbed.embed.held import stored_as
 from hotbed.errors import CheckpointError
-from hotbed.store import MOMENT, DenseStore, ExistingRows
 
 PATIENCE_S = 600.0
 """How long the first rank waits for another that has written no further file."""
@@ -132,10 +128,6 @@ def save_checkpoint(
         saving.run()
         saving.wait()
     return saving
-
-
-OwnedTile = tuple[str, TablePart, Held]
-"""A tile that this rank writes: name of the table in checkpoints, and what holds it."""
 
 
 class _OtherRankError(CheckpointError):
@@ -255,7 +247,7 @@ class Saving:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
-            pieces = _pieces_of(self._owned, self._snapshot)
+            pieces = pieces_of(self._owned, self._snapshot)
             tiles = writer.write_pieces(pieces, f"tables-{self._rank:05d}")
             if self._snapshot is not None:
                 self._snapshot.close()
@@ -328,53 +320,6 @@ class Saving:
             told = {"token": self._token, "error": str(error) or type(error).__name__}
             with suppress(OSError):
                 self._place.write(f"rank-{self._rank}.json", json.dumps(told))
-
-
-def owned_tiles(tables: Mapping[str, TablePart]) -> list[OwnedTile]:
-    """What this rank writes of tables; where there are replicas, those of the first do."""
-    return [
-        (name, table, held)
-        for name, table in tables.items()
-        for held in table.collection.held(table.table.name)
-        if held.owned and table.collection.is_first_replica
-    ]
-
-
-def _pieces_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Piece]:
-    """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
-    # Small stores first: what was kept of a store's rows is free when it has been read.
-    stores = sorted(dict.fromkeys(held.arena.store for _, _, held in owned), key=lambda store: store.nbytes)
-    order = {store: i for i, store in enumerate(stores)}
-    tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
-    existing = {store: rows_of(store) for store in stores} if snapshot is None else snapshot.rows
-    return [piece for tile in tiles for piece in _pieces(*tile, existing[tile[2].arena.store], snapshot)]
-
-
-def _pieces(
-    name: str, table: TablePart, held: Held, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
-) -> Iterator[Piece]:
-    """A tile in pieces that fit into a file."""
-    store, rows = held.arena.store, held.piece.rows
-    if isinstance(existing, ExistingRows):
-        yield from lazy_pieces(name, held, table.saved.moments, existing, snapshot)
-        return
-    extents = {
-        key: extent
-        for key, extent in held.extents().items()
-        if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
-    }
-    of_rows, whole = stored_as(held.piece.table, rows), held.arrays()
-    step = rows_per_piece(sum(whole[e.array][:1].nbytes for e in extents.values()))
-    for first in range(0, len(rows), step):
-        last = min(first + step, len(rows))
-        arrays: dict[str, Array] = {}
-        for key, extent in extents.items():
-            of = of_rows.get(key, range(len(rows)))  # all rows have moments
-            start, stop = max(first, of.start) - of.start, min(last, of.stop) - of.start
-            if start < stop:
-                tensor = whole[extent.array]
-                arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
-        yield Piece(name, rows[first:last], held.piece.cols, arrays)
 
 
 def _agreed(link: Link | None, first: Callable[[], str]) -> str:

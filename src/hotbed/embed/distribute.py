@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
-from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.dense import data_parallel
 from hotbed.embed.materialize import materialize
+from hotbed.embed.plans import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.replicate import Layout, Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean
 from hotbed.hops import NodeLink
 from hotbed.ops.codec import Codec
-from hotbed.plan import Cut, Plan, make_plan
+from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
 from hotbed.store.cached import Policy
@@ -189,10 +187,10 @@ def distribute(
         link = NodeLink(link, ranks_per_node)
     storage = Storage(directory=directory, policy=cache_policy, cache_tier=cache_tier, host=host)
     wire = Wire(link, forward_codec, backward_codec, sums_apart, copies)
-    names = _plan_names(model)
+    names = names_in_plans(model)
     for path, collection in collections.items():
         own = {name: names[path, name] for name in collection.tables}
-        collection.distribute(_local(plan, own), wire, place, storage)
+        collection.distribute(local_plan(plan, own), wire, place, storage)
     materialize(model, place)
     return Distributed(model, wire, base, plan, dense)
 
@@ -306,57 +304,11 @@ def mean_over_ranks(total: Tensor, count: int, model: nn.Module) -> Tensor:
     return total * model.link.size / max(int(counts.sum()), 1)
 
 
-def plan_tables(model: nn.Module) -> list[Table]:
-    """Tables of a model by the names that plans have for them: ``collection.table`` where a name occurs twice."""
-    names = _plan_names(model)
-    return [
-        replace(table, name=names[path, table.name])
-        for path, collection in collections_of(model).items()
-        for table in collection.tables.values()
-    ]
-
-
-def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str, str | Cut], **options: Any) -> Plan:
-    """`make_plan` for the tables of a model.
-
-    A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
-    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. What ``make_plan``
-    is not told of ids is taken from the features: one id per sample and feature.
-    """
-    names = _plan_names(model)
-    own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
-    given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
-    schemes = {name: own.get(path, of_others) for (path, _), name in names.items()} | dict(given)
-    collections = collections_of(model).items()
-    ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
-    options.setdefault("ids", ids)
-    return make_plan(plan_tables(model), world_size, schemes, **options)
-
-
-def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Collections of a model, by path."""
-    return {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
-
-
-def _plan_names(model: nn.Module) -> dict[tuple[str, str], str]:
-    """Name of each table in plans, by its collection's path and its name there."""
-    tables = [(path, table) for path, collection in collections_of(model).items() for table in collection.tables]
-    count = Counter(table for _, table in tables)
-    return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
-
-
-def _local(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """The part of a plan that is about these tables, by their names in the collection."""
-    here = {name: own for own, name in names.items()}
-    tiles = tuple(replace(tile, table=here[tile.table]) for tile in plan.tiles if tile.table in here)
-    return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})
-
-
 def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """Where a model is to be."""
     if device is not None:
         return torch.device(device)
-    here = next((m.device for m in model.modules() if isinstance(m, EmbeddingCollection)), torch.device("cpu"))
+    here = next((c.device for c in collections_of(model).values()), torch.device("cpu"))
     return torch.device("cpu") if here.type == "meta" else here
 
 

@@ -164,8 +164,8 @@ class LazyRows(RowStore):
         records, wide = self._read(self._at_records(slots), use="update")
         scales = self._format.scales(records, wide)
         moments = {m.name: self._format.moment(records, m.name).to(self.device) for m in self._format.moments}
-        rows = self._format.rows(records, wide).to(self.device)
-        return Values(rows, moments, None if scales is None else scales.to(self.device))
+        scales = None if scales is None else scales.to(self.device)
+        return Values(self._format.rows(records, wide).to(self.device), moments, scales)
 
     @override
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
@@ -252,9 +252,9 @@ class LazyRows(RowStore):
     @override
     def fill(self, span: int, moment: str, value: float) -> None:
         self._initial_moments[span][moment] = value
+        shape = () if self.moment_is_per_row(moment) else (self.dim,)
         for slots in self.keys(span).split(ROWS_AT_ONCE):
-            shape = (len(slots),) if self.moment_is_per_row(moment) else (len(slots), self.dim)
-            self.write(slots, torch.full(shape, value), moment)
+            self.write(slots, torch.full((len(slots), *shape), value), moment)
 
     @property
     @override
@@ -297,7 +297,8 @@ class LazyRows(RowStore):
         On the CPU.
         """
         records, wide = self._read(self._at_records(slots), use="once")
-        return {name: t.cpu() for name, t in self._named(self._format.stored(records, wide), slots).items()}
+        found = self._format.stored(records, wide)
+        return {name: found[own].cpu() for name, own in self._names(slots).items() if own in found}
 
     def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
         """Overwrite rows of these rising slots, all of one span, by what `stored` gave, or some of it.
@@ -335,9 +336,6 @@ class LazyRows(RowStore):
             return {**names, "weight": "wide"}
         return {**names, "weight": "narrow", "exponents": "exponents", "fp32_weight": "wide"}
 
-    def _named(self, stored: Stored, slots: Tensor) -> Stored:
-        return {name: stored[own] for name, own in self._names(slots).items() if own in stored}
-
     @override
     def moment(self, span: int, name: str) -> Tensor:
         return self._all(span)[f"{MOMENT}{name}"]
@@ -366,8 +364,7 @@ class LazyRows(RowStore):
             )
         parts = [self.stored(slots) for slots in self._slots_of(span).split(ROWS_AT_ONCE)]
         found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        has = self.spans[span]
-        if has.fp32_rows == 0:
+        if self.spans[span].fp32_rows == 0:
             found.pop("fp32_weight", None)
         return {name: t.to(self.device) for name, t in found.items()}
 
@@ -384,8 +381,7 @@ class LazyRows(RowStore):
             self.put_stored(slots, part)
 
     def _forget(self, span: int) -> None:
-        keys = self.records.keys()
-        own = self.keys(span)
+        keys, own = self.records.keys(), self.keys(span)
         if not len(own):
             return
         if len(own) == len(keys):
@@ -396,9 +392,9 @@ class LazyRows(RowStore):
     def _keep_only(self, slots: Tensor) -> None:
         """Move the records of these slots to others, in the present format, which may have more at its end."""
         old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots, self.device)
+        more = self._format.record_bytes - old.record_bytes
         for part in self._at_records(slots).split(ROWS_AT_ONCE):
             before = torch.empty(len(part), old.record_bytes, dtype=torch.uint8, device=part.device)
             old.read(part, before, use="once")
-            more = self._format.record_bytes - old.record_bytes
             self.records.write(part, torch.nn.functional.pad(before, (0, more)))
         old.close()

@@ -1,0 +1,230 @@
+"""`TableModule`: embedding tables as a module of PyTorch: where they are, their values and their state."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hotbed.apart import are_tables_apart
+from hotbed.bags import describe
+from hotbed.embed.arena import raw_shapes
+from hotbed.embed.dynamic import DynamicTables
+from hotbed.embed.held import Held
+from hotbed.embed.part import Part
+from hotbed.embed.sharded import ShardedPart
+from hotbed.embed.updater import TableUpdater
+from hotbed.embed.whole import WholePart
+from hotbed.errors import SpecError, did_you_mean
+from hotbed.ops import BackendName
+from hotbed.specs import Feature, Table, check_specs
+from hotbed.store import Traffic
+
+_tables_on_meta = ContextVar("tables_on_meta", default=False)
+
+
+@contextmanager
+def tables_on_meta() -> Generator[None]:
+    """Let collections that are made inside, and not told where to be, have their tables on ``meta``.
+
+    Then a rank makes only the rows that `hotbed.distribute` gives it, while everything else of a model is made as ever.
+    """
+    token = _tables_on_meta.set(True)
+    try:
+        yield
+    finally:
+        _tables_on_meta.reset(token)
+
+
+class TableModule(nn.Module):
+    """Tables and the features that are looked up in them; lookups are the matter of `EmbeddingCollection`."""
+
+    handles: dict[str, Tensor]
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        check_specs(tables, features)
+        self.tables = {t.name: t for t in tables}
+        self.features = tuple(features)
+        self.seed = seed
+        self._backend: BackendName = backend
+        elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
+        place = elsewhere if device is None else torch.device(device)
+        self._parts: list[Part] = [
+            WholePart(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
+            for dim in dict.fromkeys(t.dim for t in tables)
+        ]
+        self._summed_ranks = 1
+        self.handles = {
+            t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
+        }
+        self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
+        self._dynamic = DynamicTables(tables, features)
+
+    # -- tables ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._parts[0].device
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks share the tables."""
+        return any(isinstance(part, ShardedPart) for part in self._parts)
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the tables are trained apart and averaged; 1 where there are none."""
+        return max(part.replicas for part in self._parts)
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank holds tiles of the first copy, or the only one, of the tables: that which is saved."""
+        return all(part.is_first_replica for part in self._parts)
+
+    def sync(self) -> None:
+        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
+        for part in self._parts:
+            part.sync()
+
+    def settle(self) -> None:
+        """Wait for an average of replicas that is under way; lookups and steps do."""
+        for part in self._parts:
+            part.settle()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and moments on this rank."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of files that hold rows and moments of this rank."""
+        return sum(arena.store.disk_bytes for part in self._parts for arena in part.arenas)
+
+    @property
+    def unadmitted_ids(self) -> Counter[str]:
+        """By feature of a dynamic table, how many ids had no row so far (see `Dynamic`)."""
+        return self._dynamic.unadmitted
+
+    @property
+    def traffic(self) -> Traffic:
+        """What caches and files of this rank did so far."""
+        return sum((arena.store.traffic for part in self._parts for arena in part.arenas), Traffic())
+
+    def weight(self, table: str) -> Tensor:
+        """The rows of a table ``[R, D]`` float32.
+
+        They share the memory of a float32 table that is whole here, else they are a copy. Where the table is
+        distributed, all ranks must call this.
+        """
+        return self._part(table).rows(table)
+
+    def adopt_initial(self, table: str, seed: int, bound: float) -> None:
+        """Note what the initial values of a table were, where they came out of a checkpoint."""
+        self._part(table)
+        self.tables[table] = replace(self.tables[table], init_seed=seed, init_bound=bound)
+
+    def held(self, table: str) -> list[Held]:
+        """Tiles of a table that are on this rank; for checkpoints."""
+        return self._part(table).held(table)
+
+    def freeze(self, *tables: str) -> Self:
+        """Stop training these tables (all if none is named)."""
+        return self._set_trained(tables, False)
+
+    def unfreeze(self, *tables: str) -> Self:
+        """Train these tables again (all if none is named)."""
+        return self._set_trained(tables, True)
+
+    def _set_trained(self, tables: Sequence[str], trained: bool) -> Self:
+        for name in tables or self.tables:
+            self._part(name)
+            self.handles[name].requires_grad_(trained)
+        return self
+
+    def _part(self, table: str) -> Part:
+        for part in self._parts:
+            if table in part.tables:
+                return part
+        raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
+
+    # -- nn.Module -------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        device = fn(torch.empty(0, device=self.device)).device  # what fn does to a tensor; tables keep their dtype
+        if device != self.device:
+            for part in self._parts:
+                part.to(device)
+            for handle in self.handles.values():
+                handle.data = handle.data.to(device)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._dynamic.save(destination, prefix)
+        if are_tables_apart():
+            return
+        for table in self.tables:
+            for name, tensor in self._part(table).raw(table).items():
+                destination[f"{prefix}{table}.{name}"] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        expected = self._dynamic.load(state_dict, prefix, missing_keys, error_msgs)
+        for table in () if are_tables_apart() else self.tables:
+            shapes = raw_shapes(self.tables[table])
+            keys = {name: f"{prefix}{table}.{name}" for name in shapes}
+            expected.update(keys.values())
+            missing = [key for key in keys.values() if key not in state_dict]
+            missing_keys += missing
+            wrong = [
+                f"table '{table}': {describe(state_dict[key])} in the state_dict, {describe(own)} here; make rows, "
+                "dim, dtype and fp32_rows of the table those it was saved with"
+                for key, own in ((keys[name], shapes[name]) for name in shapes)
+                if key in state_dict and (state_dict[key].shape, state_dict[key].dtype) != (own.shape, own.dtype)
+            ]
+            error_msgs += wrong
+            if not missing and not wrong:
+                with torch.no_grad():
+                    self._part(table).load(table, {name: state_dict[key] for name, key in keys.items()})
+        if strict:
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_updaters"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._updaters = weakref.WeakSet()  # a copy has no optimizer yet
+
+    def extra_repr(self) -> str:
+        """Tables and features, one per line."""
+        tables = [f"{t.name}: {t.rows:,} × {t.dim} {t.dtype}" for t in self.tables.values()]
+        features = [f"{f.name} → {f.table} ({f.pooling})" for f in self.features]
+        return "\n".join([*tables, *features])
