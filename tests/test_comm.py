@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotbed.comm import Link
+from hotbed.comm import Link, OneRank
 from hotbed.errors import CommError
 from hotbed.hops import NodeLink
 
@@ -161,3 +161,32 @@ def test_without_a_process_group_the_error_says_what_to_do():
         CommError, match=r"not initialised; start with `torchrun` and call torch.distributed.init_process"
     ):
         Link()
+
+
+def overlapping(group: dist.ProcessGroup, config: str) -> tuple[str, bool, bool]:
+    """Where tensors are exchanged, and whether exchanges may overlap, over these backends; also in two hops."""
+    link = Link(group)
+    hops = NodeLink(link, 1)
+    asked = dist.get_backend_config
+    dist.get_backend_config = lambda _: config  # type: ignore[assignment]
+    current, torch.cuda.current_device = torch.cuda.current_device, lambda: 1
+    try:
+        return str(link.device), link.overlaps, hops.overlaps
+    finally:
+        dist.get_backend_config = asked
+        torch.cuda.current_device = current
+
+
+def test_exchanges_may_overlap_unless_they_are_of_nccl(ranks: Ranks):
+    for config, device, may in (
+        ("cpu:gloo", "cpu", True),
+        ("cpu:gloo,cuda:gloo", "cpu", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cuda:nccl", "cuda:1", False),
+    ):
+        assert ranks.run(3, overlapping, config) == [(device, may, may)] * 3
+    assert ranks.run(3, of_one) == [True] * 3
+
+
+def of_one(group: dist.ProcessGroup) -> bool:
+    return OneRank().overlaps and Link(group).overlaps

@@ -58,7 +58,7 @@ def measure(
     forward, backward = CODECS[codec]
     replicas, _, dense = groups.partition(":")
     count, _, every = replicas.partition("/")
-    of_replicas = {"replicas": int(count), "sync_every": int(every or 1), "dense_sync": dense == "all"}
+    of_replicas = {"replicas": int(count), "sync_every": max(int(every or 1), 1), "dense_sync": dense == "all"}
     job = {"scheme": scheme, "forward": forward, "backward": backward, "zipf": zipf, "steps": steps, **of_replicas}
     with Hosts(ranks, limit) as hosts:
         found = run_ranks(hosts, [sys.executable, "-m", "benchmarks.net.step_worker", json.dumps(job)], TIMEOUT_S)

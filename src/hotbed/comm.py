@@ -116,8 +116,8 @@ class Link:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors must be that are exchanged: NCCL takes those of the present GPU, Gloo those of the host."""
-        if dist.get_backend(self.group) == "nccl":
+        """Where tensors are exchanged that may be anywhere: on the host, or on this GPU if there is only NCCL."""
+        if "cpu:" not in dist.get_backend_config(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -128,7 +128,7 @@ class Link:
         Not those of NCCL: each waits for all that was put into its stream before, so threads that share a stream, in
         another order on another rank, would wait for each other for ever.
         """
-        return self.device.type == "cpu"
+        return "nccl" not in dist.get_backend_config(self.group)
 
     @property
     def step(self) -> int:
@@ -319,6 +319,11 @@ class OneRank(Link):
     def device(self) -> torch.device:
         """Any device will do."""
         return torch.device("cpu")
+
+    @property
+    def overlaps(self) -> bool:
+        """Nothing waits for anybody."""
+        return True
 
     def clone(self) -> Link:
         """Itself: nothing that it does takes time."""

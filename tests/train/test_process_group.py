@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hotbed.cli import main
 from hotbed.config import ParallelRecipe
@@ -75,6 +76,26 @@ def test_others_that_cannot_be_met_are_said_to_be_so(environment: pytest.MonkeyP
             pass
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "backend"), [("cpu", 2, "gloo"), ("auto", 2, "cpu:gloo,cuda:nccl"), ("auto", 0, "gloo")]
+)
+def test_what_is_on_the_host_can_be_exchanged_wherever_is_computed(
+    environment: pytest.MonkeyPatch, device: str, gpus: int, backend: str
+) -> None:
+    for name, value in zip(VARIABLES, ("1", "2", "1", "2"), strict=False):
+        environment.setenv(name, value)
+    began: list[str] = []
+    environment.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    environment.setattr(torch.cuda, "device_count", lambda: gpus)
+    environment.setattr(torch.cuda, "set_device", lambda _: None)
+    environment.setattr(torch, "set_num_threads", lambda _: None)
+    environment.setattr(dist, "init_process_group", lambda backend, timeout: began.append(backend))
+    environment.setattr(dist, "destroy_process_group", lambda: None)
+    with process_group(ParallelRecipe(), device):
+        pass
+    assert began == [backend]
 
 
 def test_more_processes_than_gpus_are_refused(environment: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ class RowStore(ABC):
     slots, dim
         Number of rows, and of columns.
     on_change
-        Called with the slots ``[n]`` that `update` or `write` is about to change, repetitions included; so that a
-        checkpoint can be written while training goes on.
+        Called with the slots ``[n]`` that `update`, `write` or `put` is about to change, repetitions included; so that
+        a checkpoint can be written while training goes on.
     """
 
     slots: int
@@ -179,7 +179,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
-        """Overwrite all that is kept of the rows at these distinct slots, rounded as `write` does.
+        """Overwrite the rows at these distinct slots, rounded as by `write`, and every moment of theirs.
 
         Scales of int8 rows grow to what the values need; those given may be no smaller than those that are there.
         """

@@ -200,6 +200,7 @@ class DenseStore(RowStore):
 
     @override
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
+        assert values.moments.keys() == set(self.moment_names)
         if self.on_change is not None:
             self.on_change(slots)
         if values.scales is not None:

@@ -169,6 +169,7 @@ class LazyRows(RowStore):
 
     @override
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
+        assert values.moments.keys() == set(self.moment_names)
         slots = self._at_records(slots)
         if self.on_change is not None:
             self.on_change(slots)

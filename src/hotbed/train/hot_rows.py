@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
+from torch import nn
 
 from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
 from hotbed.data.pack import pack
-from hotbed.embed import plan_tables
+from hotbed.embed import plan_tables, tables_on_meta
+from hotbed.embed.plans import names_in_plans
 from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.optim import Moment
@@ -133,17 +135,22 @@ def pack_by_popularity(
 def _beside(
     recipe: Recipe, source: SplitBinarySource, tables: Sequence[Table], moments: Sequence[Moment]
 ) -> dict[str, int]:
-    """Bytes per row that a model with several tables of the same ids, such as `WideDeep`, has beside a table's own."""
-    with torch.device("meta"):
+    """Bytes per row that a model with several tables of the same ids, such as `WideDeep`, has beside a table's own.
+
+    Where such a table has rows of two dtypes, of its first ones.
+    """
+    with tables_on_meta():
         model = new_model(recipe, source)
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
     kept = moments_by_table(model, recipe)
 
     def row(table: Table, of: Sequence[Moment]) -> int:
         return tile_bytes(table, Tile(table.name, range(1), range(table.dim), 0), of)
 
     total = Counter[str]()
-    for table in plan_tables(model):
-        total[table.name.rpartition(".")[2]] += row(table, kept[table.name])
+    for table, (_, own) in zip(plan_tables(model), names_in_plans(model), strict=True):
+        total[own] += row(table, kept[table.name])
     return {t.name: max(total[t.name] - row(t, moments), 0) for t in tables}
 
 

@@ -91,6 +91,7 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
         yield here
         return
     torch.set_num_threads(max(usable_cores() // here.local_size, 1))  # torchrun says 1, whatever there is
+    backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
         if here.local_rank >= torch.cuda.device_count():
             raise CommError(
@@ -98,8 +99,9 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
                 f"{torch.cuda.device_count()} GPUs; start as many processes as there are GPUs, or set train.device cpu"
             )
         torch.cuda.set_device(here.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
     try:
-        dist.init_process_group(timeout=timedelta(seconds=parallel.timeout_s))
+        dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_s))
     except (RuntimeError, ValueError) as error:
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise CommError(

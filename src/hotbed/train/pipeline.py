@@ -37,8 +37,8 @@ class Ahead:
     move
         Brings a batch to the device, ids checked.
     overlap
-        Whether to exchange ids ahead; else each step does it when it comes to it, as it does where exchanges may not
-        overlap (`Link.overlaps`).
+        Whether to exchange ids ahead, and to have rows in files read ahead; else each step does it when it comes to
+        it, as it does where exchanges may not overlap (`Link.overlaps`).
     divide
         Called with each batch as it comes.
 
