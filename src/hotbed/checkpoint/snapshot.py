@@ -56,7 +56,7 @@ class Snapshot:
     Parameters
     ----------
     stores
-        They must not be written to but by ``update`` and ``write`` until it is closed.
+        They must not be written to but by ``update``, ``write`` and ``put`` until it is closed.
     limit_bytes
         How many bytes of rows may be kept at once, beside those of one step.
 
