@@ -71,15 +71,12 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
 def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bool) -> nn.Module:
     torch.manual_seed(recipe.train.seed)
     with device, tables_on_meta() if on_meta else nullcontext():
-        model = new_model(recipe, source)
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
-    return model
+        return new_model(recipe, source)
 
 
-def new_model(recipe: Recipe, source: Source) -> Any:
-    """What the recipe's model class makes, on torch's default device."""
-    return build(
+def new_model(recipe: Recipe, source: Source) -> nn.Module:
+    """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module."""
+    model = build(
         "model",
         recipe.model,
         tables=tables_of(source, recipe.data),
@@ -87,6 +84,9 @@ def new_model(recipe: Recipe, source: Source) -> Any:
         dense_features=len(source.schema.dense),
         seed=recipe.train.seed,
     )
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
+    return model
 
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
-from torch import nn
 
 from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
@@ -141,8 +140,6 @@ def _beside(
     """
     with tables_on_meta():
         model = new_model(recipe, source)
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
     kept = moments_by_table(model, recipe)
 
     def row(table: Table, of: Sequence[Moment]) -> int:
