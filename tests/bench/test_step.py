@@ -5,12 +5,13 @@ import torch
 
 from hotbed.bench import memory
 from hotbed.bench.options import StepOptions, sparse_optimizers
-from hotbed.bench.step import WARM_UP, _batches, _matmuls, _Step, bench_step
+from hotbed.bench.step import WARM_UP, _batches, _matmuls, _Step, _ways, bench_step
 from hotbed.bench.timeline import PARTS, Timeline
 from hotbed.bench.workload import Workload
 from hotbed.embed.updater import TableUpdater
 from hotbed.errors import HotbedError, RecipeError
 from hotbed.nn import DLRM
+from hotbed.nn.linear import has_onednn_linear
 from hotbed.ops import launches
 
 
@@ -98,7 +99,7 @@ def test_watching_changes_no_bit() -> None:
 def test_products_are_those_of_every_layer_forward_and_backward() -> None:
     options = tiny(precision="bf16")
     products = _matmuls(options, model_of(options))
-    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b, _ in products]
+    shapes = [(tuple(a.shape), tuple(b.shape)) for a, b in products]
     # width of the interaction: 8 + 3 pairs, padded to 16
     assert shapes == [
         *[((6, 13), (13, 4)), ((4, 6), (6, 13))],  # its input needs no gradient
@@ -108,6 +109,17 @@ def test_products_are_those_of_every_layer_forward_and_backward() -> None:
         *[((6, 3, 8), (6, 8, 3)), ((6, 3, 3), (6, 3, 8))],
     ]
     assert {t.dtype for product in products for t in product} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("shapes", [((8, 6), (6, 4)), ((3, 8, 6), (3, 6, 4))])
+def test_all_libraries_compute_the_same_product(shapes: Any) -> None:
+    a, b = (torch.randn(shape) for shape in shapes)
+    torch_way, *onednn_ways = _ways(a, b)
+    expected = torch_way()
+    assert isinstance(expected, torch.Tensor)
+    assert len(onednn_ways) == (2 if a.dim() == 2 and has_onednn_linear() else 0)
+    for way, shown in zip(onednn_ways, (expected, expected.mT), strict=False):
+        torch.testing.assert_close(way(), shown)
 
 
 def test_every_step_has_a_batch_of_its_own() -> None:

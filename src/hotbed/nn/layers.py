@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from typing_extensions import override
 
 from hotbed import ops
 from hotbed.errors import BatchError, SpecError
+from hotbed.nn.linear import Linear, LinearLibrary
 from hotbed.ops import BackendName
 from hotbed.untraced import untraced
 
@@ -30,35 +29,22 @@ class MLP(nn.Sequential):
         Columns of each layer's output.
     last_relu
         Whether the last layer has a ReLU too.
+    library
+        What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
     """
 
-    def __init__(self, inputs: int, widths: Sequence[int], *, last_relu: bool = True) -> None:
+    def __init__(
+        self, inputs: int, widths: Sequence[int], *, last_relu: bool = True, library: LinearLibrary = "auto"
+    ) -> None:
         if not widths or min(inputs, *widths) < 1:
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
-            linear = cast(Linear, nn.utils.skip_init(Linear, fan_in, fan_out, device=torch.get_default_device()))
+            device = torch.get_default_device()
+            linear = cast(Linear, nn.utils.skip_init(Linear, fan_in, fan_out, library=library, device=device))
             linear.reset_parameters()
             layers += [linear, nn.ReLU(inplace=True)]
         super().__init__(*(layers if last_relu else layers[:-1]))
-
-
-class Linear(nn.Linear):
-    """A fully connected layer with the initial values of `MLP`."""
-
-    @override
-    def reset_parameters(self) -> None:
-        """Draw new values, unless there is nothing to hold them yet."""
-        if self.weight.is_meta:
-            return
-        _draw(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
-        _draw(self.bias, math.sqrt(1.0 / self.out_features))
-
-
-@torch.no_grad()
-def _draw(parameter: Tensor, std: float) -> None:
-    """Draw on the CPU, so that one seed gives one model on every device."""
-    parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std))
 
 
 class DotInteraction(nn.Module):

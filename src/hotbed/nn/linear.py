@@ -1,0 +1,192 @@
+"""`Linear`: a fully connected layer whose float32 products go to the library that is faster on this CPU.
+
+torch sends float32 products on x86 CPUs to MKL, which runs on AMD's cores without their 512-bit instructions; oneDNN,
+which torch ships too, uses them. Which library computes a product follows from the kind of CPU and the shape of the
+product alone, never from a timing, so that equal machines choose alike and a product's bits repeat. Figures of both
+libraries are in ``docs/log.md`` (2026-11-23).
+
+Products in other dtypes, under autocast, on GPUs and in compiled or exported graphs are torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from typing_extensions import override
+
+from hotbed.errors import SpecError
+
+LinearLibrary = Literal["auto", "torch", "onednn"]
+
+MIN_PRODUCTS = 1 << 24
+"""Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""
+MIN_OUTPUTS = 8
+"""Columns of a layer's output from which oneDNN is faster."""
+NARROW_INPUTS = 128
+"""Columns of a layer's input up to which its weight's gradient is computed transposed, up to 4 times faster."""
+
+
+def has_onednn_linear() -> bool:
+    """Whether this build of torch has oneDNN's linear layer."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def faster_library() -> Literal["torch", "onednn"]:
+    """Name the library for float32 products on this CPU: oneDNN on AMD's cores with AVX-512, else what torch uses."""
+    from llvmlite import binding
+
+    is_zen = binding.get_host_cpu_name().startswith("znver")
+    is_zen_with_avx512 = is_zen and binding.get_host_cpu_features().get("avx512f", False)
+    return "onednn" if is_zen_with_avx512 and torch.backends.mkl.is_available() and has_onednn_linear() else "torch"
+
+
+class Linear(nn.Linear):
+    """A fully connected layer that starts with the values of NVIDIA's DLRM.
+
+    Weights start as N(0, √(2 / (in + out))), biases as N(0, √(1 / out)) (standard deviations).
+
+    Parameters
+    ----------
+    in_features, out_features
+        Columns of the input and of the output.
+    library
+        What computes float32 products on CPUs: ``"torch"`` what torch uses (MKL on x86), ``"onednn"``, or ``"auto"``
+        the faster one by kind of CPU (`faster_library`). They round differently in the last bits.
+
+    Attributes
+    ----------
+    library
+        As given; ``"auto"`` can be resolved later with `use`, by all ranks alike.
+    uses
+        The library in use.
+
+    Raises
+    ------
+    SpecError
+        If there is no such library here.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        library: LinearLibrary = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if library not in get_args(LinearLibrary):
+            raise SpecError(f"library is '{library}', must be one of {', '.join(get_args(LinearLibrary))}")
+        self.library = library
+        self.use(faster_library() if library == "auto" else library)
+        super().__init__(in_features, out_features, device=device, dtype=dtype)
+
+    def use(self, library: Literal["torch", "onednn"]) -> None:
+        """Let a library compute this layer's products from now on.
+
+        Raises
+        ------
+        SpecError
+            If this build of torch does not have it.
+        """
+        if library == "onednn" and not has_onednn_linear():
+            raise SpecError(
+                f"library is 'onednn', but torch {torch.__version__} was built without oneDNN here; use 'auto' or "
+                "'torch'"
+            )
+        self.uses: Literal["torch", "onednn"] = library
+
+    @override
+    def reset_parameters(self) -> None:
+        """Draw new values, unless there is nothing to hold them yet."""
+        if self.weight.is_meta:
+            return
+        _draw(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
+        _draw(self.bias, math.sqrt(1.0 / self.out_features))
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """``[…, in]`` to ``[…, out]``."""
+        if self.uses == "torch" or not _onednn_gains(input, self.weight):
+            return F.linear(input, self.weight, self.bias)
+        rows = input.reshape(-1, self.in_features)
+        return _OneDnnLinear.apply(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
+
+
+def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN computes this layer's products faster: plain float32 ones on a CPU that are large enough."""
+    return (
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and x.dtype == weight.dtype == torch.float32
+        and x.device.type == weight.device.type == "cpu"
+        and weight.shape[0] >= MIN_OUTPUTS
+        and x.numel() * weight.shape[0] >= MIN_PRODUCTS
+        and not torch.is_autocast_enabled("cpu")
+        and not _is_transformed()
+    )
+
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors without a meaning of their own, as fake, traced and sharded ones have."""
+
+
+def _is_transformed() -> bool:
+    """Whether torch compiles, exports, or differentiates forward or by torch.func, which need its own products."""
+    return (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    """``x Wᵀ + b`` and its gradients by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return onednn_product(x, weight, bias)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (grad,) = grad_outputs
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # for gradients of gradients, which torch's own products have
+            return (
+                grad @ weight if of_x else None,
+                grad.mT @ x if of_weight else None,
+                grad.sum(0) if of_bias else None,
+            )
+        grad = grad.contiguous()
+        return (
+            onednn_product(grad, weight.t()) if of_x else None,
+            _weight_gradient(grad, x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """``grad [B, out]ᵀ x [B, in]``; oneDNN wants the wider of both on the right."""
+    if x.shape[1] <= min(NARROW_INPUTS, grad.shape[1]):
+        return onednn_product(x.t(), grad.t()).t().contiguous()
+    return onednn_product(grad.t(), x.t())
+
+
+def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``a bᵀ + bias`` of float32 matrices on the CPU, whose rows need not be contiguous."""
+    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+@torch.no_grad()
+def _draw(parameter: Tensor, std: float) -> None:
+    """Draw on the CPU, so that one seed gives one model on every device."""
+    parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std))
