@@ -24,7 +24,7 @@ Group = dist.ProcessGroup | None
 TABLES = [hb.Table(name, rows=rows, dim=32) for name, rows in planted.ROWS.items()]  # a row can be cut in two
 FEATURES = [hb.Feature(name, table=name) for name in planted.ROWS]
 TIMEOUT = timedelta(seconds=60)
-TRAIN = TrainRecipe(batch_size=64, device="cpu", log_every=5)
+TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=5)
 RECIPE = Recipe.from_dict(
     {
         "name": "test",

@@ -17,7 +17,7 @@ from hotbed.train.progress import ShowProgress, StageProgress
 from tests.train import planted
 from tests.train.planted import Losses
 
-TRAIN = TrainRecipe(batch_size=64, device="cpu", log_every=2)
+TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=2)
 RECIPE = Recipe.from_dict(
     {
         "name": "test",
@@ -129,10 +129,11 @@ def test_progress_is_plain_lines_where_there_is_no_terminal() -> None:
     trainer = planted.trainer(replace(TRAIN, eval_every=4), callbacks=[progress])
     trainer.fit(planted.batches(4), planted.batches(1))
     lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("step 2/4  loss 0.")
-    assert "samples/s" in lines[0]
-    assert lines[0].endswith("left")
-    assert lines[2].startswith("step 4  valid AUC 0.")
+    assert lines[0].startswith("precision fp32 (the recipe); matrix products by ")
+    assert lines[1].startswith("step 2/4  loss 0.")
+    assert "samples/s" in lines[1]
+    assert lines[1].endswith("left")
+    assert lines[3].startswith("step 4  valid AUC 0.")
     assert "\x1b" not in stream.getvalue()
 
 

@@ -23,7 +23,7 @@ STEPS = 50
 
 def losses() -> list[float]:
     kept = Losses()
-    recipe = TrainRecipe(batch_size=64, device="cpu", seed=7)
+    recipe = TrainRecipe(batch_size=64, device="cpu", precision="fp32", seed=7)
     trainer = planted.trainer(recipe, schedule=ScheduleRecipe(warmup_steps=10), callbacks=[kept])
     trainer.fit(planted.batches(STEPS, seed=7, last=23))
     return kept.losses

@@ -49,7 +49,7 @@ def of_one_step(divide: Divide, *, size: int, seed: int) -> tuple[dict[str, Tens
     torch.manual_seed(0)
     model = DLRM(tables, features, planted.DENSE, bottom=(16, planted.DIM), top=(16, 1))
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    recipe = TrainRecipe(batch_size=size, device="cpu", steps=1)
+    recipe = TrainRecipe(batch_size=size, device="cpu", precision="fp32", steps=1)
     dense, sparse = torch.optim.SGD(model.parameters(), lr=1.0), hb.optim.SGD(model, lr=1.0)
     Trainer(model, dense, sparse, recipe=recipe, divide=divide).fit([batch])
     return {name: t - before[name] for name, t in model.state_dict().items()}, len(divide(batch))
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_is_found_in_either_part_before_anything_is_to
     limits = {"user": 30, "item": 20, "page": 2}
     for which in (0, 1):
         (batch,) = planted.batches(1, 60)
-        trainer = planted.trainer(TrainRecipe(batch_size=60, device="cpu"))
+        trainer = planted.trainer(TrainRecipe(batch_size=60, device="cpu", precision="fp32"))
         before = {name: t.clone() for name, t in trainer.model.state_dict().items()}
         divide = HotSplit(limits)
         parts = divide(batch)
@@ -157,7 +157,7 @@ def trained(group: object, packed: Path, batches: str, tier: str, plan: str, rea
             "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 32], "top": [16, 1]}},
             "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
             "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
-            "train": {"batch_size": 90, "device": "cpu", "steps": 12},
+            "train": {"batch_size": 90, "device": "cpu", "precision": "fp32", "steps": 12},
             "parallel": {"plan": plan, "timeout_s": 60, "reader": reader},
             "memory": {"tier": tier},
             "hot": {"rows": str(packed / "hot_rows.json"), "batches": batches},

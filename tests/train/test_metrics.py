@@ -244,7 +244,9 @@ def test_training_repairs_and_counts_as_calling_the_model_does() -> None:
     def made() -> Trainer:
         model = TwoCollections()
         dense = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(model, dense, SGD(model, lr=0.1), recipe=TrainRecipe(batch_size=5, device="cpu"))
+        return Trainer(
+            model, dense, SGD(model, lr=0.1), recipe=TrainRecipe(batch_size=5, device="cpu", precision="fp32")
+        )
 
     by_hand, trainer = made(), made()
     by_hand.loss(out_of_range()).backward()
@@ -258,5 +260,5 @@ def test_training_repairs_and_counts_as_calling_the_model_does() -> None:
 
 def test_good_ids_are_checked_once_on_the_host() -> None:
     batch = planted.batches(1)[0]
-    model = planted.trainer(TrainRecipe(batch_size=64, device="cpu")).model
+    model = planted.trainer(TrainRecipe(batch_size=64, device="cpu", precision="fp32")).model
     assert to_device(batch, model, "cpu").sparse.verified == {(name, rows) for name, rows in planted.ROWS.items()}

@@ -20,7 +20,7 @@ from hotbed.train.trainer import resolve_device
 from tests.train import planted
 from tests.train.planted import Losses
 
-RECIPE = TrainRecipe(batch_size=64, device="cpu", log_every=5)
+RECIPE = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=5)
 
 
 def run(recipe: TrainRecipe = RECIPE, steps: int = 20) -> tuple[Losses, dict[str, Tensor]]:

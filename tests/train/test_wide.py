@@ -26,7 +26,7 @@ from hotbed.train.run import bad_ids
 from tests.train import planted
 from tests.train.planted import Losses
 
-TRAIN = TrainRecipe(batch_size=64, device="cpu", log_every=1)
+TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=1)
 
 
 def trainer(

@@ -13,7 +13,16 @@ Importing this module is cheap and loads no class that a recipe names.
 from hotbed.config.component import Component
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.config.recipe import Recipe, check_keys
-from hotbed.config.training import DataRecipe, Device, InitRecipe, Monitor, Precision, ScheduleRecipe, TrainRecipe
+from hotbed.config.training import (
+    DataRecipe,
+    Device,
+    InitRecipe,
+    LinearLibrary,
+    Monitor,
+    Precision,
+    ScheduleRecipe,
+    TrainRecipe,
+)
 
 __all__ = [
     "Component",
@@ -21,6 +30,7 @@ __all__ = [
     "Device",
     "HotRecipe",
     "InitRecipe",
+    "LinearLibrary",
     "MemoryRecipe",
     "Monitor",
     "ParallelRecipe",

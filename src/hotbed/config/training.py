@@ -11,6 +11,8 @@ from hotbed.errors import RecipeError
 from hotbed.specs import OnBadId, RowDtype
 
 Precision = Literal["fp32", "bf16"]
+AskedPrecision = Literal["auto", "fp32", "bf16"]
+LinearLibrary = Literal["auto", "torch", "onednn"]
 Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
@@ -114,8 +116,12 @@ class TrainRecipe:
     """Seed of initial values and of shuffling."""
     device: Device = "auto"
     """``auto`` is ``cuda`` where there is one, else ``cpu``."""
-    precision: Precision = "fp32"
-    """``bf16`` runs the forward pass under torch.autocast; weights and evaluation stay float32."""
+    precision: AskedPrecision = "auto"
+    """``bf16`` runs the forward pass under torch.autocast; weights and evaluation stay float32. ``auto`` is ``bf16``
+    where the GPU or all processes' CPUs have instructions for it, else ``fp32``; a resumed run keeps what it was."""
+    linear_library: LinearLibrary = "auto"
+    """What computes float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
+    faster one by kind of CPU; a resumed run keeps what it was."""
     compile: bool = False
     """Compile the dense part of the model with torch.compile."""
     log_every: int = 100
@@ -153,7 +159,8 @@ class TrainRecipe:
                 at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.seed", self.seed, 0)
         one_of("train.device", self.device, get_args(Device))
-        one_of("train.precision", self.precision, get_args(Precision))
+        one_of("train.precision", self.precision, get_args(AskedPrecision))
+        one_of("train.linear_library", self.linear_library, get_args(LinearLibrary))
         one_of("train.monitor", self.monitor, get_args(Monitor))
         one_of("train.checkpoint", self.checkpoint, get_args(CheckpointPolicy))
         if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hotbed import ops
+from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
-from hotbed.nn.linear import Linear, LinearLibrary
+from hotbed.nn.linear import Linear
 from hotbed.ops import BackendName
 from hotbed.untraced import untraced
 

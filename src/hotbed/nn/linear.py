@@ -20,9 +20,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from typing_extensions import override
 
+from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
-
-LinearLibrary = Literal["auto", "torch", "onednn"]
 
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""

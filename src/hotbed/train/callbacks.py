@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class Callback:
     """Does something at certain moments of training; override what you need."""
 
+    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
+        """Before `on_train_start`: in which precision, and by which library, the dense part is computed, and why."""
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Before the first step; ``trainer.steps_total`` is known here, if it can be."""
 

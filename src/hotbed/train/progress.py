@@ -77,6 +77,10 @@ class ShowProgress(Callback):
         self._started = 0.0
         self._first_step = 0
 
+    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
+        """Print a line."""
+        self._console.print(chosen)
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Show an empty bar."""
         self._started, self._first_step = time.perf_counter(), trainer.step

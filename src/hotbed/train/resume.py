@@ -25,12 +25,13 @@ MAY_DIFFER = frozenset(
         *(f"init.{field.name}" for field in fields(InitRecipe)),
         *(f"memory.{field.name}" for field in fields(MemoryRecipe)),
         *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
+        *(f"train.{key}" for key in ("precision", "linear_library")),  # `Numerics` says that they change bits
         *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience")),
         *(f"train.checkpoint_{key}" for key in ("every", "minutes", "dir", "in_background")),
         *(f"train.keep_{key}" for key in ("last", "every")),
     }
 )
-"""Keys that do not change what a step does; a plan may, in the one way that `Plan.wire` states."""
+"""Keys that do not change what a step does, or say so; a plan may, in the one way that `Plan.wire` states."""
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> None:

@@ -116,6 +116,8 @@ def train(
         "epochs": trainer.epoch,
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
+        "precision": trainer.numerics.precision,
+        "linear_library": trainer.numerics.library,
         "test": None if test is None else trainer.evaluate(test).to_dict(),
         "ids_out_of_range": ids.total(),
         "checkpoints": _of_checkpoints(trainer),

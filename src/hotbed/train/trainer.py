@@ -29,6 +29,7 @@ from hotbed.train.callbacks import Callback
 from hotbed.train.clock import Clock
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.nonfinite import refuse_non_finite
+from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import Ahead, Divide, Fetcher, whole
 from hotbed.train.saver import Saver
@@ -95,6 +96,8 @@ class Trainer:
         Whether any rank had asked so before the present step.
     saver
         What saves checkpoints.
+    numerics
+        Precision and library of products, chosen when training starts.
     other_parts
         More that a run needs to go on, by name.
     """
@@ -119,6 +122,7 @@ class Trainer:
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
+        self.numerics = Numerics(model, recipe, self.device, self.ranks)
         self._balance = Balance(model)
         self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap, divide=divide)
         self._fetcher = Fetcher(model) if isinstance(model, Distributed) and divide is not whole else None
@@ -225,7 +229,7 @@ class Trainer:
 
     def _total(self, batch: Batch) -> tuple[Tensor, int]:
         """Σ weight · loss, and the number of tasks."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.numerics.precision == "bf16"):
             logits, labels = checked_logits(self.model(batch), batch.labels)
         weight = None if batch.weights is None else batch.weights[:, None]
         return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.shape[1]
@@ -263,6 +267,7 @@ class Trainer:
     def _start(self, batches: Iterable[Batch]) -> None:
         self._batches = batches
         self.model.train()
+        self._call("on_numerics", self.numerics.settle())
         try:
             ahead = len(cast("Any", batches)) * (self.recipe.epochs - self.epoch) + self.step - self.position
             self.steps_total = min(ahead, self.recipe.steps or ahead)
@@ -357,6 +362,7 @@ class Trainer:
         """Counters, losses since the last record, callbacks by class, and the loader's position if it has one."""
         return {
             **{name: getattr(self, name) for name in _COUNTERS},
+            "numerics": self.numerics.state_dict(),
             "losses": list(self._recent),
             "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state_dict())},
             "data": self._data_position,
@@ -366,6 +372,7 @@ class Trainer:
         """Take over what `state_dict` gave; callbacks do when training starts, `resume_data` sets the loader."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self.numerics.load_state_dict(state.get("numerics", {}))
         self._recent = list(state["losses"])
         self._of_callbacks = dict(state["callbacks"])
         self._data_position = state["data"]

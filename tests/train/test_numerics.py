@@ -1,0 +1,189 @@
+"""Protects: precision and library are chosen by what all ranks have, kept in checkpoints, and never change unsaid."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotbed.config import TrainRecipe
+from hotbed.nn.linear import Linear, has_onednn_linear
+from hotbed.train import Trainer, numerics
+from hotbed.train.numerics import Numerics, bf16_instructions
+from hotbed.train.parallel import Ranks
+from tests.train import planted
+from tests.train.parallel_cases import make_trainer
+
+AUTO = TrainRecipe(batch_size=64, device="cpu", steps=2)
+CPU = torch.device("cpu")
+needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this build of torch has no oneDNN")
+
+
+def has(monkeypatch: pytest.MonkeyPatch, instructions: str | None, library: str = "torch") -> None:
+    monkeypatch.setattr(numerics, "bf16_instructions", lambda _: instructions)
+    monkeypatch.setattr(numerics, "faster_library", lambda: library)
+
+
+def dtype_of_products(trainer: Trainer) -> torch.dtype:
+    """Of the first layer's output in a step."""
+    seen: list[torch.dtype] = []
+
+    def note(module: object, inputs: object, output: Tensor) -> None:
+        seen.append(output.dtype)
+
+    layer = next(m for m in trainer.model.modules() if isinstance(m, Linear))
+    with layer.register_forward_hook(note):
+        trainer.fit(planted.batches(2))
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        ({"avx512bf16": True, "amx-bf16": True}, "AMX"),
+        ({"avx512bf16": True, "amx-bf16": False}, "AVX-512 BF16"),
+        ({"bf16": True}, "Arm BF16"),
+        ({"avx512f": True, "avx512bf16": False}, None),
+    ],
+)
+def test_a_cpu_s_instructions_have_a_name(
+    monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], name: str | None
+) -> None:
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    assert bf16_instructions(CPU) == name
+
+
+def test_a_gpu_that_emulates_bf16_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(including_emulation))
+    assert bf16_instructions(torch.device("cuda")) is None
+    assert asked == [False]
+
+
+@pytest.mark.parametrize(
+    ("instructions", "dtype", "said"),
+    [
+        ("AMX", torch.bfloat16, "precision bf16 (this CPU has AMX)"),
+        (None, torch.float32, "precision fp32 (this CPU has no instructions for bf16); matrix products by the library"),
+    ],
+)
+def test_auto_is_bf16_where_the_cpu_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, instructions: str | None, dtype: torch.dtype, said: str
+) -> None:
+    has(monkeypatch, instructions)
+    trainer = planted.trainer(AUTO)
+    assert dtype_of_products(trainer) == dtype
+    assert trainer.numerics.settle().startswith(said)
+
+
+def test_a_precision_that_is_asked_for_is_taken_and_emulation_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has(monkeypatch, None)
+    assert dtype_of_products(planted.trainer(replace(AUTO, precision="bf16"))) == torch.bfloat16
+    assert "this CPU has no instructions for it: products are emulated, which can be 30 times slower" in caplog.text
+    caplog.clear()
+    has(monkeypatch, "AMX")
+    assert dtype_of_products(planted.trainer(replace(AUTO, precision="fp32"))) == torch.float32
+    assert not caplog.text
+
+
+def resumed(state: dict[str, Any], recipe: TrainRecipe) -> Trainer:
+    again = planted.trainer(recipe)
+    again.load_state_dict(state)
+    return again
+
+
+def state_of_a_run() -> dict[str, Any]:
+    trainer = planted.trainer(AUTO)
+    trainer.numerics.settle()
+    return trainer.state_dict()
+
+
+def test_a_resumed_run_keeps_its_precision_and_library_on_another_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has(monkeypatch, "AMX", "onednn")
+    monkeypatch.setattr(numerics, "has_onednn_linear", lambda: True)
+    monkeypatch.setattr(Linear, "use", lambda self, library: setattr(self, "uses", library))
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "znver5")
+    before = state_of_a_run()
+    has(monkeypatch, None, "torch")
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "znver3")
+    after = resumed(before, AUTO)
+    assert after.numerics.settle() == "precision bf16 (the checkpoint)"
+    assert {m.uses for m in after.model.modules() if isinstance(m, Linear)} == {"onednn"}
+    assert "this run began on znver5 and goes on on znver3: matrix products round otherwise there" in caplog.text
+    assert "precision is bf16 (the checkpoint), but this CPU has no instructions for it" in caplog.text
+
+
+def test_another_precision_than_a_checkpoint_s_is_taken_if_asked_for_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has(monkeypatch, "AMX")
+    before = state_of_a_run()
+    after = resumed(before, replace(AUTO, precision="fp32"))
+    assert after.numerics.settle().startswith("precision fp32 (the recipe)")
+    assert "train.precision was bf16 and is now fp32: from here on the bits differ" in caplog.text
+    caplog.clear()
+    assert resumed(before, replace(AUTO, precision="bf16")).numerics.precision == "bf16"
+    assert not caplog.text
+
+
+def test_a_checkpoint_that_says_nothing_was_made_in_fp32_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch, "AMX", "onednn")
+    state: dict[str, Any] = dict(planted.trainer(AUTO).state_dict())
+    del state["numerics"]
+    trainer = planted.trainer(AUTO)
+    trainer.load_state_dict(state)
+    assert trainer.numerics.settle() == "precision fp32 (the checkpoint); matrix products by the library of torch"
+
+
+@needs_onednn
+def test_the_library_is_the_recipe_s_or_the_faster_one_but_for_layers_that_name_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has(monkeypatch, None, "onednn")
+    model = torch.nn.Sequential(Linear(2, 2), Linear(2, 2, library="torch"))
+    for asked, expected in (("auto", "onednn"), ("torch", "torch"), ("onednn", "onednn")):
+        chosen = Numerics(model, replace(AUTO, linear_library=asked), CPU, Ranks(model))
+        chosen.settle()
+        assert [layer.uses for layer in model] == [expected, "torch"]
+        assert chosen.library == expected
+
+
+def test_a_library_that_is_not_there_is_replaced_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numerics, "has_onednn_linear", lambda: False)
+    trainer = planted.trainer(replace(AUTO, linear_library="onednn"))
+    trainer.numerics.settle()
+    assert trainer.numerics.library == "torch"
+    assert "train.linear_library was to be onednn, which torch lacks on 1 of 1 ranks" in caplog.text
+
+
+def settled(group: object) -> tuple[str, str | None, str | None]:
+    """On a machine where only some ranks have bf16, and a faster oneDNN."""
+    patch = pytest.MonkeyPatch()
+    trainer = make_trainer(group, recipe=AUTO)
+    with patch.context() as only_here:
+        first = trainer.ranks.is_first
+        has(only_here, "AMX" if first else None, "onednn" if first else "torch")
+        return trainer.numerics.settle(), trainer.numerics.precision, trainer.numerics.library
+
+
+@pytest.mark.xdist_group("ranks")
+def test_all_ranks_choose_alike(ranks: Any) -> None:
+    for said, precision, library in ranks.run(3, settled):
+        assert (precision, library) == ("fp32", "torch")
+        assert said.startswith("precision fp32 (2 of 3 ranks have no instructions for bf16)")
+
+
+def test_warnings_come_from_the_package_s_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has(monkeypatch, None)
+    planted.trainer(replace(AUTO, precision="bf16")).numerics.settle()
+    assert [(r.name, r.levelno) for r in caplog.records] == [("hotbed", logging.WARNING)]
