@@ -3,7 +3,7 @@
 Parts run one after the other, each in a process of its own with its own time budget (580 s together), and
 ``gpu_suite.json`` is written after each, so a part that hangs, crashes or runs out of time takes nothing else with it.
 Needs torch, triton, numba, numpy, pytest and hypothesis; no network. Without a CUDA device, or with ``HOTBED_TINY=1``,
-everything runs tiny; timings then mean nothing, and the JSON says so.
+everything runs tiny and to its end, whatever time it takes; timings then mean nothing, and the JSON says so.
 
     OUT=results bash benchmarks/gpu_suite.sh [step] [bandwidth] [tiers] [determinism] [tests]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import signal
@@ -108,10 +109,10 @@ def main(out: Path, parts: list[str]) -> int:
     summary: dict[str, Any] = {"environment": environment(sizes), "parts": {}}
     readers: dict[str, Callable[[Path], Any]] = {"tests": read_tests}
     for part in parts:
-        budget = PARTS[part]
+        budget = math.inf if sizes.tiny else PARTS[part]
         report = out / (f"{part}.xml" if part == "tests" else f"{part}.json")
         report.unlink(missing_ok=True)
-        print(f"== {part} (at most {budget} s)", flush=True)
+        print(f"== {part}" if sizes.tiny else f"== {part} (at most {budget} s)", flush=True)
         if part == "tests":
             command = test_command(sizes, report)
         else:

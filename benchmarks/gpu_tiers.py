@@ -219,7 +219,7 @@ def main(out: Path, budget_s: float) -> None:
         gc.collect()
     for i, name in enumerate(PLACEMENTS):
         left = deadline - LARGEST_S - time.monotonic()
-        if left < 0 and not sizes.tiny:
+        if left < 0:
             print(f"  time is up; left out: step {name} and what follows it")
             meter.complete = False
             break
@@ -228,7 +228,7 @@ def main(out: Path, budget_s: float) -> None:
         out.write_text(json.dumps(meter.results, indent=1))
         print(f"  step {name}: {found['steps_per_s']:.2f} steps/s, hit rate {found['hit_rate']:.1%}", flush=True)
         gc.collect()
-    meter.deadline = deadline - (0 if sizes.tiny else LARGEST_S)
+    meter.deadline = deadline - LARGEST_S
     meter.run(bus(sizes))
     meter.run(largest(sizes))
     if not meter.complete:

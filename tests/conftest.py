@@ -8,7 +8,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from .ranks import Ranks
 
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Times differ tenfold between machines and with cold caches; no test depends on them.
-settings.register_profile("hotbed", deadline=None)
+settings.register_profile("hotbed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("hotbed")
 
 

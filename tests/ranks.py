@@ -19,7 +19,10 @@ import torch.distributed as dist
 
 from hotbed.comm import end_groups
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
+"""After which a rank that waits for another gives up: the other may be compiling kernels on a busy machine."""
+ANSWER_S = 15
+"""The same for a rank that is meant to wait in vain; the others, with their kernels compiled, answer sooner."""
 PRELOADED = ["torch._dynamo", "hotbed.cli", "hotbed.ops.cpu", "hotbed.train.run", "tests.ranks"]
 """What is imported once, by the process that ranks are forked from."""
 SIZES = (1, 3, 4)

@@ -13,7 +13,7 @@ from hotbed.comm import Link, OneRank
 from hotbed.errors import CommError
 from hotbed.hops import NodeLink
 
-from .ranks import SIZES, Ranks
+from .ranks import ANSWER_S, SIZES, Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -49,7 +49,7 @@ def test_in_two_hops_every_rank_gets_the_same(ranks: Ranks, per_node: int):
 
 def of_nodes(group: dist.ProcessGroup) -> tuple[set[int], int, str]:
     """Ranks that this one sends to in two hops, the bytes, and what is said when some have left."""
-    link = NodeLink(Link(group, timedelta(seconds=1)), 2)
+    link = NodeLink(Link(group, timedelta(seconds=ANSWER_S)), 2)
     sent_to: set[int] = set()
     for part in (link._inside, link._between):
         original = part._pairwise

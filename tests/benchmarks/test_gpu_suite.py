@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.workload import DTYPES, UPDATES
+from benchmarks import gpu_suite
+from benchmarks.workload import DTYPES, UPDATES, Sizes
 from hotbed.optim import COMMON
 from hotbed.optim.sgd import MOMENTUM, PLAIN
 from tests.optim_cases import OPTIMIZERS
@@ -25,6 +28,22 @@ def test_no_optimizer_and_no_option_is_missing():
     assert {name for u in UPDATES.values() for name in u.limits} == {*COMMON} - {"lr"}
     decoupled = {kind.rule for kind in OPTIMIZERS if kind.weight_decay_mode == "decoupled"}
     assert decoupled == {u.rule for u in UPDATES.values() if "decay" in u.limits}
+
+
+@pytest.mark.parametrize(("tiny", "budgets"), [("1", [math.inf, math.inf]), ("0", [150, 40])])
+def test_tiny_parts_have_all_the_time_they_take(tmp_path, monkeypatch, tiny, budgets):
+    pytest.importorskip("triton")
+    given: list[float] = []
+
+    def run(command: list[str], budget_s: float, env: dict[str, str]) -> tuple[str, float]:
+        given.append(budget_s)
+        return "ok", 0.0
+
+    sizes = Sizes.choose()
+    monkeypatch.setattr(gpu_suite, "run", run)
+    monkeypatch.setattr(Sizes, "choose", lambda: replace(sizes, tiny=tiny == "1"))
+    assert gpu_suite.main(tmp_path, ["bandwidth", "determinism"]) == 0
+    assert given == budgets
 
 
 def test_tiny_suite(tmp_path):
@@ -59,6 +78,4 @@ def test_tiny_suite(tmp_path):
     updates = {(r["kernel"], r["dtype"]) for r in parts["bandwidth"]["results"] if r["kernel"].startswith("update")}
     assert updates == {(f"update_{name}", dtype) for name in UPDATES for dtype in DTYPES}
     assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_per_s"] > 0 for r in parts["bandwidth"]["results"])
-    for r in parts["step"]["results"]:
-        assert r["samples_per_s"] > 0 and min(r["parts_s"].values()) > 0
-        assert sum(r["parts_s"].values()) == pytest.approx(r["step_s"], rel=0.5)
+    assert all(r["samples_per_s"] > 0 and min(r["parts_s"].values()) > 0 for r in parts["step"]["results"])

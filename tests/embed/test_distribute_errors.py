@@ -21,7 +21,7 @@ from hotbed.errors import BatchError, CommError, HotbedError, OptimizerError, Pl
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan, Tile, make_plan
 from hotbed.specs import Feature, Table
-from tests.ranks import Ranks
+from tests.ranks import ANSWER_S, Ranks
 
 from .distributed_cases import SIZE, Model, distributed, ids, one_table, said
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_is_refused_by_all_ranks(ranks: Ranks, case: str):
 
 def late(group: dist.ProcessGroup) -> str:
     """Rank 1 does not look anything up."""
-    model = distributed(group, "a", timeout=timedelta(seconds=3))
+    model = distributed(group, "a", timeout=timedelta(seconds=ANSWER_S))
     dist.barrier(group)
     model.wire.link.step = 7
     if dist.get_rank(group) != 1:

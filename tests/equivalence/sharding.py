@@ -17,6 +17,7 @@ from hotbed.hops import NodeLink
 from hotbed.jagged import Jagged
 from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
+from tests.ranks import TIMEOUT_S
 
 TABLES = (
     Table("big", rows=90, dim=48),
@@ -103,7 +104,7 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, torch.Tensor
     ranks = range(job.world_size)
     collection = EmbeddingCollection(job.tables, FEATURES, seed=3, backend=job.backend)
     if job.plan is not None:
-        link = Link(group, timedelta(seconds=30))
+        link = Link(group, timedelta(seconds=TIMEOUT_S))
         if job.ranks_per_node is not None:
             link = NodeLink(link, job.ranks_per_node)
         collection.distribute(job.plan, Wire(link, **job.wire))

@@ -18,12 +18,13 @@ from hotbed.data import Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
+from tests.ranks import TIMEOUT_S
 from tests.train import planted
 
 Group = dist.ProcessGroup | None
 TABLES = [hb.Table(name, rows=rows, dim=32) for name, rows in planted.ROWS.items()]  # a row can be cut in two
 FEATURES = [hb.Feature(name, table=name) for name in planted.ROWS]
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=TIMEOUT_S)
 TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=5)
 RECIPE = Recipe.from_dict(
     {

@@ -20,7 +20,7 @@ from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
 from hotbed.train.broadcast import BroadcastLoader, packed, unpacked
-from tests.ranks import Ranks
+from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
 
 group_of_processes = pytest.mark.xdist_group("ranks")
 
@@ -158,7 +158,7 @@ def loader_of(rank: int, size: int, damaged: int | None = None, **options: Any) 
 
 def both(group: dist.ProcessGroup, reader: int, ahead: int, options: dict[str, Any]) -> tuple[Loader, BroadcastLoader]:
     """A loader of this rank's shares, and one that is sent them."""
-    link = Link(group, timedelta(seconds=60))
+    link = Link(group, timedelta(seconds=TIMEOUT_S))
     whole = loader_of(0, 1, **options) if link.rank == reader else None
     return loader_of(link.rank, link.size, **options), BroadcastLoader(whole, link, reader=reader, ahead=ahead)
 
@@ -249,18 +249,18 @@ def test_the_position_is_known_before_the_first_batch(ranks: Ranks) -> None:
             assert found == expected
 
 
-def with_damaged_data(group: dist.ProcessGroup) -> tuple[str, int, float, list[str]]:
-    """The error, batches before it, seconds until it, and threads that are left."""
-    link = Link(group, timedelta(seconds=5))
+def with_damaged_data(group: dist.ProcessGroup) -> tuple[str, int, list[str]]:
+    """The error, batches before it, and threads that are left."""
+    link = Link(group, timedelta(seconds=ANSWER_S))
     broadcast = BroadcastLoader(loader_of(0, 1, damaged=3) if link.rank == 1 else None, link, reader=1)
-    count, start = 0, time.monotonic()
+    count = 0
     with pytest.raises((DataError, CommError)) as caught:
         for _ in broadcast:
             count += 1
     message = f"{type(caught.value).__name__}: {caught.value}"
     del caught
     threads = [t.name for t in threading.enumerate() if t.name == "hotbed-broadcast"]
-    return message, count, time.monotonic() - start, threads
+    return message, count, threads
 
 
 def whole_batches(group: dist.ProcessGroup) -> int:
@@ -271,9 +271,8 @@ def whole_batches(group: dist.ProcessGroup) -> int:
 def test_data_that_cannot_be_read_stops_all_ranks(ranks: Ranks) -> None:
     by_rank = ranks.run(3, with_damaged_data)
     assert by_rank[1][0] == "DataError: chunk 3 is damaged"
-    for rank, (message, count, seconds, threads) in enumerate(by_rank):
+    for rank, (message, count, threads) in enumerate(by_rank):
         assert count == 3  # of 9 samples each, from the 33 before the damage
-        assert seconds < 20
         assert threads == []
         assert rank == 1 or message.startswith(f"CommError: rank {rank} of 3: the exchange of sizes of batches")
         assert rank == 1 or "rank 1 has ended or not answered in time" in message
@@ -291,11 +290,14 @@ def slowly_consumed(group: dist.ProcessGroup) -> list[int]:
                 taken += 1
                 yield batch
 
-    link = Link(group, timedelta(seconds=60))
+    link = Link(group, timedelta(seconds=TIMEOUT_S))
     loader = Counting(InMemory(), "train", 5) if link.rank == 0 else None
     found: list[int] = []
-    for _ in BroadcastLoader(loader, link, ahead=3):
-        time.sleep(0.05)
+    for given, _ in enumerate(BroadcastLoader(loader, link, ahead=3), start=1):
+        end = time.monotonic() + TIMEOUT_S
+        while loader is not None and taken < min(given + 3, len(loader)) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)  # for what it must not take
         found.append(taken)
     return found
 
@@ -304,5 +306,4 @@ def slowly_consumed(group: dist.ProcessGroup) -> list[int]:
 def test_the_reader_is_never_further_ahead_than_it_may_be(ranks: Ranks) -> None:
     found = ranks.run(3, slowly_consumed)[0]
     assert len(found) == 11
-    assert all(given <= taken <= given + 3 for given, taken in enumerate(found, start=1))
-    assert any(taken > given for given, taken in enumerate(found[:-1], start=1))
+    assert found == [min(given + 3, 11) for given in range(1, 12)]

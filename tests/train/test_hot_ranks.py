@@ -18,7 +18,7 @@ from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_schedule import HotSchedule
 from hotbed.train.run import _evaluation_loader, _training_loader
-from tests.ranks import Ranks
+from tests.ranks import TIMEOUT_S, Ranks
 from tests.train import planted
 
 from .parallel_cases import assert_equal, state_of
@@ -67,7 +67,7 @@ def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]
             "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
             "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
             "train": {"batch_size": 30, "device": "cpu", "epochs": 2},
-            "parallel": {"plan": "row", "timeout_s": 60},
+            "parallel": {"plan": "row", "timeout_s": TIMEOUT_S},
             "memory": {"tier": tier},
             "hot": {"rows": str(packed / "hot_rows.json") if hot else None, "batches": "apart", "rate": 25},
         }

@@ -33,6 +33,7 @@ from tests.cli_cases import (  # noqa: F401
     train,
     wide_output_fixture,
 )
+from tests.ranks import TIMEOUT_S
 from tests.train import planted
 from tests.train.parallel_cases import assert_equal, state_of
 
@@ -159,7 +160,7 @@ def trained(group: object, packed: Path, batches: str, tier: str, plan: str, rea
             "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
             "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.05}},
             "train": {"batch_size": 90, "device": "cpu", "precision": "fp32", "steps": 12},
-            "parallel": {"plan": plan, "timeout_s": 60, "reader": reader},
+            "parallel": {"plan": plan, "timeout_s": TIMEOUT_S, "reader": reader},
             "memory": {"tier": tier},
             "hot": {"rows": str(packed / "hot_rows.json"), "batches": batches},
         }

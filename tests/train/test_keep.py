@@ -30,6 +30,7 @@ from hotbed.train import Callback, Trainer
 from hotbed.train.callbacks import EarlyStop, JsonLines
 from hotbed.train.claim import OWNER, Claim, refuse_other_checkpoints
 from hotbed.train.keep import KeepBest, KeepLast
+from hotbed.train.saver import Saver
 from hotbed.train.signals import signals_to
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
@@ -290,13 +291,21 @@ class Fixed:
 
 
 def test_the_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = storage._LocalWriter.finish
+    finish, wait = storage._LocalWriter.finish, Saver.finish
+    waiting = threading.Event()
 
     def slow(writer: Any) -> None:
+        assert waiting.wait(60)  # however long the steps until then take
         time.sleep(0.3)
         finish(writer)
 
+    def noted(saver: Saver) -> None:
+        waiting.set()
+        wait(saver)
+        waiting.clear()
+
     monkeypatch.setattr(storage._LocalWriter, "finish", slow)
+    monkeypatch.setattr(Saver, "finish", noted)
     trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1)])
     trainer.fit(planted.batches(4))
     assert all(record["stalled_s"] > 0.1 for record in trainer.saver.records[1:])

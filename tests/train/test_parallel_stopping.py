@@ -15,7 +15,7 @@ from torch import Tensor
 from hotbed.comm import Link
 from hotbed.errors import BatchError, CommError, NonFiniteError
 from hotbed.train import Callback, Trainer
-from tests.ranks import Ranks
+from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
 from tests.train import planted
 from tests.train.planted import Losses
 
@@ -110,7 +110,8 @@ def test_ranks_whose_samples_are_finite_blame_neither_them_nor_the_model(ranks: 
 
 def with_an_error_of_one_rank(group: Group) -> tuple[str, int, list[str], list[float]]:
     """What is said, the step then, threads that are left, and losses of another model that is trained afterwards."""
-    trainer = make_trainer(group, "row", timeout=timedelta(seconds=4))
+    make_trainer(group, "row").fit(shares(planted.batches(1), group))  # compiles kernels, with time for it
+    trainer = make_trainer(group, "row", timeout=timedelta(seconds=ANSWER_S))
     batches = shares(planted.batches(5), group)
     if place(group)[0] == 1:
         batches[3].sparse.values[0] = 1_000_000
@@ -171,7 +172,7 @@ def who_is_gone(group: Group, silent: int | None) -> list[int] | None:
     """What each rank finds out, a little after each other, when one of them does not take part."""
     link = Link(group, TIMEOUT).clone()
     time.sleep(0.1 * link.rank)
-    return None if link.rank == silent else link.unreachable(60 if silent is None else 4)
+    return None if link.rank == silent else link.unreachable(TIMEOUT_S if silent is None else ANSWER_S)
 
 
 def test_ranks_that_live_are_not_said_to_be_gone(ranks: Ranks) -> None:

@@ -18,7 +18,7 @@ from hotbed.errors import RecipeError
 from hotbed.train.demo import demo_recipe
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
-from tests.ranks import Ranks
+from tests.ranks import TIMEOUT_S, Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -37,7 +37,7 @@ def trained(group: dist.ProcessGroup, data: Path, out: Path, parallel: Mapping[s
     values = demo_recipe(data, 1200).to_dict()
     values["train"] |= {"batch_size": 250, "device": "cpu", "checkpoint": "none"}
     values["data"] |= {"shuffle": True, "workers": 1}
-    values["parallel"] = {"timeout_s": 60, **parallel}
+    values["parallel"] = {"timeout_s": TIMEOUT_S, **parallel}
     try:
         return train(Recipe.from_dict(values), RunDirectory(out, "run"), Console(file=io.StringIO()))
     except RecipeError as error:

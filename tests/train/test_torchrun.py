@@ -173,7 +173,7 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
     done = subprocess.run(
         [*command, "-m", "hotbed", "train", str(recipe), *options, "--out", "runs", "--json", "summary.json"],
         cwd=tmp_path,
-        env=os.environ | {"COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"COLUMNS": "200", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -284,7 +284,8 @@ def assert_it_is_said_who_died(started: Processes, dead: int, first_step: int) -
 def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
     launcher: Launcher, recipe: Path, tmp_path: Path
 ) -> None:
-    options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(PATIENCE_S)]
+    # The others must not wait for the timeout: this test would not.
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--parallel.timeout_s", str(10 * PATIENCE_S)]
     first = ["--plan", "row", "--train.checkpoint_every", "10", "--train.keep_last", "1000"]
     with launcher.start(tmp_path / "killed", 3, *options, *ENDLESS, *first) as started:
         started.wait_for(0, "err", "step 10/")
@@ -293,10 +294,8 @@ def test_when_a_rank_is_killed_the_others_end_and_the_run_can_be_gone_on_with(
         checkpoint = checkpoints_in(run / "checkpoints")[0]
         step = int(checkpoint.name.removeprefix("last-"))
         started.wait_for(0, "err", f"step {step + 2}/")
-        killed = time.monotonic()
         started.send(1, signal.SIGKILL)
         assert started.wait() == [2, -signal.SIGKILL, 2]
-        assert time.monotonic() - killed < PATIENCE_S / 2  # they need not wait for the timeout
     assert_it_is_said_who_died(started, 1, step + 2)
     assert started.text(0, "out") == ""
     assert not (run / "summary.json").exists()
@@ -346,7 +345,7 @@ def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, 
 
 
 def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
-    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "15"]
+    options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "30"]
     with launcher.start(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:
         started.wait_for(0, "err", "step 5/")
         started.send(2, signal.SIGSTOP)
