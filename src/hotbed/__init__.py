@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from hotbed import threads as threads  # before anything loads torch, and torch its OpenMP runtime
+
+# isort: split
 from hotbed import nn, optim
 from hotbed.batch import Batch, Embeddings
 from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint

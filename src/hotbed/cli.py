@@ -23,6 +23,7 @@ from hotbed.cli_recipe import add_json, add_recipe, recipe_of, split_deep, split
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
 from hotbed.files import read_yaml
+from hotbed.threads import fit_threads
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -104,6 +105,7 @@ def _run(args: list[str]) -> None:
         raise RecipeError(_explained(str(error), known)) from None
     if deep:
         parsed.update(deep, "deep")
+    fit_threads()
     command.run(parsed)
 
 

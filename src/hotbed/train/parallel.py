@@ -27,6 +27,7 @@ from hotbed.plan.schemes import SCHEMES
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.spread import Spread
+from hotbed.threads import fit_threads
 from hotbed.train.hot_file import read_hot_rows
 from hotbed.train.skew_file import read_skew
 
@@ -90,7 +91,7 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
     if here.size == 1 or dist.is_initialized():
         yield here
         return
-    torch.set_num_threads(max(usable_cores() // here.local_size, 1))  # torchrun says 1, whatever there is
+    fit_threads(here.local_size)
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
         if here.local_rank >= torch.cuda.device_count():
@@ -112,11 +113,6 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
         yield here
     finally:
         dist.destroy_process_group()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:

@@ -19,7 +19,8 @@ from hotbed.checkpoint import Taken
 from hotbed.config import Recipe
 from hotbed.files import write_json, write_text
 from hotbed.plan import Plan
-from hotbed.train.parallel import Ranks, usable_cores
+from hotbed.threads import usable_cores
+from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
     from hotbed.data.prepare import PrepareReport

@@ -1,0 +1,108 @@
+"""How OpenMP's threads wait, and how many there are: on cores that others use, too, and in containers.
+
+*Waiting.* torch and Numba compute on OpenMP's threads, each with a runtime of its own (torch's wheel brings a
+``libgomp``, Numba loads the system's), and a step of training has hundreds of barriers. At each of them threads spin,
+by default for milliseconds, so that they go on at once when the last one arrives. Where another process has the core
+that the last one needs, they spin against it: on two cores beside two busy processes a training loop fell to a fiftieth
+of its rate (docs/log.md). A short spin loses nothing on idle cores, and is over before it does harm on busy ones.
+
+Runtimes read the environment when they are loaded, so `hotbed` imports this module before anything imports torch.
+
+*How many.* A container may be granted the time of fewer cores than it sees. Threads that are more than that are stopped
+together, in the middle of what the others wait for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path, PurePosixPath
+
+SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+"""How long threads spin: turns of a loop, for GNU's runtime; milliseconds, for LLVM's and Intel's."""
+OF_USERS = (*SPINNING, "OMP_WAIT_POLICY", "KMP_LIBRARY")
+"""Whoever sets one of these has decided how threads wait."""
+
+
+def spin_briefly(environment: MutableMapping[str, str]) -> None:
+    """Let OpenMP's runtimes that are loaded later spin only shortly, unless the user has set how they wait."""
+    if not any(name in environment for name in OF_USERS):
+        environment.update(SPINNING)
+
+
+spin_briefly(os.environ)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up.
+
+    Parameters
+    ----------
+    root
+        Where ``/proc`` and ``/sys`` are.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min([cores, *map(math.ceil, _quotas(root))]), 1)
+
+
+def fit_threads(processes: int = 1) -> None:
+    """Give torch's operations, and kernels, as many threads as a process has cores, unless ``OMP_NUM_THREADS`` is set.
+
+    Parameters
+    ----------
+    processes
+        How many share the usable cores. torchrun sets ``OMP_NUM_THREADS=1`` for several, whatever there is; this 1
+        counts as not set.
+    """
+    import torch  # after what the runtimes that it loads read
+
+    share = max(usable_cores() // processes, 1)
+    if not _threads_are_set(os.environ):
+        torch.set_num_threads(share if processes > 1 else min(share, torch.get_num_threads()))
+
+
+def _threads_are_set(environment: MutableMapping[str, str]) -> bool:
+    """Whether the user, and not torchrun, has set a number of threads."""
+    number = environment.get("OMP_NUM_THREADS")
+    return number is not None and not (number == "1" and "TORCHELASTIC_RUN_ID" in environment)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores whose time is granted to the control groups that this process is in, of either version."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Inside a container the group's own directory may be what is mounted, and its path that of the host.
+        path = PurePosixPath(group)
+        for parent in (path, *path.parents):
+            if not controllers:
+                yield from _granted(root / "sys/fs/cgroup" / parent.relative_to("/") / "cpu.max")
+            for mount in {controllers, "cpu"} if controllers else ():
+                yield from _granted_before(root / "sys/fs/cgroup" / mount / parent.relative_to("/"))
+
+
+def _granted(file: Path) -> Iterator[float]:
+    """Of version 2: quota and period, in microseconds, or ``max``."""
+    quota, _, period = _text(file).partition(" ")
+    if quota.isdecimal():
+        yield int(quota) / int(period)
+
+
+def _granted_before(folder: Path) -> Iterator[float]:
+    """Of version 1: two files; a quota of −1 is none."""
+    quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    if quota.isdecimal() and period.isdecimal():
+        yield int(quota) / int(period)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
