@@ -2,6 +2,11 @@
 
 All ranks must start the same exchanges in the same order, from one thread; exchanges that overlap with others use a
 process group of their own (`Link.clone`). Nothing here starts or stops ``torch.distributed``.
+
+Exchanges over NCCL never overlap with each other: two communicators whose operations are not submitted in one order on
+all ranks can wait for each other for ever, already while they are made. So one thread starts them (`Link.overlaps`),
+clones share one communicator, and an exchange over another one (of a node, of replicas) waits on the device for the one
+before: they run in the order in which they were started, which is that of all ranks.
 """
 
 from __future__ import annotations
@@ -75,6 +80,8 @@ class Link:
     ----------
     group
         A process group; default: all ranks.
+    gpu_group
+        The process group of the same ranks for tensors on GPUs; default: the same.
     timeout
         After which an exchange of a `clone` fails; default: that of torch.distributed.
     of
@@ -91,6 +98,7 @@ class Link:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
         *,
+        gpu_group: dist.ProcessGroup | None = None,
         of: Link | None = None,
         names: Sequence[int] | None = None,
         beside: Sequence[Sequence[int]] | None = None,
@@ -101,6 +109,7 @@ class Link:
                 "torch.distributed.init_process_group() first"
             )
         self.group = group
+        self.gpu_group = gpu_group or group or dist.group.WORLD
         self.timeout = timeout
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -108,6 +117,7 @@ class Link:
         self._of_ranks: int = self.size if of is None else of._of_ranks
         self._beside = [dist.get_process_group_ranks(self.group)] if beside is None else [list(r) for r in beside]
         self._step: list[int] = [0] if of is None else of._step
+        self._last_on_gpu: list[tuple[object, dist.Work]] = [] if of is None else of._last_on_gpu
         self.failure: Exception | None = None
         """What failed in an exchange whose caller cannot be told."""
         self.sent_bytes: Counter[str] = Counter()
@@ -126,7 +136,8 @@ class Link:
         """Whether exchanges of several threads may overlap.
 
         Not those of NCCL: each waits for all that was put into its stream before, so threads that share a stream, in
-        another order on another rank, would wait for each other for ever.
+        another order on another rank, would wait for each other for ever. Whoever has a thread of its own for exchanges
+        starts them in the thread of the step then, or waits for its thread before the step goes on.
         """
         return "nccl" not in dist.get_backend_config(self.group)
 
@@ -145,7 +156,7 @@ class Link:
         return f"rank {self._names[self.rank]} of {self._of_ranks}" + (f", step {self.step:,}" if self.step else "")
 
     def clone(self) -> Link:
-        """The same ranks over a process group of their own, for exchanges that overlap with others.
+        """The same ranks over a process group of their own, for exchanges that overlap with others; NCCL's stay in one.
 
         All processes of torch.distributed must call this, as for ``torch.distributed.new_group``. (With its
         ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
@@ -153,7 +164,8 @@ class Link:
         groups = [self._new_group(ranks) for ranks in self._beside]
         group = groups[self._beside.index(dist.get_process_group_ranks(self.group))]
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        return Link(group, self.timeout, of=self, names=self._names, beside=self._beside)
+        shared = None if self.overlaps else self.gpu_group
+        return Link(group, self.timeout, gpu_group=shared, of=self, names=self._names, beside=self._beside)
 
     def _new_group(self, ranks: Sequence[int]) -> object:
         """A process group of these ranks of torch.distributed; what those that are not among them get is no group."""
@@ -218,11 +230,11 @@ class Link:
             return self._start(what, lambda: self._pairwise(outgoing, incoming, others), lambda: None)
         empty = outgoing[0][:0]
         sent, received = ([t if r != self.rank else empty for r, t in enumerate(ts)] for ts in (outgoing, incoming))
-        return self._start(
-            what,
-            lambda: [(None, cast(dist.Work, dist.all_to_all(received, sent, group=self.group, async_op=True)))],
-            lambda: None,
-        )
+
+        def start() -> dist.Work | None:
+            return dist.all_to_all(received, sent, group=self.gpu_group, async_op=True)
+
+        return self._start(what, lambda: [(None, self._after_the_last(start))], lambda: None)
 
     def _pairwise(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], others: Sequence[int]
@@ -248,11 +260,15 @@ class Link:
 
     def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
         """One rank's tensor, written into those of the others, which have its shape."""
+        on_host = values.device.type == "cpu"
+        group = self.group if on_host else self.gpu_group
+
+        def start() -> dist.Work | None:
+            return dist.broadcast(values, group=group, group_src=source, async_op=True)
+
         return self._start(
             what,
-            lambda: [
-                (source, cast(dist.Work, dist.broadcast(values, group=self.group, group_src=source, async_op=True)))
-            ],
+            lambda: [(source, cast(dist.Work, start()) if on_host else self._after_the_last(start))],
             lambda: values,
         )
 
@@ -282,6 +298,21 @@ class Link:
                 gone.append(r)
         return sorted(gone)
 
+    def _after_the_last(self, start: Callable[[], dist.Work | None]) -> dist.Work:
+        """Start an exchange between GPUs; over NCCL, after the last one that was over another communicator.
+
+        What is over the same communicator is in its order anyway. Waiting for NCCL's work holds up the stream, not this
+        thread.
+        """
+        if self.overlaps:
+            return cast(dist.Work, start())
+        for group, last in self._last_on_gpu:
+            if group is not self.gpu_group:
+                last.wait()
+        work = cast(dist.Work, start())
+        self._last_on_gpu[:] = [(self.gpu_group, work)]
+        return work
+
     def _start(
         self, what: str, start: Callable[[], list[tuple[int | None, dist.Work]]], result: Callable[[], T]
     ) -> Handle[T]:
@@ -305,7 +336,7 @@ class OneRank(Link):
     """A process alone, without torch.distributed: what it sends itself is copied, and there is nobody else."""
 
     def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self.group = None
+        self.group = self.gpu_group = None
         self.timeout = None
         self.rank, self.size = 0, 1
         self._names = range(1)

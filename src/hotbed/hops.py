@@ -27,6 +27,8 @@ class NodeLink(Link):
         The ranks; its process group is used for broadcasts only.
     ranks_per_node
         Ranks that follow each other and share a node.
+    like
+        The link that this one is a clone of.
 
     Raises
     ------
@@ -34,8 +36,15 @@ class NodeLink(Link):
         If it does not divide the number of ranks.
     """
 
-    def __init__(self, whole: Link, ranks_per_node: int) -> None:
-        super().__init__(whole.group, whole.timeout, of=whole, names=whole._names, beside=whole._beside)
+    def __init__(self, whole: Link, ranks_per_node: int, like: NodeLink | None = None) -> None:
+        super().__init__(
+            whole.group,
+            whole.timeout,
+            gpu_group=whole.gpu_group,
+            of=whole,
+            names=whole._names,
+            beside=whole._beside,
+        )
         if ranks_per_node < 1 or self.size % ranks_per_node:
             raise CommError(
                 f"ranks_per_node is {ranks_per_node}, must divide the {self.size} ranks; start as many processes on "
@@ -43,22 +52,25 @@ class NodeLink(Link):
             )
         self.ranks_per_node = ranks_per_node
         everyone = range(self.size)
-        self._inside = self._part([everyone[n : n + ranks_per_node] for n in everyone[::ranks_per_node]])
-        self._between = self._part([everyone[i::ranks_per_node] for i in range(ranks_per_node)])
+        inside = between = None
+        if like is not None and not like.overlaps:
+            inside, between = like._inside.gpu_group, like._between.gpu_group
+        self._inside = self._part([everyone[n : n + ranks_per_node] for n in everyone[::ranks_per_node]], inside)
+        self._between = self._part([everyone[i::ranks_per_node] for i in range(ranks_per_node)], between)
 
-    def _part(self, parts: Sequence[Sequence[int]]) -> Link:
+    def _part(self, parts: Sequence[Sequence[int]], gpu_group: dist.ProcessGroup | None) -> Link:
         """The link of the part that has this rank; all processes make all of them, in one order."""
         groups = {tuple(ranks): [self._new_group([ranks[r] for r in part]) for part in parts] for ranks in self._beside}
         (mine,) = (i for i, part in enumerate(parts) if self.rank in part)
         group = groups[tuple(dist.get_process_group_ranks(self.group))][mine]
         assert isinstance(group, dist.ProcessGroup)
-        link = Link(group, self.timeout, of=self, names=[self._names[r] for r in parts[mine]])
+        link = Link(group, self.timeout, gpu_group=gpu_group, of=self, names=[self._names[r] for r in parts[mine]])
         link.sent_bytes = self.sent_bytes
         return link
 
     @override
     def clone(self) -> NodeLink:
-        return NodeLink(super().clone(), self.ranks_per_node)
+        return NodeLink(super().clone(), self.ranks_per_node, self)
 
     @override
     def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:

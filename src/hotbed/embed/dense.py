@@ -29,13 +29,19 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
     model
         On its device, with at least one parameter that is trained.
     link
-        The ranks, over a process group that nothing else uses.
+        The ranks, over a process group that nothing else uses on the host.
     """
+    on_host = all(p.device.type == "cpu" for p in model.parameters())
     parallel = DistributedDataParallel(
-        model, process_group=link.group, bucket_cap_mb=BUCKET_MIB, gradient_as_bucket_view=True
+        model,
+        process_group=link.group if on_host else link.gpu_group,
+        bucket_cap_mb=BUCKET_MIB,
+        gradient_as_bucket_view=True,
     )
-    # One thread, so that buckets are exchanged in one order on all ranks; the autograd thread goes on meanwhile.
-    thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-dense")
+    # One thread, so that buckets are exchanged in one order on all ranks; the autograd thread goes on meanwhile. Where
+    # exchanges may not overlap, the autograd thread starts them itself: between the gradients of rows that it sends, in
+    # the order of the graph, which is that of all ranks. On a GPU they run in a stream of their own, beside backward.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-dense") if link.overlaps else None
 
     def averaged(buffer: Tensor) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Any] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
@@ -50,7 +56,10 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
                 link.failure = error  # DDP would say that this is no tensor
                 done.set_exception(error)
 
-        thread.submit(work)
+        if thread is None:
+            work()
+        else:
+            thread.submit(work)
         return done
 
     parallel.register_comm_hook(None, lambda _, bucket: averaged(bucket.buffer()))  # pyright: ignore[reportUnknownLambdaType]

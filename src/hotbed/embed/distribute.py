@@ -320,9 +320,10 @@ def _data_parallel(model: nn.Module, link: Link, dense: Dense) -> nn.Module:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        assert link.group is not None
         kind = next(p.device.type for p in model.parameters())
-        fully_shard(model, mesh=DeviceMesh.from_group(link.group, kind))
+        group = link.group if kind == "cpu" else link.gpu_group
+        assert group is not None
+        fully_shard(model, mesh=DeviceMesh.from_group(group, kind))
         return model
     return data_parallel(model, link)
 
