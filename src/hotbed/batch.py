@@ -109,7 +109,9 @@ class Embeddings(Mapping[str, Tensor]):
     """Vectors of one batch, by feature.
 
     ``e["user"]`` is ``[B, D]``; of a feature that is not pooled (``pooling="none"``), ``e["history"]`` is a torch
-    nested tensor ``[B, j, D]`` of jagged layout, one row per id.
+    nested tensor ``[B, j, D]`` of jagged layout, one row per id. Where both are wanted, call `stack` before taking
+    vectors by name: it copies them otherwise, for vectors that were taken by name may be changed in place. Those taken
+    after it are views of what it returned, which torch refuses to change in place where they have a gradient.
 
     Parameters
     ----------
@@ -120,14 +122,13 @@ class Embeddings(Mapping[str, Tensor]):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._pooled: list[_Pooled] = []
-        self._place: dict[str, tuple[_Pooled, int]] = {}
+        self._place: dict[str, tuple[int, int]] = {}
         self._sequences: dict[str, _Sequence] = {}
 
     def add_pooled(self, names: Sequence[str], vectors: Tensor, buffer: Tensor | None) -> None:
         """Add pooled features ``[B, features, D]``; ``buffer [B, 1 + features, D]`` is their memory, room included."""
-        part = _Pooled(tuple(names), vectors, buffer)
-        self._pooled.append(part)
-        self._place.update({name: (part, i) for i, name in enumerate(names)})
+        self._place.update({name: (len(self._pooled), i) for i, name in enumerate(names)})
+        self._pooled.append(_Pooled(vectors, buffer))
 
     def add_sequence(self, name: str, values: Tensor, bags: Bags, max_len: int | None) -> None:
         """Add a feature that is not pooled: ``values [N, D]``, one per id of its bags."""
@@ -136,7 +137,7 @@ class Embeddings(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._place:
             part, column = self._place[name]
-            return part.vectors[:, column]
+            return self._pooled[part].column(column)
         values, bags, _ = self._sequence(name)
         return torch.nested.nested_tensor_from_jagged(values, offsets_of(bags.lengths()))
 
@@ -175,20 +176,35 @@ class Embeddings(Mapping[str, Tensor]):
         """
         part = self._only_part()
         if lead is None:
-            return part.vectors
-        if lead.shape != part.vectors[:, 0].shape:
-            raise BatchError(f"lead must be {list(part.vectors[:, 0].shape)}, got {list(lead.shape)}")
-        if part.buffer is None:
-            return torch.cat([lead[:, None].to(part.vectors.dtype), part.vectors], dim=1)
-        buffer, part.buffer = part.buffer, None  # the room is there once
+            return part.shared()
+        wanted = [len(part.vectors), part.dim]
+        if list(lead.shape) != wanted:
+            raise BatchError(f"lead must be {wanted}, got {list(lead.shape)}")
+        if part.buffer is None or part.columns is not None:
+            return torch.cat([lead[:, None].to(part.vectors.dtype), part.joined()], dim=1)
+        buffer, part.buffer, part.is_shared = part.buffer, None, True  # the room is there once
         return _Lead.apply(lead, part.vectors, [buffer])
 
     def concatenate(self) -> Tensor:
         """All features side by side as ``[B, ΣD]``, in the order of the collection; all must be pooled."""
         self._refuse_sequences("concatenate")
         if len(self._pooled) == 1:
-            return self._pooled[0].vectors.flatten(1)
-        return torch.cat([self[name] for name in self.names], dim=1)
+            return self._pooled[0].shared().flatten(1)
+        order: list[int] = []
+        runs: list[list[int]] = [[] for _ in self._pooled]
+        for name in self.names:  # neighbours of one part are copied together
+            at, _ = self._place[name]
+            if order and order[-1] == at:
+                runs[at][-1] += 1
+            else:
+                order.append(at)
+                runs[at].append(1)
+        # One split per part: its gradient is one tensor, that of a slice would be zeros of the whole part each time.
+        pieces = [
+            iter(part.joined().flatten(1).split([n * part.dim for n in of_part], dim=1))
+            for part, of_part in zip(self._pooled, runs, strict=True)
+        ]
+        return torch.cat([next(pieces[at]) for at in order], dim=1)
 
     def _sequence(self, name: str) -> _Sequence:
         if name in self._sequences:
@@ -201,7 +217,7 @@ class Embeddings(Mapping[str, Tensor]):
         self._refuse_sequences("stack")
         if len(self._pooled) == 1:
             return self._pooled[0]
-        dims = ", ".join(f"{n}: {self[n].shape[1]}" for n in self.names)
+        dims = ", ".join(f"{n}: {self._pooled[self._place[n][0]].dim}" for n in self.names)
         raise BatchError(f"stack() needs features of one dim, got {dims}; use concatenate() or pick features by name")
 
     def _refuse_sequences(self, method: str) -> None:
@@ -214,15 +230,72 @@ class Embeddings(Mapping[str, Tensor]):
 
 @dataclass
 class _Pooled:
-    names: tuple[str, ...]
+    """Features of one dim, ``vectors [B, features, D]``.
+
+    Slices of them taken one by one would each have a gradient of the size of all vectors, so the time of a backward
+    would grow with the square of their number. Here the gradients of all features are joined once.
+    """
+
     vectors: Tensor
     buffer: Tensor | None
+    is_shared: bool = False
+    """Whether somebody has the vectors themselves."""
+    views: tuple[int, tuple[Tensor, ...]] | None = None
+    """Vectors by feature as views of what somebody has, and the version that they are of."""
+    columns: tuple[Tensor, ...] | None = None
+    """Vectors by feature, which may be changed in place; then nobody gets the vectors themselves any more."""
+
+    @property
+    def dim(self) -> int:
+        return self.vectors.shape[2]
+
+    def column(self, i: int) -> Tensor:
+        """Vectors of a feature ``[B, D]``."""
+        if self.vectors.shape[1] == 1 or not (self.vectors.requires_grad and torch.is_grad_enabled()):
+            return self.vectors[:, i]
+        compiling = torch.compiler.is_compiling()
+        if self.columns is None and not (self.is_shared or compiling):
+            self.columns = _Columns.apply(self.vectors)
+        if self.columns is not None:
+            return self.columns[i]
+        now = -1 if compiling else self.vectors._version  # which compiled code cannot branch on
+        if self.views is None or self.views[0] != now:
+            self.views = now, self.vectors.unbind(1)
+        return self.views[1][i]
+
+    def joined(self) -> Tensor:
+        """All vectors, to be copied."""
+        return self.vectors if self.columns is None else torch.stack(self.columns, dim=1)
+
+    def shared(self) -> Tensor:
+        """All vectors, to be given away."""
+        self.is_shared = self.is_shared or self.columns is None
+        return self.joined()
 
 
 class _Sequence(NamedTuple):
     values: Tensor
     bags: Bags
     max_len: int | None
+
+
+class _Columns(torch.autograd.Function):
+    """Split vectors ``[B, features, D]`` by feature; none is a view to autograd, so each can be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(column.detach() for column in vectors.unbind(1))
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> Tensor | None:
+        some = next((grad for grad in grad_outputs if grad is not None), None)
+        if some is None:
+            return None
+        nothing = torch.zeros_like(some)
+        return torch.stack([nothing if grad is None else grad for grad in grad_outputs], dim=1)
 
 
 class _Lead(torch.autograd.Function):
