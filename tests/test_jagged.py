@@ -1,3 +1,7 @@
+import re
+import sys
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -121,7 +125,6 @@ ONE = torch.tensor([1, 2])
             lambda: jagged(a=(ONE, torch.tensor([0.0, 2.0]))),
             r"offsets must be \[B \+ 1\] of int32 or int64, got float32",
         ),
-        (lambda: jagged(a=[[1], [1.5]]), "feature 'a': ids must be integers, got 1.5"),
         (lambda: jagged(), "needs at least one feature"),
         (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2"),
         (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"ids must be \[B\] or \[B, k\], got int64 \[1, 2, 3\]"),
@@ -136,6 +139,104 @@ ONE = torch.tensor([1, 2])
 def test_parts_that_do_not_fit_are_refused_by_name(make, message):
     with pytest.raises(BatchError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [int, np.int8, np.int32, np.int64, np.uint16, np.uint64])
+def test_lists_hold_integers_of_python_and_numpy(kind):
+    ids = jagged(h=[[kind(3), 1], (), (kind(2),)], one=[kind(7), 8, kind(9)])
+    assert ids.fixed == (None, 1)
+    assert lists(ids) == {"h": [[3, 1], [], [2]], "one": [[7], [8], [9]]}
+    assert ids.values.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint16", "uint64", ">i8"])
+def test_arrays_are_taken_as_tensors_are(dtype):
+    flat = np.array([5, 6, 7, 8], dtype=dtype)
+    offsets = np.array([0, 3, 4, 4, 4], dtype="int32")
+    features = {
+        "one": flat,
+        "two": np.stack([flat, flat], 1)[:, ::-1],
+        "pair": (flat, offsets),
+        "bags": [flat[:3], flat[3:], [], np.array([], dtype=dtype)],
+        "tuple": (flat[:3], flat[3:], [], np.array([], dtype=dtype)),
+        "objects": np.array([flat[:3], flat[3:], flat[:0], flat[:0]], dtype=object),
+        "tensors": [torch.tensor([5, 6, 7]), torch.tensor([8]), torch.tensor([], dtype=torch.int64), []],
+        "scalars": [torch.tensor(5), np.array(6), 7, 8],
+    }
+    ids = Jagged.from_dict(features)
+    assert ids.fixed == (1, 2, None, None, None, None, None, 1)
+    ragged = [[5, 6, 7], [8], [], []]
+    assert lists(ids) == {
+        "one": [[5], [6], [7], [8]],
+        "two": [[5, 5], [6, 6], [7, 7], [8, 8]],
+        **dict.fromkeys(("pair", "bags", "tuple", "objects", "tensors"), ragged),
+        "scalars": [[5], [6], [7], [8]],
+    }
+    assert jagged(a=flat.astype("int32")).values.dtype == torch.int32
+    flat[0] = 9
+    assert ids["one"].values[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([[1], [2, 1.5]], "ids must be integers, got 1.5 at sample 1, position 1; convert ids with int()"),
+        ([[], [np.float32(2)]], "ids must be integers, got 2.0 at sample 1, position 0"),
+        ([[1], [True]], "ids must be integers, got True at sample 1, position 0"),
+        ([[1], [np.True_]], "ids must be integers, got True at sample 1, position 0"),
+        ([[1], ["x"]], "ids must be integers, got 'x' at sample 1, position 0"),
+        ([[1], [None]], "ids must be integers, got None at sample 1, position 0"),
+        ([[1], [[2]]], "ids must be integers, got [2] at sample 1, position 0"),
+        ([[1], np.array([2.5])], "ids must be integers, got 2.5 at sample 1, position 0"),
+        ([[1], [7, 1 << 63]], "id 9223372036854775808 at sample 1, position 1 does not fit into 64 bits"),
+        ([[1], [np.uint64(1 << 63)]], "id 9223372036854775808 at sample 1, position 0 does not fit"),
+        ([[1], [-(1 << 63) - 1]], "id -9223372036854775809 at sample 1, position 0 does not fit"),
+        ([3, 1 << 63], "id 9223372036854775808 at sample 1 does not fit"),
+        ([[1], None], "ids must be a tensor, an array, or a list of one id or one list of ids per sample, got None at"),
+        ([1, [2]], "one list of ids per sample, got 1 at sample 0; a sample without ids has an empty list"),
+        ([1.5, 2], "one list of ids per sample, got 1.5 at sample 0"),
+        ([True, False], "one list of ids per sample, got True at sample 0"),
+        ([[1], "23"], "one list of ids per sample, got '23' at sample 1"),
+        ("12", "one list of ids per sample, got '12'"),
+        (7, "one list of ids per sample, got 7"),
+        ({"a": 1}, "one list of ids per sample, got {'a': 1}"),
+        ([[1], ["x" * 99]], "got '" + "x" * 56 + "… at sample 1, position 0"),
+        (np.array([1.5, 2]), "ids must be integers, got an array of float64 [2]; convert with ids.astype('int64')"),
+        (np.array([True, False]), "ids must be integers, got an array of bool [2]"),
+        (np.array(["a", "b"]), "ids must be integers, got an array of <U1 [2]"),
+        (np.array([[1, 2], [3, 1 << 63]], dtype="uint64"), "id 9223372036854775808 at position 1 does not fit"),
+        (np.zeros((2, 1, 1), dtype="int64"), "ids must be [B] or [B, k], got int64 [2, 1, 1]"),
+        ((np.array([1]), np.array([0.0, 1.0])), "ids must be integers, got an array of float64 [2]"),
+    ],
+)
+def test_what_is_no_list_of_ids_is_refused_by_value_and_place(entry, message):
+    with pytest.raises(BatchError, match=f"feature 'a': .*{re.escape(message)}"):
+        jagged(a=entry)
+
+
+@pytest.mark.parametrize("kind", [int, np.int64])
+def test_lists_are_converted_without_a_call_for_each_id(kind):
+    def calls(ids: int) -> int:
+        entry, count = [[kind(i) for i in range(ids)], []], 0
+
+        def counted(*_):
+            nonlocal count
+            count += 1
+
+        sys.setprofile(counted)
+        try:
+            jagged(a=entry)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(2000) <= calls(1000) + 10
+
+
+def test_the_largest_ids_are_kept():
+    ends = [(1 << 63) - 1, -(1 << 63)]
+    assert jagged(a=[ends]).values.tolist() == ends
+    assert jagged(a=np.array(ends[:1], dtype="uint64")).values.tolist() == ends[:1]
 
 
 def test_nested_tensors_with_holes_are_refused():

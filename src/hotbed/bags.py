@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hotbed.errors import BatchError
-from hotbed.specs import is_int
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+_LARGEST = (1 << 63) - 1
+
+Array: TypeAlias = NDArray[Any]
+Entry: TypeAlias = (
+    Tensor | Array | tuple[Tensor, Tensor] | tuple[Array, Array] | Sequence[int] | Sequence[Sequence[int] | Array]
+)
+"""What `Jagged.from_dict` takes for a feature."""
 
 
 class Bags(NamedTuple):
@@ -30,29 +39,98 @@ class Bags(NamedTuple):
         return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
 
 
-def bags_of(name: str, entry: Tensor | tuple[Tensor, Tensor] | Sequence[Sequence[int]]) -> Bags:
+def bags_of(name: str, entry: Entry) -> Bags:
     """Bags of an entry of `Jagged.from_dict`; a `BatchError` names the feature."""
-    if isinstance(entry, Tensor):
-        if entry.is_nested:
-            return _bags_of_nested(name, entry)
-        _check_ids(name, entry)
-        if entry.dim() == 1:
-            return Bags(entry, len(entry), 1, None, None)
-        if entry.dim() == 2:
-            return Bags(entry.reshape(-1), entry.shape[0], entry.shape[1], None, None)
-        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe(entry)}")
-    if isinstance(entry, tuple):
-        values, offsets = cast("tuple[Tensor, Tensor]", entry)
+    if isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in entry):
+        values, offsets = (_tensor_of(name, part) for part in cast("tuple[Tensor | Array, Tensor | Array]", entry))
         _check_ids(name, values)
         if offsets.dim() != 1 or len(offsets) < 1 or offsets.dtype not in INDEX_DTYPES:
             raise BatchError(f"feature '{name}': offsets must be [B + 1] of int32 or int64, got {describe(offsets)}")
         return Bags(values, len(offsets) - 1, None, offsets.long(), None)
-    ids = [i for bag in entry for i in bag]
-    for i in ids:
-        if not is_int(i):
-            raise BatchError(f"feature '{name}': ids must be integers, got {i!r}")
-    lengths = torch.tensor([len(bag) for bag in entry], dtype=torch.int64)
-    return Bags(torch.tensor(ids, dtype=torch.int64), len(entry), None, offsets_of(lengths), None)
+    if isinstance(entry, Tensor) or (isinstance(entry, np.ndarray) and entry.dtype != object):
+        ids = _tensor_of(name, entry)
+        if ids.is_nested:
+            return _bags_of_nested(name, ids)
+        _check_ids(name, ids)
+        if ids.dim() == 1:
+            return Bags(ids, len(ids), 1, None, None)
+        if ids.dim() == 2:
+            return Bags(ids.reshape(-1), ids.shape[0], ids.shape[1], None, None)
+        raise BatchError(f"feature '{name}': ids must be [B] or [B, k], got {describe(ids)}")
+    return _bags_of_lists(name, cast("Sequence[Sequence[int]]", entry))
+
+
+def _tensor_of(name: str, values: Tensor | Array) -> Tensor:
+    """The same values as a tensor; integers that torch does not count in as int64."""
+    if isinstance(values, Tensor):
+        return values
+    if values.dtype.kind not in "iu":
+        raise BatchError(
+            f"feature '{name}': ids must be integers, got an array of {values.dtype} {list(values.shape)}; convert "
+            "with ids.astype('int64')"
+        )
+    if values.dtype == np.uint64 and values.size and values.max() > _LARGEST:
+        _refuse_large(name, int(values.max()), f"at position {np.unravel_index(values.argmax(), values.shape)[0]}")
+    return torch.from_numpy(values.astype(np.int32 if values.dtype == np.int32 else np.int64))
+
+
+def _bags_of_lists(name: str, entry: Sequence[Sequence[int]] | Sequence[int]) -> Bags:
+    """Bags of one list of ids per sample, or one id per sample; whole lists are converted at a time, not each id."""
+    wanted = "a tensor, an array, or a list of one id or one list of ids per sample"
+    if isinstance(entry, (str, bytes, Mapping)) or not isinstance(entry, Iterable):
+        raise BatchError(f"feature '{name}': ids must be {wanted}, got {_shown(entry)}")
+    # An array gives its own type of integers id by id, a list of it plain ones at once.
+    bags = [bag.tolist() if isinstance(bag, (Tensor, np.ndarray)) else bag for bag in cast("Iterable[Any]", entry)]
+    if bags and all(map(_is_integer, set(map(type, bags)))):
+        return Bags(_int64(name, bags, lambda i: f"at sample {i}"), len(bags), 1, None, None)
+    for sample, bag in enumerate(bags):
+        if isinstance(bag, (str, bytes, Mapping)) or not isinstance(bag, Collection):
+            raise BatchError(
+                f"feature '{name}': ids must be {wanted}, got {_shown(bag)} at sample {sample}; a sample without ids "
+                "has an empty list"
+            )
+    lengths = torch.tensor(list(map(len, bags)), dtype=torch.int64)
+    offsets = offsets_of(lengths)
+
+    def place(i: int) -> str:
+        sample = int(torch.searchsorted(offsets, i, right=True)) - 1
+        return f"at sample {sample}, position {i - int(offsets[sample])}"
+
+    return Bags(_int64(name, list(chain.from_iterable(bags)), place), len(bags), None, offsets, None)
+
+
+def _int64(name: str, ids: list[Any], place: Callable[[int], str]) -> Tensor:
+    """Ids of a list ``[N]``; ``place`` says where the i-th is."""
+    for kind in set(map(type, ids)):
+        if not _is_integer(kind):
+            at = next(i for i, value in enumerate(ids) if type(value) is kind)
+            raise BatchError(
+                f"feature '{name}': ids must be integers, got {_shown(ids[at])} {place(at)}; convert ids with int(), "
+                "number words first, and leave out what is missing"
+            )
+    try:
+        return torch.from_numpy(np.fromiter(map(int, ids), dtype=np.int64, count=len(ids)))
+    except OverflowError:
+        at = next(i for i, value in enumerate(ids) if not -_LARGEST - 1 <= int(value) <= _LARGEST)
+        _refuse_large(name, int(ids[at]), place(at))
+
+
+def _is_integer(kind: type) -> bool:
+    """Whether values of this type are integers; True and False are not."""
+    return issubclass(kind, (int, np.integer)) and kind is not bool
+
+
+def _refuse_large(name: str, value: int, place: str) -> NoReturn:
+    raise BatchError(
+        f"feature '{name}': id {value} {place} does not fit into 64 bits with a sign (−2⁶³ … 2⁶³ − 1); take the "
+        "remainder, or hash ids before"
+    )
+
+
+def _shown(value: object) -> str:
+    """A value, as messages show it: not all of a long one."""
+    text = repr(value.item() if isinstance(value, np.generic) else value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
 
 
 def _bags_of_nested(name: str, entry: Tensor) -> Bags:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hotbed.bags import INDEX_DTYPES, Bags, bags_of, describe, offsets_of, take_bags, version, weights_of
+from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of, describe, offsets_of, take_bags, version, weights_of
 from hotbed.errors import BatchError, did_you_mean
 
 
@@ -233,14 +233,21 @@ class Jagged:
 
     @staticmethod
     def from_dict(
-        features: Mapping[str, Tensor | tuple[Tensor, Tensor] | Sequence[Sequence[int]]],
+        features: Mapping[str, Entry],
         weights: Mapping[str, Tensor] | None = None,
     ) -> Jagged:
         """Build from one entry per feature.
 
-        An entry is a tensor ``[B]`` (one id per sample) or ``[B, k]``; a torch nested tensor of jagged layout; a pair
-        ``(values [N], offsets [B + 1])``; or a list of lists of ids. ``weights`` gives per-id weights for some of the
-        features in the same shape (``[N]`` for ragged ones); features without get 1.
+        An entry is a tensor or NumPy array ``[B]`` (one id per sample) or ``[B, k]``; a torch nested tensor of jagged
+        layout; a pair of tensors or arrays ``(values [N], offsets [B + 1])``; a list of one id per sample; or a list of
+        one list or array of ids per sample. Ids in lists are integers of Python or NumPy. ``weights`` gives per-id
+        weights for some of the features in the same shape (``[N]`` for ragged ones); features without get 1.
+
+        Raises
+        ------
+        BatchError
+            If an entry is none of these, an id is no integer or does not fit into 64 bits, or features have different
+            numbers of samples; the message names feature, value and place.
         """
         bags = {name: bags_of(name, entry) for name, entry in features.items()}
         if not bags:
