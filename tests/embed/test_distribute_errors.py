@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import hotbed as hb
 from hotbed import optim
@@ -123,6 +126,20 @@ def replicas_of_dynamic(group: dist.ProcessGroup) -> None:
     hb.distribute(hb.EmbeddingCollection([table], [hb.Feature("f", table="t")]), group=group, replicas=3)
 
 
+def train_in(wrap: Callable[[nn.Module], nn.Module], model: nn.Module | None = None) -> None:
+    wrapped = wrap(Model() if model is None else model)
+    wrapped(ids(0, 0)).sum().backward()
+
+
+def in_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+
+
+def in_fsdp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    return model
+
+
 def no_sync_of_fsdp(group: dist.ProcessGroup) -> None:
     model = hb.distribute(Model(), group=group, dense="fsdp")
     model.no_sync()
@@ -187,6 +204,23 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         "odd (Module) is on meta and has no reset_parameters(), so its parameters cannot be made; add one, or make "
         "the model on a device",
     ),
+    "DDP around tables": (
+        lambda group: train_in(lambda model: in_ddp(model, group)),
+        SpecError,
+        "DistributedDataParallel averages gradients of parameters only, so each of the 3 ranks would train tables of "
+        "its own; call `model = hotbed.distribute(model)` in its place, before making optimizers",
+    ),
+    "FSDP around tables": (
+        lambda group: train_in(lambda model: in_fsdp(model, group)),
+        SpecError,
+        "FSDP averages gradients of parameters only, so each of the 3 ranks would train tables of its own; call `model "
+        "= hotbed.distribute(model, dense='fsdp')` in its place, before making optimizers",
+    ),
+    "a model in DDP": (
+        lambda group: hb.distribute(in_ddp(Model(), group), group=group),
+        SpecError,
+        "the model is in DistributedDataParallel, which distribute() calls itself; give it the module, `model.module`",
+    ),
     "no_sync without DDP": (
         no_sync_of_fsdp,
         SpecError,
@@ -244,6 +278,41 @@ def refused(group: dist.ProcessGroup, case: str) -> tuple[str, str]:
 def test_what_cannot_be_is_refused_by_all_ranks(ranks: Ranks, case: str):
     _, kind, message = REFUSED[case]
     assert ranks.run(SIZE, refused, case) == [(kind.__name__, message)] * SIZE
+
+
+class Teacher(nn.Module):
+    """Learns from a model that is no part of it."""
+
+    def __init__(self, of: nn.Module) -> None:
+        super().__init__()
+        self.of, self.head = [of], nn.Linear(1, 1)
+
+    def forward(self, batch: Jagged) -> torch.Tensor:
+        return self.head(self.of[0](batch)[:, None])
+
+
+def allowed(group: dist.ProcessGroup) -> None:
+    """What does not let tables of several ranks become different, or is meant to."""
+    alone = [dist.new_group([rank]) for rank in range(SIZE)][dist.get_rank(group)]
+    train_in(lambda model: model)
+    train_in(lambda model: in_ddp(model, alone))
+    train_in(lambda model: in_ddp(model, group), Teacher(Model()))
+    for wrap in (in_ddp, in_fsdp):
+        model = wrap(Model(), group)
+        with torch.no_grad():
+            model(ids(0, 0))
+        model.eval()(ids(0, 0)).sum().backward()
+        frozen = Model()
+        frozen.left.freeze()
+        frozen.right.freeze()
+        train_in(lambda model, wrap=wrap: wrap(model, group), frozen)
+    with said():
+        for dense in ("ddp", "fsdp"):
+            train_in(lambda model, dense=dense: hb.distribute(model, group=group, dense=dense))
+
+
+def test_tables_in_data_parallelism_that_changes_nothing_are_allowed(ranks: Ranks):
+    ranks.run(SIZE, allowed)
 
 
 def late(group: dist.ProcessGroup) -> str:

@@ -116,6 +116,18 @@ class Arena:
         return self.store.read(self.slots(piece))
 
 
+def untied(part: Tensor) -> Tensor:
+    """The same memory as a tensor that has a storage of its own; a part of a store's tensor shares that of all.
+
+    What saves states (``torch.save``, safetensors, Accelerate) writes whole storages, or takes tensors of one storage
+    for one. No byte is copied: tables may take more than half of the memory.
+    """
+    if part.untyped_storage().nbytes() == part.nbytes or part.device.type not in ("cpu", "cuda"):
+        return part
+    # As bytes, for not every version of torch exchanges fp8.
+    return torch.from_dlpack(part.view(torch.uint8)).view(part.dtype)
+
+
 def raw_shapes(table: Table) -> dict[str, Tensor]:
     """What the rows of a whole table are stored as, without their values: tensors on ``meta``; see `RowStore.raw`."""
     return DenseStore([Span(table.rows, table.fp32_rows)], table.dim, dtype=table.dtype, device="meta").raw(0)

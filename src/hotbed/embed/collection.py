@@ -12,6 +12,7 @@ from torch import Tensor
 from hotbed.batch import Embeddings
 from hotbed.comm import Link
 from hotbed.embed.autograd import PooledLookup
+from hotbed.embed.dense import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
 from hotbed.embed.part import Part
@@ -43,8 +44,10 @@ class EmbeddingCollection(TableModule):
     """Embedding tables and the features that are looked up in them.
 
     Tables are not ``nn.Parameter``s and have no dense gradient: train them with an optimizer of `hotbed.optim`.
-    Their values are in ``state_dict`` under ``<table>.weight``. In ``eval()`` mode and under ``no_grad`` nothing is
-    kept for an optimizer.
+    Their values are in ``state_dict`` under ``<table>.weight``: the memory of the tables, not a copy, yet every tensor
+    with a storage of its own, so that ``torch.save``, ``safetensors.torch.save_model`` and the like keep all of them.
+    In ``eval()`` mode and under ``no_grad`` nothing is kept for an optimizer. Over several ranks, train what
+    `hotbed.distribute` returns: torch's ``DistributedDataParallel`` and FSDP do not know of tables.
 
     Parameters
     ----------
@@ -119,7 +122,11 @@ class EmbeddingCollection(TableModule):
         BatchError
             If a feature is missing, an id is out of range, a bag is too long, the ids are on another device, or room is
             neither 0 nor 1.
+        SpecError
+            If tables that are not distributed are trained inside ``DistributedDataParallel`` or FSDP.
         """
+        if torch.is_grad_enabled() and not self.is_distributed and self._is_trained(self.tables):
+            refuse_data_parallel(self)
         if room not in (0, 1):
             raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
         if ids.values.device != self.device:

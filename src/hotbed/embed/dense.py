@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotbed.comm import Link
+from hotbed.errors import SpecError
 
 BUCKET_MIB = 25
 """Size of the buckets that gradients are averaged in; while one is, backward goes on."""
@@ -64,6 +66,25 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
 
     parallel.register_comm_hook(None, lambda _, bucket: averaged(bucket.buffer()))  # pyright: ignore[reportUnknownLambdaType]
     return parallel
+
+
+def refuse_data_parallel(tables: nn.Module) -> None:
+    """Raise `SpecError` if tables that each rank has for itself are called inside torch's own data parallelism.
+
+    That averages gradients of parameters, which tables are not: each rank would train its own.
+    """
+    active: object = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward is under way
+    if isinstance(active, DistributedDataParallel) and any(m is tables for m in active.module.modules()):
+        wrapper, ranks, call = "DistributedDataParallel", dist.get_world_size(active.process_group), "model"
+    elif hasattr(tables, "_is_fsdp_managed_module") and dist.is_initialized():  # so fully_shard marks all modules
+        wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, dense='fsdp'"
+    else:
+        return
+    if ranks > 1:
+        raise SpecError(
+            f"{wrapper} averages gradients of parameters only, so each of the {ranks} ranks would train tables of its "
+            f"own; call `model = hotbed.distribute({call})` in its place, before making optimizers"
+        )
 
 
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:

@@ -146,6 +146,11 @@ def distribute(
             )
     if isinstance(model, Distributed):
         raise SpecError("the model is distributed already; distribute the module that was given to the first call")
+    if isinstance(model, DistributedDataParallel):
+        raise SpecError(
+            "the model is in DistributedDataParallel, which distribute() calls itself; give it the module, "
+            "`model.module`"
+        )
     alone = not dist.is_available() or not dist.is_initialized()
     if alone:
         check_replicas(1, replicas, sync_every, exact=exact)

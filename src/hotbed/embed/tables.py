@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hotbed.apart import are_tables_apart
 from hotbed.bags import describe
-from hotbed.embed.arena import raw_shapes
+from hotbed.embed.arena import raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.held import Held
 from hotbed.embed.part import Part
@@ -184,7 +184,7 @@ class TableModule(nn.Module):
             return
         for table in self.tables:
             for name, tensor in self._part(table).raw(table).items():
-                destination[f"{prefix}{table}.{name}"] = tensor
+                destination[f"{prefix}{table}.{name}"] = untied(tensor)
 
     def _load_from_state_dict(
         self,

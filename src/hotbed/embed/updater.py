@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotbed import ops
 from hotbed.apart import are_tables_apart
-from hotbed.embed.arena import Arena
+from hotbed.embed.arena import Arena, untied
 from hotbed.embed.part import CHANGED, Contribution, Part
 from hotbed.errors import OptimizerError
 from hotbed.ops import Occurrences, RuleStep
@@ -152,10 +152,11 @@ class TableUpdater:
         return torch.stack(flags).all() if flags else torch.tensor(True)
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """A table's moments and its ``step``; views where the whole table is here."""
+        """A table's moments and its ``step``; where the whole table is here, moments are its memory, not a copy."""
         part = self._part_of[table]
         moments = () if are_tables_apart() else self.rule.moments
-        return {**{m.name: part.moment(table, m.name) for m in moments}, "step": self._steps[self._order[table]]}
+        found = {m.name: untied(part.moment(table, m.name)) for m in moments}
+        return {**found, "step": self._steps[self._order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave."""
