@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest
@@ -65,11 +66,37 @@ def test_tensorboard_that_is_not_installed_says_how_to_get_it(tmp_path: Path, mo
         TensorBoard(tmp_path)
 
 
-def test_best_is_by_the_monitor_and_never_nan() -> None:
+def test_best_is_by_the_monitor() -> None:
     by_auc, by_logloss = BestSoFar("auc"), BestSoFar("logloss")
-    seen = [metrics(0.6, 0.5), metrics(0.5, 0.4), metrics(0.7, 0.45), metrics(float("nan"), float("nan"))]
+    seen = [metrics(0.6, 0.5), metrics(0.5, 0.4), metrics(0.7, 0.45), metrics(0.7, float("inf"))]
     assert [by_auc.improved(m) for m in seen] == [True, False, True, False]
     assert [by_logloss.improved(m) for m in seen] == [True, True, False, False]
+
+
+def test_what_the_monitor_is_not_defined_for_is_refused() -> None:
+    batch = planted.batches(1)[0]
+    assert batch.labels is not None
+    one_class = replace(batch, labels=torch.zeros_like(batch.labels))
+    trainer = planted.trainer(TRAIN, callbacks=[EarlyStop(2, "auc")])
+    with pytest.raises(RecipeError) as caught:
+        trainer.fit(planted.batches(1), [one_class])
+    assert str(caught.value) == (
+        "train.monitor is 'auc', which is not defined on the valid split: all 64 labels are 0; set train.monitor to "
+        "logloss, or evaluate on other data (data.valid_split)"
+    )
+    planted.trainer(TRAIN, callbacks=[EarlyStop(2, "logloss")]).fit(planted.batches(1), [one_class])
+    with pytest.raises(RecipeError, match=r"train.monitor is 'logloss', which is .* split: the weights of all 64"):
+        trainer = planted.trainer(TRAIN, callbacks=[EarlyStop(2, "logloss")])
+        trainer.fit(planted.batches(1), [replace(batch, weights=torch.zeros(64))])
+
+
+def test_progress_says_why_a_metric_is_not_defined() -> None:
+    stream = io.StringIO()
+    batch = planted.batches(1)[0]
+    assert batch.labels is not None
+    trainer = planted.trainer(TRAIN, callbacks=[ShowProgress(Console(file=stream, width=60))])
+    trainer.fit([batch], [replace(batch, labels=torch.ones_like(batch.labels))])
+    assert "step 1  valid AUC – (all 64 labels are 1)  logloss " in stream.getvalue()
 
 
 class Scripted(Callback):

@@ -148,11 +148,49 @@ def test_several_tasks_give_their_mean_and_each() -> None:
     assert got.to_dict()["tasks"]["click"]["auc"] == 1.0
 
 
-def test_undefined_metrics_are_none_in_plain_values() -> None:
-    got = predictions_of(torch.zeros(3, 1), torch.zeros(3, 1)).metrics().to_dict()
+def test_undefined_metrics_are_none_in_plain_values_and_say_why() -> None:
+    got = predictions_of(torch.zeros(1200, 1), torch.zeros(1200, 1)).metrics().to_dict()
     assert got["auc"] is None
     assert got["calibration"] is None
     assert "gauc" not in got
+    assert got["undefined"] == dict.fromkeys(("auc", "normalized_entropy", "calibration"), "all 1,200 labels are 0")
+    got = predictions_of(torch.zeros(3, 1), torch.ones(3, 1)).metrics().to_dict()
+    assert got["undefined"] == dict.fromkeys(("auc", "normalized_entropy"), "all 3 labels are 1")
+    assert "undefined" not in predictions_of(torch.zeros(2, 1), torch.tensor([[0.0], [1.0]])).metrics().to_dict()
+
+
+def test_weights_of_0_and_groups_of_one_class_leave_metrics_undefined() -> None:
+    labels, groups = torch.tensor([[0.0], [1.0]]), torch.tensor([1, 2])
+    predictions = Predictions()
+    predictions.add(torch.zeros(2, 1), labels, weights=torch.tensor([1.0, 0.0]), groups=groups)
+    got = predictions.metrics()
+    assert got.undefined["auc"] == "all samples of one class have weight 0"
+    assert got.undefined["gauc"] == "none of the 2 groups has labels of both classes"
+    predictions = Predictions()
+    predictions.add(torch.zeros(2, 1), labels, weights=torch.zeros(2))
+    assert predictions.metrics().undefined["logloss"] == "the weights of all 2 samples are 0"
+
+
+def test_the_mean_of_tasks_is_undefined_where_one_is() -> None:
+    predictions = Predictions(["click", "buy"])
+    predictions.add(torch.tensor([[1.0, -1.0], [0.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
+    got = predictions.metrics()
+    assert math.isnan(got.auc)
+    assert got.tasks["click"].auc == 1.0
+    assert got.undefined["auc"] == "label 'buy': all 2 labels are 0"
+
+
+@pytest.mark.parametrize("value", [-1.0, 1.25, math.nan])
+def test_metrics_refuse_labels_that_they_are_not_defined_for(value: float) -> None:
+    labels = torch.tensor([0.0, value, 1.0])
+    message = f"the label of sample 1 of 3, column 0, is {value}; labels must be from 0 to 1"
+    for score in (
+        lambda: auc(torch.zeros(3), labels),
+        lambda: grouped_auc(torch.zeros(3), labels, torch.zeros(3, dtype=torch.int64)),
+        lambda: predictions_of(torch.zeros(3, 1), labels[:, None], parts=1).metrics(),
+    ):
+        with pytest.raises(BatchError, match=message):
+            score()
 
 
 def test_a_logit_that_is_not_finite_is_named() -> None:

@@ -47,6 +47,13 @@ def test_the_final_table_shows_the_best_attainable_beside_it() -> None:
     assert "0.80000" in text
 
 
+def test_metrics_that_are_not_defined_say_why() -> None:
+    reason = {"undefined": {"auc": "all 1,234 labels are 0"}}
+    assert "\nAUC: – (all 1,234 labels are 0)\n" in printed(
+        SUMMARY | {"test": SUMMARY["test"] | {"auc": None} | reason}
+    )
+
+
 def test_a_run_without_a_test_has_no_table() -> None:
     assert "reached" not in printed(SUMMARY | {"test": None})
 

@@ -1,4 +1,5 @@
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -240,11 +241,30 @@ def test_a_bad_numerical_is_named_and_touches_nothing() -> None:
     stopped(batch, planted.trainer(RECIPE), "dense of sample 7 of the batch, column 2 is nan")
 
 
-def test_a_bad_label_and_a_bad_weight_are_named() -> None:
+@pytest.mark.parametrize("value", [-1.0, 1.5, math.nan, math.inf])
+def test_a_label_that_is_not_from_0_to_1_is_named_and_touches_nothing(value: float) -> None:
     batch = planted.batches(1)[0]
     assert batch.labels is not None
-    batch.labels[3] = math.inf
-    stopped(batch, planted.trainer(RECIPE), "labels of sample 3 of the batch, column 0 is inf")
+    batch.labels[3] = value
+    losses = planted.Losses()
+    trainer = planted.trainer(RECIPE, callbacks=[losses])
+    message = f"the label of sample 3 of 64, column 0, is {value}; labels must be from 0 to 1: map them in the source"
+    with pytest.raises(BatchError, match=re.escape(message)):
+        trainer.fit([*planted.batches(2), batch])
+    assert len(losses.losses) <= 2
+    with pytest.raises(BatchError, match=re.escape(message)):
+        trainer.evaluate([batch])
+
+
+def test_labels_between_0_and_1_are_trained_on() -> None:
+    batch = planted.batches(1)[0]
+    assert batch.labels is not None
+    trainer = planted.trainer(RECIPE)
+    trainer.fit([replace(batch, labels=0.9 * batch.labels + 0.05)])
+    assert trainer.step == 1
+
+
+def test_a_bad_weight_is_named() -> None:
     weights = torch.ones(64)
     weights[5] = math.nan
     stopped(

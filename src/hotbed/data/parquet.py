@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
@@ -20,9 +21,11 @@ from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source
+from hotbed.data.source import Source, label_error
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
+
+_LABEL_READERS = 4
 
 
 class ParquetSource(Source):
@@ -82,6 +85,15 @@ class ParquetSource(Source):
     def _chunks(self, split: str) -> Sequence[int]:
         return [g.samples for g in self._groups[split]]
 
+    def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
+        def ranges(group: RowGroup) -> list[tuple[float, float]]:
+            return [_label_range(group, name) for name in self.schema.labels]
+
+        with ThreadPoolExecutor(_LABEL_READERS) as pool:
+            by_column = zip(*pool.map(ranges, self._groups[split]), strict=True)
+            spans = [(min(low for low, _ in column), max(high for _, high in column)) for column in by_column]
+        return dict(zip(self.schema.labels, spans, strict=False))
+
     def _read(self, split: str, i: int) -> Batch:
         group = self._groups[split][i]
         s, where = self.schema, str(group)
@@ -135,6 +147,21 @@ def _complete(table: pa.Table, name: str, where: str) -> arrow.Array:
     """Numbers of a column that may have no null."""
     _no_null(table, name, where)
     return arrow.numbers(table[name])
+
+
+def _label_range(group: RowGroup, name: str) -> tuple[float, float]:
+    """Smallest and largest label of a row group; a `DataError` names the first that is not from 0 to 1."""
+    found = group.integer_range(name)
+    if found is not None and found[0] >= 0 and found[1] <= 1:
+        return found
+    table = group.read([name])
+    labels = _complete(table, name, str(group))
+    bad = ~((labels >= 0) & (labels <= 1))
+    if bad.any():
+        at = int(bad.argmax())
+        row = f"row {at:,} (row {group.first_row + at:,} of the file)"
+        raise label_error(str(group), name, table[name][at].as_py(), row)
+    return float(labels.min()), float(labels.max())
 
 
 def _groups_of(table: pa.Table, name: str, where: str) -> Tensor:

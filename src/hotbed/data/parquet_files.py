@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,13 @@ class ParquetFile:
         """Names and types of the columns."""
         return self.metadata.schema.to_arrow_schema()
 
+    @cached_property
+    def leaves(self) -> dict[str, int]:
+        """Position of the column of each name in the row groups' descriptions; a nested one has none."""
+        paths = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
+        counts = Counter(paths)  # a name with a dot and a nested column may have one path
+        return {path: i for i, path in enumerate(paths) if counts[path] == 1}
+
     def row_groups(self) -> list[RowGroup]:
         """List the row groups that hold samples."""
         counts = [self.metadata.row_group(i).num_rows for i in range(self.metadata.num_row_groups)]
@@ -63,6 +71,22 @@ class RowGroup:
                 return opened.read_row_group(self.index, columns=list(columns), use_threads=False)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+
+    @property
+    def first_row(self) -> int:
+        """Number of its first row in the file."""
+        return sum(self.file.metadata.row_group(i).num_rows for i in range(self.index))
+
+    def integer_range(self, column: str) -> tuple[int, int] | None:
+        """Smallest and largest value of a column of integers or booleans without nulls, if the footer has them.
+
+        Footers tell nothing of NaN, so a column of floats has to be read.
+        """
+        leaf = self.file.leaves.get(column)
+        found = None if leaf is None else self.file.metadata.row_group(self.index).column(leaf).statistics
+        if found is None or not (found.has_min_max and found.has_null_count and found.null_count == 0):
+            return None
+        return (int(found.min), int(found.max)) if isinstance(found.min, int) else None
 
     def __str__(self) -> str:
         return f"{self.file.path}, row group {self.index}"

@@ -14,13 +14,22 @@ from typing import Self
 
 from hotbed.batch import Batch
 from hotbed.data.schema import Schema
-from hotbed.errors import SpecError, did_you_mean
+from hotbed.errors import DataError, SpecError, did_you_mean
+
+
+def label_error(place: str, column: str, value: object, row: str) -> DataError:
+    """Say that a label is not from 0 to 1, and what to do."""
+    return DataError(
+        f"{place}, column '{column}': label {value} at {row}; labels must be from 0 to 1. Map them, as -1 and 1 with "
+        f"polars: frame.with_columns(pl.col({column!r}) > 0), or name another column in the schema's `labels`"
+    )
 
 
 class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 
-    A subclass sets ``schema`` and ``splits`` and defines ``_chunks`` and ``_read``.
+    A subclass sets ``schema`` and ``splits`` and defines ``_chunks`` and ``_read``, and ``_check_labels`` if it can
+    read labels alone (see `check_labels`).
     """
 
     schema: Schema
@@ -57,12 +66,36 @@ class Source(ABC):
             raise SpecError(f"split '{split}' has {count:,} chunks, there is no chunk {i:,}")
         return self._read(split, i)
 
+    def check_labels(self, split: str) -> dict[str, tuple[float, float]]:
+        """Check that the labels of a split are from 0 to 1, as binary cross-entropy needs, before any is trained on.
+
+        No more than the labels is read. A source that cannot read them alone leaves it to the trainer, which checks
+        every batch before the step.
+
+        Returns
+        -------
+        dict
+            The smallest and the largest label by column; empty where nothing was looked at.
+
+        Raises
+        ------
+        SpecError
+            If the source has no such split.
+        DataError
+            If a label is another number, NaN or absent; names the value, where it is stored, and what to do.
+        """
+        self._check(split)
+        return self._check_labels(split)
+
     def only(self, features: Collection[str]) -> Self:
         """The same samples with these sparse columns only; what is left out is not read."""
         kept = tuple(column for column in self.schema.sparse if column.name in features)
         fewer = copy.copy(self)
         fewer.schema = replace(self.schema, sparse=kept)
         return fewer
+
+    def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
+        return {}
 
     @abstractmethod
     def _chunks(self, split: str) -> Sequence[int]: ...

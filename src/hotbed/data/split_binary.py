@@ -13,6 +13,7 @@ module writes load there too, as long as they have no ``valid`` split, which NVI
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,9 +29,11 @@ from numpy.typing import NDArray
 from hotbed.batch import Batch
 from hotbed.data.feature_spec import FeatureSpec, StoredFile, id_dtype, read_feature_spec
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source
+from hotbed.data.source import Source, label_error
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
+
+_LABELS_AT_ONCE = 1 << 24
 
 
 class SplitBinarySource(Source):
@@ -66,6 +69,10 @@ class SplitBinarySource(Source):
         full, rest = divmod(self._samples[split], self.chunk_samples)
         return [self.chunk_samples] * full + [rest] * (rest > 0)
 
+    def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
+        files, samples = self._spec.files[split], self._samples[split]
+        return {name: _label_range(name, files[name], samples) for name in self.schema.labels if samples}
+
     def _read(self, split: str, i: int) -> Batch:
         start = i * self.chunk_samples
         n = min(self.chunk_samples, self._samples[split] - start)
@@ -88,6 +95,22 @@ class SplitBinarySource(Source):
             dense=None if dense is None else torch.from_numpy(dense),
             labels=torch.from_numpy(labels) if self.schema.labels else None,
         )
+
+
+def _label_range(name: str, file: StoredFile, samples: int) -> tuple[float, float]:
+    """Smallest and largest label of a file; a `DataError` names the first that is not from 0 to 1."""
+    low, high = math.inf, -math.inf
+    for start in range(0, samples, _LABELS_AT_ONCE):
+        part = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
+        _read_rows(file, start, part)
+        if part.dtype == np.bool_:
+            part = part.view(np.uint8)  # a byte may hold more than 0 and 1
+        least, most = float(part.min()), float(part.max())  # NaN if one is
+        if not (least >= 0 and most <= 1):
+            at = int((~((part >= 0) & (part <= 1))).argmax())
+            raise label_error(str(file.path), name, part[at], f"sample {start + at:,}")
+        low, high = min(low, least), max(high, most)
+    return low, high
 
 
 class SplitBinaryWriter:

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from hotbed.config import Component, DataRecipe, Recipe
 from hotbed.data import Source
+from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
 from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.specs import Table
+from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_split import HotSplit
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan
 from hotbed.train.pipeline import Divide, whole
@@ -93,6 +95,7 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     """The recipe's model and optimizers, in a trainer without callbacks."""
     if not source.schema.labels:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
+    _check_labels(recipe, source)
     model = build_model(recipe, source, resolve_device(recipe.train.device))
     dense = build("dense_optimizer", recipe.dense_optimizer, model.parameters())
     wide, rest = None, model
@@ -117,6 +120,18 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
         overlap=recipe.parallel.overlap,
         divide=_divide(recipe, source, model),
     )
+
+
+def _check_labels(recipe: Recipe, source: Source) -> None:
+    """Raise unless the labels of all splits of the recipe are in range, and its best evaluation can be told."""
+    data, train = recipe.data, recipe.train
+    kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "apart" else []
+    named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
+    found = {split: source.check_labels(split) for split in source.splits if split in named}
+    if train.monitor == "auc" and (train.patience is not None or train.checkpoint == "best"):
+        for label, (low, high) in found.get(str(data.valid_split), {}).items():
+            if low == high and low in (0, 1):
+                refuse_monitor(train.monitor, f"all labels '{label}' are {low:g}")
 
 
 def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hotbed.config import Monitor
 from hotbed.errors import RecipeError
@@ -121,7 +121,7 @@ class TensorBoard(Callback):
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Write the metrics."""
         for name in ("auc", "logloss", "normalized_entropy", "calibration", "gauc"):
-            if (value := getattr(metrics, name)) is not None:
+            if (value := getattr(metrics, name)) is not None and not math.isnan(value):
                 self._writer.add_scalar(f"valid/{name}", value, trainer.step)
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
@@ -131,6 +131,15 @@ class TensorBoard(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         """Close the file."""
         self._writer.close()
+
+
+def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
+    """Raise `RecipeError`: by this metric no evaluation can be the best."""
+    other = "set train.monitor to logloss, or " if monitor == "auc" else ""
+    raise RecipeError(
+        f"train.monitor is '{monitor}', which is not defined on the valid split: {reason}; {other}evaluate on other "
+        f"data (data.valid_split)"
+    )
 
 
 class BestSoFar:
@@ -159,8 +168,16 @@ class BestSoFar:
         return same
 
     def improved(self, metrics: Metrics) -> bool:
-        """Whether these metrics are better than all before them; NaN never is."""
+        """Whether these metrics are better than all before them.
+
+        Raises
+        ------
+        RecipeError
+            If the metric is not defined for what was evaluated, so that nothing can be the best.
+        """
         value = metrics.auc if self._monitor == "auc" else -metrics.logloss
+        if math.isnan(value):
+            refuse_monitor(self._monitor, metrics.undefined.get(self._monitor, "it is NaN"))
         if not value > self.value:
             return False
         self.value = value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,8 @@ class Metrics:
         Groups with both classes, and groups with one class, which ``gauc`` leaves out.
     tasks
         Metrics by label where there are several; the values above are then their means.
+    undefined
+        Why a metric is not defined, by its name.
     """
 
     samples: int
@@ -57,14 +59,17 @@ class Metrics:
     groups: int | None = None
     groups_left_out: int | None = None
     tasks: dict[str, Metrics] = field(default_factory=dict)
+    undefined: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The defined and requested metrics as plain values; what is not defined is None."""
         values: dict[str, Any] = {
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in vars(self).items()
-            if name != "tasks" and (value is not None or name == "auc")
+            if name not in ("tasks", "undefined") and (value is not None or name == "auc")
         }
+        if self.undefined:
+            values["undefined"] = self.undefined
         if self.tasks:
             values["tasks"] = {name: task.to_dict() for name, task in self.tasks.items()}
         return values
@@ -94,6 +99,11 @@ def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
     -------
     float
         NaN if there is no positive or no negative.
+
+    Raises
+    ------
+    BatchError
+        If a label is not in [0, 1].
     """
     return grouped_auc(scores, labels, torch.zeros_like(scores, dtype=torch.uint8), weights).value
 
@@ -112,7 +122,13 @@ def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor 
     -------
     GroupedAUC
         The value is NaN if no group has both classes.
+
+    Raises
+    ------
+    BatchError
+        If a label is not in [0, 1].
     """
+    check_labels(labels[:, None])
     if not len(scores):
         return GroupedAUC(math.nan, 0, 0)
     # By group, then by score: one sort each, the second stable.
@@ -202,7 +218,7 @@ class Predictions:
         Raises
         ------
         BatchError
-            If nothing was added.
+            If nothing was added, or a label is not in [0, 1].
         NonFiniteError
             If a logit is NaN or infinite.
         """
@@ -238,7 +254,7 @@ def _metrics(
     logloss, rate = _ratio(loss, total), _ratio(positive, total)
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate)) if 0 < rate < 1 else 0.0
     grouped = None if groups is None else grouped_auc(logits, labels, groups, weights)
-    return Metrics(
+    metrics = Metrics(
         samples=len(logits),
         auc=auc(logits, labels, weights),
         logloss=logloss,
@@ -248,6 +264,20 @@ def _metrics(
         groups=None if grouped is None else grouped.groups,
         groups_left_out=None if grouped is None else grouped.left_out,
     )
+    undefined = [name for name, value in vars(metrics).items() if isinstance(value, float) and math.isnan(value)]
+    return replace(metrics, undefined={name: _reason(name, metrics, labels, total) for name in undefined})
+
+
+def _reason(name: str, metrics: Metrics, labels: Tensor, total: float) -> str:
+    """Why a metric is not defined."""
+    if not total:
+        return f"the weights of all {metrics.samples:,} samples are 0"
+    if name == "gauc":
+        return f"none of the {metrics.groups_left_out:,} groups has labels of both classes"
+    low, high = float(labels.min()), float(labels.max())
+    if low == high:
+        return f"all {metrics.samples:,} labels are {low:g}"
+    return "all samples of one class have weight 0"
 
 
 def _mean(tasks: dict[str, Metrics]) -> Metrics:
@@ -265,6 +295,11 @@ def _mean(tasks: dict[str, Metrics]) -> Metrics:
         calibration=mean("calibration"),
         gauc=sum(gaucs) / len(gaucs) if gaucs else None,
         tasks=tasks,
+        undefined={
+            metric: f"label '{name}': {reason}"
+            for name, task in reversed(tasks.items())  # of several the first
+            for metric, reason in task.undefined.items()
+        },
     )
 
 
@@ -328,14 +363,27 @@ def evaluate(
 
 
 def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Batch:
-    """Move a batch after its ids were checked on the host: on an accelerator the check would wait for the device.
+    """Move a batch after its ids and labels were checked on the host: on an accelerator that would wait for the device.
 
     Ids out of range stay as they are: each collection repairs, in its forward, what only its own features ask for.
     """
+    if batch.labels is not None:
+        check_labels(batch.labels)
     for module in model.modules():
         if isinstance(module, EmbeddingCollection):
             module.verify(batch.sparse)
     return batch.to(device, non_blocking=True)
+
+
+def check_labels(labels: Tensor) -> None:
+    """Raise `BatchError` unless all labels ``[B, T]`` are in [0, 1], where binary cross-entropy and AUC are defined."""
+    bad = ~((labels >= 0) & (labels <= 1))
+    if bool(bad.any()):
+        sample, task = bad.nonzero()[0].tolist()
+        raise BatchError(
+            f"the label of sample {sample:,} of {len(labels):,}, column {task}, is {float(labels[sample, task])}; "
+            f"labels must be from 0 to 1: map them in the source, as -1 and 1 with (labels > 0).float()"
+        )
 
 
 def checked_logits(logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def refuse_non_finite(loss: float, own: Tensor, batch: Batch, what: str, trainer
 
 
 def _cause(batch: Batch, batch_is: str, model: nn.Module) -> str:
-    for what, tensor in (("dense", batch.dense), ("labels", batch.labels), ("weights", batch.weights)):
+    for what, tensor in (("dense", batch.dense), ("weights", batch.weights)):
         place = _first_bad(tensor)
         if tensor is not None and place is not None:
             column = f", column {place[1]}" if len(place) > 1 else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Self
 
@@ -113,7 +114,8 @@ class ShowProgress(Callback):
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Print a line."""
-        self._console.print(f"step {trainer.step:,}  valid AUC {metrics.auc:.5f}  logloss {metrics.logloss:.5f}")
+        shown = [f"{label} {_shown(metrics, name)}" for name, label in (("auc", "AUC"), ("logloss", "logloss"))]
+        self._console.print(f"step {trainer.step:,}  valid {'  '.join(shown)}", soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Take the bar away."""
@@ -131,3 +133,8 @@ class ShowProgress(Callback):
         seconds = (time.perf_counter() - self._started) / done * (trainer.steps_total - trainer.step)
         minutes, seconds = divmod(round(seconds), 60)
         return f"  {minutes}:{seconds:02d} left"
+
+
+def _shown(metrics: Metrics, name: str) -> str:
+    value: float = getattr(metrics, name)
+    return f"– ({metrics.undefined.get(name, 'not defined')})" if math.isnan(value) else f"{value:.5f}"

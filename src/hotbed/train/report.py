@@ -135,6 +135,8 @@ def print_metrics(
             cells = [_number(metrics[name])] + ([_number(best.get(name))] if best else [])
             table.add_row(label, *cells)
     console.print(table)
+    for name, reason in metrics.get("undefined", {}).items():
+        console.print(f"{METRIC_NAMES[name]}: – ({reason})", highlight=False, soft_wrap=True)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:

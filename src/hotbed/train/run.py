@@ -198,6 +198,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())  # this is one process
     source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     check_split("--split", split, source)
+    source.check_labels(split)
     device = resolve_device("auto")
     model = build_model(recipe, source, device)
     load_checkpoint(checkpoint, {"model": model})
