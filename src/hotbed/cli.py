@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"hotbed: {error}", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return 128 + error.signal
     except (HotbedError, OSError) as error:
         if debug:
             raise

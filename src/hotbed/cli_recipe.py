@@ -42,7 +42,12 @@ def add_recipe(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=str, default="runs", help="Where runs go: OUT/NAME/TIME.")
     parser.add_argument("--init_from", type=str | None, help="Short for --init.checkpoint: what fits is taken from it.")
-    parser.add_argument("--resume", type=str | None, help="Checkpoint, or a run's directory, to go on from.")
+    parser.add_argument(
+        "--resume",
+        type=str | None,
+        help="What to go on from: a checkpoint, a run's directory, or the runs of a name; or auto: the newest run in "
+        "OUT/NAME (its checkpoints may be in train.checkpoint_dir), if there is one to go on with.",
+    )
     parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
     add_json(parser)
 

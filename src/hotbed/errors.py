@@ -9,6 +9,7 @@
     ├── BatchError (ValueError)         a batch that does not fit the features it is given to
     ├── DataError (ValueError)          a source file whose content is not what its format says
     ├── CheckpointError (RuntimeError)  a checkpoint that is absent, damaged or of another model
+    │   └── DamagedError                one whose content is not what was written
     ├── StoreError (RuntimeError)       rows that do not fit where they are to be
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
@@ -53,6 +54,10 @@ class CheckpointError(HotbedError, RuntimeError):
     """A checkpoint that is absent, damaged or made for another model."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose content is not what was written."""
+
+
 class StoreError(HotbedError, RuntimeError):
     """Rows of tables that do not fit where they are to be kept."""
 
@@ -70,7 +75,11 @@ class OptimizerError(HotbedError, RuntimeError):
 
 
 class StoppedError(HotbedError, RuntimeError):
-    """Training that was told to stop by a signal before it was over."""
+    """Training that was told to stop by a signal before it was over; ``signal`` is its number."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class NonFiniteError(HotbedError, ArithmeticError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,6 +156,32 @@ def test_a_directory_belongs_to_one_run_anywhere(place: Directory) -> None:
         place.write(OWNER, '{"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00"}')
         with pytest.raises(CheckpointError, match=r"belongs to process 7 on elsewhere since .* if that run is dead"):
             Claim(place).__enter__()
+
+
+def test_the_claim_of_a_dead_run_ends_where_it_can_be_known(place: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(place, LocalDirectory):
+        pytest.skip("locks of files end with their process")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    me = {"host": socket.gethostname(), "pid": os.getppid(), "since": "2026-01-01T00:00:00+00:00"}
+    elsewhere = {**me, "host": "elsewhere"}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    dead = [{**me, "pid": ended.pid}, {**elsewhere, "job": "job-7"}]
+    if Path("/proc/self/stat").exists():
+        dead.append({**me, "started": "1"})  # the number is another process's now
+    for owner in dead:
+        place.write(OWNER, json.dumps(owner))
+        with Claim(place):
+            assert json.loads(place.read(OWNER))["pid"] == os.getpid()
+            assert json.loads(place.read(OWNER))["job"] == "job-7"
+    for owner in (me, {**me, "started": None}, {**elsewhere, "job": "job-8"}, {**elsewhere, "job": None}):
+        place.write(OWNER, json.dumps(owner))
+        with pytest.raises(CheckpointError, match="belongs to process"):
+            Claim(place).__enter__()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says where it was given no name
+    place.write(OWNER, json.dumps({**elsewhere, "job": "none"}))
+    with pytest.raises(CheckpointError, match="belongs to process"):
+        Claim(place).__enter__()
 
 
 def test_a_scheme_that_nothing_opens() -> None:

@@ -256,8 +256,11 @@ def test_a_checkpoint_of_an_evaluated_step_is_of_after_the_evaluation(tmp_path: 
             batches.load_state_dict({"at": trainer.position})
         trainer.fit(batches, valid)
         events = [json.loads(line) for line in lines.read_text().splitlines()]
+        assert [e["step"] for e in events if e["event"] == "resume"] == ([] if resume is None else [batches.began])
         shown = [
-            {k: v for k, v in e.items() if k not in ("samples_per_s",)} for e in events if e["event"] != "checkpoint"
+            {k: v for k, v in e.items() if k not in ("samples_per_s",)}
+            for e in events
+            if e["event"] not in ("checkpoint", "resume")
         ]
         return trainer.step, shown
 
@@ -272,7 +275,7 @@ class Fixed:
     """The same batches every epoch, with a position."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.at = self.began = 0
 
     def __len__(self) -> int:
         return 7
@@ -287,7 +290,7 @@ class Fixed:
         return {"at": self.at}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.at = state["at"]
+        self.at = self.began = state["at"]
 
 
 def test_the_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

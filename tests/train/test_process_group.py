@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 from hotbed.cli import main
 from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError
 from hotbed.train.parallel import Started, process_group, started
+from hotbed.train.rendezvous import fresh_store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -19,7 +24,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without what a launcher may have set."""
-    for name in VARIABLES:
+    for name in (*VARIABLES, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -126,3 +131,21 @@ def test_the_command_line_says_so_too(
     assert capsys.readouterr().err.endswith(
         "hotbed: error: the environment variable WORLD_SIZE is 'many', must be a number; start with torchrun\n"
     )
+
+
+def test_ranks_that_are_started_again_meet_each_other_and_not_the_dead() -> None:
+    shared, short = HashStore(), timedelta(seconds=0.2)
+    for size in (3, 2, 4):
+        with pytest.raises(RuntimeError, match="not all of them started in time"):
+            fresh_store(shared, 1, size, short)  # the first ranks that come in an attempt may be alone
+        with pytest.raises(RuntimeError, match="not all of them started in time"):
+            fresh_store(shared, 0, size, short)
+        with ThreadPoolExecutor(size) as threads:
+            later = [threads.submit(fresh_store, shared, rank, size, timedelta(seconds=60)) for rank in range(1, size)]
+            time.sleep(0.1)  # they answer the attempt before
+            first = fresh_store(shared, 0, size, timedelta(seconds=60))
+            stores = [first, *(store.result() for store in later)]
+        for rank, store in enumerate(stores):
+            assert not store.check([f"address {rank}"])  # nothing of an earlier attempt
+            store.set(f"address {rank}", f"{size}")
+        assert all(store.get(f"address {rank}") == f"{size}".encode() for store in stores for rank in range(size))

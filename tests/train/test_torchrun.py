@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -46,6 +47,7 @@ for line in sys.stdin:
 else:
     sys.exit()
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a shell
 os.setsid()
 folder, size, port, args = json.loads(line)
 
@@ -167,19 +169,34 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 # -- torchrun ---------------------------------------------------------------------------------------------------------
 
 
-def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_path: Path) -> None:
+def torchrun(folder: Path, *args: str) -> subprocess.Popen[str]:
+    """``torchrun`` of ``hotbed train`` in two processes; ``ARGS`` of torchrun end with the recipe."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    options = ["--plan", "table", "--data.valid_split", "valid", "--train.log_every", "5", "--train.eval_every", "10"]
-    done = subprocess.run(
-        [*command, "-m", "hotbed", "train", str(recipe), *options, "--out", "runs", "--json", "summary.json"],
-        cwd=tmp_path,
-        env=os.environ | {"COLUMNS": "200", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
-        capture_output=True,
+    at = next(i for i, arg in enumerate(args) if arg.endswith(".yaml"))
+    return subprocess.Popen(
+        [*command, *args[:at], "-m", "hotbed", "train", *args[at:], "--out", "runs", "--json", "summary.json"],
+        cwd=folder,
+        env=os.environ | {"COLUMNS": "200", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_S,
-        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert done.returncode == 0, done.stderr
+
+
+def output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it says until it ends."""
+    try:
+        return process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+
+
+def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_path: Path) -> None:
+    options = ["--plan", "table", "--data.valid_split", "valid", "--train.log_every", "5", "--train.eval_every", "10"]
+    done = torchrun(tmp_path, str(recipe), *options)
+    stdout, stderr = output_of(done)
+    assert done.returncode == 0, stderr
     run = the_run(tmp_path)
     summary = json.loads((run / "summary.json").read_text())
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -207,12 +224,69 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
     assert len(plan.by_table) == 26
     (checkpoint,) = checkpoints_in(run / "checkpoints")
     verify_checkpoint(checkpoint)
-    assert done.stdout.count("small: test, 300 samples") == 1
-    assert done.stdout.count("19 steps, 2,400 samples") == 1
-    assert done.stdout.count("2 processes; ") == 1
-    assert done.stdout.count("run: ") == 1
-    assert len(re.findall(r"^step 10/19 ", done.stderr, flags=re.MULTILINE)) == 1
-    assert done.stderr.count("valid AUC") == 1
+    assert stdout.count("small: test, 300 samples") == 1
+    assert stdout.count("19 steps, 2,400 samples") == 1
+    assert stdout.count("2 processes; ") == 1
+    assert stdout.count("run: ") == 1
+    assert len(re.findall(r"^step 10/19 ", stderr, flags=re.MULTILINE)) == 1
+    assert stderr.count("valid AUC") == 1
+
+
+class DiesOnce(DLRM):
+    """Ends the process of a rank in the eighth batch of torchrun's first attempt, and of another in the second one."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            self.batches = getattr(self, "batches", 0) + 1
+            attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), torch.distributed.get_rank()
+            if self.batches == 8 and (attempt, rank) in ((0, 0), (1, 1)):
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(batch)
+
+
+def test_torchrun_starts_a_run_again_that_goes_on_from_its_newest_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    options = ["--resume", "auto", "--train.checkpoint_every", "3", "--train.log_every", "1"]
+    options += ["--model.class_path", f"{__name__}.DiesOnce", "--parallel.timeout_s", str(PATIENCE_S)]
+    done = torchrun(tmp_path, "--max-restarts", "2", str(recipe), *options)
+    _, stderr = output_of(done)
+    assert done.returncode == 0, stderr
+    run = the_run(tmp_path)
+    assert stderr.count("there is no checkpoint to go on from") == 1
+    assert stderr.count("resumed from ") == 2
+    lines = lines_of(run)
+    first, second = [line["step"] for line in lines if line["event"] == "resume"]
+    assert first in (3, 6)  # checkpoints are written in the background
+    assert first < second <= first + 6
+    assert json.loads((run / "summary.json").read_text())["steps"] == 19
+    losses: dict[int, set[float]] = {}
+    for line in lines:
+        if line["event"] == "train":
+            losses.setdefault(line["step"], set()).add(line["loss"])
+    assert sorted(losses) == [*range(1, 20)]
+    assert all(len(of_step) == 1 for of_step in losses.values())  # what was trained twice is the same, to the bit
+    again = torchrun(tmp_path, str(recipe), *options)
+    stdout, stderr = output_of(again)
+    assert again.returncode == 0, stderr
+    assert stderr.count("is finished: 19 steps are trained and tested") == 1
+    assert stdout.count("small: test, 300 samples") == 1
+    assert len(lines_of(run)) == len(lines)
+
+
+def test_torchrun_hands_ctrl_c_on_and_every_rank_saves(recipe: Path, tmp_path: Path) -> None:
+    started = torchrun(tmp_path, str(recipe), "--resume", "auto", *ENDLESS)
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while not list(tmp_path.glob("runs/small/*/metrics.jsonl")):
+            assert started.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        started.send_signal(signal.SIGINT)
+    _, stderr = output_of(started)
+    assert started.returncode == 1  # torchrun's, whatever its processes end with
+    assert "stopped by a signal after step " in stderr
+    (checkpoint,) = checkpoints_in(the_run(tmp_path) / "checkpoints")
+    verify_checkpoint(checkpoint)
 
 
 def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
@@ -251,6 +325,16 @@ def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Pa
         )
         assert "Traceback" not in started.text(rank, "err")
         assert started.text(rank, "out") == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]
+    with launcher.start(tmp_path / "ranks", 2, str(recipe), *options) as started:
+        assert started.wait() == [2, 2]
+    assert "nowhere is neither a checkpoint (manifest.json), nor a run's directory" in started.error(0)
+    expected = "hotbed: error: rank 0 cannot find the checkpoint to go on from; its own output says why"
+    assert started.error(1) == expected
     assert not (tmp_path / "runs").exists()
 
 
@@ -342,6 +426,55 @@ def test_any_rank_may_be_asked_for_a_checkpoint_and_to_stop(launcher: Launcher, 
         assert started.wait() == [0, 0, 0], started.text(0, "err")
     (again,) = (tmp_path / "runs" / "again").iterdir()
     assert json.loads((again / "summary.json").read_text())["steps"] == step + 3
+
+
+class Compiles(DLRM):
+    """Takes for ever in its first batch, in code that Python cannot interrupt."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31)
+        return super().forward(batch)
+
+
+def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_a_second_one_at_once(
+    launcher: Launcher, recipe: Path, tmp_path: Path
+) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row"]
+    with launcher.start(tmp_path / "once", 2, *options, *ENDLESS) as started:
+        started.wait_for(0, "err", "step 5/")
+        for rank in (0, 1):
+            started.send(rank, signal.SIGINT)
+        assert started.wait() == [130, 130]
+    (checkpoint,) = checkpoints_in(the_run(tmp_path) / "checkpoints")
+    message = f"stopped by a signal after step {verify_checkpoint(checkpoint).step:,}; go on with --resume {checkpoint}"
+    assert message in started.text(0, "err")
+    model = ["--model.class_path", f"{__name__}.Compiles", "--name", "twice"]
+    with launcher.start(tmp_path / "twice", 2, *options, *model) as started:
+        started.wait_for(0, "err", "Ctrl-C again ends it at once")
+        time.sleep(0.5)  # the other rank's first one must be over
+        for rank in (0, 1):
+            started.send(rank, signal.SIGINT)
+        assert started.wait() == [-signal.SIGINT, -signal.SIGINT]
+
+
+def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
+    options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row", "--resume", "auto"]
+    options += ["--train.checkpoint_every", "4", "--train.keep_last", "9"]
+    with launcher.start(tmp_path / "first", 2, *options, "--train.steps", "9") as started:
+        assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
+    kept = the_run(tmp_path) / "checkpoints"
+    (file,) = (kept / "last-00000009").glob("tables-00001-*")  # of rank 1's rows
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with launcher.start(tmp_path / "second", 2, *options) as started:
+        assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
+    assert "last-00000009 is removed, and an older one is taken" in started.text(0, "err")
+    assert "last-00000008 at step 8" in started.text(0, "err")
+    assert [c.name for c in checkpoints_in(kept)] == [f"last-{step:08d}" for step in (4, 8, 12, 16, 19)]
+    for checkpoint in checkpoints_in(kept):
+        verify_checkpoint(checkpoint)
 
 
 def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from hotbed.checkpoint.evolve import Taken, init_from
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, checkpoints_in, find_checkpoint, read_manifest
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, checkpoints_in, find_checkpoint, read_manifest, runs_in
 from hotbed.checkpoint.save import Saving, save_checkpoint
 from hotbed.checkpoint.state import RandomState, Stateful
 from hotbed.checkpoint.storage import Directory, directory
@@ -21,6 +21,7 @@ __all__ = [
     "init_from",
     "load_checkpoint",
     "read_manifest",
+    "runs_in",
     "save_checkpoint",
     "verify_checkpoint",
 ]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from hotbed.checkpoint.storage import Directory
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, DamagedError
 
 BLOCK_BYTES = 16 << 20
 """Bytes of a block; the last of a file may be shorter."""
@@ -141,7 +141,7 @@ class BlockReader:
 
     Raises
     ------
-    CheckpointError
+    DamagedError
         If the file is missing or has another size.
     """
 
@@ -150,13 +150,13 @@ class BlockReader:
         try:
             self._file = place.reader(name)
         except FileNotFoundError:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self._where} is missing, but the manifest lists it; copy the checkpoint again"
             ) from None
         self.size: int = entry["bytes"]
         if self._file.size != self.size:
             self._file.close()
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self._where} has {self._file.size:,} bytes, the manifest says {self.size:,}; copy the checkpoint "
                 "again"
             )
@@ -181,7 +181,7 @@ class BlockReader:
 
         Raises
         ------
-        CheckpointError
+        DamagedError
             If a block is not what was written.
         """
         stop, size = start + len(out), self._block_bytes
@@ -231,7 +231,7 @@ class BlockReader:
         self._file.read_into(block, start)
         found = hashlib.sha256(block).hexdigest()
         if found != hashes[number]:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self._where}: block {number} of {len(hashes)} (bytes {start:,} … {stop - 1:,}) has SHA-256 "
                 f"{found[:12]}…, the manifest says {hashes[number][:12]}…: its content has changed; copy the "
                 "checkpoint again"

@@ -21,7 +21,7 @@ from hotbed.checkpoint.state import Stateful, restored
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tile, load_tile
 from hotbed.checkpoint.tensors import TensorFiles
-from hotbed.errors import CheckpointError, HotbedError, did_you_mean
+from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
 
 _log = logging.getLogger("hotbed")
 
@@ -47,8 +47,9 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     Raises
     ------
     CheckpointError
-        If the checkpoint is absent, incomplete or damaged, lacks a part, or does not fit it. The message says what may
-        have been loaded by then, if anything: tables are read block by block, and damage is found when it is met.
+        If the checkpoint is absent, incomplete or damaged (`DamagedError`), lacks a part, or does not fit it. The
+        message says what may have been loaded by then, if anything: tables are read block by block, and damage is found
+        when it is met.
     """
     place = directory(path)
     manifest = read_manifest(place)
@@ -77,7 +78,8 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
                 done.append(f"table '{name}'")
                 _load_table(name, table, manifest.tables[name], files)
         except (CheckpointError, OSError) as error:
-            raise CheckpointError(
+            kind = DamagedError if isinstance(error, DamagedError) else CheckpointError
+            raise kind(
                 f"{error}; {', '.join(done[:3])}{' …' * (len(done) > 3)} may be loaded in part, make the model again"
             ) from error
     return manifest

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from hotbed.checkpoint.blocks import Entry
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.errors import CheckpointError, PlanError
+from hotbed.errors import CheckpointError, DamagedError, PlanError
 from hotbed.plan import Plan, Tile
 from hotbed.specs import Table
 
@@ -24,6 +24,8 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 NAME = re.compile(r"(last|best)-\d{8,}")
 """Names of checkpoints in a run's directory; whatever else lies there is left alone."""
+_RUN = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+"""Names of runs in the directory of a name: when they began, and a number where several did in one second."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +149,13 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
         values = json.loads(place.read(MANIFEST).decode())
         version = values["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged ({error}); use another checkpoint") from None
+        raise DamagedError(f"{file} is damaged ({error}); use another checkpoint") from None
     if version != FORMAT:
         raise CheckpointError(
             f"{place} has checkpoint format {version}, this release reads {FORMAT}; use the release that wrote it"
         )
     if values.pop("sha256", None) != _sha256_of(values):
-        raise CheckpointError(f"{file} is damaged (its content has changed); use another checkpoint")
+        raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
     try:
         tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
         for name, table in tables.items():
@@ -176,10 +178,18 @@ def checkpoints_in(path: str | Path | Directory, kind: str | None = None) -> lis
     return sorted((folder for name in names if (folder := place / name).has(MANIFEST)), key=step_of)
 
 
+def runs_in(path: str | Path | Directory) -> list[Directory]:
+    """Directories of runs in the directory of a name, ``runs/NAME/TIME``; the newest is the last."""
+    place = directory(path)
+    found = [m for name in place.names() if (m := _RUN.fullmatch(name))]
+    return [place / m[0] for m in sorted(found, key=lambda m: (m[1], int(m[2] or 1)))]
+
+
 def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Directory:
     """The path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
 
-    ``best`` prefers the best one of a run that kept it.
+    Of a directory of runs, ``runs/NAME``, it is that of the newest run that has one. ``best`` prefers the best one of a
+    run that kept it.
 
     Raises
     ------
@@ -189,12 +199,15 @@ def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Dire
     place = directory(path)
     if place.has(MANIFEST):
         return place
-    for folder in (place / "checkpoints", place):
+    runs = (run / "checkpoints" for run in reversed(runs_in(place)))
+    for folder in (place / "checkpoints", place, *runs):
         found = checkpoints_in(folder, "best") if best else []
         found = found or checkpoints_in(folder)
         if found:
             return found[-1]
-    raise CheckpointError(f"{place} is neither a checkpoint ({MANIFEST}) nor a run's directory with one")
+    raise CheckpointError(
+        f"{place} is neither a checkpoint ({MANIFEST}), nor a run's directory or a directory of runs with one"
+    )
 
 
 def _table_to_dict(table: SavedTable) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from typing_extensions import override
 
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, DamagedError
 from hotbed.files import sync, write_text
 
 
@@ -214,7 +214,7 @@ class _LocalReader:
                     stream.seek(start)
                     count = stream.readinto(buffer) or 0
             if not count:
-                raise CheckpointError(f"{self._path} ends at byte {start:,}, before what was to be read")
+                raise DamagedError(f"{self._path} ends at byte {start:,}, before what was to be read")
             buffer, start = buffer[count:], start + count
 
     def close(self) -> None:
@@ -313,7 +313,7 @@ class _RemoteReader:
     def read_into(self, buffer: memoryview, start: int) -> None:
         data = self._file.read_at(len(buffer), start)
         if len(data) != len(buffer):
-            raise CheckpointError(f"a file ends at byte {start + len(data):,}, before what was to be read")
+            raise DamagedError(f"a file ends at byte {start + len(data):,}, before what was to be read")
         buffer[:] = data
 
     def close(self) -> None:

@@ -67,6 +67,11 @@ class JsonLines(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Append ``{"event": "resume", "step": …}`` if steps were taken: lines of later steps, above it, come again."""
+        if trainer.step:
+            self._write({"event": "resume", "step": trainer.step})
+
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
         """Append ``{"event": "train", …}``."""
         self._write({"event": "train", **record})
@@ -197,6 +202,10 @@ class EarlyStop(Callback):
 
     def __init__(self, patience: int, monitor: Monitor) -> None:
         self._patience, self._best, self._waited = patience, BestSoFar(monitor), 0
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Stop if it was enough before training was resumed."""
+        trainer.stop = trainer.stop or self._waited >= self._patience
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Count, and stop if it was enough."""

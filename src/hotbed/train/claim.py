@@ -21,8 +21,9 @@ class Claim:
     """Holds a directory for this process while it is used as a context.
 
     Two runs in one directory would remove each other's checkpoints. On a local file system the claim ends with the
-    process, however that ends. An object store has no such locks: there the file ``.owner.json`` names the run that
-    writes; a killed one leaves it behind, and of two that begin in the same moment neither may notice.
+    process, however that ends. An object store has no such locks: there the file ``.owner.json`` names the process that
+    writes. A killed one leaves it behind, which is noticed on the same host, and by ranks that torchrun starts again
+    under the same ``--rdzv-id`` on any; of two runs that begin in the same moment neither may notice.
 
     Parameters
     ----------
@@ -108,17 +109,35 @@ def _are_same(a: Directory, b: Directory) -> bool:
 
 
 def _me() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": datetime.now(UTC).isoformat(timespec="seconds")}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether a process of this host has ended; of others nobody here knows."""
-    if owner["host"] != socket.gethostname():
+    """Whether the owner is known to have ended: as a process of this host, or as an earlier attempt of this job."""
+    me = _me()
+    if owner.get("job") is not None and owner["job"] == me["job"] != "none":  # torchrun's, where it was given none
+        return True  # torchrun ends all ranks before it starts them again
+    if owner["host"] != me["host"]:
         return False
     try:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return True
     except PermissionError:
-        return False
-    return owner["pid"] == os.getpid()
+        pass
+    there = owner.get("started"), _started(owner["pid"])  # numbers of processes come again, in containers soon
+    return owner["pid"] == os.getpid() or (None not in there and there[0] != there[1])
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in ticks since the machine was; None where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from hotbed.batch import Batch
 from hotbed.comm import Link
@@ -29,6 +30,7 @@ from hotbed.plan.tiling import Tier
 from hotbed.spread import Spread
 from hotbed.threads import fit_threads
 from hotbed.train.hot_file import read_hot_rows
+from hotbed.train.rendezvous import fresh_store
 from hotbed.train.skew_file import read_skew
 
 
@@ -101,8 +103,14 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
             )
         torch.cuda.set_device(here.local_rank)
         backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=parallel.timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout_s))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            shared = next(rendezvous("env://", timeout=timeout))[0]
+            store = fresh_store(shared, here.rank, here.size, timeout)
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         raise CommError(
@@ -266,6 +274,26 @@ class Ranks:
                 f"{self.link.here}: {_ranks(gone)} ended or does not answer; its own output says why "
                 f"({str(error).splitlines()[0]})"
             ) from error
+
+    @contextmanager
+    def together(self, what: str) -> Generator[None]:
+        """Raise on all ranks if the body raises on any; all must call this, and nothing may be exchanged inside.
+
+        Parameters
+        ----------
+        what
+            What the body does, for the ranks on which it goes well: "rank 1 cannot …".
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        failed = self.gather(torch.tensor([error is not None])).nonzero().flatten().tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise CommError(f"{_ranks(failed)} cannot {what}; its own output says why")
 
     def add(self, *values: float | Tensor) -> list[float]:
         """Sums over ranks, in rank order."""

@@ -15,15 +15,19 @@ import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hotbed.checkpoint import Taken
+from hotbed.checkpoint import Taken, runs_in
 from hotbed.config import Recipe
-from hotbed.files import write_json, write_text
+from hotbed.files import read_yaml, write_json, write_text
 from hotbed.plan import Plan
 from hotbed.threads import usable_cores
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
     from hotbed.data.prepare import PrepareReport
+
+
+RECIPE = "recipe.yaml"
+SUMMARY = "summary.json"
 
 
 class RunDirectory:
@@ -43,7 +47,23 @@ class RunDirectory:
     def share(self, ranks: Ranks) -> None:
         """Let all ranks have the directory that the first one makes."""
         if ranks.size > 1:
-            self.__dict__["path"] = ranks.path(self.path if ranks.is_first else None)
+            with ranks.together("make the run's directory"):
+                own = self.path if ranks.is_first else None
+            self.__dict__["path"] = ranks.path(own)
+
+    def newest(self, checkpoint_dir: str | None) -> Path | None:
+        """The newest run of this name that keeps its checkpoints there (None: in its own directory), if there is one.
+
+        A run that did not come to write its recipe does not count.
+        """
+        for run in reversed(runs_in(self._parent)):
+            if run.has(RECIPE) and read_yaml(Path(run.path) / RECIPE)["train"]["checkpoint_dir"] == checkpoint_dir:
+                return Path(run.path)
+        return None
+
+    def reopen(self, path: Path) -> None:
+        """Take the directory of an earlier run in the place of a new one."""
+        self.__dict__["path"] = path
 
     @cached_property
     def path(self) -> Path:
@@ -65,13 +85,13 @@ class RunDirectory:
 
     def begin(self, recipe: Recipe, plan: Plan | None = None) -> None:
         """Write ``recipe.yaml``, complete, so that the run can be repeated from it, and the plan if there is one."""
-        write_text(self.path / "recipe.yaml", recipe_yaml(recipe))
+        write_text(self.path / RECIPE, recipe_yaml(recipe))
         if plan is not None:
             write_text(self.path / "plan.json", plan.to_json())
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``; a run without it did not finish."""
-        write_json(self.path / "summary.json", summary)
+        write_json(self.path / SUMMARY, summary)
 
 
 def recipe_yaml(recipe: Recipe) -> str:
@@ -159,7 +179,8 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
 
 def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> None:
     """Print what a new model begins with: every table, and of the rest what was not taken."""
-    table = RichTable(title=f"from {checkpoint}", title_justify="left")
+    console.print(f"from {checkpoint}", soft_wrap=True)
+    table = RichTable()
     for name in ("", "name", "taken", "what"):
         table.add_column(name, overflow="fold")
     for entry in report:

@@ -1,4 +1,8 @@
-"""Which settings a resumed run may change, and the refusal of all others.
+"""From which checkpoint a run goes on, and which settings may have changed since.
+
+``--resume PATH`` goes on from a checkpoint in a run of its own. ``--resume auto`` goes on with the newest run of the
+recipe's name, in its directory, or begins: the same command starts a run and, after a crash of any rank, takes it up
+again, as ``torchrun --max-restarts`` does. The first rank looks; all load the same checkpoint, or all fail.
 
 Learning rates, moments and positions come out of the checkpoint, so another value in the recipe would be ignored or,
 worse, half obeyed. A resumed run may change only how long it goes on, what it shows and keeps, and where it runs.
@@ -10,11 +14,33 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from hotbed.checkpoint import Directory, read_manifest
+from rich.console import Console
+
+from hotbed.checkpoint import (
+    Directory,
+    Manifest,
+    checkpoints_in,
+    directory,
+    find_checkpoint,
+    load_checkpoint,
+    read_manifest,
+)
+from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import InitRecipe, MemoryRecipe, Recipe
-from hotbed.errors import RecipeError
+from hotbed.errors import DamagedError, RecipeError
+from hotbed.files import read_yaml
+from hotbed.train.keep import remove_checkpoint
+from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
+
+if TYPE_CHECKING:
+    from hotbed.train.trainer import Trainer
+
+AUTO = "auto"
+"""What ``--resume`` takes in the place of a path."""
+_LENGTH = ("steps", "epochs", "patience", "monitor")
+"""Keys of `TrainRecipe` that say when a run is over."""
 
 MAY_DIFFER = frozenset(
     {
@@ -52,8 +78,11 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
         If there is no valid checkpoint.
     """
     stored = read_manifest(checkpoint).recipe
-    if stored is None:
-        return
+    if stored is not None:
+        _refuse_difference(f"{checkpoint}", stored, recipe)
+
+
+def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> None:
     # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which
     # has no tuples.
     before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
@@ -61,7 +90,7 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
     if differing:
         lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
         raise RecipeError(
-            f"{checkpoint} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
+            f"{what} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
             f"that it was made with, or train anew without --resume"
         )
 
@@ -72,3 +101,152 @@ def _by_key(value: object, key: str = "") -> dict[str, object]:
         return {key: value}
     parts = cast("Mapping[str, Any]", value).items()
     return {k: v for name, part in parts for k, v in _by_key(part, f"{key}.{name}".lstrip(".")).items()}
+
+
+# -- which checkpoint ----------------------------------------------------------------------------------------------
+
+
+def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> dict[str, Any] | None:
+    """Summary of the newest run of this name if it was trained and tested to the end; all ranks must call this.
+
+    Raises
+    ------
+    RecipeError
+        If it was made with a recipe that trains otherwise.
+    """
+    ranks, summaries = trainer.ranks, list[str]()
+    with ranks.together("read the run to go on with"):
+        earlier = run.newest(recipe.train.checkpoint_dir) if ranks.is_first else None
+        if earlier is not None and (earlier / SUMMARY).is_file():
+            stored = Recipe.from_dict(read_yaml(earlier / RECIPE))
+            _refuse_difference(f"{earlier}", stored.to_dict(), recipe)
+            if all(getattr(stored.train, key) == getattr(recipe.train, key) for key in _LENGTH):
+                summaries = [json.dumps(json.loads((earlier / SUMMARY).read_text(encoding="utf-8")))]
+    summaries = ranks.names(summaries)
+    return json.loads(summaries[0]) if summaries else None
+
+
+def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory:
+    """Load a checkpoint, or the newest of a run or of the runs of a name; all ranks must call this.
+
+    Returns
+    -------
+    Directory
+        The checkpoint.
+
+    Raises
+    ------
+    RecipeError
+        If it was made with a recipe that trains otherwise, or nothing is left to train.
+    CheckpointError
+        If there is none, or it is damaged.
+    """
+    ranks = trainer.ranks
+    with ranks.together("find the checkpoint to go on from"):
+        found = [str(find_checkpoint(path))] if ranks.is_first else []
+    checkpoint = directory(ranks.names(found)[0])
+    with ranks.together(f"go on from {checkpoint}"):
+        refuse_another_recipe(checkpoint, recipe)
+        if over := why_over(read_manifest(checkpoint), recipe):
+            raise RecipeError(f"{checkpoint} is of a run that is finished: {over}; hotbed eval tests it as it is")
+        load_checkpoint(checkpoint, trainer.parts())
+    return checkpoint
+
+
+def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: Console) -> Directory | None:
+    """Load the newest whole checkpoint of the newest run of this name; all ranks must call this.
+
+    Damaged checkpoints that are newer are removed, with a warning, once an older one is loaded. The run goes on in its
+    directory; where no checkpoint was ever finished, nothing is loaded.
+
+    Returns
+    -------
+    Directory or None
+        The checkpoint; its directory is claimed (see `Saver.claim`).
+
+    Raises
+    ------
+    RecipeError
+        If the run was made with a recipe that trains otherwise.
+    DamagedError
+        If all of its checkpoints are damaged.
+    CheckpointError
+        If another process is training this run.
+    """
+    ranks = trainer.ranks
+    with ranks.together("look for a run to go on with"):
+        earlier = run.newest(recipe.train.checkpoint_dir) if ranks.is_first else None
+    earlier = [Path(name) for name in ranks.names([] if earlier is None else [str(earlier)])]
+    if recipe.train.checkpoint_dir is None and not earlier:
+        return None
+    place = directory(recipe.train.checkpoint_dir or earlier[0] / "checkpoints")
+    names, unfinished = _names(place, trainer)
+    if names:
+        trainer.saver.claim(place)
+        names, unfinished = _names(place, trainer)
+    damage: dict[str, str] = {}
+    for name in names:
+        reason = _load_whole(place / name, trainer, recipe)
+        if reason is None:
+            break
+        damage[name] = reason
+    whole = [name for name in names if name not in damage]
+    if damage and not whole:
+        raise DamagedError(f"no checkpoint in {place} is whole: {'; '.join(damage.values())}; remove them to begin")
+    if ranks.is_first:
+        for name, reason in damage.items():
+            console.print(f"warning: {reason}; {name} is removed, and an older one is taken", soft_wrap=True)
+            remove_checkpoint(place / name)
+        for name in unfinished:
+            if not whole or step_of(place / name) > step_of(place / whole[0]):
+                console.print(f"warning: {place / name} was never finished and is left out", soft_wrap=True)
+    if not whole:
+        return None
+    if earlier:
+        run.reopen(earlier[0])
+    return place / whole[0]
+
+
+def _names(place: Directory, trainer: Trainer) -> tuple[list[str], list[str]]:
+    """Checkpoints in a directory, and those that were never finished, the newest first."""
+    ranks = trainer.ranks
+    with ranks.together(f"look into {place}"):
+        whole = [checkpoint.name for checkpoint in checkpoints_in(place)] if ranks.is_first else []
+        others = {n for n in place.names() if NAME.fullmatch(n)} - {*whole} if ranks.is_first else set[str]()
+
+    def newest_first(names: list[str]) -> list[str]:
+        return sorted(names, key=lambda name: (step_of(place / name), name), reverse=True)
+
+    return newest_first(ranks.names(whole)), newest_first(ranks.names(sorted(others)))
+
+
+def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str | None:
+    """Load a checkpoint, or tell what any rank found damaged."""
+    reasons: list[str] = []
+    with trainer.ranks.together(f"go on from {checkpoint}"):
+        try:
+            refuse_another_recipe(checkpoint, recipe)
+            load_checkpoint(checkpoint, trainer.parts())
+        except DamagedError as error:
+            reasons = [str(error).replace("\n", " ")]
+    reasons = trainer.ranks.names(reasons)
+    return reasons[0] if reasons else None
+
+
+def why_over(manifest: Manifest, recipe: Recipe) -> str | None:
+    """Why nothing is left to train after a checkpoint, and how to go on all the same; None if something is."""
+    position, train = cast("Mapping[str, Any]", manifest.parts.get("position", {})), recipe.train
+    step, epoch = position.get("step", manifest.step), position.get("epoch", 0)
+    if train.steps is not None and step >= train.steps:
+        return f"step {step:,} is reached and train.steps is {train.steps:,}; raise train.steps to go on"
+    if epoch >= train.epochs:
+        return f"epoch {epoch:,} is over and train.epochs is {train.epochs:,}; raise train.epochs to go on"
+    early = position.get("callbacks", {}).get("EarlyStop")
+    if early is not None and train.patience is not None and train.monitor == early["monitor"]:
+        waited = early["waited"]
+        if waited >= train.patience:
+            return (
+                f"{waited:,} evaluations in a row were no better and train.patience is {train.patience:,}; raise "
+                "train.patience to go on"
+            )
+    return None

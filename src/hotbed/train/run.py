@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +32,7 @@ from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, spread_batch
 from hotbed.train.progress import ShowProgress
 from hotbed.train.report import RunDirectory, environment, print_taken
-from hotbed.train.resume import refuse_another_recipe
+from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
 from hotbed.train.signals import signals_to
 from hotbed.train.trainer import Trainer, resolve_device
 
@@ -58,6 +59,8 @@ def train(
         Checkpoint to go on from, or a directory whose newest is meant; with as many processes as before, what is
         trained then is bit for bit what the run that made it would have trained.
         A recipe that would train something else is refused (`refuse_another_recipe`).
+        ``"auto"``: go on with the newest run of this name in its directory if it has a checkpoint, else begin; of one
+        that is finished nothing but its summary is read.
     extra
         Further entries of the summary.
 
@@ -66,48 +69,31 @@ def train(
     dict
         The summary, as in ``summary.json``.
     """
+    if resume == AUTO and recipe.train.checkpoint == "none":
+        raise RecipeError(
+            "--resume auto needs checkpoints to go on from, but train.checkpoint is 'none'; set it to 'last'"
+        )
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
-    run.share(ranks)
+    if resume == AUTO and (summary := finished_run(trainer, recipe, run)) is not None:
+        if ranks.is_first:
+            console.print(
+                f"{summary['run']} is finished: {summary['steps']:,} steps are trained and tested, and nothing is "
+                "left to train; raise train.steps or train.epochs to go on, or choose another --name",
+                soft_wrap=True,
+            )
+        return summary
     loader = _training_loader(recipe, source, ranks, trainer.model)
     ids = IdCounts(trainer, recipe)
     trainer.other_parts["ids"] = ids
-    resumed = None if resume is None else directory(ranks.names([str(find_checkpoint(resume))])[-1])
-    taken: list[Taken] = []
-    if resumed is None and recipe.init.checkpoint is not None:
-        taken = init_from(
-            recipe.init.checkpoint,
-            trainer.parts(),
-            rename=recipe.init.rename,
-            leave=recipe.init.leave,
-            optimizers=recipe.init.optimizers,
-        )
-        if ranks.is_first:
-            print_taken(console, recipe.init.checkpoint, taken)
-    if resumed is not None:
-        refuse_another_recipe(resumed, recipe)
-        load_checkpoint(resumed, trainer.parts())
-        trainer.resume_data(loader)
-        if ranks.is_first:
-            console.print(f"resumed from {resumed} at step {trainer.step:,}")
-    place = directory(recipe.train.checkpoint_dir or run.checkpoints)
-    progress = ShowProgress(console) if ranks.is_first else Callback()
-    trainer.callbacks += [*_callbacks(recipe, run, place, ranks), progress]
-    if isinstance(loader, HotColdLoader):
-        trainer.callbacks.append(HotSchedule(loader, recipe.hot))
-    if recipe.train.checkpoint != "none":
-        refuse_other_checkpoints(place, resumed)
-    with signals_to(trainer):
-        if ranks.is_first:
-            run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
-        try:
-            trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
-        finally:
-            if isinstance(progress, ShowProgress):
-                progress.close()
+    try:
+        taken = _begin(trainer, loader, recipe, run, resume, console)
+        signal = _fit(trainer, loader, recipe, source, run, console)
+    finally:
+        trainer.saver.release()
     if trainer.told_to_stop:
-        raise StoppedError(_stopped(trainer, recipe, place))
+        raise StoppedError(_stopped(trainer, recipe, run), signal or SIGTERM)
     test = _evaluation_loader(recipe, source, recipe.data.test_split, ranks)
     summary = {
         "name": recipe.name,
@@ -133,10 +119,79 @@ def train(
     return summary
 
 
-def _stopped(trainer: Trainer, recipe: Recipe, place: Directory) -> str:
+def _begin(
+    trainer: Trainer,
+    loader: Loader | BroadcastLoader | HotColdLoader,
+    recipe: Recipe,
+    run: RunDirectory,
+    resume: str | Path | None,
+    console: Console,
+) -> list[Taken]:
+    """Load what training begins with or goes on from, and choose the run's directory; what a new model has taken."""
+    ranks, taken = trainer.ranks, list[Taken]()
+    resumed = None
+    if resume == AUTO:
+        resumed = resume_newest(trainer, recipe, run, console)
+    elif resume is not None:
+        resumed = resume_from(resume, trainer, recipe)
+    if resumed is None and recipe.init.checkpoint is not None:
+        with ranks.together("find the checkpoint to begin with"):
+            found = [str(find_checkpoint(recipe.init.checkpoint))] if ranks.is_first else []
+        begun_with = directory(ranks.names(found)[0])
+        taken = init_from(
+            begun_with,
+            trainer.parts(),
+            rename=recipe.init.rename,
+            leave=recipe.init.leave,
+            optimizers=recipe.init.optimizers,
+        )
+        if ranks.is_first:
+            print_taken(console, str(begun_with), taken)
+    if resumed is not None:
+        trainer.resume_data(loader)
+        if ranks.is_first:
+            console.print(f"resumed from {resumed} at step {trainer.step:,}", soft_wrap=True)
+    elif resume == AUTO and ranks.is_first:
+        console.print("there is no checkpoint to go on from; a new run begins")
+    run.share(ranks)
+    if recipe.train.checkpoint != "none":
+        refuse_other_checkpoints(_checkpoints(recipe, run), resumed)
+    return taken
+
+
+def _checkpoints(recipe: Recipe, run: RunDirectory) -> Directory:
+    return directory(recipe.train.checkpoint_dir or run.checkpoints)
+
+
+def _fit(
+    trainer: Trainer,
+    loader: Loader | BroadcastLoader | HotColdLoader,
+    recipe: Recipe,
+    source: Source,
+    run: RunDirectory,
+    console: Console,
+) -> int | None:
+    """Train, and show and keep what the recipe says; the signal that asked this process to stop, if one did."""
+    ranks = trainer.ranks
+    progress = ShowProgress(console) if ranks.is_first else Callback()
+    trainer.callbacks += [*_callbacks(recipe, run, _checkpoints(recipe, run), ranks), progress]
+    if isinstance(loader, HotColdLoader):
+        trainer.callbacks.append(HotSchedule(loader, recipe.hot))
+    with signals_to(trainer) as signals:
+        if ranks.is_first:
+            run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
+        try:
+            trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
+        finally:
+            if isinstance(progress, ShowProgress):
+                progress.close()
+    return signals.stopped_by
+
+
+def _stopped(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> str:
     where = "no checkpoint was saved, for train.checkpoint is 'none'"
     if recipe.train.checkpoint != "none":
-        where = f"go on with --resume {place / f'last-{trainer.step:08d}'}"
+        where = f"go on with --resume {_checkpoints(recipe, run) / f'last-{trainer.step:08d}'}"
     return f"stopped by a signal after step {trainer.step:,}; {where}"
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, Saving, save_checkpoint
 from hotbed.config import Recipe
-from hotbed.errors import CheckpointError
 from hotbed.train.claim import Claim
 
 if TYPE_CHECKING:
@@ -40,17 +39,9 @@ class Saver:
 
     def claim(self, where: Directory) -> None:
         """Hold a directory for this run until `release`; all ranks must call this."""
-        error: Exception | None = None
-        if self._trainer.ranks.is_first and where.path not in self._claims:
-            try:
+        with self._trainer.ranks.together(f"use {where}"):
+            if self._trainer.ranks.is_first and where.path not in self._claims:
                 self._claims[where.path] = Claim(where).__enter__()
-            except Exception as raised:
-                error = raised
-        (failed,) = self._trainer.ranks.add(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise CheckpointError(f"rank 0 cannot use {where}; its own output says why")
 
     def release(self) -> None:
         """Give directories up."""

@@ -1,0 +1,320 @@
+"""``--resume`` and ``--init_from``: where a run goes on, what it begins with, and what is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hotbed.batch import Batch
+from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_in, save_checkpoint
+from hotbed.cli import main
+from hotbed.nn import DLRM
+from hotbed.train import Trainer
+from hotbed.train.claim import Claim
+from tests.cli_cases import (  # noqa: F401
+    Output,
+    log_fixture,
+    prepared_fixture,
+    recipe_fixture,
+    refused,
+    train,
+    wide_output_fixture,
+)
+
+AUTO = ["--resume", "auto"]
+OFTEN = ["--train.checkpoint_every", "3", "--train.keep_last", "9", "--train.log_every", "1"]
+
+
+def runs(recipe: Path) -> list[Path]:
+    return [Path(run.path) for run in runs_in(recipe.parent / "runs" / "small")]
+
+
+def names(run: Path) -> list[str]:
+    return [checkpoint.name for checkpoint in checkpoints_in(run / "checkpoints")]
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(BaseException):
+    """As a signal ends a process, with nothing of hotbed's running any more."""
+
+
+@pytest.fixture
+def killed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run that was killed after step 10, with checkpoints of steps 3, 6 and 9."""
+    advance = Trainer._advance
+
+    def kill(trainer: Trainer, *args: Any) -> None:
+        advance(trainer, *args)
+        if trainer.step == 10:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_advance", kill)
+        with pytest.raises(Killed):
+            train(recipe, *OFTEN, *AUTO)
+    (run,) = runs(recipe)
+    assert names(run) == ["last-00000003", "last-00000006", "last-00000009"]
+    return run
+
+
+def damage(checkpoint: Path, file: str = "model.safetensors") -> None:
+    content = bytearray((checkpoint / file).read_bytes())
+    content[-1] ^= 1
+    (checkpoint / file).write_bytes(content)
+
+
+# -- auto ----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_begins_and_after_a_crash_goes_on_in_the_same_directory(
+    recipe: Path, killed: Path, capsys: Output
+) -> None:
+    capsys.readouterr()
+    status, summary, run = train(recipe, *OFTEN, *AUTO)
+    assert (status, summary["steps"], runs(recipe)) == (0, 19, [killed])
+    assert run == killed
+    assert f"resumed from {killed}/checkpoints/last-00000009 at step 9" in capsys.readouterr().err
+    steps = [(line["event"], line["step"]) for line in lines_of(run) if line["event"] in ("train", "resume")]
+    assert steps == [("train", s) for s in range(1, 11)] + [("resume", 9)] + [("train", s) for s in range(10, 20)]
+    losses = [(line["step"], line["loss"]) for line in lines_of(run) if line["event"] == "train"]
+    assert losses[9] == losses[10]
+    _, whole, _ = train(recipe, *OFTEN, "--name", "whole")
+    assert summary["test"] == whole["test"]
+
+
+def test_a_run_that_is_finished_says_so_and_trains_nothing(
+    recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, first, run = train(recipe, *AUTO)
+    assert "there is no checkpoint to go on from; a new run begins" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "fit", None)
+        status, again, _ = train(recipe, *AUTO)
+    assert (status, again, runs(recipe)) == (0, first, [run])
+    captured = capsys.readouterr()
+    assert f"{run} is finished: 19 steps are trained and tested, and nothing is left to train" in captured.err
+    assert "small: test, 300 samples" in captured.out
+    status, more, _ = train(recipe, *AUTO, "--train.epochs", "2")
+    assert (status, more["steps"], more["run"], runs(recipe)) == (0, 38, str(run), [run])
+    assert "dense_optimizer.init_args.lr was 0.01 and is now 0.5" in refused(
+        ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *LR], capsys
+    )
+
+
+LR = ["--dense_optimizer.init_args.lr", "0.5"]
+
+
+def test_a_run_that_was_killed_before_its_test_is_tested(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, first, run = train(recipe, *AUTO)
+    (run / "summary.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_backward", None)
+        status, again, _ = train(recipe, *AUTO)
+    assert (status, again["test"], again["run"]) == (0, first["test"], str(run))
+    assert json.loads((run / "summary.json").read_text())["steps"] == 19
+
+
+def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, killed: Path, capsys: Output) -> None:
+    damage(killed / "checkpoints" / "last-00000009")
+    (killed / "checkpoints" / "last-00000010").mkdir()
+    (killed / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
+    (killed / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
+    capsys.readouterr()
+    status, summary, _ = train(recipe, *OFTEN, *AUTO)
+    shown = capsys.readouterr().err
+    assert status == 0
+    assert "warning: " in shown
+    assert "block 0 of 1" in shown
+    assert "last-00000009 is removed, and an older one is taken" in shown
+    assert "last-00000010 was never finished and is left out" in shown
+    assert "last-00000002" not in shown
+    assert f"resumed from {killed}/checkpoints/last-00000006 at step 6" in shown
+    assert names(killed) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
+    assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
+
+
+@pytest.mark.parametrize("how", ["text", "file", "bytes"])
+def test_what_counts_as_damage(how: str, recipe: Path, killed: Path, capsys: Output) -> None:
+    place = killed / "checkpoints" / "last-00000009"
+    if how == "text":
+        (place / "manifest.json").write_text((place / "manifest.json").read_text()[:-100])
+    elif how == "file":
+        (place / "dense.safetensors").unlink()
+    else:
+        (place / "dense.safetensors").write_bytes(b"")
+    assert train(recipe, *AUTO, *OFTEN)[0] == 0
+    assert "last-00000009 is removed, and an older one is taken" in capsys.readouterr().err
+
+
+def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, killed: Path, capsys: Output) -> None:
+    for name in names(killed):
+        damage(killed / "checkpoints" / name)
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
+    message = refused(argv, capsys)
+    assert f"no checkpoint in {killed}/checkpoints is whole: " in message
+    assert "its content has changed; " in message
+    assert message.endswith("remove them to begin")
+    assert (runs(recipe), len(names(killed))) == ([killed], 3)
+
+
+def test_another_recipe_and_a_run_that_is_running_are_refused(recipe: Path, killed: Path, capsys: Output) -> None:
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
+    assert "dense_optimizer.init_args.lr was 0.01 and is now 0.5" in refused([*argv, *LR], capsys)
+    with Claim(directory(killed / "checkpoints")):
+        assert "belongs to process" in refused(argv, capsys)
+    message = refused([*argv[:-6], "--train.checkpoint", "none"], capsys)
+    assert "--resume auto needs checkpoints to go on from, but train.checkpoint is 'none'" in message
+    assert (runs(recipe), len(names(killed))) == ([killed], 3)
+    assert train(recipe, *AUTO, *OFTEN)[0] == 0  # the claim ended with each of them
+
+
+def test_auto_with_a_directory_of_checkpoints(recipe: Path, capsys: Output) -> None:
+    place = recipe.parent / "elsewhere"
+    kept = ["--train.checkpoint_dir", str(place)]
+    _, _, begun = train(recipe, *AUTO, *kept, "--train.steps", "5")
+    _, summary, run = train(recipe, *AUTO, *kept, "--train.steps", "8")
+    assert (summary["steps"], run) == (8, begun)
+    assert "resumed from " + str(place / "last-00000005") in capsys.readouterr().err
+    # Another machine, where nothing is left but the checkpoints.
+    shutil.rmtree(recipe.parent / "runs")
+    _, summary, run = train(recipe, *AUTO, *kept, "--train.steps", "9")
+    assert summary["steps"] == 9
+    assert [checkpoint.name for checkpoint in checkpoints_in(place)] == ["last-00000009"]
+    # Runs of this name that keep their checkpoints elsewhere are others.
+    assert train(recipe, "--train.steps", "2")[0] == 0
+    assert train(recipe, *AUTO, *kept, "--train.steps", "10")[2] == run
+
+
+def test_auto_with_the_best_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = ["--train.checkpoint", "best", "--data.valid_split", "valid", "--train.eval_every", "4"]
+    _, first, run = train(recipe, *AUTO, *best)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "fit", None)
+        status, again, _ = train(recipe, *AUTO, *best)  # the best step is not the last one
+    assert (status, again, runs(recipe)) == (0, first, [run])
+
+
+# -- paths ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.steps", "7"], "step 7 is reached and train.steps is 7; raise train.steps to go on"),
+        (["--train.epochs", "1"], "epoch 1 is over and train.epochs is 1; raise train.epochs to go on"),
+    ],
+)
+def test_to_go_on_with_what_is_finished_is_refused(args: list[str], message: str, recipe: Path, capsys: Output) -> None:
+    _, _, run = train(recipe, *args)
+    found = refused(["train", str(recipe), "--out", str(recipe.parent / "runs"), *args, "--resume", str(run)], capsys)
+    assert "is of a run that is finished: " + message + "; hotbed eval tests it as it is" in found
+    assert runs(recipe) == [run]
+
+
+def test_a_run_that_was_stopped_early_is_finished(
+    recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is learned at this rate, so that no evaluation is better than the first.
+    slow = ["--dense_optimizer.init_args.lr", "0.0", "--sparse_optimizer.init_args.lr", "0.0"]
+    early = [*slow, "--data.valid_split", "valid", "--train.eval_every", "2", "--train.patience", "2"]
+    _, summary, run = train(recipe, *early)
+    assert summary["steps"] == 6
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *early]
+    assert "2 evaluations in a row were no better and train.patience is 2; raise train.patience" in refused(
+        [*argv, "--resume", str(run)], capsys
+    )
+    (run / "summary.json").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_backward", None)
+        assert train(recipe, *early, *AUTO)[1]["steps"] == 6
+    assert train(recipe, *early[:-1], "3", *AUTO)[1]["steps"] == 8
+
+
+def test_the_runs_of_a_name_stand_for_the_newest_that_has_a_checkpoint(recipe: Path, capsys: Output) -> None:
+    _, _, first = train(recipe, "--train.steps", "3")
+    _, _, second = train(recipe, "--train.steps", "4")
+    train(recipe, "--train.steps", "2", "--train.checkpoint", "none")
+    of_name = ["--resume", str(recipe.parent / "runs" / "small")]
+    capsys.readouterr()
+    _, summary, _ = train(recipe, *of_name, "--train.steps", "5")
+    assert summary["steps"] == 5
+    assert f"resumed from {second}/checkpoints/last-00000004 at step 4" in capsys.readouterr().err
+    train(recipe, "--name", "next", "--train.steps", "1", "--init_from", str(recipe.parent / "runs" / "small"))
+    newest = runs(recipe)[-1]
+    assert f"from {newest}/checkpoints/last-00000005" in capsys.readouterr().err
+    evaluated = ["--json", str(recipe.parent / "eval.json")]
+    assert main(["eval", "--checkpoint", str(recipe.parent / "runs" / "small"), *evaluated]) == 0
+    found = json.loads((recipe.parent / "eval.json").read_text())
+    assert found["checkpoint"] == f"{newest}/checkpoints/last-00000005"
+    assert "nor a run's directory or a directory of runs with one" in refused(
+        ["train", str(recipe), "--init_from", str(recipe.parent / "runs"), "--out", str(recipe.parent / "o")], capsys
+    )
+    assert not (recipe.parent / "o").exists()
+    assert first in runs(recipe)
+
+
+def test_runs_of_one_second_are_numbers(tmp_path: Path) -> None:
+    found = ["20260101-000000", "20260101-000000-2", "20260101-000000-10", "20260102-000000"]
+    for name in [*found, "20260103-latest", "data"]:
+        save_checkpoint(tmp_path / name / "checkpoints" / "last-00000001", {})
+    assert [run.name for run in runs_in(tmp_path)] == found
+    assert find_checkpoint(tmp_path).path == str(tmp_path / found[-1] / "checkpoints" / "last-00000001")
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+class Interrupted(DLRM):
+    """Gets Ctrl-C in its first batch, as when kernels are being compiled."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if not hasattr(self, "began"):
+            self.began = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(batch)
+
+
+def test_ctrl_c_saves_and_ends_with_130_also_in_the_first_batch(recipe: Path, capfd: Output) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    model = ["--model.class_path", f"{__name__}.Interrupted"]
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run in the background
+        assert train(recipe, *model)[0] == 130
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    (run,) = runs(recipe)
+    assert names(run) == ["last-00000001"]
+    shown = capfd.readouterr().err
+    assert "hotbed: training ends after the step under way; Ctrl-C again ends it at once" in shown
+    assert f"stopped by a signal after step 1; go on with --resume {run}/checkpoints/last-00000001" in shown
+
+
+def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert train(recipe, "--model.class_path", f"{__name__}.Interrupted", "--train.steps", "3")[0] == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, argv in (
+        ("hotbed.train.run.build_trainer", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
+        ("hotbed.train.describe.describe", ["inspect", str(recipe)]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            assert main(argv) == 130
+        assert capsys.readouterr().err == "hotbed: interrupted\n"
+    assert not (recipe.parent / "runs").exists()
