@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +128,7 @@ class Embeddings(Mapping[str, Tensor]):
 
     def add_pooled(self, names: Sequence[str], vectors: Tensor, buffer: Tensor | None) -> None:
         """Add pooled features ``[B, features, D]``; ``buffer [B, 1 + features, D]`` is their memory, room included."""
-        self._place.update({name: (len(self._pooled), i) for i, name in enumerate(names)})
+        self._place.update(zip(names, zip(repeat(len(self._pooled)), count()), strict=False))
         self._pooled.append(_Pooled(vectors, buffer))
 
     def add_sequence(self, name: str, values: Tensor, bags: Bags, max_len: int | None) -> None:

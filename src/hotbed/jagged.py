@@ -9,6 +9,7 @@ kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ class Jagged:
     __slots__ = (
         "_ahead",
         "_index",
+        "_ragged_rows",
         "_verified",
         "batch_size",
         "fixed",
@@ -80,6 +82,7 @@ class Jagged:
         self._index = {name: i for i, name in enumerate(self.names)}
         self._verified: tuple[Tensor, tuple[int, int], frozenset[tuple[str, int]]] | None = None
         self._ahead: dict[object, object] = {}
+        self._ragged_rows: tuple[int, ...] | None = None
 
     def _validated_starts(self) -> tuple[int, ...]:
         values, names, batch_size = self.values, self.names, self.batch_size
@@ -167,15 +170,18 @@ class Jagged:
         """Counts of in-place changes of ids and offsets."""
         return version(self.values), 0 if self.offsets is None else version(self.offsets)
 
-    def ragged_row(self, i: int) -> int:
-        """Row of ``offsets`` that belongs to feature ``i``."""
-        return sum(k is None for k in self.fixed[:i])
+    @property
+    def ragged_rows(self) -> tuple[int, ...]:
+        """Row of ``offsets`` that belongs to each feature, where it is ragged."""
+        if self._ragged_rows is None:
+            self._ragged_rows = tuple(accumulate((k is None for k in self.fixed), initial=0))
+        return self._ragged_rows
 
     def __getitem__(self, name: str) -> Bags:
         """The ids of one feature; tensors are views."""
         i = self.index(name)
         part = slice(self.starts[i], self.starts[i + 1])
-        offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_row(i)]
+        offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_rows[i]]
         weights = None if self.weights is None else self.weights[part]
         return Bags(self.values[part], self.batch_size, self.fixed[i], offsets, weights)
 
@@ -205,10 +211,11 @@ class Jagged:
         parts = {name: take_bags(self[name], samples) for name in self.names}
         return _from_bags(parts)
 
-    def with_feature(self, name: str, bags: Bags) -> Jagged:
-        """A copy in which the ids of one feature are replaced."""
-        self.index(name)
-        return _from_bags({other: bags if other == name else self[other] for other in self.names})
+    def with_features(self, changed: Mapping[str, Bags]) -> Jagged:
+        """A copy in which the ids of some features are replaced."""
+        for name in changed:
+            self.index(name)
+        return _from_bags({name: changed[name] if name in changed else self[name] for name in self.names})
 
     @staticmethod
     def concatenate(parts: Sequence[Jagged]) -> Jagged:
@@ -314,16 +321,17 @@ class Jagged:
 
 def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:
     """Number of ids of each ragged feature; raises unless every row of offsets starts at 0 and never falls."""
-    steps = offsets.diff(dim=1)
-    for name, row, step in zip(names, offsets, steps, strict=True):
+    falls = offsets[:, 1:] < offsets[:, :-1]
+    if bool((offsets[:, 0] != 0).any() | falls.any()):
+        i = int(((offsets[:, 0] != 0) | falls.any(dim=1)).nonzero()[0])
+        name, row = names[i], offsets[i]
         if int(row[0]) != 0:
             raise BatchError(f"feature '{name}': offsets start at {int(row[0])}, must start at 0")
-        if len(step) and int(step.min()) < 0:
-            at = int((step < 0).nonzero()[0])
-            raise BatchError(
-                f"feature '{name}': offsets fall from {int(row[at])} to {int(row[at + 1])} at sample {at}; "
-                f"offsets are running totals of the ids per sample"
-            )
+        at = int(falls[i].nonzero()[0])
+        raise BatchError(
+            f"feature '{name}': offsets fall from {int(row[at])} to {int(row[at + 1])} at sample {at}; "
+            f"offsets are running totals of the ids per sample"
+        )
     return offsets[:, -1].tolist()
 
 

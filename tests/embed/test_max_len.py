@@ -98,7 +98,7 @@ def test_a_checked_batch_is_not_checked_again(monkeypatch):
     def refuse(*_):
         raise AssertionError("looked again")
 
-    monkeypatch.setattr("hotbed.embed.ids._longest", refuse)
+    monkeypatch.setattr("hotbed.embed.ids._features_too_long", refuse)
     monkeypatch.setattr("torch.aminmax", refuse)
     assert collection.check(checked) is checked
     assert collection.check(checked.to("cpu")).verified == checked.verified

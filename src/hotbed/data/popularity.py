@@ -222,7 +222,7 @@ def _positions(sparse: Jagged, feature: str, samples: Integers) -> Integers:
     fixed = sparse.fixed[i]
     if fixed is not None or sparse.offsets is None:
         return sparse.starts[i] + samples * (fixed or 0)
-    return sparse.starts[i] + sparse.offsets[sparse.ragged_row(i)].numpy()[samples]
+    return sparse.starts[i] + sparse.offsets[sparse.ragged_rows[i]].numpy()[samples]
 
 
 def _share_of_first(counts: Integers, sizes: Sequence[int]) -> Floats:

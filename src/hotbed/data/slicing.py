@@ -119,7 +119,7 @@ def _id_spans(parts: Sequence[Part], i: int) -> list[tuple[int, int]]:
 
 def _offsets(sparse: Jagged, i: int) -> Array:
     assert sparse.offsets is not None  # feature i is ragged
-    return sparse.offsets[sparse.ragged_row(i)].numpy()
+    return sparse.offsets[sparse.ragged_rows[i]].numpy()
 
 
 def _values(sparse: Jagged) -> Array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hotbed.bags import Bags
 from hotbed.comm import Link
 from hotbed.embed.ids import kept
 from hotbed.embed.vocabulary import Renewed, Vocabulary
@@ -63,6 +64,7 @@ class DynamicTables:
                 f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
                 "give the batch without hotbed.Spread"
             )
+        changed: dict[str, Bags] = {}
         for table, vocabulary in self._vocabularies.items():
             features = self._features[table]
             values = [ids[name].values.long() for name in features]
@@ -74,8 +76,8 @@ class DynamicTables:
                 if bool(missing.any()):
                     self.unadmitted[name] += int(missing.sum())
                     bags = kept(bags, ~missing)
-                ids = ids.with_feature(name, bags)
-        return ids
+                changed[name] = bags
+        return ids.with_features(changed)
 
     def stepped(self, tables: Collection[str]) -> None:
         """The optimizer of these tables has used all gradients; see `Vocabulary.stepped`."""

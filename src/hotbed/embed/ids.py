@@ -12,7 +12,7 @@ from torch import Tensor
 from hotbed.bags import Bags
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
-from hotbed.specs import Feature
+from hotbed.specs import ANY_ID, Feature
 
 
 class Discarded(NamedTuple):
@@ -47,10 +47,10 @@ def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int
     wanted = _claims(features, rows)
     if wanted <= ids.verified:
         return ids
-    for feature in _features_too_long(ids, features):
-        ids = _truncated(ids, feature, discarded.truncated)
-    for feature in _features_out_of_range(ids, features, rows):
-        ids = _repaired(ids, feature, rows[feature.table], discarded.bad)
+    if too_long := _features_too_long(ids, features):
+        ids = ids.with_features({f.name: _truncated(ids, f, discarded.truncated) for f in too_long})
+    if bad := _features_out_of_range(ids, features, rows):
+        ids = ids.with_features({f.name: _repaired(ids, f, rows[f.table], discarded.bad) for f in bad})
     ids.mark_verified(wanted)
     return ids
 
@@ -77,16 +77,22 @@ def _claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[s
 
 
 def _features_too_long(ids: Jagged, features: Sequence[Feature]) -> list[Feature]:
-    return [f for f in features if f.max_len is not None and _longest(ids[f.name]) > f.max_len]
+    limited = [f for f in features if f.max_len is not None]
+    if not limited or not len(ids):
+        return []
+    longest = None if ids.offsets is None else ids.offsets.diff(dim=1).amax(dim=1).tolist()
+
+    def length(i: int) -> int:
+        fixed = ids.fixed[i]
+        if fixed is not None:
+            return fixed
+        assert longest is not None
+        return longest[ids.ragged_rows[i]]
+
+    return [f for f in limited if length(ids.index(f.name)) > (f.max_len or 0)]
 
 
-def _longest(bags: Bags) -> int:
-    if bags.batch_size == 0:
-        return 0
-    return int(bags.lengths().max()) if bags.fixed is None else bags.fixed
-
-
-def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Jagged:
+def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Bags:
     if feature.on_too_long == "error":
         _refuse_length(ids, feature)
     bags = ids[feature.name]
@@ -95,7 +101,7 @@ def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Jagged:
     place = torch.arange(len(bags.values), device=lengths.device) - torch.repeat_interleave(first, lengths)
     keep = place < (feature.max_len or 0)
     count[feature.name] += int((~keep).sum())
-    return ids.with_feature(feature.name, kept(bags, keep))
+    return kept(bags, keep)
 
 
 def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
@@ -116,25 +122,28 @@ def _features_out_of_range(ids: Jagged, features: Sequence[Feature], rows: Mappi
     if len(set(ids.fixed)) == 1 and ids.fixed[0] is not None:
         low, high = (t.tolist() for t in torch.aminmax(ids.values.view(len(ids.names), -1), dim=1))
         return [f for f, i, limit in zip(features, at, limits, strict=True) if low[i] < 0 or high[i] >= limit]
-    bad: list[Feature] = []
-    for feature, i, limit in zip(features, at, limits, strict=True):
-        values = ids.values[ids.starts[i] : ids.starts[i + 1]]
-        if len(values):
-            low, high = torch.aminmax(values)
-            if int(low) < 0 or int(high) >= limit:
-                bad.append(feature)
-    return bad
+    # Two operations for each feature would cost more than all ids do, where there are many features.
+    largest = torch.full((len(ids.names),), ANY_ID, dtype=torch.int64)
+    largest[at] = torch.tensor(limits) - 1
+    starts = torch.tensor(ids.starts)
+    to = ids.values.device
+    limit = torch.repeat_interleave(largest.to(to), starts.diff().to(to), output_size=len(ids.values))
+    wrong = (ids.values < 0) | (ids.values > limit)
+    if not bool(wrong.any()):
+        return []
+    found = set(torch.searchsorted(starts, wrong.nonzero()[:, 0].cpu(), right=True).sub(1).unique().tolist())
+    return [f for f, i in zip(features, at, strict=True) if i in found]
 
 
-def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Jagged:
+def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Bags:
     if feature.on_bad_id == "error":
         _refuse(ids, feature, rows)
     bags = ids[feature.name]
     wrong = _out_of_range(bags, rows)
     bad[feature.name] += int(wrong.sum())
     if feature.on_bad_id == "hash":
-        return ids.with_feature(feature.name, bags._replace(values=hashed(bags.values, rows).where(wrong, bags.values)))
-    return ids.with_feature(feature.name, kept(bags, ~wrong))
+        return bags._replace(values=hashed(bags.values, rows).where(wrong, bags.values))
+    return kept(bags, ~wrong)
 
 
 def kept(bags: Bags, keep: Tensor) -> Bags:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
+from hotbed.ops.layout import FIXED, RAGGED_ROW, START
 from hotbed.specs import Feature
 
 
@@ -30,8 +31,18 @@ class BagPlaces:
     ) -> None:
         self.features = dict(features)
         self.single = single
-        self._slots = dict(slots)
         self._last: tuple[object, Tensor] | None = None
+        self._at: tuple[tuple[str, ...], list[int]] | None = None
+        self._has_mean = not single and any(f.pooling == "mean" for f in features)
+        # `BagLayout.features`, with zeros where the batch decides.
+        self._fixed = torch.tensor(
+            [
+                [0, 0, 0, slots[f.table][0], f.pooling == "mean", position, slots[f.table][1]]
+                for f, position in features.items()
+            ],
+            dtype=torch.int64,
+            device="cpu",
+        )
 
     @property
     def tables(self) -> set[str]:
@@ -48,8 +59,9 @@ class BagPlaces:
         width, room
             As in `BagLayout`; of no effect where every id is a bag.
         """
-        at = [ids.index(f.name) for f in self.features]
-        total = sum(ids.starts[i + 1] - ids.starts[i] for i in at)
+        at = self._found(ids)
+        starts = ids.starts
+        total = sum([starts[i + 1] - starts[i] for i in at])
         batch_size = total if self.single else len(ids)
         offsets = None if self.single else ids.offsets
         if offsets is None:
@@ -61,29 +73,28 @@ class BagPlaces:
             None if ids.weights is None else _values(ids.weights),
             batch_size,
             total,
-            not self.single and any(f.pooling == "mean" for f in self.features),
+            self._has_mean,
             1 if self.single else width,
             0 if self.single else room,
         )
+
+    def _found(self, ids: Jagged) -> list[int]:
+        """Which features of a batch these are; batches have the same names, so the last answer is kept."""
+        last = self._at  # another thread may make a layout, too
+        if last is None or last[0] != ids.names:
+            self._at = last = ids.names, [ids.index(f.name) for f in self.features]
+        return last[1]
 
     def _entries(self, ids: Jagged, at: list[int]) -> Tensor:
         """`BagLayout.features`; fixed features keep their places from batch to batch, so the last one is kept."""
         places = (ids.names, ids.fixed, ids.starts, ids.values.device)
         last = self._last  # another thread may make a layout, too
         if last is None or last[0] != places:
-            rows = [
-                [
-                    ids.starts[i],
-                    1 if self.single else -1 if ids.fixed[i] is None else ids.fixed[i],
-                    ids.ragged_row(i),
-                    self._slots[feature.table][0],
-                    feature.pooling == "mean",
-                    position,
-                    self._slots[feature.table][1],
-                ]
-                for (feature, position), i in zip(self.features.items(), at, strict=True)
-            ]
-            self._last = last = places, torch.tensor(rows, dtype=torch.int64, device=ids.values.device)
+            entries = self._fixed.clone()
+            fixed = [1 if self.single else -1 if k is None else k for k in ids.fixed]
+            for column, values in ((START, ids.starts), (FIXED, fixed), (RAGGED_ROW, ids.ragged_rows)):
+                entries[:, column] = torch.tensor(values, dtype=torch.int64, device="cpu")[at]
+            self._last = last = places, entries.to(ids.values.device)
         return last[1]
 
 

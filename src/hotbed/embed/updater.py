@@ -108,20 +108,26 @@ class TableUpdater:
         Whether or not the batch touched them, so that a table's count does not depend on what shares its arena; but not
         while the gate is closed.
         """
-        trained = torch.tensor([t in hyper for t in self._order], device=device)
+        trained = torch.tensor(list(map(hyper.__contains__, self._order)), device=device)
         self._steps = self._steps.to(device)
         self._steps += (trained & (gate != 0)).long()
 
     def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
         """What this step does to the pieces of an arena."""
         idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
-        lines = tuple((1.0, *hyper[t]) if t in hyper else (0.0, *idle) for t in arena.tables)
+        # Tables of a group have one list of hyperparameters, so there are few different lines.
+        found = list(map(hyper.get, arena.tables))
+        number = {key: i for i, key in enumerate(dict.fromkeys(map(id, found)))}
+        different = {id(values): values for values in found}
+        lines = tuple((0.0, *idle) if values is None else (1.0, *values) for values in different.values())
+        of_table = tuple(map(number.__getitem__, map(id, found)))
         device = arena.store.device
         last = self._hyper.get(arena)
-        if last is None or last[0] != lines or last[1].device != device:
+        if last is None or last[0] != (lines, of_table) or last[1].device != device:
             table = torch.tensor(lines, dtype=torch.float32, device=device).view(len(lines), 1 + len(idle))
+            table = table[torch.tensor(of_table, dtype=torch.int64, device=device)]
             counts = torch.tensor([self._order.get(t, 0) for t in arena.tables], dtype=torch.int64, device=device)
-            self._hyper[arena] = last = lines, table, counts
+            self._hyper[arena] = last = (lines, of_table), table, counts
         values = last[1]
         steps = self._steps[last[2]] * (values[:, 0] != 0)
         if self.rule.corrected:
@@ -129,13 +135,12 @@ class TableUpdater:
             powers = values[:, at].double() ** steps[:, None]
             values = torch.cat([values, (1 - powers).float()], dim=1)
         columns = {name: i for i, name in enumerate(COMMON)}
+        options = {id(line): line for line in hyper.values()}.values()
         return RuleStep(
             rule=self.rule,
             hyper=values,
             seeds=step_seeds(arena.seeds, steps),
-            uses=frozenset(
-                name for name, off in _OFF.items() if any(line[columns[name]] != off for line in hyper.values())
-            ),
+            uses=frozenset(name for name, off in _OFF.items() if any(line[columns[name]] != off for line in options)),
             inv_scale=inv_scale,
             gate=gate,
         )
