@@ -149,6 +149,28 @@ def test_null_numericals_are_0_and_nan_stays(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.int64(), pa.decimal128(20, 2)])
+def test_scaled_numericals(tmp_path: Path, kind: pa.DataType) -> None:
+    numbers = np.array([1_700_000_000, 0, 1_700_000_256, 1_699_999_360])  # float32 holds them exactly
+    given = pa.array(numbers, mask=numbers == 0).cast(pa.float64()).cast(kind)
+    pq.write_table(pa.table({"c": [1, 2, 3, 4], "x": given, "y": given}), tmp_path / "t.parquet")
+    dense = ["y", {"name": "x", "center": 1_700_000_000, "scale": 300}]
+    schema = Schema.from_dict({"sparse": [{"name": "c", "rows": 9}], "dense": dense, "labels": []})
+    found = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0).dense
+    assert found is not None and found.dtype == torch.float32
+    torch.testing.assert_close(found[:, 1], torch.tensor([0, 0, 256 / 300, -640 / 300]).asinh())
+    assert found[0, 0] == 1.7e9
+
+
+def test_values_that_are_not_finite_are_0_once_scaled(tmp_path: Path) -> None:
+    x = [float("nan"), float("inf"), -float("inf"), 1e308, 5.0]
+    pq.write_table(pa.table({"c": [1] * 5, "x": x}), tmp_path / "t.parquet")
+    dense = [{"name": "x", "center": 4.0, "scale": 1e-9}]
+    schema = Schema.from_dict({"sparse": [{"name": "c", "rows": 9}], "dense": dense, "labels": []})
+    found = ParquetSource(tmp_path / "t.parquet", schema).read("train", 0).dense
+    assert found is not None and found[:, 0].tolist() == [0, 0, 0, 0, pytest.approx(np.arcsinh(1e9))]
+
+
 def test_group_of_strings(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user": ["u", "v", "u"], "label": [0, 1, 0]}), tmp_path / "t.parquet")
     schema = Schema(sparse=(SparseColumn(name="user", rows=9),), group="user")
@@ -212,10 +234,10 @@ def test_bad_paths(tmp_path: Path) -> None:
     pq.write_table(pa.table({"c": [1]}), tmp_path / "text.parquet")
     (tmp_path / "train").mkdir()
     pq.write_table(pa.table({"c": [1]}), tmp_path / "train/x.parquet")
-    with pytest.raises(DataError, match=r"has split folders \(train\) and also .*text.parquet outside of them"):
+    with pytest.raises(DataError, match=r"has splits \(train\) and also .*text.parquet, which is of none; move it"):
         ParquetSource(tmp_path, schema)
     (tmp_path / "text.parquet").unlink()
-    with pytest.raises(SpecError, match="has the splits train as folders; leave valid and test_fraction at 0"):
+    with pytest.raises(SpecError, match="has the splits train; leave valid and test_fraction at 0"):
         ParquetSource(tmp_path, schema, test_fraction=0.5)
 
 
@@ -226,6 +248,42 @@ def test_file_damaged_after_opening(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match=r"t.parquet, row group 0: cannot be read, the file is damaged or cut short"):
         source.read("train", 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        ("train.parquet test.parquet", {"train": 1, "test": 1}),
+        ("Train.parquet TEST.pq val.parq", {"train": 1, "valid": 1, "test": 1}),
+        (
+            "train-00000-of-00002.parquet train-00001-of-00002.parquet validation-00000-of-00001.parquet",
+            {"train": 2, "valid": 1},
+        ),
+        ("train_1.parquet train10.parquet test.0.parquet", {"train": 2, "test": 1}),
+        ("train/a.parquet train/b.parquet test.parquet", {"train": 2, "test": 1}),
+        ("Train/a.parquet Test/b.parquet", {"train": 1, "test": 1}),
+        ("train.parquet", {"train": 1}),
+        ("test.parquet", {"train": 1}),
+        ("test-0.parquet test-1.parquet", {"train": 2}),
+        ("trains.parquet tester.parquet", {"train": 2}),
+        ("day/train.parquet day/test.parquet", {"train": 2}),
+    ],
+)
+def test_splits_by_names_of_files_and_folders(tmp_path: Path, names: str, splits: dict[str, int]) -> None:
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"c": [1]}), tmp_path / name)
+    source = ParquetSource(tmp_path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
+    assert {split: source.samples(split) for split in source.splits} == splits
+
+
+@pytest.mark.parametrize("other", ["items.parquet", "train_users.parquet", "more/items.parquet"])
+def test_files_of_no_split_beside_those_of_one_are_refused(tmp_path: Path, other: str) -> None:
+    for name in ("train.parquet", other):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"c": [1]}), tmp_path / name)
+    with pytest.raises(DataError, match=rf"has splits \(train\) and also .*{other}, which is of none; move it into"):
+        ParquetSource(tmp_path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
 
 
 def test_uris_and_filesystems(tmp_path: Path) -> None:

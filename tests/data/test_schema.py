@@ -1,8 +1,9 @@
 import json
+import math
 
 import pytest
 
-from hotbed.data import Schema, SparseColumn
+from hotbed.data import Scaling, Schema, SparseColumn
 from hotbed.errors import SpecError
 from hotbed.specs import Feature, Table
 
@@ -75,3 +76,50 @@ def test_bad_dims() -> None:
         MIXED_SCHEMA.tables({"items": 4})
     with pytest.raises(SpecError, match="dim is -1"):
         MIXED_SCHEMA.tables(-1)
+
+
+# -- scaling -------------------------------------------------------------------------------------------------------
+
+
+def test_scaled_columns_stand_beside_the_others() -> None:
+    values = {"sparse": [A], "dense": ["x", {"name": "price", "center": 3, "scale": 0.5}, {"name": "y"}]}
+    schema = Schema.from_dict(values)
+    assert schema.dense == ("x", "price", "y")
+    assert schema.scaling == (Scaling(name="price", center=3, scale=0.5), Scaling(name="y", center=0.0, scale=1.0))
+    assert schema.to_dict()["dense"] == ["x", values["dense"][1], {"name": "y", "center": 0.0, "scale": 1.0}]
+    assert Schema.from_dict(json.loads(json.dumps(schema.to_dict()))) == schema
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"dense": [{"name": "x", "scale": 0}]}, "numerical column 'x': scale is 0, must be above 0"),
+        ({"dense": [{"name": "x", "scale": "1e3"}]}, "numerical column 'x': scale is '1e3', must be a finite number"),
+        (
+            {"dense": [{"name": "x", "center": math.inf}]},
+            "numerical column 'x': center is inf, must be a finite number",
+        ),
+        ({"dense": [{"name": "x", "center": True}]}, "center is True, must be a finite number"),
+        ({"dense": [{"name": "x", "centre": 1}]}, r"dense\[0\] has no key 'centre'.*did you mean 'center'"),
+        ({"dense": [{"scale": 1}]}, r"dense\[0\] has no 'name', which is required"),
+        ({"scaling": []}, "the schema has no key 'scaling'"),
+        ({"dense": [10]}, r"dense\[0\] is 10, must be the name of a column; put it in quotes, as '10' or 'null'"),
+        ({"dense": [{"name": None}]}, r"dense\[0\].name is None, must be the name"),
+        ({"labels": [None]}, r"labels\[0\] is None, must be the name"),
+        ({"weight": 5}, "weight is 5, must be the name"),
+        ({"group": False}, "group is False, must be the name"),
+        ({"sparse": [{"name": 10, "rows": 3}]}, r"sparse\[0\].name is 10, must be the name"),
+        ({"sparse": [{"name": "a", "rows": 3, "table": 1}]}, r"sparse\[0\].table is 1, must be the name"),
+    ],
+)
+def test_bad_scaling_and_names(values: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Schema.from_dict({"sparse": [A]} | values)
+
+
+def test_scaling_of_no_dense_column_and_twice() -> None:
+    columns = (SparseColumn(name="a", rows=3),)
+    with pytest.raises(SpecError, match="scaling names 'pricee', which is no dense column; did you mean 'price'"):
+        Schema(sparse=columns, dense=("price",), scaling=(Scaling(name="pricee"),))
+    with pytest.raises(SpecError, match="numerical column 'price' is scaled 2 times; give it one scaling"):
+        Schema(sparse=columns, dense=("price",), scaling=(Scaling(name="price"), Scaling(name="price", scale=2)))

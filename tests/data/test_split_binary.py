@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, numbered_batch
 from source_contract import SourceContract
 
 from hotbed.batch import Batch
-from hotbed.data import Schema, Source, SparseColumn, SplitBinarySource, SplitBinaryWriter
+from hotbed.data import Scaling, Schema, Source, SparseColumn, SplitBinarySource, SplitBinaryWriter
 from hotbed.errors import DataError, SpecError
 
 
@@ -240,3 +241,15 @@ def test_the_largest_values_of_the_format_are_kept(tmp_path: Path) -> None:
     batch = Batch(sparse=batch.sparse, dense=torch.tensor([[65_504.0], [-65_504.0]]), labels=batch.labels)
     dense = SplitBinarySource(write(tmp_path / "set", train=batch)).read("train", 0).dense
     assert dense is not None and dense.flatten().tolist() == [65_504.0, -65_504.0]
+
+
+def test_numericals_are_not_scaled_by_this_format(tmp_path: Path) -> None:
+    schema = replace(NUMBERED_SCHEMA, scaling=(Scaling(name=NUMBERED_SCHEMA.dense[0]),))
+    with pytest.raises(SpecError, match="does not scale numericals; write them scaled, or use Parquet"):
+        SplitBinaryWriter(tmp_path, schema, ["train"])
+    path = write(tmp_path / "set", train=numbered_batch(4))
+    description = yaml.safe_load((path / "feature_spec.yaml").read_text())
+    description["metadata"]["schema"] = schema.to_dict()
+    (path / "feature_spec.yaml").write_text(yaml.safe_dump(description))
+    with pytest.raises(DataError, match="schema and feature_spec disagree about the columns"):
+        SplitBinarySource(path)

@@ -6,7 +6,7 @@ What needs pyarrow, which takes a quarter of a second to import, is imported whe
 from typing import TYPE_CHECKING
 
 from hotbed.data.loader import Loader
-from hotbed.data.schema import Schema, SparseColumn
+from hotbed.data.schema import Scaling, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
 from hotbed.lazy import lazy
@@ -23,6 +23,7 @@ __all__ = [
     "Loader",
     "ParquetSource",
     "PlantedLog",
+    "Scaling",
     "Schema",
     "Source",
     "SparseColumn",

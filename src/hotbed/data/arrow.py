@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
-from hotbed.data.schema import SparseColumn
+from hotbed.data.schema import Scaling, SparseColumn
 from hotbed.errors import DataError, SpecError
 
 Ids = Literal["hash", "raw"]
@@ -67,6 +67,18 @@ def numbers(column: pa.ChunkedArray) -> Array:
     values = pc.cast(column, pa.float32(), safe=False).combine_chunks()
     # A copy, because Arrow's own memory is read-only.
     return values.to_numpy(zero_copy_only=False).astype(np.float32)
+
+
+def scaled(column: pa.ChunkedArray, scaling: Scaling) -> Array:
+    """Scale numbers ``[n]`` to float32, see `Scaling`; the difference is float64, as a large center needs."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        distances = (wide_numbers(column) - scaling.center) / scaling.scale
+    return np.where(np.isfinite(distances), np.arcsinh(distances), 0).astype(np.float32)
+
+
+def wide_numbers(column: pa.ChunkedArray) -> Array:
+    """Convert numbers ``[n]`` to float64; a null becomes NaN."""
+    return pc.cast(column, pa.float64(), safe=False).combine_chunks().to_numpy(zero_copy_only=False)
 
 
 def hashes(values: pa.Array) -> Hashes:

@@ -174,7 +174,7 @@ class _Reader:
         except SpecError as error:
             raise DataError(f"{self.file}: {error}") from None
         if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
-            (schema.dense, schema.labels) != (dense, labels)
+            (schema.dense, schema.labels, schema.scaling) != (dense, labels, ())
         ):
             raise DataError(
                 f"{self.file}: metadata.schema and feature_spec disagree about the columns; remove metadata.schema"

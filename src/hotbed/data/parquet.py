@@ -20,7 +20,7 @@ from hotbed.batch import Batch
 from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
-from hotbed.data.schema import Schema
+from hotbed.data.schema import Scaling, Schema
 from hotbed.data.source import Source, label_error
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
@@ -33,19 +33,21 @@ class ParquetSource(Source):
 
     Sparse columns are integers, booleans, strings, or lists of these (multi-hot). By default a value is hashed to one
     of the rows 1 … rows − 1 (see `hotbed.data.hashing` for the function, which never changes), and null is row 0. A
-    null list is an empty bag, a null numerical is 0, a null label, weight or group is an error.
+    null list is an empty bag, a null numerical is 0 (if it is scaled, after that), a null label, weight or group is an
+    error.
 
     Parameters
     ----------
     path
-        File, folder or URI. A folder with subfolders ``train``, ``valid``, ``test`` has these splits.
+        File, folder or URI. A folder with subfolders or files ``train``, ``valid``, ``test`` has these splits (see
+        `find_parquet`).
     schema
         Which columns are what, as a `Schema` or its dict form. See `draft_schema` for a first draft.
     ids
         ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows, and leaves the check that they are below
         ``rows`` to the embedding.
     valid_fraction, test_fraction
-        Where there are no subfolders: share of the samples in these splits, the last ones, cut between row groups.
+        Where there are no such splits: share of the samples in these splits, the last ones, cut between row groups.
     filesystem
         A `pyarrow.fs.FileSystem` that has the path; default: local, or what the URI says.
 
@@ -78,7 +80,7 @@ class ParquetSource(Source):
         if "" in groups:
             groups = _by_fractions(str(path), groups[""], valid_fraction, test_fraction)
         elif valid_fraction or test_fraction:
-            raise SpecError(f"{path} has the splits {', '.join(groups)} as folders; leave valid and test_fraction at 0")
+            raise SpecError(f"{path} has the splits {', '.join(groups)}; leave valid and test_fraction at 0")
         self._groups = groups
         self.splits = tuple(groups)
 
@@ -114,7 +116,8 @@ class ParquetSource(Source):
             fixed=[c.ids for c in s.sparse],
             offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
         )
-        dense = [np.where(table[name].is_null().to_numpy(), 0, arrow.numbers(table[name])) for name in s.dense]
+        scaling = {scaling.name: scaling for scaling in s.scaling}
+        dense = [_numerical(table[name], scaling.get(name)) for name in s.dense]
         labels = [_complete(table, name, where) for name in s.labels]
         return Batch(
             sparse=sparse,
@@ -141,6 +144,12 @@ class ParquetSource(Source):
                 raise SpecError(f"column '{name}' is {kind}, must be numbers to be a numerical, label or weight")
         if s.group and not (arrow.is_whole(kind := file.schema.field(s.group).type) or arrow.is_text(kind)):
             raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
+
+
+def _numerical(column: pa.ChunkedArray, scaling: Scaling | None) -> arrow.Array:
+    if scaling is not None:
+        return arrow.scaled(column, scaling)
+    return np.where(column.is_null().to_numpy(), 0, arrow.numbers(column))
 
 
 def _complete(table: pa.Table, name: str, where: str) -> arrow.Array:

@@ -18,7 +18,8 @@ from pyarrow import fs
 
 from hotbed.errors import DataError
 
-_SPLIT_OF_FOLDER = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
+_SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
+_SPLIT_OF_FILE = re.compile(rf"({'|'.join(_SPLITS)})(?:[-_.]?\d.*)?\.\w+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,14 @@ class RowGroup:
 
 
 def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> dict[str, list[ParquetFile]]:
-    """List Parquet files by split; where a folder has no split subfolders, all files are under ``""``.
+    """List Parquet files by split; where a folder has no splits, all files are under ``""``.
 
     Parameters
     ----------
     path
         A file, a folder (searched with its subfolders), or a URI such as ``s3://bucket/folder``. Subfolders ``train``,
-        ``valid`` (or ``validation``, ``val``) and ``test`` are splits.
+        ``valid`` (or ``validation``, ``val``) and ``test`` are splits, and so are files of such names, also with a
+        number (``train-00000-of-00002.parquet``), where there are files of more than one split.
     filesystem
         Where the path is; default: local, or what the URI says.
 
@@ -119,19 +121,31 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
         raise DataError(f"{path} does not exist; give a Parquet file or a folder of them")
     if info.is_file:
         return {"": [ParquetFile(store, root)]}
-    found: dict[str, list[ParquetFile]] = {}
+    folders: dict[str, list[ParquetFile]] = {}
+    files: dict[str, list[ParquetFile]] = {}
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     for entry in sorted(entries, key=lambda e: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", e.path)]):
         parts = entry.path[len(root) :].strip("/").split("/")
         hidden = any(p.startswith((".", "_")) for p in parts)
         if entry.is_file and not hidden and entry.path.endswith((".parquet", ".parq", ".pq")):
-            split = _SPLIT_OF_FOLDER.get(parts[0], "") if len(parts) > 1 else ""
-            found.setdefault(split, []).append(ParquetFile(store, entry.path))
+            file = ParquetFile(store, entry.path)
+            if len(parts) > 1:
+                folders.setdefault(_SPLITS.get(parts[0].lower(), ""), []).append(file)
+            else:
+                named = _SPLIT_OF_FILE.fullmatch(parts[0])
+                files.setdefault(_SPLITS[named[1].lower()] if named else "", []).append(file)
+    if len(files) == 1 and not folders:  # files whose names are alike are no splits
+        files = {"": files.popitem()[1]}
+    found = {
+        split: folders.get(split, []) + files.get(split, [])
+        for split in ("", "train", "valid", "test")
+        if split in folders or split in files
+    }
     if not found:
         raise DataError(f"{path} has no file that ends in .parquet, .parq or .pq")
     if "" in found and len(found) > 1:
         raise DataError(
-            f"{path} has split folders ({', '.join(s for s in found if s)}) and also {found[''][0].path} outside of "
-            f"them; move it into one, or give the folder of one split"
+            f"{path} has splits ({', '.join(s for s in found if s)}) and also {found[''][0].path}, which is of none; "
+            f"move it into the folder of one, or give the path of one split"
         )
-    return {split: found[split] for split in ("", "train", "valid", "test") if split in found}
+    return found

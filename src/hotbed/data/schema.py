@@ -7,9 +7,10 @@ A schema knows nothing about files. A source carries one, and a model is built f
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, cast, get_args
 
 from hotbed.errors import SpecError, did_you_mean
@@ -63,6 +64,39 @@ class SparseColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """What a numerical column becomes when it is read: ``asinh((x − center) ÷ scale)``.
+
+    That is linear around the center and logarithmic far from it, on both sides. Values that are missing (null, NaN) or
+    infinite become 0, which is what the center becomes.
+
+    Parameters
+    ----------
+    name
+        The column, one of the schema's ``dense``.
+    center, scale
+        Constants in the column's unit: a usual value, and a usual distance from it.
+
+    Raises
+    ------
+    SpecError
+        If a constant is not finite, or the scale is not positive.
+    """
+
+    name: str
+    center: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("center", "scale"):
+            value: object = getattr(self, key)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+                raise SpecError(f"numerical column '{self.name}': {key} is {value!r}, must be a finite number")
+        if self.scale <= 0:
+            raise SpecError(f"numerical column '{self.name}': scale is {self.scale}, must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schema:
     """The columns of a data source by their role.
 
@@ -78,11 +112,14 @@ class Schema:
         Column of sample weights, or None.
     group
         Column whose values group samples (a user id, for grouped AUC), or None. It is in the batch's ``extra``.
+    scaling
+        Dense columns that are scaled when they are read; the others are taken as they are.
 
     Raises
     ------
     SpecError
-        If there is no sparse column, a name has two roles, or columns disagree about the rows of a shared table.
+        If there is no sparse column, a name has two roles, columns disagree about the rows of a shared table, or a
+        scaling is of no dense column.
     """
 
     sparse: tuple[SparseColumn, ...]
@@ -90,9 +127,10 @@ class Schema:
     labels: tuple[str, ...] = ("label",)
     weight: str | None = None
     group: str | None = None
+    scaling: tuple[Scaling, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("sparse", "dense", "labels"):
+        for field in ("sparse", "dense", "labels", "scaling"):
             value = getattr(self, field)
             if isinstance(value, str):
                 raise SpecError(f"{field} is {value!r}, must be a list of columns; write [{value!r}]")
@@ -106,6 +144,11 @@ class Schema:
                 raise SpecError("a column has an empty name")
             if count > 1:
                 raise SpecError(f"column '{name}' is used {count} times in the schema; each column has one role")
+        for name, count in Counter(s.name for s in self.scaling).items():
+            if name not in self.dense:
+                raise SpecError(f"scaling names '{name}', which is no dense column{did_you_mean(name, self.dense)}")
+            if count > 1:
+                raise SpecError(f"numerical column '{name}' is scaled {count} times; give it one scaling")
         first: dict[str, SparseColumn] = {}
         for column in self.sparse:
             other = first.setdefault(column.table_name, column)
@@ -148,12 +191,16 @@ class Schema:
         return [Feature(c.name, c.table_name, pooling=c.pooling, on_bad_id=on_bad_id) for c in self.sparse]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values that JSON and YAML can hold; `from_dict` is the inverse."""
+        """Plain values that JSON and YAML can hold; `from_dict` is the inverse.
+
+        An entry of ``dense`` is the column's name, or ``{name, center, scale}`` where it is scaled.
+        """
+        scaled = {s.name: asdict(s) for s in self.scaling}
         return {
             "labels": list(self.labels),
             "weight": self.weight,
             "group": self.group,
-            "dense": list(self.dense),
+            "dense": [scaled.get(name, name) for name in self.dense],
             "sparse": [{f.name: getattr(c, f.name) for f in fields(c)} for c in self.sparse],
         }
 
@@ -166,7 +213,7 @@ class Schema:
         SpecError
             If a key is unknown or missing, or a value cannot be right.
         """
-        _check_keys("the schema", values, Schema, required=("sparse",))
+        _check_keys("the schema", values, Schema, required=("sparse",), but=("scaling",))
         columns: list[SparseColumn] = []
         for i, entry in enumerate(_list("sparse", values["sparse"])):
             if isinstance(entry, SparseColumn):
@@ -176,12 +223,37 @@ class Schema:
                 raise SpecError(f"sparse[{i}] is {entry!r}, must be a mapping with at least `name` and `rows`")
             entry = cast("Mapping[str, object]", entry)
             _check_keys(f"sparse[{i}]", entry, SparseColumn, required=("name", "rows"))
+            _name(f"sparse[{i}].name", entry["name"])
+            if entry.get("table") is not None:
+                _name(f"sparse[{i}].table", entry["table"])
             columns.append(SparseColumn(**cast("dict[str, Any]", dict(entry))))  # checked by SparseColumn itself
         rest = {key: value for key, value in values.items() if key != "sparse"}
-        for key in ("dense", "labels"):
-            if key in rest:
-                rest[key] = tuple(map(str, _list(key, rest[key])))
+        if "labels" in rest:
+            rest["labels"] = tuple(_name(f"labels[{i}]", v) for i, v in enumerate(_list("labels", rest["labels"])))
+        if "dense" in rest:
+            dense = [_dense(f"dense[{i}]", entry) for i, entry in enumerate(_list("dense", rest["dense"]))]
+            rest["dense"] = tuple(entry if isinstance(entry, str) else entry.name for entry in dense)
+            rest["scaling"] = tuple(entry for entry in dense if isinstance(entry, Scaling))
+        for key in ("weight", "group"):
+            if rest.get(key) is not None:
+                _name(key, rest[key])
         return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
+
+
+def _dense(where: str, entry: object) -> str | Scaling:
+    if not isinstance(entry, Mapping):
+        return _name(where, entry)
+    values = cast("Mapping[str, Any]", entry)
+    _check_keys(where, values, Scaling, required=("name",))
+    _name(f"{where}.name", values["name"])
+    return Scaling(**values)
+
+
+def _name(where: str, value: object) -> str:
+    """A name as text: YAML reads an unquoted ``10``, ``null`` or ``yes`` as something else."""
+    if not isinstance(value, str):
+        raise SpecError(f"{where} is {value!r}, must be the name of a column; put it in quotes, as '10' or 'null'")
+    return value
 
 
 def _list(key: str, value: object) -> list[object]:
@@ -190,8 +262,10 @@ def _list(key: str, value: object) -> list[object]:
     return list(cast("list[object]", value))
 
 
-def _check_keys(what: str, given: Mapping[str, object], spec: type, required: tuple[str, ...]) -> None:
-    known = [f.name for f in fields(spec)]
+def _check_keys(
+    what: str, given: Mapping[str, object], spec: type, required: tuple[str, ...], but: tuple[str, ...] = ()
+) -> None:
+    known = [f.name for f in fields(spec) if f.name not in but]
     for key in given:
         if key not in known:
             raise SpecError(f"{what} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(key, known)}")

@@ -157,7 +157,7 @@ class BestSoFar:
     """
 
     def __init__(self, monitor: Monitor) -> None:
-        self._monitor = monitor
+        self._monitor: Monitor = monitor
         self.value = -math.inf
         """The best so far; higher is better."""
 

@@ -48,8 +48,9 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
 
     ``torch.export.load("model.pt2").module()(dense, ids)`` gives the logits ``[B, T]`` of any number of samples:
     ``dense [B, I]`` float32 (None where there are no dense inputs) and ``ids``, by feature ``[B, k]`` int64, or
-    ``(values [N], lengths [B])`` where the number of ids varies. ``inputs.json`` lists them. Ids out of range are
-    treated as the recipe's ``data.on_bad_id`` says. It takes twice the memory of the model.
+    ``(values [N], lengths [B])`` where the number of ids varies. ``inputs.json`` lists them; dense inputs that have a
+    center and a scale there are to be scaled as `hotbed.data.Scaling` says. Ids out of range are treated as the
+    recipe's ``data.on_bad_id`` says. It takes twice the memory of the model.
 
     Parameters
     ----------
@@ -84,7 +85,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
     load_checkpoint(source, {"model": model})
     program = traced(plain_model(model), origin.schema)
     found = {
-        "dense": list(origin.schema.dense),
+        "dense": origin.schema.to_dict()["dense"],
         "labels": list(origin.schema.labels),
         "ids": {c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling} for c in origin.schema.sparse},
         "tables": origin.schema.rows,
