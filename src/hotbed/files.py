@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, cast
 import yaml
 
 from hotbed.errors import RecipeError
+
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -64,3 +67,39 @@ def read_yaml(path: Path) -> Any:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None
+
+
+def yaml_text(value: object, *, width: int | None = None) -> str:
+    """Write plain values as YAML.
+
+    All text but plain words is quoted, so that every reader of YAML takes it for text. PyYAML writes ``1e3`` plain,
+    which others read as a number, and some characters that end a line as they are, which it reads as spaces.
+
+    Parameters
+    ----------
+    value
+        What to write.
+    width
+        Columns up to which the innermost lists and mappings are written in one line; by default each value has its own.
+    """
+    dumped = yaml.dump(
+        value,
+        Dumper=_Quoting,
+        sort_keys=False,
+        default_flow_style=None if width else False,
+        width=width or 1 << 30,
+        allow_unicode=True,
+    )
+    return dumped.removesuffix("\n").removesuffix("\n...")
+
+
+class _Quoting(yaml.SafeDumper):
+    def represent_data(self, data: Any) -> yaml.Node:
+        node = super().represent_data(data)
+        if isinstance(node, yaml.ScalarNode) and isinstance(data, str):
+            plain = _PLAIN.fullmatch(data) and isinstance(yaml.safe_load(data), str)
+            node.style = None if plain else '"'
+        if isinstance(node, yaml.CollectionNode) and cast("bool | None", self.default_flow_style) is None:
+            parts = [n for entry in node.value for n in (entry if isinstance(entry, tuple) else (entry,))]
+            node.flow_style = all(isinstance(n, yaml.ScalarNode) for n in parts)
+        return node

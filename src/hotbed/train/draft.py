@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-
-import yaml
 
 from hotbed.data import ParquetSource, draft_schema
 from hotbed.errors import SpecError
+from hotbed.files import yaml_text
 
 _TEMPLATE = """\
-# Drafted by `hotbed init` from the column names, types and a sample of {path}. Check the schema, then:
+# Drafted by `hotbed init` from the column names, types and a sample of the data. Check the schema, then:
 #   hotbed train THIS_FILE --dry_run
 #   hotbed train THIS_FILE
 name: {name}
 data:
   path: {path}
   dim: 16                       # columns of every embedding table; or one number per table: {{users: 64, items: 32}}
-  test_split: {test_split}
-  source:
+{splits}  source:
     class_path: hotbed.data.ParquetSource
     init_args:
 {fraction}      # `rows` are about 4 × the distinct values in the sample; values are hashed to them. Columns with the
       # same `table` share one. `ids` is the number per sample, null where it varies. `weight` and `group` (for
       # grouped AUC) name columns.
-      schema:
+{scaling}      schema:
 {schema}
 model:
   class_path: hotbed.nn.DLRM    # or a class of yours: made with tables=, features=, dense_features=, seed=
@@ -43,42 +42,67 @@ train:
   batch_size: 1024
   epochs: 1
 """
+_SCALING = """\
+      # A number x of `dense` becomes asinh((x - center) / scale), as networks need inputs of about the size of 1: the
+      # center is the median in the sample, the scale is by its quartiles the usual distance from it. Missing and
+      # infinite values become 0. Write just a column's name to take it as it is.
+"""
+_LONGEST_NAME = 100
 
 
-def draft_recipe(path: Path, label: str | None = None) -> str:
-    """A commented recipe for a Parquet file or folder, as YAML.
+def draft_recipe(path: str | Path, label: str | None = None) -> str:
+    """Write a commented recipe for a Parquet file or folder, as YAML.
 
     Parameters
     ----------
     path
-        The file or folder.
+        File, folder or URI, as for `ParquetSource`. Its splits are those of the recipe; where there are none, the last
+        10 % are the test split.
     label
         Its label column, where the name is not a usual one.
 
     Raises
     ------
     DataError
-        If there is no Parquet data, label or column to embed.
+        If there is no Parquet data, label or column to embed, or a label is not from 0 to 1.
     """
     schema = draft_schema(path, label=label)
-    test_split, fraction = _test_split(path, schema.to_dict())
-    lines = yaml.safe_dump(schema.to_dict(), sort_keys=False, default_flow_style=None, width=120).splitlines()
+    plain = schema.to_dict()
+    source = ParquetSource(path, plain)
+    for split in source.splits:
+        source.check_labels(split)
+    splits, fraction = _splits(path, source, plain)
+    lines = yaml_text(plain, width=112).split("\n")
     return _TEMPLATE.format(
-        path=path,
-        name=path.name.removesuffix(".parquet") or "run",
-        test_split=test_split,
+        path=yaml_text(str(path)),
+        name=yaml_text(_run_name(path)),
+        splits=splits,
         fraction=fraction,
+        scaling=_SCALING if schema.scaling else "",
         schema="\n".join(f"        {line}" for line in lines),
         tasks=len(schema.labels),
     )
 
 
-def _test_split(path: Path, schema: dict[str, object]) -> tuple[str, str]:
-    """Split to test on, and the line that cuts it off where there is no folder for it."""
-    if "test" in ParquetSource(path, schema).splits:
-        return "test", ""
+def _splits(path: str | Path, source: ParquetSource, schema: dict[str, object]) -> tuple[str, str]:
+    """Lines for the splits to evaluate and test on, and the line that cuts one off where there is none."""
+    valid = "  valid_split: valid\n" if "valid" in source.splits else ""
+    if "test" in source.splits:
+        return f"{valid}  test_split: test\n", ""
     try:
         ParquetSource(path, schema, test_fraction=0.1)
-    except SpecError:
-        return "null              # too few row groups to cut a test split; make a folder with train/ and test/", ""
-    return "test", "      test_fraction: 0.1      # the last 10 %, cut between row groups\n"
+    except SpecError:  # too few row groups, or only folders of other splits
+        why = "none can be cut off; make a folder with train/ and test/, or write smaller row groups"
+        return f"{valid}  test_split: null              # {why}\n", ""
+    return "  test_split: test\n", "      test_fraction: 0.1      # the last 10 %, cut between row groups\n"
+
+
+def _run_name(path: str | Path) -> str:
+    """Name of the data, as far as directories can have it on any system."""
+    last = re.split(r"[/\\]", str(path).rstrip("/\\"))[-1]
+    if last in ("", ".", ".."):
+        last = Path(path).resolve().name
+    name = re.sub(r"\.(parquet|parq|pq)$", "", last)
+    name = "".join(c if c.isprintable() and c not in '<>:"|?*' else "_" for c in name)
+    name = name.encode()[:_LONGEST_NAME].decode(errors="ignore").strip(" .") or "run"
+    return f"run-{name}" if name in ("null", "~") else name  # which stand for no name on the command line

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import Taken, runs_in
 from hotbed.config import Recipe
-from hotbed.files import read_yaml, write_json, write_text
+from hotbed.files import read_yaml, write_json, write_text, yaml_text
 from hotbed.plan import Plan
 from hotbed.threads import usable_cores
 from hotbed.train.parallel import Ranks
@@ -96,7 +95,7 @@ class RunDirectory:
 
 def recipe_yaml(recipe: Recipe) -> str:
     """The complete recipe as YAML."""
-    return yaml.safe_dump(_lists(recipe.to_dict()), sort_keys=False, allow_unicode=True)
+    return yaml_text(_lists(recipe.to_dict())) + "\n"
 
 
 def _lists(value: Any) -> Any:
