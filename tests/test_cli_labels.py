@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from hotbed.cli import main
+from hotbed.config import Recipe
+from hotbed.errors import DataError
+from hotbed.train.build import build_trainer, open_source
 from tests.cli_cases import Output, refused, train, wide_output_fixture
+from tests.ranks import Ranks
 
 __all__ = ["wide_output_fixture"]
 
@@ -70,3 +74,18 @@ def test_a_bad_label_of_other_data_is_refused_by_eval(tmp_path: Path, capsys: Ou
     made(tmp_path / "other", np.arange(400) % 2 * 5)
     message = refused(["eval", "--checkpoint", str(run), "--data", str(tmp_path / "other/log.parquet")], capsys)
     assert "label 5 at row 1 (row 301 of the file); labels must be from 0 to 1" in message
+
+
+def refused_by(_: object, recipe: Path) -> str:
+    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    with pytest.raises(DataError) as caught:
+        build_trainer(made, open_source(made.data))
+    return str(caught.value)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_all_ranks_refuse_a_bad_label_alike(ranks: Ranks, tmp_path: Path) -> None:
+    labels = np.where(np.arange(400) == 123, 0.5, np.nan)
+    first, second = ranks.run(2, refused_by, made(tmp_path, labels))
+    assert first == second
+    assert "row group 0, column 'click': label nan at row 0 (row 0 of the file)" in first

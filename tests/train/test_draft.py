@@ -77,6 +77,7 @@ def test_any_names_of_columns(tmp_path: Path, names: list[str]) -> None:
     [
         ("10.parquet", "10"),
         ("null.parquet", "run-null"),
+        ("Null.parquet", "run-Null"),
         ("~.parquet", "run-~"),
         ("yes.pq", "yes"),
         ("1e3.parq", "1e3"),

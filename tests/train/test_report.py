@@ -45,6 +45,7 @@ def test_the_final_table_shows_the_best_attainable_beside_it() -> None:
     text = printed(SUMMARY | {"best_attainable": {"auc": 0.8, "logloss": 0.45}})
     assert "best attainable" in text
     assert "0.80000" in text
+    assert "nan" not in printed(SUMMARY | {"best_attainable": {"auc": float("nan"), "logloss": 0.45}})
 
 
 def test_metrics_that_are_not_defined_say_why() -> None:

@@ -105,4 +105,4 @@ def _run_name(path: str | Path) -> str:
     name = re.sub(r"\.(parquet|parq|pq)$", "", last)
     name = "".join(c if c.isprintable() and c not in '<>:"|?*' else "_" for c in name)
     name = name.encode()[:_LONGEST_NAME].decode(errors="ignore").strip(" .") or "run"
-    return f"run-{name}" if name in ("null", "~") else name  # which stand for no name on the command line
+    return f"run-{name}" if name.lower() in ("null", "~") else name  # which stand for no name on the command line

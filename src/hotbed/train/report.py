@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -204,7 +205,7 @@ def print_prepared(console: Console, report: PrepareReport) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.5f}"
+    return "–" if value is None or math.isnan(value) else f"{value:.5f}"
 
 
 def size(count: int) -> str:
