@@ -1,5 +1,7 @@
 import json
+import os
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -40,9 +42,34 @@ from tests.cli_cases import (  # noqa: F401
         (["--train.precision", "fp17"], "train.precision is 'fp17', must be 'auto', 'fp32', 'bf16'"),
         (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam takes no 'lrr'"),
         (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam refused init_args"),
-        (["--dense_optimizer.class_path", "torch.nn.Linear"], "dense_optimizer: torch.nn.Linear takes no 'lr'"),
+        (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam takes no 'x'"),
+        (
+            ["--dense_optimizer.class_path", "torch.nn.Linear"],
+            "dense_optimizer is torch.nn.Linear, which is not a torch",
+        ),
+        (["--dense_optimizer.class_path", "torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure that computes the"),
+        (["--dense_optimizer.class_path", "torch.optim.SparseAdam"], "torch.optim.SparseAdam needs sparse gradients"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "no module 'torch.optm'; install it, or add its"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "to PYTHONPATH; did you mean 'optim'?"),
+        (["--dense_optimizer.class_path", "hotbd.Adam"], "to PYTHONPATH; did you mean 'hotbed'?"),
+        (["--dense_optimizer.class_path", ".Adam"], "dense_optimizer.class_path is '.Adam', must be an import path"),
+        (["--dense_optimizer.class_path", "torch.optim."], "is 'torch.optim.', must be an import path"),
+        (["--dense_optimizer.class_path", "builtins.dict"], "is builtins.dict, which is not a torch.optim.Optimizer"),
+        (["--sparse_optimizer.class_path", "builtins.dict"], "is builtins.dict, which is not a torch.optim.Optimizer"),
+        (["--data.source.class_path", "builtins.dict"], "is builtins.dict, which is not a hotbed.data.Source"),
+        (["--model.class_path", "builtins.dict"], "model is builtins.dict, which is not a torch.nn.Module"),
+        (["--train.seed", "18446744073709551616"], "train.seed is 18,446,744,073,709,551,616, must be below 2**64"),
+        (["--name", ".."], "name is '..', must be a plain directory name of at most 200 bytes; it becomes runs/NAME"),
+        (["--name", "."], "name is '.', must be a plain directory name"),
+        (["--name", "a/b"], "name is 'a/b', must be a plain directory name"),
+        (["--name", "a\nb"], "name is 'a\\nb', must be a plain directory name"),
+        (["--name", " "], "name is ' ', must be a plain directory name"),
+        (["--name", "é" * 101], "must be a plain directory name of at most 200 bytes"),
         (["--model.class_path", "hotbed.nn.DLRN"], "no class 'DLRN'; did you mean 'DLRM'?"),
-        (["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"], "model: hotbed.specs.Table needs"),
+        (
+            ["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"],
+            "model is hotbed.specs.Table, which is not",
+        ),
         (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
         (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
         (["--wide_optimizer.init_args.lr", "0.1"], "lacks 'wide_optimizer.class_path', which is required"),
@@ -91,6 +118,28 @@ def test_a_second_recipe_and_an_option_without_value_are_refused(recipe: Path, c
     assert "unknown argument other.yaml" in refused(["train", str(recipe), "other.yaml"], capsys)
     assert "argument --recipe needs a value" in refused(["train", "--recipe"], capsys)
     assert "--train.steps: expected one argument" in refused(["train", str(recipe), "--train.steps"], capsys)
+
+
+def test_a_recipe_without_an_end_is_refused_and_a_pipe_is_read(
+    recipe: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotbed.files.MOST_TEXT_BYTES", 10_000)
+    message = refused(["train", "/dev/zero"], capsys)
+    assert "/dev/zero is longer than 10,000 bytes, as no recipe is; give another file" in message
+    source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", "/dev/zero"]
+    source += ["--data.source.init_args.train_samples", "100"]
+    assert "/dev/zero is longer than 10,000 bytes" in refused(["train", str(recipe), *source], capsys)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=lambda: pipe.write_text(recipe.read_text()))
+    writer.start()
+    status = main(["train", str(pipe), "--dry_run", "--json", str(tmp_path / "plan.json")])
+    writer.join()
+    assert (status, len(json.loads((tmp_path / "plan.json").read_text())["tables"])) == (0, 26)
+
+
+def test_the_largest_seed_trains(recipe: Path) -> None:
+    assert train(recipe, "--train.seed", str(2**64 - 1), "--train.steps", "1")[0] == 0
 
 
 def test_a_recipe_that_is_not_yaml_or_lacks_a_key(tmp_path: Path, capsys: Output) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from hotbed import cli_checkpoint
-from hotbed.cli_recipe import add_json, add_recipe, recipe_of, split_deep, split_recipes
+from hotbed.cli_recipe import add_json, add_recipe, readable_twice, recipe_of, split_deep, split_recipes
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
 from hotbed.files import read_yaml
@@ -90,15 +90,16 @@ def _run(args: list[str]) -> None:
     )
     command.add_arguments(parser)
     deep: list[tuple[str, str]] = []
+    recipes: list[str] = []
     if command.add_arguments is add_recipe:
         rest, deep = split_deep(rest)
         rest, recipes = split_recipes(rest, [o for a in parser._actions if a.nargs == 0 for o in a.option_strings])
-        for recipe in recipes:
-            check_keys(read_yaml(Path(recipe)), complete=False)
-        # jsonargparse reads a file of settings only from an option. First, so that all other options override it.
-        rest = [f"--recipe={recipe}" for recipe in recipes] + rest
     try:
-        parsed = parser.parse_args(rest)
+        with readable_twice(recipes) as files:
+            for file in files:
+                check_keys(read_yaml(Path(file)), complete=False)
+            # jsonargparse reads a file of settings only from an option. First, so that all other options override it.
+            parsed = parser.parse_args([f"--recipe={file}" for file in files] + rest)
     except ArgumentError as error:
         known = [option for action in parser._actions for option in action.option_strings]
         raise RecipeError(_explained(str(error), known)) from None

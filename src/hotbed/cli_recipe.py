@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, get_loader
@@ -19,6 +22,7 @@ from hotbed.config import (
     TrainRecipe,
 )
 from hotbed.errors import RecipeError
+from hotbed.files import read_text
 
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
 
@@ -100,6 +104,20 @@ def split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str],
             if "=" not in arg and arg not in flags:
                 rest += [value] if (value := next(remaining, None)) is not None else []
     return rest, recipes
+
+
+@contextmanager
+def readable_twice(recipes: Sequence[str]) -> Generator[list[str]]:
+    """Recipes as files that can be read again; of a pipe, as ``<(…)`` is one, a copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        copies = list[str]()
+        for number, recipe in enumerate(recipes):
+            path = Path(recipe)
+            if path.is_fifo() or path.is_char_device():
+                path = Path(folder) / f"{number}.yaml"
+                path.write_text(read_text(Path(recipe)), encoding="utf-8")
+            copies.append(str(path))
+        yield copies
 
 
 def _value_of(option: str, remaining: Iterator[str]) -> str:

@@ -16,6 +16,8 @@ import yaml
 from hotbed.errors import RecipeError
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+MOST_TEXT_BYTES = 16 << 20
+"""Of a file that people write."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,10 +61,25 @@ def without_nan(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
+def read_text(path: Path) -> str:
+    """Text of a file that people write, also of a pipe; what has no end, as /dev/zero, is refused.
+
+    Raises
+    ------
+    RecipeError
+        If it is longer than `MOST_TEXT_BYTES`.
+    """
+    with path.open("rb") as stream:
+        content = stream.read(MOST_TEXT_BYTES + 1)
+    if len(content) > MOST_TEXT_BYTES:
+        raise RecipeError(f"{path} is longer than {MOST_TEXT_BYTES:,} bytes, as no recipe is; give another file")
+    return content.decode("utf-8")
+
+
 def read_yaml(path: Path) -> Any:
     """What a recipe's file holds."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(read_text(path))
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

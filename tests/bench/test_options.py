@@ -57,7 +57,7 @@ def test_every_optimizer_is_known_by_its_name() -> None:
     [
         ("RowWiseAdagrd", r"optimizer is 'RowWiseAdagrd', must be one of .*; did you mean 'RowWiseAdagrad'\?"),
         ("hotbed.optim.Adm", r"optimizer: module 'hotbed.optim' has no class 'Adm'; did you mean 'Adam'\?"),
-        ("torch.nn.Linear", "optimizer: torch.nn.Linear takes no 'lr'"),
+        ("torch.nn.Linear", "optimizer is torch.nn.Linear, which is not a hotbed.optim.SparseOptimizer"),
     ],
 )
 def test_a_misspelt_optimizer_gets_the_closest_name(name: str, message: str) -> None:

@@ -17,6 +17,7 @@ from hotbed.embed import EmbeddingCollection, tables_on_meta
 from hotbed.errors import SpecError
 from hotbed.ops import launches
 from hotbed.optim import Adam, SparseOptimizer
+from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore
 from hotbed.store.crossing import Crossing
 from tests.checkpoint.test_checkpoint import bits
@@ -114,6 +115,34 @@ def test_one_process_without_a_process_group(cut: hb.Cut) -> None:
     assert run(None, cut) == run(None, None)
     assert run(None, cut, ahead=True) == run(None, None)
     assert all(isinstance(store, LazyStore) for store in stores(made(None, cut)[0])) != bool(cut.hot_rows)
+
+
+@pytest.mark.parametrize("cut", [hb.Cut(tier="host"), hb.Cut(tier="disk", cache_rows=2)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8", "fp8"])
+def test_tables_of_one_column_with_float32_rows(dtype: RowDtype, cut: hb.Cut, tmp_path: Path) -> None:
+    tables = [hb.Table("t", rows=20, dim=1, dtype=dtype, fp32_rows=3)]
+
+    def trained(model: torch.nn.Module, ids: list[list[int]]) -> torch.nn.Module:
+        optimizer = hb.optim.RowWiseAdagrad(model, lr=0.1)
+        for of_step in ids:
+            vectors = model(hb.Jagged.from_dict({"t": torch.tensor(of_step)})).concatenate()
+            vectors.sum().backward()
+            optimizer.step()
+        return model
+
+    def collection() -> EmbeddingCollection:
+        return EmbeddingCollection(tables, [hb.Feature("t", table="t")], seed=4)
+
+    def distributed() -> Any:
+        return hb.distribute(collection(), hb.make_plan(tables, 1, cut))
+
+    steps = [[1, 7, 19], [5], [2], [19, 18, 5]]
+    whole, elsewhere = trained(collection(), steps), trained(distributed(), steps)
+    assert bits(elsewhere.state_dict()) == bits(whole.state_dict())
+    save_checkpoint(tmp_path, {"model": elsewhere})
+    loaded = distributed()
+    load_checkpoint(tmp_path, {"model": loaded})
+    assert bits(loaded.state_dict()) == bits(whole.state_dict())
 
 
 @pytest.mark.parametrize("background", [False, True])

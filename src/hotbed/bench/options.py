@@ -117,10 +117,8 @@ class OpsOptions:
                     f"{did_you_mean(path, sparse_optimizers())}"
                 )
             path = f"hotbed.optim.{path}"
-        made = build("optimizer", Component(class_path=path, init_args={"lr": LEARNING_RATE}), model)
-        if not isinstance(made, SparseOptimizer):
-            raise RecipeError(f"optimizer is {path}, which is not a hotbed.optim.SparseOptimizer")
-        return made
+        chosen = Component(class_path=path, init_args={"lr": LEARNING_RATE})
+        return build("optimizer", chosen, SparseOptimizer, model)
 
     def settings(self) -> dict[str, Any]:
         """Plain values for JSON."""

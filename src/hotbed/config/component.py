@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,8 @@ class Component:
     """Keyword arguments, besides those that hotbed gives."""
 
     def __post_init__(self) -> None:
-        if "." not in str(self.class_path):
+        parts = self.class_path.split(".") if isinstance(self.class_path, str) else []
+        if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             raise RecipeError(f"class_path is '{self.class_path}', must be an import path like torch.optim.Adam")
 
     def load(self) -> type[Any]:
@@ -39,7 +41,7 @@ class Component:
                 raise  # the module is there and what it imports is not
             raise RecipeError(
                 f"class_path is '{self.class_path}', but there is no module '{error.name}'; install it, or add its "
-                f"directory to PYTHONPATH"
+                f"directory to PYTHONPATH{_modules_like(error.name)}"
             ) from None
         found = getattr(module, name, None)
         if not isinstance(found, type):
@@ -56,7 +58,10 @@ class Component:
             If an argument is unknown, missing, given by hotbed already, or refused by the class.
         """
         cls = self.load()
-        signature = inspect.signature(cls)
+        try:
+            signature = inspect.signature(cls)
+        except ValueError:  # of some classes that are written in C nothing is known before they are called
+            return self._made(cls, args, given)
         known = signature.parameters
         taken = {*list(known)[: len(args)], *given}
         any_name = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -77,9 +82,19 @@ class Component:
             signature.bind(*args, **given, **self.init_args)
         except TypeError as error:
             raise RecipeError(f"{self.class_path} does not take the arguments that hotbed gives: {error}") from None
+        return self._made(cls, args, given)
+
+    def _made(self, cls: type[Any], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         try:
             return cls(*args, **given, **self.init_args)
         except HotbedError:
             raise
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{self.class_path} refused init_args {self.init_args}: {error}") from error
+
+
+def _modules_like(name: str) -> str:
+    """What a module may have been meant that does not exist, if there is one with nearly this name beside it."""
+    parent, _, last = name.rpartition(".")
+    path = importlib.import_module(parent).__path__ if parent else None
+    return did_you_mean(last, [module.name for module in pkgutil.iter_modules(path)])

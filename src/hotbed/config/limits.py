@@ -26,3 +26,10 @@ def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise `RecipeError` unless a value is one of these."""
     if value not in choices:
         raise RecipeError(f"{key} is '{value}', must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+
+
+def seed(key: str, value: object) -> None:
+    """Raise `RecipeError` unless a value is a seed: an integer of at most 64 bits."""
+    at_least(key, value, 0)
+    if is_int(value) and value >= 2**64:
+        raise RecipeError(f"{key} is {value:,}, must be below 2**64")

@@ -11,6 +11,9 @@ from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.config.training import DataRecipe, InitRecipe, ScheduleRecipe, TrainRecipe
 from hotbed.errors import RecipeError, did_you_mean
 
+MOST_NAME_BYTES = 200
+"""Of a run's name; file systems take 255."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -35,8 +38,11 @@ class Recipe:
     hot: HotRecipe = field(default_factory=HotRecipe)
 
     def __post_init__(self) -> None:
-        if not self.name or any(c in self.name for c in "/\\"):
-            raise RecipeError(f"name is '{self.name}', must be a plain directory name; it becomes runs/NAME")
+        if not _is_plain(self.name):
+            raise RecipeError(
+                f"name is {self.name!r}, must be a plain directory name of at most {MOST_NAME_BYTES} bytes; it becomes "
+                "runs/NAME"
+            )
         if self.parallel.dense == "fsdp" and self.train.checkpoint != "none":
             raise RecipeError(
                 "parallel.dense is 'fsdp', of which this release saves no checkpoint; set train.checkpoint to 'none', "
@@ -132,6 +138,13 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
             raise
         # A component does not know which of the recipe's components it is.
         raise RecipeError(f"{where}{error}") from None
+
+
+def _is_plain(name: object) -> bool:
+    """Whether a value can be the name of a directory."""
+    if not isinstance(name, str) or not name.strip() or name in (".", ".."):
+        return False
+    return name.isprintable() and not {*"/\\"} & {*name} and len(name.encode(errors="replace")) <= MOST_NAME_BYTES
 
 
 def _part(annotation: Any, value: object) -> type[Any] | None:

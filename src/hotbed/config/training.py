@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from hotbed.config.component import Component
-from hotbed.config.limits import at_least, by_table, one_of
+from hotbed.config.limits import at_least, by_table, one_of, seed
 from hotbed.errors import RecipeError
 from hotbed.specs import OnBadId, RowDtype
 
@@ -157,7 +157,7 @@ class TrainRecipe:
         for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every"):
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)
-        at_least("train.seed", self.seed, 0)
+        seed("train.seed", self.seed)
         one_of("train.device", self.device, get_args(Device))
         one_of("train.precision", self.precision, get_args(AskedPrecision))
         one_of("train.linear_library", self.linear_library, get_args(LinearLibrary))

@@ -21,6 +21,7 @@ from hotbed.data.schema import Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.data.zipf import Zipf, stream, uniform
 from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.files import read_text
 from hotbed.jagged import Jagged
 from hotbed.specs import is_int
 
@@ -163,7 +164,7 @@ def _shape(path: str | Path) -> _Shape:
     if str(path) in CRITEO_1TB:
         return _Shape({f"C{i}": rows for i, rows in enumerate(CRITEO_1TB[str(path)], start=1)}, 13)
     try:
-        values: object = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values: object = yaml.safe_load(read_text(Path(path)))
     except FileNotFoundError:
         raise DataError(
             f"'{path}' is neither a file nor one of {', '.join(CRITEO_1TB)}{did_you_mean(str(path), CRITEO_1TB)}"

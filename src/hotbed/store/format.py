@@ -123,7 +123,7 @@ class RecordFormat:
             records.view(torch.float32)[wide, : self.dim] = stored["wide"]
         if "narrow" in stored:
             narrow = records[~wide]
-            narrow[:, : self._narrow_bytes] = stored["narrow"].contiguous().view(torch.uint8)
+            narrow[:, : self._narrow_bytes] = _bytes_of(stored["narrow"])
             if self._blocks:
                 self._exponents(narrow).copy_(stored["exponents"])
             records[~wide] = narrow
@@ -142,4 +142,12 @@ class RecordFormat:
             narrow = round_nearest(values, self.dtype, exponents)
         else:
             narrow = round_stochastic(values, self.dtype, exponents, random)
-        records[:, : self._narrow_bytes] = narrow.view(torch.uint8)
+        records[:, : self._narrow_bytes] = _bytes_of(narrow)
+
+
+def _bytes_of(rows: Tensor) -> Tensor:
+    """Bytes ``[n, D · itemsize]`` of rows ``[n, D]``.
+
+    Where D is 1, torch lets the columns of contiguous rows have any stride, and views bytes only if it is 1.
+    """
+    return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
 from hotbed.errors import RecipeError, SpecError, did_you_mean
+from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_split import HotSplit
@@ -26,9 +28,7 @@ from hotbed.train.trainer import Trainer, resolve_device
 
 def open_source(data: DataRecipe) -> Source:
     """The recipe's data source; a `RecipeError` names a split that it lacks."""
-    source = build("data.source", data.source, data.path)
-    if not isinstance(source, Source):
-        raise RecipeError(f"data.source is {data.source.class_path}, which is not a hotbed.data.Source")
+    source: Source = build("data.source", data.source, Source, data.path)
     for key in ("train_split", "valid_split", "test_split"):
         split: str | None = getattr(data, key)
         if split is not None:
@@ -62,7 +62,9 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     """
     model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device)
     if isinstance(model, Distributed):
-        torch.manual_seed(recipe.train.seed + model.link.rank)  # what is drawn from now on is of a rank's own samples
+        torch.manual_seed(
+            (recipe.train.seed + model.link.rank) % 2**64
+        )  # what is drawn from now on is of a rank's own samples
         return model
     if needs_a_plan(recipe):  # by which all rows are in the memory of this one process's device
         model = _seeded(recipe, source, device, on_meta=False)
@@ -78,17 +80,15 @@ def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bo
 
 def new_model(recipe: Recipe, source: Source) -> nn.Module:
     """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module."""
-    model = build(
+    return build(
         "model",
         recipe.model,
+        nn.Module,
         tables=tables_of(source, recipe.data),
         features=source.schema.features(recipe.data.on_bad_id),
         dense_features=len(source.schema.dense),
         seed=recipe.train.seed,
     )
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"model is {recipe.model.class_path}, which is not a torch.nn.Module")
-    return model
 
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:
@@ -97,17 +97,14 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     _check_labels(recipe, source)
     model = build_model(recipe, source, resolve_device(recipe.train.device))
-    dense = build("dense_optimizer", recipe.dense_optimizer, model.parameters())
+    _refuse_unsuited(recipe)
+    dense = build("dense_optimizer", recipe.dense_optimizer, Optimizer, model.parameters())
     wide, rest = None, model
     if recipe.wide_optimizer is not None:
         collection = _wide_of(model, recipe)
-        wide = build("wide_optimizer", recipe.wide_optimizer, collection)
+        wide = build("wide_optimizer", recipe.wide_optimizer, Optimizer, collection)
         rest = _without(model, collection)
-    sparse = build("sparse_optimizer", recipe.sparse_optimizer, rest)
-    for key, optimizer in (("dense_optimizer", dense), ("sparse_optimizer", sparse), ("wide_optimizer", wide)):
-        component: Component | None = getattr(recipe, key)
-        if component is not None and not isinstance(optimizer, Optimizer):
-            raise RecipeError(f"{key} is {component.class_path}, which is not a torch.optim.Optimizer")
+    sparse = build("sparse_optimizer", recipe.sparse_optimizer, Optimizer, rest)
     return Trainer(
         model,
         dense,
@@ -160,12 +157,36 @@ def _without(model: nn.Module, part: nn.Module) -> nn.Module:
     return rest
 
 
-def build(key: str, component: Component, *args: Any, **given: Any) -> Any:
-    """Make a component; errors say which of the recipe's it is."""
+def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
+    """Make a component, which must be of a kind; errors say which of the recipe's it is."""
     try:
-        return component.build(*args, **given)
+        if issubclass(component.load(), kind):
+            return component.build(*args, **given)
     except RecipeError as error:
         raise RecipeError(f"{key}: {error}") from error
+    raise RecipeError(f"{key} is {component.class_path}, which is not a {_NAMES[kind]}")
+
+
+_NAMES: dict[type[Any], str] = {
+    Source: "hotbed.data.Source",
+    nn.Module: "torch.nn.Module",
+    Optimizer: "torch.optim.Optimizer",
+    SparseOptimizer: "hotbed.optim.SparseOptimizer",
+}
+
+
+def _refuse_unsuited(recipe: Recipe) -> None:
+    """Raise `RecipeError` for an optimizer of the dense part that a step cannot use."""
+    path, cls = recipe.dense_optimizer.class_path, recipe.dense_optimizer.load()
+    needs = ""
+    if issubclass(cls, torch.optim.SparseAdam):
+        needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
+    elif issubclass(cls, Optimizer):
+        closure = signature(cls.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            needs = "a closure that computes the loss again, which a step does once"
+    if needs:
+        raise RecipeError(f"dense_optimizer: {path} needs {needs}; use another, such as torch.optim.Adam")
 
 
 def check_split(key: str, split: str, source: Source) -> None:
