@@ -1,4 +1,4 @@
-"""What is done for each feature is not done by operations of its own: hundreds of them would take longer than all ids."""
+"""Work is not done feature by feature by operations of its own: hundreds would take longer than all ids."""
 
 from collections import Counter
 
