@@ -380,3 +380,24 @@ def test_tomorrow_goes_on_with_todays_model_and_a_longer_vocabulary(tmp_path: Pa
         assert notes[f"embeddings.{name}"].startswith(f"{rows:,} rows, " + (f"{new:,} new rows" if new else "moments"))
     untouched = rows_of(checkpoints_in(again / "checkpoints")[-1], f"embeddings.{grown[0]}")
     assert len(untouched) == second.rows[grown[0]]
+
+
+class TooLarge(nn.Module):
+    """Has a layer that no machine can hold; torch says so in these words."""
+
+    def __init__(self, **_: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+def test_a_model_larger_than_memory_is_said_to_be_so(recipe: Path, capsys: Output) -> None:
+    rows = recipe.parent / "rows.yaml"
+    rows.write_text("rows: {C1: 20000000000}\ndense: 13\n")
+    source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", str(rows), "--data.dim", "1024"]
+    source += ["--data.source.init_args.train_samples", "100", "--data.test_split", "null"]
+    model = ["--model.class_path", "tests.test_cli_train.Linear", "--model.init_args", "{}"]
+    message = refused(["train", str(recipe), *source, *model], capsys)
+    assert "bytes of cpu memory are needed for rows or moments at once, but" in message
+    assert "memory.tier disk (Cut(tier='disk')) would hold them" in message
+    message = refused(["train", str(recipe), "--model.class_path", f"{__name__}.TooLarge"], capsys)
+    assert "DefaultCPUAllocator: can't allocate memory: you tried; " in message
+    assert "bytes of cpu memory are free: lower train.batch_size or the model's sizes" in message

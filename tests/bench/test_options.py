@@ -5,7 +5,7 @@ import torch
 
 from hotbed import optim
 from hotbed.bench import memory
-from hotbed.bench.memory import available_bytes, check_memory, table_bytes
+from hotbed.bench.memory import check_memory, table_bytes
 from hotbed.bench.options import OpsOptions, StepOptions, sparse_optimizers
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BackendError, HotbedError, RecipeError
@@ -83,14 +83,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     assert "lower --rows or --tables, or choose a narrower --dtype" in str(caught.value)
     monkeypatch.setattr(memory, "available_bytes", lambda _: None)
     check_memory(options, rule, CPU, 0)
-
-
-def test_free_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    file = tmp_path / "meminfo"
-    monkeypatch.setattr(memory, "_MEMINFO", file)
-    assert available_bytes(CPU) is None
-    file.write_text("MemTotal:  24000 kB\nMemAvailable:   123 kB\n")
-    assert available_bytes(CPU) == 123 * 1024
 
 
 def test_a_backend_that_cannot_run_is_refused_before_anything_is_allocated() -> None:

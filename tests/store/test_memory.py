@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from hotbed.errors import StoreError
-from hotbed.store import Span, Storage, memory
+from hotbed.ops import cpu_memory
+from hotbed.optim import Moment
+from hotbed.store import DenseStore, Span, Storage, memory
 
 CUDA = torch.device("cuda", 0)
 
@@ -111,3 +114,84 @@ def test_staging_is_page_locked_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -
     memory.staging((2, 3), torch.uint8, torch.device("cpu"))
     memory.staging((2, 3), torch.uint8, CUDA)
     assert [options["pin_memory"] for _, options in asked] == [False, True]
+
+
+# -- what does not fit ---------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def written(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_free_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUPS", groups := tmp_path / "cgroup")
+    assert memory.available_bytes(CPU) is None
+    written(tmp_path / "proc", meminfo="MemTotal:  24000 kB\nHugePages_Total: 0\n")
+    assert memory.available_bytes(CPU) is None
+    written(tmp_path / "proc", meminfo="MemTotal:  24000 kB\nMemAvailable:   9000 kB\nSwapFree: 7 kB\n")
+    assert memory.available_bytes(CPU) == 9007 * 1024
+    written(tmp_path / "proc" / "self", cgroup="0::/job/step\n")
+    assert memory.available_bytes(CPU) == 9007 * 1024  # there is no such group in this container
+    written(groups / "job" / "step", memory__max="max\n", memory__current="1\n", memory__stat="inactive_file 5\n")
+    assert memory.available_bytes(CPU) == 9007 * 1024
+    written(groups / "job", memory__max="1000\n", memory__current="300\n", memory__stat="anon 1\ninactive_file 50\n")
+    assert memory.available_bytes(CPU) == 750 + 7 * 1024
+    limits = {"memory__limit_in_bytes": "600\n", "memory__usage_in_bytes": "700\n"}
+    written(groups / "memory" / "old", **limits, memory__stat="total_inactive_file 10\n")
+    written(tmp_path / "proc" / "self", cgroup="4:memory:/old\n3:cpuset:/\n0::/\n")
+    assert memory.available_bytes(CPU) == 7 * 1024
+
+
+def test_rows_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda _: 100 << 20)
+    DenseStore([Span(1 << 20, 0)], 20)
+    with pytest.raises(StoreError) as caught:
+        DenseStore([Span(1 << 20, 0)], 32)
+    assert str(caught.value) == (
+        "134,217,728 bytes of cpu memory are needed for rows or moments at once, but 104,857,600 bytes of it are free; "
+        "memory.tier disk (Cut(tier='disk')) would hold them, for only rows that are trained take room there, or use "
+        "more ranks, fewer rows or columns, or a narrower dtype"
+    )
+    DenseStore([Span(1 << 20, 0)], 32, dtype="int8")
+    DenseStore([Span(1 << 40, 0)], 32, device="meta")
+
+
+def test_memory_that_the_system_does_not_give_is_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    store = DenseStore([Span(1 << 20, 0)], 4)
+    monkeypatch.setattr(cpu_memory.mmap, "mmap", refuses)
+    for make in (memory.zeros, memory.empty):
+        with pytest.raises(StoreError, match=r"^1,099,511,627,776 bytes of cpu memory are needed .* memory\.tier disk"):
+            make((1 << 38,), torch.float32, CPU)
+    with pytest.raises(StoreError, match=r"^16,777,216 bytes of cpu memory are needed for rows or moments"):
+        store.add_moment(Moment("m", "element"))
+    monkeypatch.setattr(memory, "available_bytes", lambda _: None)
+    with pytest.raises(StoreError, match="at once, more than the system gives; memory"):
+        memory.zeros((1 << 38,), torch.float32, CPU)
+
+    def other(*_: Any, **__: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(cpu_memory.mmap, "mmap", other)
+    with pytest.raises(OSError, match="Too many open files"):
+        memory.zeros((1 << 38,), torch.float32, CPU)
+
+
+def test_the_tier_that_would_hold_what_a_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(memory.torch, "zeros", full)
+    free = {"cuda": 1000, "cpu": 1 << 20}
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free[device.type])
+    with pytest.raises(StoreError, match=r"cuda memory are needed .* but 1,000 bytes of it are free; memory.tier host"):
+        memory.zeros((1 << 18,), torch.float32, CUDA)
+    with pytest.raises(StoreError, match=r"memory.tier disk"):
+        memory.zeros((1 << 19,), torch.float32, CUDA)

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+import hotbed as hb
 from hotbed.cli import main
 from hotbed.config import ParallelRecipe
-from hotbed.errors import CommError
-from hotbed.train.parallel import Started, process_group, started
+from hotbed.errors import CommError, StoreError
+from hotbed.store import memory
+from hotbed.train.parallel import Started, _refuse_too_many, process_group, started
 from hotbed.train.rendezvous import fresh_store
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -149,3 +151,21 @@ def test_ranks_that_are_started_again_meet_each_other_and_not_the_dead() -> None
             assert not store.check([f"address {rank}"])  # nothing of an earlier attempt
             store.set(f"address {rank}", f"{size}")
         assert all(store.get(f"address {rank}") == f"{size}".encode() for store in stores for rank in range(size))
+
+
+def test_the_rows_of_all_processes_of_a_host_have_to_fit(environment: pytest.MonkeyPatch) -> None:
+    tables = [hb.Table("t", rows=1 << 20, dim=64), hb.Table("u", rows=1000, dim=16)]
+    environment.setattr(memory, "available_bytes", lambda _: 200 << 20)
+    here = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in here.items():
+        environment.setenv(name, value)
+    cpu = torch.device("cpu")
+    _refuse_too_many(hb.make_plan(tables, 4, "row"), tables, cpu)  # half of them are here
+    _refuse_too_many(hb.make_plan(tables, 4, hb.Cut(rows=0, tier="disk")), tables, cpu)
+    environment.setenv("RANK", "1")
+    environment.setenv("LOCAL_WORLD_SIZE", "4")
+    for copies in ("row", "dp"):
+        with pytest.raises(
+            StoreError, match=r"^[\d,]+ bytes of cpu memory are needed .* but 209,715,200 bytes of it are"
+        ):
+            _refuse_too_many(hb.make_plan(tables, 4, copies), tables, cpu)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from hotbed.bench.limits import COPY_BYTES
@@ -12,9 +10,8 @@ from hotbed.bench.options import OpsOptions
 from hotbed.errors import RecipeError
 from hotbed.optim import Rule
 from hotbed.specs import row_bytes
+from hotbed.store.memory import available_bytes
 from hotbed.train.report import size
-
-_MEMINFO = Path("/proc/meminfo")
 
 
 def table_bytes(options: OpsOptions, rule: Rule) -> int:
@@ -57,15 +54,3 @@ def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_by
             f"{size(needed - tables)} more, but {size(free)} of {device.type} memory is free; lower --rows or "
             "--tables, or choose a narrower --dtype"
         )
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = _MEMINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal, Self
@@ -75,6 +76,8 @@ class DenseStore(RowStore):
         exponents = (narrow, block_count(dim)) if dtype == "int8" else (0, 0)
         first_slot = [0, *accumulate(s.rows for s in self.spans)]
         first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
+        of_rows = 4 * wide * dim + narrow * dim * TORCH_DTYPES[dtype].itemsize + math.prod(exponents)
+        memory.refuse_too_many(of_rows, place)
         self.rows = Rows(
             wide=self._zeros((wide, dim), torch.float32, place),
             narrow=self._zeros((narrow, dim), TORCH_DTYPES[dtype], place),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,18 +18,113 @@ from torch import Tensor
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_memory
 
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+CHECKED_BYTES = 64 << 20
+"""Fewer are not compared with what is free."""
 _PORTABLE, _MAPPED = 1, 2
 """Flags of cudaHostRegister: for all contexts, and into the address space of devices."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised tensor; see `cpu_memory.empty`."""
-    return cpu_memory.empty(shape, dtype) if device.type == "cpu" else torch.empty(*shape, dtype=dtype, device=device)
+    with _explained(shape, dtype, device):
+        if device.type == "cpu":
+            return cpu_memory.empty(shape, dtype)
+        return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zero-filled tensor; see `cpu_memory.zeros`."""
-    return cpu_memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
+    with _explained(shape, dtype, device):
+        if device.type == "cpu":
+            return cpu_memory.zeros(shape, dtype)
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def refuse_too_many(nbytes: int, device: torch.device) -> None:
+    """Raise `StoreError` for more bytes of rows than are free in the host's memory.
+
+    The system would grant them, and kill the process when it fills them with initial values.
+    """
+    if device.type != "cpu" or nbytes < CHECKED_BYTES:
+        return
+    free = available_bytes(device)
+    if free is not None and nbytes > free:
+        raise StoreError(_too_many(nbytes, device))
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated, within the limits of this process's control groups; None if nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = (PROC / "meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+    if "MemAvailable" not in found:
+        return None
+    swap = found.get("SwapFree", 0)
+    return min([found["MemAvailable"], *_of_groups()]) + swap
+
+
+def _of_groups() -> Iterator[int]:
+    """What each control group that this process is in may still take; files of both versions of them."""
+    try:
+        lines = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root, limit, used, cache = (
+            (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers
+            else (CGROUPS, "memory.max", "memory.current", "inactive_file")
+        )
+        group = root / path.lstrip("/")
+        for folder in (group, *(p for p in group.parents if p == root or root in p.parents)):
+            try:
+                most = (folder / limit).read_text(encoding="utf-8").strip()
+                if most == "max":
+                    continue
+                stat = dict(s.split() for s in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+                reclaimable = int(stat.get(cache, 0))
+                yield max(int(most) - int((folder / used).read_text(encoding="utf-8")) + reclaimable, 0)
+            except (OSError, ValueError):
+                continue  # in a container the group's own path need not be there
+
+
+@contextmanager
+def _explained(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Generator[None]:
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StoreError(_too_many(math.prod(shape) * dtype.itemsize, device)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that there is not."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch's allocator of the CPU raises a plain RuntimeError.
+    text = "DefaultCPUAllocator: can't allocate memory"
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
+
+
+def _too_many(nbytes: int, device: torch.device) -> str:
+    free = available_bytes(device)
+    there = "more than the system gives" if free is None else f"but {free:,} bytes of it are free"
+    host = None if device.type == "cpu" else available_bytes(torch.device("cpu"))
+    tier = "disk" if host is None or nbytes > host else "host"
+    return (
+        f"{nbytes:,} bytes of {device.type} memory are needed for rows or moments at once, {there}; memory.tier {tier} "
+        f"(Cut(tier='{tier}')) would hold them, for only rows that are trained take room there, or use more ranks, "
+        "fewer rows or columns, or a narrower dtype"
+    )
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,10 +24,13 @@ from hotbed.embed.replicate import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
+from hotbed.plan.cost import tile_bytes
 from hotbed.plan.schemes import SCHEMES
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
+from hotbed.specs import Table
 from hotbed.spread import Spread
+from hotbed.store.memory import refuse_too_many
 from hotbed.threads import fit_threads
 from hotbed.train.hot_file import read_hot_rows
 from hotbed.train.rendezvous import fresh_store
@@ -127,9 +130,12 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
     """The model over all processes and memories, as a recipe says; as it is where there is one of each."""
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    plan = planned(model, recipe, size)
+    if size > 1 and parallel.replicas == 1:
+        _refuse_too_many(plan, plan_tables(model), device)
     return distribute(
         model,
-        planned(model, recipe, size),
+        plan,
         device=device,
         dense=parallel.dense,
         forward_codec=parallel.forward_codec,
@@ -146,6 +152,18 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
         exact=parallel.exact,
         timeout=timedelta(seconds=parallel.timeout_s),
     )
+
+
+def _refuse_too_many(plan: Plan, tables: Sequence[Table], device: torch.device) -> None:
+    """Raise `StoreError` if the rows in memory of all processes of this host are more than is free there."""
+    here = started()
+    local = range(here.rank - here.local_rank, here.rank - here.local_rank + here.local_size)
+    nbytes = 0
+    for table in tables:
+        for tile in plan.by_table[table.name]:
+            if tile.tier == "device":
+                nbytes += tile_bytes(table, tile) * sum(rank in local for rank in tile.ranks)
+    refuse_too_many(nbytes, device)
 
 
 def needs_a_plan(recipe: Recipe) -> bool:
