@@ -71,29 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hotbed: error: {rank}{error}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
-        reason = None if debug else _out_of_memory(error)
+        from hotbed.store.memory import why_out_of_memory
+
+        reason = None if debug else why_out_of_memory(error)
         if reason is None:
             raise
         rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
         print(f"hotbed: error: {rank}{reason}", file=sys.stderr)
         return 2
     return 0
-
-
-def _out_of_memory(error: Exception) -> str | None:
-    """What to say of an error if it is one of memory outside of tables, as of a model's layers or a batch."""
-    import torch
-
-    from hotbed.store.memory import available_bytes, is_out_of_memory
-
-    if not is_out_of_memory(error):
-        return None
-    device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
-    reason = (str(error).strip() or "out of memory").splitlines()[0]
-    return (
-        f"{reason}; {available_bytes(device) or 0:,} bytes of {device.type} memory are free: lower train.batch_size or "
-        "the model's sizes, or give tables another memory with memory.tier host or disk"
-    )
 
 
 def _run(args: list[str]) -> None:

@@ -115,6 +115,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or text in str(error)
 
 
+def why_out_of_memory(error: Exception) -> str | None:
+    """What to say of an error if it is one of memory that is not of tables, as of a model's layers or a batch."""
+    if not is_out_of_memory(error):
+        return None
+    device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
+    reason = (str(error).strip() or "out of memory").splitlines()[0]
+    return (
+        f"{reason}; {available_bytes(device) or 0:,} bytes of {device.type} memory are free: lower train.batch_size or "
+        "the model's sizes, or give tables another memory with memory.tier host or disk"
+    )
+
+
 def _too_many(nbytes: int, device: torch.device) -> str:
     free = available_bytes(device)
     there = "more than the system gives" if free is None else f"but {free:,} bytes of it are free"
