@@ -178,9 +178,9 @@ class Embeddings(Mapping[str, Tensor]):
         part = self._only_part()
         if lead is None:
             return part.shared()
-        wanted = [len(part.vectors), part.dim]
-        if list(lead.shape) != wanted:
-            raise BatchError(f"lead must be {wanted}, got {list(lead.shape)}")
+        wanted = (part.vectors.shape[0], part.dim)  # len() would fix the number of samples where torch exports
+        if lead.shape != wanted:
+            raise BatchError(f"lead must be {list(wanted)}, got {list(lead.shape)}")
         if part.buffer is None or part.columns is not None:
             return torch.cat([lead[:, None].to(part.vectors.dtype), part.joined()], dim=1)
         buffer, part.buffer, part.is_shared = part.buffer, None, True  # the room is there once

@@ -124,12 +124,12 @@ def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
     return (
         type(x) in _PLAIN
         and type(weight) in _PLAIN
+        and not _is_transformed()  # before sizes are looked at, which may be symbols
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and weight.shape[0] >= MIN_OUTPUTS
         and x.numel() * weight.shape[0] >= MIN_PRODUCTS
         and not torch.is_autocast_enabled("cpu")
-        and not _is_transformed()
     )
 
 
