@@ -1,8 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
+LOWEST := .venv-lowest
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/test_cli.py \
+	tests/test_cli_train.py tests/test_cli_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
+	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-lowest check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -20,6 +25,16 @@ demo: .venv/ready  ## raw log to trained model: make demo [DATA=criteo.tsv.gz] [
 
 test: .venv/ready  ## run the tests
 	$(BIN)/python -m pytest -n auto
+
+test-lowest: $(LOWEST)/ready  ## the main journeys with the oldest versions that are allowed [TORCH=torch==2.9.0]
+	XDG_CACHE_HOME="$(CURDIR)/$(LOWEST)/cache" $(LOWEST)/bin/python -m pytest $(JOURNEYS)
+
+$(LOWEST)/ready: pyproject.toml constraints-lowest.txt constraints.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt "$(TORCH)"
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
+		"$(TORCH)" --editable '.[tensorboard,plot]' $(shell grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
+	touch $@
 
 check: .venv/ready  ## lint, types, layers, public names
 	$(BIN)/ruff check .
@@ -55,4 +70,4 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	touch $@
 
 clean:  ## remove what setup and runs made
-	rm -rf .venv $(PEERS) runs
+	rm -rf .venv $(LOWEST) $(PEERS) runs

@@ -128,9 +128,8 @@ def _help() -> str:
 
 def _explained(message: str, known: Sequence[str]) -> str:
     """Jsonargparse's message in hotbed's words: the key, the value, what it must be, and the closest known key."""
-    if message.startswith("unrecognized arguments: "):
-        option = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
-        return f"unknown argument {option}{did_you_mean(option, known)}"
+    if unknown := re.match(r"[Uu]nrecognized arguments: ([^\s=]+)", message):
+        return f"unknown argument {unknown[1]}{did_you_mean(unknown[1], known)}"
     key = re.search(r'Parser key "([^"]+)"', message)
     value = re.search(r"(?:Given value|Got value): (.*)", message)
     types = re.findall(r"Expected an? (.+?)(?:\. Got value: .*)?$", message, flags=re.MULTILINE)
@@ -138,7 +137,8 @@ def _explained(message: str, known: Sequence[str]) -> str:
         return message
     names = [re.sub(r"<class '(?:NoneType|(\w+))'>", lambda m: m[1] or "null", t) for t in types]
     names = [n.removeprefix("typing.Literal").strip("[]") if "Literal" in n else n for n in names]
-    return f"{key[1]} is {value[1]!r}, must be {' or '.join(dict.fromkeys(names))}"
+    names = sorted(dict.fromkeys(names), key=lambda name: name == "null")
+    return f"{key[1]} is {value[1]!r}, must be {' or '.join(names)}"
 
 
 # -- training ------------------------------------------------------------------------------------------------------

@@ -101,12 +101,18 @@ def string_rows(*texts: str) -> list[int]:
     return rows_of(hash_strings(offsets, data), 1000).tolist()
 
 
+OLDEST_WITH_VIEWS = 21
+"""Version of pyarrow that writes columns of type string_view."""
+
+
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.dictionary(pa.int8(), pa.string())]
 )
 def test_strings_of_every_type_hash_alike(tmp_path: Path, kind: pa.DataType) -> None:
     texts = ["user-1", "", None, "a longer text than eight bytes", "user-1"]
     array = pa.array(texts)
+    if kind == pa.string_view() and int(pa.__version__.split(".")[0]) < OLDEST_WITH_VIEWS:
+        pytest.skip("this pyarrow writes no such column")
     if kind != array.type:
         array = array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
     user, empty, long = string_rows("user-1", "", "a longer text than eight bytes")

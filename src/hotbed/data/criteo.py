@@ -88,7 +88,8 @@ class LineChecker:
             *(
                 pl.when((pl.col(c).str.len_bytes() <= 8) & ~pl.col(c).str.starts_with("+"))
                 .then(pl.col(c))
-                .str.to_integer(base=16, dtype=pl.UInt32, strict=False)
+                .str.to_integer(base=16, strict=False)
+                .cast(pl.UInt32, strict=False)
                 .alias(c)
                 for c in SPARSE
             ),
