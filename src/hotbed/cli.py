@@ -21,7 +21,7 @@ from hotbed import cli_checkpoint
 from hotbed.cli_recipe import add_json, add_recipe, readable_twice, recipe_of, split_deep, split_recipes
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
-from hotbed.files import read_yaml
+from hotbed.files import local, location, read_yaml
 from hotbed.threads import fit_threads
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -159,7 +159,7 @@ def _train(parsed: Namespace) -> None:
             _write_json(parsed.json, plan)
         return
     with process_group(recipe.parallel, recipe.train.device) as here:
-        summary = train(recipe, RunDirectory(Path(parsed.out), recipe.name), _stderr(), resume=parsed.resume)
+        summary = train(recipe, RunDirectory(local("--out", parsed.out), recipe.name), _stderr(), resume=parsed.resume)
     if here.rank == 0:
         print_summary(_stdout(), summary)
         _write_json(parsed.json, summary)
@@ -188,24 +188,24 @@ def _demo(parsed: Namespace) -> None:
     from hotbed.train.demo import run_demo
     from hotbed.train.report import print_summary
 
-    data = None if parsed.data is None else Path(parsed.data)
+    data, root = None if parsed.data is None else local("DATA", parsed.data), local("--out", parsed.out)
     if parsed.promise:
         from hotbed.train.promise import print_promise, run_promise
 
         options = {"ranks": parsed.ranks, "steps": parsed.steps, "seed": parsed.seed}
-        result = run_promise(data, Path(parsed.out), _stderr(), **options)
+        result = run_promise(data, root, _stderr(), **options)
         print_promise(_stdout(), result)
         _write_json(parsed.json, result)
         if not result["equal"]:
             raise CommError("a plan changed the model; please report this with the run's directory")
         return
-    summary = run_demo(data, Path(parsed.out), _stderr(), samples=parsed.samples, seed=parsed.seed)
+    summary = run_demo(data, root, _stderr(), samples=parsed.samples, seed=parsed.seed)
     print_summary(_stdout(), summary)
     _write_json(parsed.json, summary)
 
 
 def _add_init(parser: ArgumentParser) -> None:
-    parser.add_argument("path", type=str, help="Parquet file or folder.")
+    parser.add_argument("path", type=str, help="Parquet file or folder; a path or a URI.")
     parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
     parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
 
@@ -214,10 +214,10 @@ def _init(parsed: Namespace) -> None:
     from hotbed.files import write_text
     from hotbed.train.draft import draft_recipe
 
-    out = None if parsed.out is None else Path(parsed.out)
+    out = None if parsed.out is None else local("--out", parsed.out)
     if out is not None and out.exists():
         raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
-    text = draft_recipe(Path(parsed.path), parsed.label)
+    text = draft_recipe(location(parsed.path), parsed.label)
     if out is None:
         print(text, end="")
     else:
@@ -241,6 +241,7 @@ def _prepare(parsed: Namespace) -> None:
 
     options = parsed.as_dict()
     raw, out, json = options.pop("raw"), options.pop("out"), options.pop("json")
+    raw, out = [local("RAW", path) for path in raw], local("OUT", out)
     with StageProgress(_stderr()) as progress:
         report = prepare(raw, out, progress=progress, **options)
     print_prepared(_stdout(), report)
@@ -262,7 +263,7 @@ def _pack(parsed: Namespace) -> None:
 
     options = parsed.as_dict()
     file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
-    found = pack_by_popularity(recipe_in(Path(file), data), Path(out), _stderr(), **options)
+    found = pack_by_popularity(recipe_in(local("RECIPE", file), data), local("OUT", out), _stderr(), **options)
     print_packed(_stdout(), found)
     _write_json(json, found)
 
@@ -278,7 +279,7 @@ def _eval(parsed: Namespace) -> None:
     from hotbed.train.report import print_metrics
     from hotbed.train.run import evaluate_checkpoint
 
-    checkpoint, metrics = evaluate_checkpoint(Path(parsed.checkpoint), parsed.split, parsed.data)
+    checkpoint, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
     values = metrics.to_dict()
     print_metrics(_stdout(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
     _write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})
@@ -297,7 +298,7 @@ def _add_inspect(parser: ArgumentParser) -> None:
 
 def _inspect(parsed: Namespace) -> None:
     options = parsed.as_dict()
-    path, skew, json = Path(options.pop("path")), options.pop("skew"), options.pop("json")
+    path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
     if skew:
         from hotbed.train.skew import inspect_skew, print_skew
 
@@ -380,7 +381,7 @@ def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
     if path is not None:
         from hotbed.files import write_json
 
-        write_json(Path(path), value)
+        write_json(local("--json", path), value)
 
 
 def _stdout() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
@@ -160,9 +159,9 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
 
 def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
     if path is not None:
-        from hotbed.files import write_json
+        from hotbed.files import local, write_json
 
-        write_json(Path(path), value)
+        write_json(local("--json", path), value)
 
 
 def _stdout() -> Any:

@@ -22,7 +22,7 @@ from hotbed.config import (
     TrainRecipe,
 )
 from hotbed.errors import RecipeError
-from hotbed.files import read_text
+from hotbed.files import local, read_text
 
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
 
@@ -112,7 +112,7 @@ def readable_twice(recipes: Sequence[str]) -> Generator[list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         copies = list[str]()
         for number, recipe in enumerate(recipes):
-            path = Path(recipe)
+            path = local("the recipe", recipe)
             if path.is_fifo() or path.is_char_device():
                 path = Path(folder) / f"{number}.yaml"
                 path.write_text(read_text(Path(recipe)), encoding="utf-8")

@@ -12,12 +12,11 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import unquote
 
 from typing_extensions import override
 
 from hotbed.errors import CheckpointError, DamagedError
-from hotbed.files import sync, write_text
+from hotbed.files import location, opened, sync, write_text
 
 
 class Writer(Protocol):
@@ -124,12 +123,13 @@ def directory(path: str | Path | Directory) -> Directory:
     """
     if isinstance(path, Directory):
         return path
-    text = str(path)
-    if isinstance(path, Path) or "://" not in text:
-        return LocalDirectory(Path(text).expanduser())
-    if text.startswith("file://"):
-        return LocalDirectory(Path(unquote(text.removeprefix("file://"))))
-    return RemoteDirectory(*_opened(text), text)
+    place = path.expanduser() if isinstance(path, Path) else location(path)
+    if isinstance(place, Path):
+        return LocalDirectory(place)
+    try:
+        return RemoteDirectory(*opened(place), place)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 class LocalDirectory(Directory):
@@ -318,25 +318,3 @@ class _RemoteReader:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _opened(uri: str) -> tuple[Any, str]:
-    """A URI's file system, and the path in it."""
-    from pyarrow import ArrowInvalid, fs
-
-    try:
-        return fs.FileSystem.from_uri(uri)
-    except ArrowInvalid as error:
-        reason = str(error)
-    try:
-        import fsspec
-    except ImportError:
-        raise CheckpointError(
-            f"{uri} cannot be opened: {reason}; pyarrow knows s3://, gs://, abfs:// and hdfs://, fsspec knows others: "
-            "pip install fsspec"
-        ) from None
-    try:
-        found, path = fsspec.core.url_to_fs(uri)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{uri} cannot be opened: {error}") from None
-    return fs.PyFileSystem(fs.FSSpecHandler(found)), path

@@ -17,6 +17,7 @@ import yaml
 
 from hotbed.data.schema import Schema, SparseColumn
 from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.files import location
 from hotbed.specs import is_int
 
 _DTYPES: dict[str, tuple[str, ...]] = {
@@ -60,8 +61,12 @@ def id_dtype(name: str, rows: int) -> np.dtype[Any]:
     )
 
 
-def read_feature_spec(path: Path) -> FeatureSpec:
+def read_feature_spec(path: str | Path) -> FeatureSpec:
     """Read and check a description; see `SplitBinarySource` for the errors."""
+    place = location(path) if isinstance(path, str) else path
+    if isinstance(place, str):
+        raise DataError(f"{path}: split-binary data is read from local disks only; copy it there, or use Parquet")
+    path = place
     file = path if path.is_file() else path / "feature_spec.yaml"
     if not file.is_file():
         raise DataError(f"{file} does not exist; make one with `hotbed prepare`, or give its directory")

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 
 from hotbed.errors import DataError
+from hotbed.files import opened
 
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
 _SPLIT_OF_FILE = re.compile(rf"({'|'.join(_SPLITS)})(?:[-_.]?\d.*)?\.\w+", re.IGNORECASE)
@@ -113,7 +114,10 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
     root = str(path)
     store = filesystem
     if store is None and "://" in root:
-        store, root = fs.FileSystem.from_uri(root)
+        try:
+            store, root = opened(root)
+        except ValueError as error:
+            raise DataError(str(error)) from None
     elif store is None:
         store, root = fs.LocalFileSystem(), str(Path(path).absolute())
     info = store.get_file_info(root)

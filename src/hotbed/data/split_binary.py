@@ -59,7 +59,7 @@ class SplitBinarySource(Source):
     def __init__(self, path: str | Path, *, chunk_samples: int = 65_536) -> None:
         if chunk_samples < 1:
             raise SpecError(f"chunk_samples is {chunk_samples:,}, must be at least 1")
-        self._spec: FeatureSpec = read_feature_spec(Path(path))
+        self._spec: FeatureSpec = read_feature_spec(path)
         self.schema = self._spec.schema
         self.splits = tuple(self._spec.files)
         self.chunk_samples = chunk_samples

@@ -10,16 +10,18 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, verify_checkpoint
+from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, verify_checkpoint
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet_files import find_parquet
 from hotbed.errors import DataError
 from hotbed.specs import is_int
-from hotbed.train.report import size
+from hotbed.train.report import RECIPE, SUMMARY, size
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe(path: str | Path) -> dict[str, Any]:
     """Plain values about a prepared dataset, a Parquet file or folder, a run's directory or a checkpoint.
+
+    All but a prepared dataset may also be at a URI.
 
     Raises
     ------
@@ -28,13 +30,14 @@ def describe(path: Path) -> dict[str, Any]:
     CheckpointError
         If a checkpoint is damaged.
     """
-    if not path.exists():
+    place = directory(path)
+    if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
-    if (path / MANIFEST).is_file():
-        return _checkpoint(path)
-    if (path / "recipe.yaml").is_file():
-        return _run(path)
-    if path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file():
+    if place.has(MANIFEST):
+        return _checkpoint(place)
+    if place.has(RECIPE):
+        return _run(place)
+    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or place.has("feature_spec.yaml")):
         return _dataset(path)
     try:
         return _parquet(path)
@@ -59,7 +62,7 @@ def _dataset(path: Path) -> dict[str, Any]:
     }
 
 
-def _parquet(path: Path) -> dict[str, Any]:
+def _parquet(path: str | Path) -> dict[str, Any]:
     files = find_parquet(path)
     everything = [file for of_split in files.values() for file in of_split]
     schema = everything[0].schema
@@ -73,10 +76,10 @@ def _parquet(path: Path) -> dict[str, Any]:
     }
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
-    manifest = verify_checkpoint(path)
+def _checkpoint(place: Directory) -> dict[str, Any]:
+    manifest = verify_checkpoint(place)
     files = [{"file": name, "bytes": entry["bytes"]} for name, entry in manifest.files.items()]
-    return {**describe_manifest(path, manifest), "files": files, "verified": True}
+    return {**describe_manifest(place, manifest), "files": files, "verified": True}
 
 
 def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[str, Any]:
@@ -105,14 +108,14 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
     }
 
 
-def _run(path: Path) -> dict[str, Any]:
-    summary = path / "summary.json"
+def _run(place: Directory) -> dict[str, Any]:
+    finished = place.has(SUMMARY)
     return {
         "kind": "run",
-        "path": path,
-        "finished": summary.is_file(),
-        "summary": json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else None,
-        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(path / "checkpoints")],
+        "path": str(place),
+        "finished": finished,
+        "summary": json.loads(place.read(SUMMARY)) if finished else None,
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(place / "checkpoints")],
     }
 
 

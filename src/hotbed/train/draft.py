@@ -99,7 +99,8 @@ def _splits(path: str | Path, source: ParquetSource, schema: dict[str, object]) 
 
 def _run_name(path: str | Path) -> str:
     """Name of the data, as far as directories can have it on any system."""
-    last = re.split(r"[/\\]", str(path).rstrip("/\\"))[-1]
+    plain = str(path).partition("?")[0] if "://" in str(path) else str(path)
+    last = re.split(r"[/\\]", plain.rstrip("/\\"))[-1]
     if last in ("", ".", ".."):
         last = Path(path).resolve().name
     name = re.sub(r"\.(parquet|parq|pq)$", "", last)

@@ -28,11 +28,11 @@ from hotbed.train.skew_chart import draw, need_matplotlib
 CURVES = ("accesses_of_top_rows", "lru", "static")
 
 
-def open_data(path: Path) -> Source:
+def open_data(path: str | Path) -> Source:
     """The samples that a path stands for.
 
-    A prepared dataset; a Parquet file or folder, with the schema that `draft_schema` proposes; a recipe's file or a
-    run's directory, which name any source.
+    A prepared dataset; a Parquet file or folder, also at a URI, with the schema that `draft_schema` proposes; a
+    recipe's file or a run's directory, which name any source.
 
     Raises
     ------
@@ -41,6 +41,8 @@ def open_data(path: Path) -> Source:
     RecipeError
         If a recipe is not valid.
     """
+    if isinstance(path, str):  # of a URI
+        return ParquetSource(path, draft_schema(path))
     if not path.exists():
         raise DataError(f"{path} does not exist")
     if (path / MANIFEST).is_file():
@@ -61,7 +63,7 @@ def open_data(path: Path) -> Source:
 
 
 def inspect_skew(
-    path: Path,
+    path: str | Path,
     console: Console,
     *,
     split: str = "train",
@@ -131,7 +133,7 @@ SKEW_DEFAULTS = {
 
 
 def _measure(
-    path: Path, console: Console, split: str, batch_size: int, sampled_rows: int
+    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int
 ) -> tuple[dict[str, Any], list[Popularity]]:
     started = time.perf_counter()
     source = open_data(path)
