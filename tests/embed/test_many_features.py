@@ -4,13 +4,18 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hotbed as hb
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.optim import RowWiseAdagrad
 from hotbed.specs import Feature, Table
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 class Operations(TorchDispatchMode):
@@ -53,6 +58,26 @@ def test_a_step_takes_as_many_operations_for_many_features_as_for_few(bags, max_
         return operations.found
 
     assert operations(40) == operations(4)
+
+
+def operations_on_cut_rows(group: dist.ProcessGroup, plan: str) -> list[Counter[str]]:
+    """Of a step, for few tables and for many."""
+    found = []
+    for features in (4, 24):
+        names = [f"f{i}" for i in range(features)]
+        tables = [Table(n, rows=9, dim=48) for n in names]
+        model = hb.distribute(EmbeddingCollection(tables, [Feature(n, table=n) for n in names]), plan, group=group)
+        optimizer = RowWiseAdagrad(model, lr=0.1)
+        model(batch(features, "ragged", 0)).concatenate().sum().backward()
+        with Operations() as operations:
+            optimizer.step()
+        found.append(operations.found)
+    return found
+
+
+def test_rows_that_are_cut_are_updated_by_as_many_operations_for_many_tables(ranks: Ranks):
+    for few, many in ranks.run(3, operations_on_cut_rows, "column"):
+        assert few == many
 
 
 @pytest.mark.parametrize("bags", ["fixed", "ragged", "both"])

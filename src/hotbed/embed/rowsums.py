@@ -4,14 +4,17 @@ Row-wise rules and norms need sums over all columns of a row. Each owner sums it
 blocks to the owners of the row's other columns, and all add all blocks in column order: the bits of an uncut row.
 
 Nobody has to say which rows these are: every tile of a row was asked for the row by the same batch, so its owners
-touched the same rows, and both sides put them in the order of (tile that sends, tile that receives, row).
+touched the same rows, and both sides put them in the order of (kinds of the tile that sends and of the one that
+receives, the two tiles, row). All tiles of two kinds are read and written at once: thousands of tables take as many
+operations as one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.placement import Placement
+from hotbed.embed.placement import KIND, Placement
 from hotbed.embed.rounding import rounding_bits
 from hotbed.ops import Backend, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
@@ -40,22 +43,25 @@ class Neighbour(NamedTuple):
     kind, piece
         The own tile: its arena, and which piece of it.
     rows
-        The common rows, as slots of the piece.
+        The common rows, as slots of the piece; None where these are all.
     owner
         Rank that owns the other tile.
     tile, other
         The two, as the plan numbers them.
-    blocks
-        Which blocks of a row the other tile has.
+    other_kind
+        Arena of the other tile.
+    first_block
+        Which block of a row is the other tile's first.
     """
 
     kind: int
     piece: int
-    rows: range
+    rows: range | None
     owner: int
     tile: int
     other: int
-    blocks: slice
+    other_kind: int
+    first_block: int
 
 
 class Touched:
@@ -89,14 +95,23 @@ class Touched:
             slots, piece, within, gradient = slots[active], piece[active], within[active], gradient[active]
         self.slots, self.piece, self.within, self.gradient = slots, piece, within, gradient
         first_slots = torch.tensor(arena.first_slots, dtype=torch.int64, device=device)
-        self._bounds: list[int] = torch.searchsorted(slots, first_slots).tolist()
+        self._bounds = torch.searchsorted(slots, first_slots).cpu()
 
-    def of(self, piece: int, rows: range | None = None) -> slice | Tensor:
-        """Which of them are of this piece, or have these places in it."""
-        start, stop = self._bounds[piece], self._bounds[piece + 1]
-        if rows is None or rows == range(len(self.arena.pieces[piece].rows)):
-            return slice(start, stop)
-        within = self.within[start:stop]
+    def of(self, neighbours: Sequence[Neighbour]) -> tuple[Tensor, Tensor]:
+        """Which of them each neighbour has, one after the other, and how many ``[neighbours]`` on the host."""
+        pieces = torch.tensor([n.piece for n in neighbours])
+        starts, counts = self._bounds[pieces], self._bounds[pieces + 1] - self._bounds[pieces]
+        if any(n.rows is not None for n in neighbours):
+            found = [self._common(n, int(a), int(c)) for n, a, c in zip(neighbours, starts, counts, strict=True)]
+            return torch.cat(found), torch.tensor([len(places) for places in found])
+        before = counts.cumsum(0) - counts
+        places = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
+        return places.to(self.slots.device), counts
+
+    def _common(self, neighbour: Neighbour, start: int, count: int) -> Tensor:
+        within, rows = self.within[start : start + count], neighbour.rows
+        if rows is None:
+            return torch.arange(start, start + count, device=within.device)
         common = (within >= rows.start) & (within < rows.stop) & ((within - rows.start) % rows.step == 0)
         return start + common.nonzero()[:, 0]
 
@@ -118,24 +133,30 @@ class RowSums:
     def __init__(self, placement: Placement) -> None:
         self.kinds = [i for i, kind in enumerate(placement.kinds) if kind.cols < placement.dim]
         self._dim = placement.dim
+        self._cols = {i: placement.kinds[i].cols for i in self.kinds}
         by_table: dict[str, list[int]] = defaultdict(list)
         for i, tile in enumerate(placement.tiles):
             by_table[tile.table].append(i)
         neighbours: list[Neighbour] = []
-        self._blocks: dict[int, list[slice]] = {}
-        """Which blocks of a row each piece has, by kind."""
+        self._first_blocks: dict[int, list[int]] = {}
+        """Which block of a row is each piece's first, by kind."""
+        kind_of: list[int] = placement.entries[KIND].tolist()
         for kind in self.kinds:
             owned = placement.owned(placement.kinds[kind])
-            self._blocks[kind] = [_blocks(placement.tiles[i].cols) for i in owned]
+            self._first_blocks[kind] = [placement.tiles[i].cols.start // BLOCK for i in owned]
             for piece, i in enumerate(owned):
                 tile = placement.tiles[i]
                 for j in by_table[tile.table]:
                     other = placement.tiles[j]
                     rows = common_places(tile.rows, other.rows)
                     if i != j and rows:
-                        neighbours.append(Neighbour(kind, piece, rows, other.owner, i, j, _blocks(other.cols)))
-        self._to = sorted(neighbours, key=lambda n: (n.owner, n.tile, n.other))
-        self._from = sorted(neighbours, key=lambda n: (n.owner, n.other, n.tile))
+                        common = None if rows == range(len(tile.rows)) else rows
+                        first_block = other.cols.start // BLOCK
+                        neighbours.append(Neighbour(kind, piece, common, other.owner, i, j, kind_of[j], first_block))
+        neighbours.sort(key=lambda n: (n.kind, n.other_kind, n.owner, n.tile, n.other))
+        self._to = _by_kinds(neighbours, lambda n: (n.kind, n.other_kind))
+        neighbours.sort(key=lambda n: (n.other_kind, n.kind, n.owner, n.other, n.tile))
+        self._from = _by_kinds(neighbours, lambda n: (n.other_kind, n.kind))
 
     def update(
         self,
@@ -201,32 +222,51 @@ class RowSums:
     def _sums(self, touched: Mapping[int, Touched], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
         """Sums over all columns of each row ``[U]``, by kind, from the blocks that are here ``[U, blocks]``."""
         whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
-        for kind, own in self._blocks.items():
-            for piece, columns in enumerate(own):
-                rows = touched[kind].of(piece)
-                whole[kind][rows, columns] = blocks[kind][rows]
-        outgoing: list[list[Tensor]] = [[] for _ in range(link.size)]
-        common = {(n.tile, n.other): touched[n.kind].of(n.piece, n.rows) for n in self._to}
-        for n in self._to:
-            outgoing[n.owner].append(blocks[n.kind][common[n.tile, n.other]].flatten())
-        places = [common[n.tile, n.other] for n in self._from]
-        shapes = [
-            (len(touched[n.kind].slots[rows]), n.blocks.stop - n.blocks.start)
-            for n, rows in zip(self._from, places, strict=True)
-        ]
-        sizes = [rows * columns for rows, columns in shapes]
-        to = [sum(len(values) for values in of_rank) for of_rank in outgoing]
-        came = [sum(s for n, s in zip(self._from, sizes, strict=True) if n.owner == r) for r in range(link.size)]
         nothing = next(iter(blocks.values())).new_empty(0)
-        sent = torch.cat([nothing, *(values for of_rank in outgoing for values in of_rank)])
-        received = link.all_to_all("sums over columns", sent, to, came).wait().split(sizes)
-        for n, rows, shape, values in zip(self._from, places, shapes, received, strict=True):
-            whole[n.kind][rows, n.blocks] = values.view(shape)
+        for kind, own in blocks.items():
+            firsts = torch.tensor(self._first_blocks[kind], dtype=torch.int64, device=own.device)
+            whole[kind].scatter_(1, _columns(firsts[touched[kind].piece], own.shape[1]), own)
+        outgoing: list[list[Tensor]] = [[nothing] for _ in range(link.size)]
+        for (kind, _), neighbours in self._to.items():
+            places, counts = touched[kind].of(neighbours)
+            for to, values in zip(
+                outgoing, blocks[kind][places].split(_by_rank(neighbours, counts, link)), strict=True
+            ):
+                to.append(values.flatten())
+        expected = {kinds: touched[kinds[1]].of(neighbours) for kinds, neighbours in self._from.items()}
+        widths = {kind: -(-cols // BLOCK) for kind, cols in self._cols.items()}
+        sizes = {
+            kinds: [rows * widths[kinds[0]] for rows in _by_rank(self._from[kinds], counts, link)]
+            for kinds, (_, counts) in expected.items()
+        }
+        came = [sum(of_kinds[r] for of_kinds in sizes.values()) for r in range(link.size)]
+        sent = [torch.cat(values) for values in outgoing]
+        received = link.all_to_all("sums over columns", torch.cat(sent), list(map(len, sent)), came).wait().split(came)
+        parts = [iter(values.split([of_kinds[r] for of_kinds in sizes.values()])) for r, values in enumerate(received)]
+        for (other_kind, kind), (places, counts) in expected.items():
+            values = torch.cat([next(of_rank) for of_rank in parts]).view(len(places), widths[other_kind])
+            firsts = torch.tensor([n.first_block for n in self._from[other_kind, kind]]).repeat_interleave(counts)
+            columns = _columns(firsts.to(values.device), widths[other_kind])
+            whole[kind][places[:, None], columns] = values
         return {kind: sum_of_blocks(w) for kind, w in whole.items()}
 
 
-def _blocks(cols: range) -> slice:
-    return slice(cols.start // BLOCK, -(-cols.stop // BLOCK))
+def _by_kinds(
+    neighbours: Sequence[Neighbour], kinds: Callable[[Neighbour], tuple[int, int]]
+) -> dict[tuple[int, int], list[Neighbour]]:
+    """Neighbours by the kinds of tile that sends and tile that receives; they are sorted by these."""
+    return {key: list(found) for key, found in groupby(neighbours, kinds)}
+
+
+def _by_rank(neighbours: Sequence[Neighbour], counts: Tensor, link: Link) -> list[int]:
+    """Number of rows of each rank, from that of each neighbour."""
+    owners = torch.tensor([n.owner for n in neighbours])
+    return torch.zeros(link.size, dtype=torch.int64).scatter_add_(0, owners, counts).tolist()
+
+
+def _columns(firsts: Tensor, width: int) -> Tensor:
+    """``width`` columns from each of ``firsts`` on ``[U, width]``."""
+    return firsts[:, None] + torch.arange(width, device=firsts.device)
 
 
 def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
