@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    from hotbed.threads import usable_cores
+    from hotbed.machine import usable_cores
     from hotbed.train.report import environment
 
     cores, before = usable_cores(), os.getloadavg()[0]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hotbed import threads as threads  # before anything loads torch, and torch its OpenMP runtime
+from hotbed import machine as machine  # before anything loads torch, and torch its OpenMP runtime
 
 # isort: split
 from hotbed import nn, optim

@@ -22,7 +22,7 @@ from hotbed.cli_recipe import add_json, add_recipe, readable_twice, recipe_of, s
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
 from hotbed.files import local, location, read_yaml
-from hotbed.threads import fit_threads
+from hotbed.machine import fit_threads
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

@@ -128,8 +128,8 @@ def written(folder: Path, **files: str) -> None:
 
 
 def test_free_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "CGROUPS", groups := tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    groups = tmp_path / "sys" / "fs" / "cgroup"
     assert memory.available_bytes(CPU) is None
     written(tmp_path / "proc", meminfo="MemTotal:  24000 kB\nHugePages_Total: 0\n")
     assert memory.available_bytes(CPU) is None

@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from hotbed.errors import StoreError
+from hotbed.machine import control_groups
 from hotbed.ops import cpu_memory
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+ROOT = Path("/")
+"""Where ``/proc`` and ``/sys`` are."""
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups: files of the limit and of what is used; in ``memory.stat``, what can be reclaimed."""
 CHECKED_BYTES = 64 << 20
 """Fewer are not compared with what is free."""
 _PORTABLE, _MAPPED = 1, 2
@@ -58,7 +65,7 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = (PROC / "meminfo").read_text(encoding="utf-8").splitlines()
+        lines = (ROOT / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
@@ -69,31 +76,18 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _of_groups() -> Iterator[int]:
-    """What each control group that this process is in may still take; files of both versions of them."""
-    try:
-        lines = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, limit, used, cache = (
-            (CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else (CGROUPS, "memory.max", "memory.current", "inactive_file")
-        )
-        group = root / path.lstrip("/")
-        for folder in (group, *(p for p in group.parents if p == root or root in p.parents)):
-            try:
-                most = (folder / limit).read_text(encoding="utf-8").strip()
-                if most == "max":
-                    continue
-                stat = dict(s.split() for s in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
-                reclaimable = int(stat.get(cache, 0))
-                yield max(int(most) - int((folder / used).read_text(encoding="utf-8")) + reclaimable, 0)
-            except (OSError, ValueError):
-                continue  # in a container the group's own path need not be there
+    """What each control group that this process is in may still take."""
+    for folder, group_version in control_groups("memory", ROOT):
+        limit, used, cache = _GROUP_FILES[group_version]
+        try:
+            most = (folder / limit).read_text(encoding="utf-8").strip()
+            if most == "max":
+                continue
+            stat = dict(s.split() for s in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+            reclaimable = int(stat.get(cache, 0))
+            yield max(int(most) - int((folder / used).read_text(encoding="utf-8")) + reclaimable, 0)
+        except (OSError, ValueError):
+            continue  # in a container the group's own path need not be there
 
 
 @contextmanager

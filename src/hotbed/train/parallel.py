@@ -22,6 +22,7 @@ from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, collections_of, distribute, plan_for, plan_tables
 from hotbed.embed.replicate import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
+from hotbed.machine import fit_threads
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
@@ -31,7 +32,6 @@ from hotbed.plan.tiling import Tier
 from hotbed.specs import Table
 from hotbed.spread import Spread
 from hotbed.store.memory import refuse_too_many
-from hotbed.threads import fit_threads
 from hotbed.train.hot_file import read_hot_rows
 from hotbed.train.rendezvous import fresh_store
 from hotbed.train.skew_file import read_skew

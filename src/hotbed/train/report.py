@@ -18,8 +18,8 @@ from rich.table import Table as RichTable
 from hotbed.checkpoint import Taken, runs_in
 from hotbed.config import Recipe
 from hotbed.files import read_yaml, write_json, write_text, yaml_text
+from hotbed.machine import usable_cores
 from hotbed.plan import Plan
-from hotbed.threads import usable_cores
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait, and how many there are: on cores that others use, too, and in containers.
+"""What this process may use of the machine: how OpenMP's threads wait and how many there are, and control groups.
 
 *Waiting.* torch and Numba compute on OpenMP's threads, each with a runtime of its own (torch's wheel brings a
 ``libgomp``, Numba loads the system's), and a step of training has hundreds of barriers. At each of them threads spin,
@@ -68,37 +68,43 @@ def _threads_are_set(environment: MutableMapping[str, str]) -> bool:
     return number is not None and not (number == "1" and "TORCHELASTIC_RUN_ID" in environment)
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    """Cores whose time is granted to the control groups that this process is in, of either version."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
-        return
-    for line in lines:
+def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """List directories of the control groups that this process is in, from the innermost to the root of all.
+
+    Inside a container the group's own directory may be what is mounted, while its path is that of the host: not every
+    directory exists.
+
+    Parameters
+    ----------
+    controller
+        What they limit: ``"cpu"`` or ``"memory"``.
+    root
+        Where ``/proc`` and ``/sys`` are.
+
+    Returns
+    -------
+    Iterator[tuple[Path, int]]
+        Directories, and the version of control groups that they are of, which decides the names of files there.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():  # none where there is no Linux
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        # Inside a container the group's own directory may be what is mounted, and its path that of the host.
         path = PurePosixPath(group)
-        for parent in (path, *path.parents):
-            if not controllers:
-                yield from _granted(root / "sys/fs/cgroup" / parent.relative_to("/") / "cpu.max")
-            for mount in {controllers, "cpu"} if controllers else ():
-                yield from _granted_before(root / "sys/fs/cgroup" / mount / parent.relative_to("/"))
+        for mount in {controllers, controller} if controllers else ("",):
+            for parent in (path, *path.parents):
+                yield root / "sys/fs/cgroup" / mount / parent.relative_to("/"), 1 if controllers else 2
 
 
-def _granted(file: Path) -> Iterator[float]:
-    """Of version 2: quota and period, in microseconds, or ``max``."""
-    quota, _, period = _text(file).partition(" ")
-    if quota.isdecimal():
-        yield int(quota) / int(period)
-
-
-def _granted_before(folder: Path) -> Iterator[float]:
-    """Of version 1: two files; a quota of −1 is none."""
-    quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    if quota.isdecimal() and period.isdecimal():
-        yield int(quota) / int(period)
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores whose time is granted to the control groups that this process is in."""
+    for folder, group_version in control_groups("cpu", root):
+        if group_version == 1:  # two files; a quota of −1 is none
+            quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        else:  # quota and period, in microseconds, or ``max``
+            quota, _, period = _text(folder / "cpu.max").partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
 
 
 def _text(file: Path) -> str:

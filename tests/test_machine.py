@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotbed import threads
+from hotbed import machine
 from hotbed.cli import main
 
 WATCH = """
@@ -54,9 +54,9 @@ def test_spinning_is_short_before_anything_that_computes_is_imported(way: str) -
     assert all(values == ["GOMP_SPINCOUNT=1000", "KMP_BLOCKTIME=1"] for values in said.values())
 
 
-@pytest.mark.parametrize("name", threads.OF_USERS)
+@pytest.mark.parametrize("name", machine.OF_USERS)
 def test_what_the_user_has_set_stays_and_nothing_is_set_beside_it(name: str) -> None:
-    code = f"import hotbed, os; print({{n: os.environ[n] for n in {threads.OF_USERS} if n in os.environ}})"
+    code = f"import hotbed, os; print({{n: os.environ[n] for n in {machine.OF_USERS} if n in os.environ}})"
     assert python(code, **{name: "active"}).stdout == f"{{'{name}': 'active'}}\n"
 
 
@@ -79,7 +79,7 @@ def cores_under(root: Path, cgroup: str, files: dict[str, str], monkeypatch: pyt
     for name, text in {"proc/self/cgroup": cgroup, **{f"sys/fs/cgroup/{name}": t for name, t in files.items()}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return threads.usable_cores(root)
+    return machine.usable_cores(root)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_cores_are_at_most_the_quota(
 
 def test_without_control_groups_all_cores_are_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
-    assert threads.usable_cores(tmp_path) == 3
+    assert machine.usable_cores(tmp_path) == 3
 
 
 @pytest.fixture
 def six_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     before = torch.get_num_threads()
     torch.set_num_threads(8)
-    monkeypatch.setattr(threads, "usable_cores", lambda: 6)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 6)
     for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     yield monkeypatch
@@ -149,13 +149,13 @@ def test_threads_are_the_cores_of_a_process_unless_the_user_has_set_them(
 ) -> None:
     for name, value in env.items():
         six_cores.setenv(name, value)
-    threads.fit_threads(processes)
+    machine.fit_threads(processes)
     assert torch.get_num_threads() == expected
 
 
 def test_fewer_threads_than_cores_stay_so(six_cores: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(2)
-    threads.fit_threads()
+    machine.fit_threads()
     assert torch.get_num_threads() == 2
 
 
