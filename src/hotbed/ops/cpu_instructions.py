@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""The few instructions Numba has no words for: prefetching, streaming, narrow floats, indexing without a question."""
+"""The few instructions Numba has no words for: prefetching, streaming, bfloat16, indexing without a question."""
 
 from __future__ import annotations
 
@@ -170,43 +170,3 @@ def streams_end(typingctx: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), codegen
-
-
-@intrinsic
-def bits_of(typingctx: Any, value: Any) -> Any:
-    """Bits of a float32 as uint32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def float_of(typingctx: Any, bits: Any) -> Any:
-    """The float32 with these bits (uint32)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def half_to_float(typingctx: Any, bits: Any) -> Any:
-    """The float16 with these bits (uint16) as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def float_to_half(typingctx: Any, value: Any) -> Any:
-    """Bits (uint16) of a float32 as float16, rounded to the nearest even."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen

@@ -18,10 +18,25 @@ from hotbed.ops.cpu_instructions import (
     stream_line,
     streams_end,
 )
-from hotbed.ops.cpu_rows import WIDE, place, prefetch_row, read_narrow, row_arrays
+from hotbed.ops.cpu_narrow import WIDE, read_stored_row
+from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
-from hotbed.ops.cpu_sums import sum_of_products, sum_rows
-from hotbed.ops.layout import BASE, BLOCK, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE, BagLayout, Rows
+from hotbed.ops.cpu_sums import sum_of_products, sum_rows, sum_stored_rows
+from hotbed.ops.layout import (
+    BASE,
+    BLOCK,
+    FIRST_NARROW,
+    FIRST_WIDE,
+    FIXED,
+    MEAN,
+    OUT,
+    RAGGED_ROW,
+    START,
+    TABLE,
+    WIDE_ROWS,
+    BagLayout,
+    Rows,
+)
 
 NO_WEIGHTS = np.empty(0, np.float32)
 MIN_SAMPLES_PER_TASK = 64
@@ -39,9 +54,11 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
         out.copy_(wide)
         return
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
+    only_wide = rows.narrow.dtype == torch.float32
     launch(
-        _lookup,
-        row_arrays(rows),
+        _lookup_wide if only_wide else _lookup,
+        flat(rows.wide) if only_wide else row_arrays(rows),
+        rows.dim,
         bags.ids.numpy(),
         bags.features.numpy(),
         bags.offsets.numpy(),
@@ -103,47 +120,95 @@ def _find(rows, features, f, id):
     return place(rows, features[f, TABLE], np.int64(id))
 
 
+@kernel(inline="always")
+def _task(task, features, offsets, samples, per_task):
+    """Feature and samples of a task, from one on, and where their ids end.
+
+    They are neighbouring samples of one feature: their ids lie one after the other, so rows are prefetched across bags.
+    """
+    f = task % features.shape[0]
+    first_sample = task // features.shape[0] * per_task
+    last_sample = min(first_sample + per_task, samples)
+    return f, first_sample, last_sample, bag_bounds(features, offsets, f, last_sample - 1)[1]
+
+
 @kernel(parallel=True)
-def _lookup(rows, ids, features, offsets, per_id, samples, width, room, out, streamed, per_task):
-    count = features.shape[0]
-    dim, kind, wide_rows = rows.dim, rows.kind, rows.wide
+def _lookup_wide(wide, dim, ids, features, offsets, per_id, samples, width, room, out, streamed, per_task):
+    """Look up in an arena of float32, where slots are positions in ``wide``."""
     chunks = (samples + per_task - 1) // per_task
-    for task in prange(chunks * count):
-        # Neighbouring samples of one feature: their ids lie one after the other, so rows are prefetched across bags.
-        f = task % count
-        first_sample = task // count * per_task
-        last_sample = min(first_sample + per_task, samples)
+    for task in prange(chunks * features.shape[0]):
+        f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
         first, _ = bag_bounds(features, offsets, f, first_sample)
-        _, last = bag_bounds(features, offsets, f, last_sample - 1)
         base = features[f, BASE]
-        copied = kind == WIDE and not per_id.shape[0]
         acc = np.empty(dim, np.float32)
-        row = np.empty(dim, np.float32)
         for i in range(first, min(first + PREFETCH_ROWS, last)):
-            wide, at = _find(rows, features, f, ids[i])
-            prefetch_row(rows, wide, at)
+            prefetch_bytes(wide, (np.int64(ids[i]) + base) * dim, dim * 4)
         for b in range(first_sample, last_sample):
             start, stop = bag_bounds(features, offsets, f, b)
             to = (b * width + room + features[f, OUT]) * dim
-            if stop - start == 1 and copied:
+            if stop - start == 1 and not per_id.shape[0]:
                 at = (np.int64(ids[start]) + base) * dim
                 if start + PREFETCH_ROWS < last:
-                    prefetch_bytes(wide_rows, (np.int64(ids[start + PREFETCH_ROWS]) + base) * dim, dim * 4)
-                _write(out, to, wide_rows, at, dim, streamed)
+                    prefetch_bytes(wide, (np.int64(ids[start + PREFETCH_ROWS]) + base) * dim, dim * 4)
+                _write(out, to, wide, at, dim, streamed)
                 continue
             if start == stop:
                 acc[:] = 0
-            elif kind == WIDE:
-                _pool_wide(acc, wide_rows, dim, ids, base, per_id, start, stop, last)
             else:
-                _pool(rows, features, f, ids, per_id, start, stop, last, acc, row)
-            if features[f, MEAN] and start < stop:
-                length = np.float32(stop - start)
-                for d in range(dim):
-                    acc[d] /= length
+                _pool_wide(acc, wide, dim, ids, base, per_id, start, stop, last)
+            _divide(features, f, stop - start, acc)
             _write(out, to, acc, 0, dim, streamed)
         if streamed:
             streams_end()
+
+
+@kernel(parallel=True)
+def _lookup(rows, _, ids, features, offsets, per_id, samples, width, room, out, streamed, per_task):
+    """Look up in an arena that has narrow rows, with or without wide ones before them."""
+    chunks = (samples + per_task - 1) // per_task
+    for task in prange(chunks * features.shape[0]):
+        f, first_sample, last_sample, last = _task(task, features, offsets, samples, per_task)
+        first, _ = bag_bounds(features, offsets, f, first_sample)
+        table = features[f, TABLE]
+        for i in range(first, min(first + PREFETCH_ROWS, last)):
+            is_wide, at = place(rows, table, np.int64(ids[i]))
+            prefetch_row(rows, is_wide, at)
+        acc = np.empty(rows.dim, np.float32)
+        _pool_samples(
+            rows, f, first_sample, last_sample, last, ids, features, offsets, per_id, width, room, acc, out, streamed
+        )
+
+
+@kernel()
+def _pool_samples(
+    rows, f, first_sample, last_sample, last, ids, features, offsets, per_id, width, room, acc, out, streamed
+):
+    # A function of its own, and only intrinsics in its loop: else Numba counts references for every bag.
+    dim, kind, wide, narrow, exponents = rows.dim, rows.kind, rows.wide, rows.narrow, rows.exponents
+    table = features[f, TABLE]
+    prefix, in_wide = rows.tables[table, WIDE_ROWS], rows.tables[table, FIRST_WIDE]
+    in_narrow = rows.tables[table, FIRST_NARROW]
+    for b in range(first_sample, last_sample):
+        start, stop = bag_bounds(features, offsets, f, b)
+        if start == stop:
+            acc[:] = 0
+        else:
+            sum_stored_rows(
+                acc, kind, wide, narrow, exponents, dim, ids, prefix, in_wide, in_narrow, per_id, start, stop, last
+            )
+        _divide(features, f, stop - start, acc)
+        _write(out, (b * width + room + features[f, OUT]) * dim, acc, 0, dim, streamed)
+    if streamed:
+        streams_end()
+
+
+@kernel(inline="always")
+def _divide(features, f, count, acc):
+    """Divide the sum of a bag of ``count`` ids by it, where the feature's pooling is the mean."""
+    if features[f, MEAN] and count:
+        length = np.float32(count)
+        for d in range(acc.shape[0]):
+            acc[d] /= length
 
 
 @kernel(inline="always")
@@ -165,33 +230,6 @@ def _pool_wide(acc, wide_rows, dim, ids, base, per_id, start, stop, last):
     sum_rows(acc, wide_rows, dim, ids, base, per_id, start, stop, last)
 
 
-@kernel()
-def _pool(rows, features, f, ids, per_id, start, stop, last, acc, row):
-    """Sum the rows of ids ``start … stop − 1``, at least one, into ``acc``; ``row`` is scratch."""
-    for i in range(start, stop):
-        if i + PREFETCH_ROWS < last:
-            wide, at = _find(rows, features, f, ids[i + PREFETCH_ROWS])
-            prefetch_row(rows, wide, at)
-        wide, at = _find(rows, features, f, ids[i])
-        factor = per_id[i] if per_id.shape[0] else np.float32(1)  # times 1 changes no bit
-        if wide:
-            _add(acc, rows.wide, at * rows.dim, factor, i == start)
-        else:
-            read_narrow(rows, at, row)
-            _add(acc, row, 0, factor, i == start)
-
-
-@kernel(inline="always")
-def _add(acc, row, at, factor, first):
-    # `load` and not an index: Numba asks of an index whether it is negative, and then no loop becomes vector code.
-    if first:
-        for d in range(acc.shape[0]):
-            acc[d] = load(row, at + d) * factor
-    else:
-        for d in range(acc.shape[0]):
-            acc[d] += load(row, at + d) * factor
-
-
 @kernel(parallel=True)
 def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, out, per_task):
     count = features.shape[0]
@@ -211,6 +249,6 @@ def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, o
                         for d in range(rows.dim):
                             row[d] = load(rows.wide, at * rows.dim + d)
                     else:
-                        read_narrow(rows, at, row)
+                        read_stored_row(row, rows.kind, rows.narrow, rows.exponents, rows.dim, at)
                     dot = sum_of_products(row, 0, g, 0, blocks)
                     out[i] = dot / np.float32(stop - start) if features[f, MEAN] else dot

@@ -9,9 +9,9 @@ not meet, so how many these are changes no bit. Sums over columns halve inside b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -19,12 +19,24 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hotbed.ops.cpu_instructions import LINE_BYTES, address, load, prefetch_bytes, prefetch_line, widen
+from hotbed.ops.cpu_narrow import (
+    COLUMN_BYTES,
+    INT8,
+    chunks,
+    cpu_has,
+    exponent_address,
+    for_each_kind,
+    narrow_columns,
+    row_address,
+    splat,
+)
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel
 
 _FLOAT = ir.FloatType()
 _INT32 = ir.IntType(32)
-_WIDEST = 128 if llvm.get_host_cpu_features().get("avx512f") else 64
+_WIDEST = 128 if cpu_has("avx512f") else 64
 """Columns that are summed at once: what fits into half of the vector registers."""
+_CHUNKS = sorted({_WIDEST, 64, 16, 4, 1}, reverse=True)
 
 
 def _shuffled(builder: Any, vector: Any, lanes: list[int]) -> Any:
@@ -77,6 +89,67 @@ def sum_of_products(typingctx: Any, x: Any, x_at: Any, y: Any, y_at: Any, blocks
     return types.float32(x, types.intp, y, types.intp, types.intp), codegen
 
 
+def _sum(builder: Any, start: Any, stop: Any, row: Callable[[Any], Any]) -> Any:
+    """Add up the vectors ``row(p)`` of places ``start … stop − 1``, at least one, left to right, in registers."""
+    one = start.type(1)
+    first, second = row(start), builder.add(start, one)
+    before = builder.block
+    head, body, end = (builder.append_basic_block(f"rows.{name}") for name in ("head", "body", "end"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    p, total = builder.phi(start.type), builder.phi(first.type)
+    builder.cbranch(builder.icmp_signed("<", p, stop), body, end)
+    builder.position_at_end(body)
+    longer, after = builder.fadd(total, row(p)), builder.add(p, one)
+    last = builder.block
+    builder.branch(head)
+    for phi, incoming in ((p, (second, after)), (total, (first, longer))):
+        phi.add_incoming(incoming[0], before)
+        phi.add_incoming(incoming[1], last)
+    builder.position_at_end(end)
+    return total
+
+
+def _sum_weighted(
+    context: Any, builder: Any, scale_type: Any, scale: Any, start: Any, stop: Any, row: Callable[[Any], Any], out: Any
+) -> None:
+    """Store the `_sum` of vectors times their factors in the array ``scale``, or as they are where it is empty."""
+
+    def scaled(p: Any) -> Any:
+        vector = row(p)
+        factor = builder.load(address(context, builder, scale_type, scale, p))
+        return builder.fmul(vector, splat(builder, factor, vector.type.count))
+
+    def store(total: Any) -> None:
+        builder.store(total, builder.bitcast(out, total.type.as_pointer()), align=4)
+
+    factors = context.make_array(scale_type)(context, builder, scale)
+    count = builder.extract_value(factors.shape, 0)
+    with builder.if_else(builder.icmp_signed("==", count, count.type(0))) as (plain, weighted):
+        with plain:
+            store(_sum(builder, start, stop, row))
+        with weighted:
+            store(_sum(builder, start, stop, scaled))
+
+
+def _place(context: Any, builder: Any, index_type: Any, index: Any, p: Any) -> Any:
+    """Place p of an index of rows, as int64."""
+    row = builder.load(address(context, builder, index_type, index, p))
+    return row if row.type == p.type else builder.sext(row, p.type)
+
+
+def _ahead(builder: Any, p: Any, last: Any) -> Any:
+    """The place whose row is to be prefetched while that of p is read."""
+    ahead = builder.add(p, p.type(PREFETCH_ROWS))
+    return builder.select(builder.icmp_signed("<", ahead, last), ahead, builder.sub(last, p.type(1)))
+
+
+def _prefetch(builder: Any, pointer: Any, nbytes: int) -> None:
+    first = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    for line in range(0, nbytes, LINE_BYTES):
+        prefetch_line(builder, builder.gep(first, [ir.IntType(64)(line)]))
+
+
 def _sum_columns(lanes: int) -> Any:
     """Make the part of `sum_rows` that does the columns ``d … d + lanes − 1``."""
     kind = ir.VectorType(_FLOAT, lanes)
@@ -96,61 +169,108 @@ def _sum_columns(lanes: int) -> Any:
         d: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, _, dim, _, base, _, start, stop, last, d = args
-            one = start.type(1)
+            acc, values, dim, index, base, scale, start, stop, last, d = args
+            of_acc, of_values, _, of_index, _, of_scale, *_ = signature.args
 
             def element(p: Any) -> Any:
                 """Pointer to the columns of the row that place p of the index names."""
-                row = builder.load(address(context, builder, signature.args[3], args[3], p))
-                if row.type != dim.type:
-                    row = builder.sext(row, dim.type)
-                at = builder.add(builder.mul(builder.add(row, base), dim), d)
-                return address(context, builder, signature.args[1], args[1], at)
+                row = builder.add(_place(context, builder, of_index, index, p), base)
+                return address(context, builder, of_values, values, builder.add(builder.mul(row, dim), d))
 
-            def row(p: Any, scaled: bool) -> Any:
-                ahead = builder.add(p, start.type(PREFETCH_ROWS))
-                ahead = builder.select(builder.icmp_signed("<", ahead, last), ahead, builder.sub(last, one))
-                pointer = element(ahead)
-                for line in range(0, lanes, LINE_BYTES // (signature.args[1].dtype.bitwidth // 8)):
-                    prefetch_line(builder, builder.gep(pointer, [start.type(line)]))
-                vector = widen(builder, element(p), kind)
-                if scaled:
-                    factor = builder.load(address(context, builder, signature.args[5], args[5], p))
-                    undefined = ir.Constant(kind, ir.Undefined)
-                    one_lane = builder.insert_element(undefined, factor, _INT32(0))
-                    vector = builder.fmul(vector, _shuffled(builder, one_lane, [0] * lanes))
-                return vector
+            def row(p: Any) -> Any:
+                _prefetch(builder, element(_ahead(builder, p, last)), lanes * of_values.dtype.bitwidth // 8)
+                return widen(builder, element(p), kind)
 
-            def add_all(scaled: bool) -> None:
-                first, second, before = row(start, scaled), builder.add(start, one), builder.block
-                head, body, end = (builder.append_basic_block(f"rows.{name}") for name in ("head", "body", "end"))
-                builder.branch(head)
-                builder.position_at_end(head)
-                p, total = builder.phi(start.type), builder.phi(kind)
-                builder.cbranch(builder.icmp_signed("<", p, stop), body, end)
-                builder.position_at_end(body)
-                longer, after = builder.fadd(total, row(p, scaled)), builder.add(p, one)
-                builder.branch(head)
-                for phi, incoming in ((p, (second, after)), (total, (first, longer))):
-                    phi.add_incoming(incoming[0], before)
-                    phi.add_incoming(incoming[1], body)
-                builder.position_at_end(end)
-                out = address(context, builder, signature.args[0], args[0], d)
-                builder.store(total, builder.bitcast(out, kind.as_pointer()), align=4)
-
-            factors = context.make_array(signature.args[5])(context, builder, args[5])
-            count = builder.extract_value(factors.shape, 0)
-            with builder.if_else(builder.icmp_signed("==", count, count.type(0))) as (plain, weighted):
-                with plain:
-                    add_all(scaled=False)
-                with weighted:
-                    add_all(scaled=True)
+            out = address(context, builder, of_acc, acc, d)
+            _sum_weighted(context, builder, of_scale, scale, start, stop, row, out)
             return context.get_dummy_value()
 
         n = types.intp
         return types.void(acc, values, n, index, n, scale, n, n, n, n), codegen
 
     return sum_columns
+
+
+@intrinsic
+def sum_stored_rows(
+    typingctx: Any,
+    acc: Any,
+    kind: Any,
+    wide: Any,
+    narrow: Any,
+    exponents: Any,
+    dim: Any,
+    ids: Any,
+    wide_rows: Any,
+    first_wide: Any,
+    first_narrow: Any,
+    scale: Any,
+    start: Any,
+    stop: Any,
+    last: Any,
+) -> Any:
+    """Sum rows of a table into ``acc[:dim]`` as `sum_rows` does: narrow ones from number ``wide_rows`` on.
+
+    The arrays are those of `hotbed.ops.cpu_rows.RowArrays`; the first rows of the table in them are ``first_wide`` and
+    ``first_narrow``. All is one intrinsic and no function of Numba's, which would count references for every bag.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        acc, kind, _, _, _, dim, ids, wide_rows, first_wide, first_narrow, _, start, stop, last = args
+        arrays = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (2, 3, 4, 10)]
+        wide, narrow, exponents, factors = (array.data for array in arrays)
+        # Without weights the factor is 1, which changes no bit and spares a second loop of everything.
+        weighted = builder.icmp_signed("!=", builder.extract_value(arrays[3].shape, 0), dim.type(0))
+        factors = builder.select(weighted, factors, cgutils.global_constant(builder, "one", _FLOAT(1.0)))
+        weighted = builder.zext(weighted, dim.type)
+        narrow_base = builder.sub(first_narrow, wide_rows)
+
+        def find(p: Any) -> tuple[Any, Any, Any]:
+            """Whether the row of an id is wide, and where it is if so and if not."""
+            row = _place(context, builder, signature.args[6], ids, p)
+            is_wide = builder.icmp_signed("<", row, wide_rows)
+            return is_wide, builder.add(row, first_wide), builder.add(row, narrow_base)
+
+        def prefetch(of: int, lanes: int, d: Any, p: Any) -> None:
+            is_wide, in_wide, in_narrow = find(_ahead(builder, p, last))
+            size = COLUMN_BYTES[of]
+            with builder.if_else(is_wide, likely=False) as (yes, no):
+                with yes:
+                    _prefetch(builder, row_address(builder, wide, 4, dim, in_wide, d), 4 * lanes)
+                with no:
+                    _prefetch(builder, row_address(builder, narrow, size, dim, in_narrow, d), size * lanes)
+                    if of == INT8:
+                        _prefetch(builder, exponent_address(builder, exponents, dim, in_narrow, d), 1)
+
+        def row(of: int, lanes: int, d: Any, p: Any) -> Any:
+            prefetch(of, lanes, d, p)
+            is_wide, in_wide, in_narrow = find(p)
+            floats = ir.VectorType(_FLOAT, lanes)
+            with builder.if_else(is_wide, likely=False) as (yes, no):
+                with yes:
+                    pointer = row_address(builder, wide, 4, dim, in_wide, d)
+                    from_wide = widen(builder, builder.bitcast(pointer, _FLOAT.as_pointer()), floats)
+                    after_wide = builder.block
+                with no:
+                    from_narrow = narrow_columns(context, builder, of, lanes, narrow, exponents, dim, in_narrow, d)
+                    after_narrow = builder.block
+            vector = builder.phi(floats)
+            vector.add_incoming(from_wide, after_wide)
+            vector.add_incoming(from_narrow, after_narrow)
+            factor = builder.load(builder.gep(factors, [builder.mul(p, weighted)]))
+            return builder.fmul(vector, splat(builder, factor, lanes))
+
+        def sum_all(of: int) -> None:
+            for lanes, d in chunks(builder, dim, _CHUNKS):
+                total = _sum(builder, start, stop, lambda p, lanes=lanes, d=d: row(of, lanes, d, p))
+                out = address(context, builder, signature.args[0], acc, d)
+                builder.store(total, builder.bitcast(out, total.type.as_pointer()), align=4)
+
+        for_each_kind(builder, kind, sum_all)
+        return context.get_dummy_value()
+
+    n = types.intp
+    return types.void(acc, n, wide, narrow, exponents, n, ids, n, n, n, scale, n, n, n), codegen
 
 
 _sum_widest, _sum_block = _sum_columns(_WIDEST), _sum_columns(16)

@@ -16,8 +16,10 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
+from hotbed.ops.cpu_hash import row_key
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
-from hotbed.ops.cpu_rows import place, prefetch_row, read_narrow, row_arrays, write_narrow
+from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
+from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays
 from hotbed.ops.cpu_rules import RULES, apply_rule
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_segment import RUNS_PER_TASK
@@ -167,7 +169,7 @@ def _update(
     inv_scale,
 ):
     groups, runs = counts[0], counts[1]
-    dim = rows.dim
+    dim, kind, narrow, exponents = rows.dim, rows.kind, rows.narrow, rows.exponents
     padded = (dim + BLOCK - 1) // BLOCK * BLOCK
     first_slots = np.full(rows.tables.shape[0] + 1, np.iinfo(np.int64).max)
     first_slots[:-1] = rows.tables[:, FIRST_SLOT]
@@ -210,8 +212,9 @@ def _update(
                 w = rows.wide[at * dim : (at + 1) * dim]
             else:
                 w = row_values[:dim]
-                read_narrow(rows, at, w)
+                read_stored_row(row_values, kind, narrow, exponents, dim, at)
             apply_rule(rule, w, own_m0, own_m1, acc, hyper[table], scratch)
             if not wide:
                 of_table = rows.tables[table, FIRST_ROW] + row * rows.tables[table, ROW_STEP]
-                write_narrow(rows, at, w, np.uint32(seeds[table]), of_table, rows.tables[table, FIRST_COL])
+                key = row_key(np.uint32(seeds[table]), of_table)
+                write_stored_row(row_values, kind, narrow, exponents, dim, at, key, rows.tables[table, FIRST_COL])
