@@ -262,7 +262,7 @@ def test_bench_prints_tables_and_writes_figures(
     sizes = ["--tables", "2", "--rows", "[60,7]", "--dim", "8", "--batch_size", "6", "--repeats", "2"]
     assert main(["bench", what, *sizes, "--optimizer", "Adam", "--device", "cpu", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
-    own = {"ops": {"copy_gb_s", "kernels"}, "step": {"step", "parts", "roofline"}}
+    own = {"ops": {"copy_gb_s", "kernels", "dtypes", "dtypes_left_out"}, "step": {"step", "parts", "roofline"}}
     assert set(found) == {"command", "environment", "settings", *own[what]}
     assert found["command"] == f"bench {what}"
     assert set(found["environment"]) == {"hardware", "device", "threads", "hotbed", "torch", "numba", "triton"}

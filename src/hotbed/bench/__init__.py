@@ -22,6 +22,10 @@ against, measured in the same run and in turn with them, ``traffic.py`` the byte
       median_share, min_share, max_share
                         limit's seconds ÷ the kernel's, repeat by repeat
       share_of_copy     gb_s ÷ copy_gb_s
+    dtypes        a list, for lookup and update with Zipf ids, of rows of each dtype: ``dtype`` and what ``kernels``
+                  have; a limit moves rows of that dtype, so it is smaller where rows are
+    dtypes_left_out
+                  why a dtype is not among them, by dtype: it does not fit into memory, or into words of 32 bits
 
     bench step
     step          samples_per_s; median_s, min_s, max_s

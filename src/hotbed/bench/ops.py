@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from hotbed.bench.traffic import Traffic, interaction_bytes
 from hotbed.bench.workload import Workload
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.updater import TableUpdater
+from hotbed.errors import RecipeError
 from hotbed.nn import DotInteraction
 from hotbed.ops import RuleStep
+from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, Span
 
 INITIAL_BYTES = 256 << 20
@@ -27,6 +30,10 @@ INITIAL_BYTES = 256 << 20
 
 FILLER = 0x3C
 """Byte that rows are filled with: pages must be real, and four, two or one of it are a number of medium size."""
+
+
+BY_DTYPE = ("lookup", "update")
+"""Kernels that are measured for rows of every dtype, one after the other: what they take depends on it."""
 
 
 class Job(NamedTuple):
@@ -41,7 +48,7 @@ class Job(NamedTuple):
 
 
 def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every kernel.
+    """Measure every kernel, and those that read rows for rows of every dtype.
 
     Parameters
     ----------
@@ -53,7 +60,7 @@ def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str,
     Returns
     -------
     dict
-        ``copy_gb_s`` and ``kernels``, see `hotbed.bench`.
+        ``copy_gb_s``, ``kernels``, ``dtypes`` and ``dtypes_left_out``, see `hotbed.bench`.
 
     Raises
     ------
@@ -64,30 +71,54 @@ def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str,
     ops.select(device, options.backend)
     step = rule_step(options, device)
     check_memory(options, step.rule, device, batch_bytes(options))
-    progress("making tables")
-    store = _filled_store(options, step, device)
     meter = Meter(device, options.repeats)
     copy = copy_way(device)
     seconds_per_byte = [meter.limit_seconds(copy_limit(copy, 1)) for _ in range(1 + options.repeats)][1:]
     copy_gb_s = 1e-9 / statistics.median(seconds_per_byte)
-    measured: list[dict[str, Any]] = []
-    for job in _jobs(options, store, step, lambda nbytes: copy_limit(copy, nbytes)):
-        progress(job.kernel if job.ids is None else f"{job.kernel}, {job.ids} ids")
-        timing = meter.compare(job.call, job.limit)
-        gb_s = job.nbytes / timing.median_s / 1e9
-        measured.append(
-            {
-                "kernel": job.kernel,
-                "ids": job.ids,
-                "distinct_rows": job.distinct,
-                "bytes": job.nbytes,
-                "gb_s": gb_s,
-                "limit": job.limit.name,
-                **timing.to_dict(),
-                "share_of_copy": gb_s / copy_gb_s,
-            }
-        )
-    return {"copy_gb_s": copy_gb_s, "kernels": measured}
+
+    def measure(jobs: Iterable[Job], of: str) -> list[dict[str, Any]]:
+        return [_measured(job, meter, copy_gb_s, progress, of) for job in jobs]
+
+    def streamed(nbytes: int) -> Limit:
+        return copy_limit(copy, nbytes)
+
+    progress("making tables")
+    kernels = measure(_jobs(options, _filled_store(options, step, device), step, streamed), "")
+    dtypes: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for dtype in get_args(RowDtype):
+        if dtype == options.dtype:
+            found = [k for k in kernels if k["kernel"] in BY_DTYPE and k["ids"] == "zipf"]
+        else:
+            try:
+                narrower = replace(options, dtype=dtype)
+                check_memory(narrower, step.rule, device, batch_bytes(options))
+            except RecipeError as error:
+                left_out[dtype] = str(error)
+                continue
+            progress(f"making tables of {dtype}")
+            store = _filled_store(narrower, step, device)
+            jobs = _embedding_jobs("zipf", options.zipf, narrower, store, step, streamed)
+            found = measure((job for job in jobs if job.kernel in BY_DTYPE), f" of {dtype}")
+            del store, jobs
+        dtypes += [{"dtype": dtype, **k} for k in found]
+    return {"copy_gb_s": copy_gb_s, "kernels": kernels, "dtypes": dtypes, "dtypes_left_out": left_out}
+
+
+def _measured(job: Job, meter: Meter, copy_gb_s: float, progress: Callable[[str], None], of: str) -> dict[str, Any]:
+    progress((job.kernel if job.ids is None else f"{job.kernel}, {job.ids} ids") + of)
+    timing = meter.compare(job.call, job.limit)
+    gb_s = job.nbytes / timing.median_s / 1e9
+    return {
+        "kernel": job.kernel,
+        "ids": job.ids,
+        "distinct_rows": job.distinct,
+        "bytes": job.nbytes,
+        "gb_s": gb_s,
+        "limit": job.limit.name,
+        **timing.to_dict(),
+        "share_of_copy": gb_s / copy_gb_s,
+    }
 
 
 def rule_step(options: OpsOptions, device: torch.device) -> RuleStep:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+_NUMBERS = ("ms", "GB/s", "of copy", "of fp32")
 
 
 def bar(share: float, width: int = 10) -> str:
@@ -28,9 +29,27 @@ def print_ops(console: Console, result: Mapping[str, Any]) -> None:
         cells = [_ms(k["median_s"]), f"{k['gb_s']:,.1f}", k["limit"], f"{share:4.0%} {bar(share)}"]
         table.add_row(name, *cells, f"{k['share_of_copy']:.0%}")
     console.print(table)
+    _print_dtypes(console, result)
     distinct = {k["ids"]: f"{k['ids']} {k['distinct_rows']:,}" for k in result["kernels"] if k["ids"]}
     console.print(f"streaming copy {result['copy_gb_s']:,.1f} GB/s; distinct rows: {', '.join(distinct.values())}")
     _print_conditions(console, result)
+
+
+def _print_dtypes(console: Console, result: Mapping[str, Any]) -> None:
+    """Rows of every dtype beside float32 ones, each against the limit of its own bytes."""
+    found = {(k["kernel"], k["dtype"]): k for k in result["dtypes"]}
+    kernels, dtypes = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    table = _table("rows", *(title for kernel in kernels for title in (f"{kernel} ms", "of fp32", "reached")))
+    for dtype in dtypes:
+        cells: list[str] = []
+        for kernel in kernels:
+            k, fp32 = found[kernel, dtype], found.get((kernel, "fp32"))
+            beside = f"{k['median_s'] / fp32['median_s']:.0%}" if fp32 else "–"
+            cells += [_ms(k["median_s"]), beside, f"{k['median_share']:4.0%} {bar(k['median_share'])}"]
+        table.add_row(dtype, *cells)
+    console.print(table)
+    for dtype, reason in result["dtypes_left_out"].items():
+        console.print(f"{dtype} rows were left out: {reason}", soft_wrap=True)
 
 
 def print_step(console: Console, result: Mapping[str, Any]) -> None:
@@ -54,7 +73,7 @@ def print_step(console: Console, result: Mapping[str, Any]) -> None:
 def _table(*columns: str) -> RichTable:
     table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right" if column in ("ms", "GB/s", "of copy") else "left")
+        table.add_column(column, justify="right" if column in _NUMBERS or column.endswith(" ms") else "left")
     return table
 
 
