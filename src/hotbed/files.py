@@ -18,7 +18,7 @@ from hotbed.errors import RecipeError
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 MOST_TEXT_BYTES = 16 << 20
-"""Of a file that people write."""
+"""Largest file that is read as text that somebody has written."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -115,7 +115,7 @@ class _Quoting(yaml.SafeDumper):
     def represent_data(self, data: Any) -> yaml.Node:
         node = super().represent_data(data)
         if isinstance(node, yaml.ScalarNode) and isinstance(data, str):
-            plain = _PLAIN.fullmatch(data) and isinstance(yaml.safe_load(data), str)
+            plain = _PLAIN.fullmatch(data) and data.lower() not in ("y", "n") and isinstance(yaml.safe_load(data), str)
             node.style = None if plain else '"'
         if isinstance(node, yaml.CollectionNode) and cast("bool | None", self.default_flow_style) is None:
             parts = [n for entry in node.value for n in (entry if isinstance(entry, tuple) else (entry,))]
@@ -127,7 +127,7 @@ def location(text: str) -> str | Path:
     """A local path, also that of a ``file://`` URI; any other URI (``s3://…``) as it is: a `Path` would change it."""
     if text.startswith("file://"):
         return Path(unquote(text.removeprefix("file://")))
-    return text if "://" in text else Path(text).expanduser()
+    return text if "://" in text else Path(os.path.expanduser(text))  # noqa: PTH111 (an unknown user stays)
 
 
 def local(option: str, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: how OpenMP's threads wait and how many there are, and control groups.
+"""What this process may use of the machine: processor, control groups, OpenMP's threads.
 
 *Waiting.* torch and Numba compute on OpenMP's threads, each with a runtime of its own (torch's wheel brings a
 ``libgomp``, Numba loads the system's), and a step of training has hundreds of barriers. At each of them threads spin,
@@ -16,13 +16,48 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator, MutableMapping
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 """How long threads spin: turns of a loop, for GNU's runtime; milliseconds, for LLVM's and Intel's."""
 OF_USERS = (*SPINNING, "OMP_WAIT_POLICY", "KMP_LIBRARY")
 """Whoever sets one of these has decided how threads wait."""
+
+
+class Cpu(NamedTuple):
+    """What the system says of this machine's processor.
+
+    Attributes
+    ----------
+    kind
+        Vendor, family and model, by which instructions and libraries' code are told apart.
+    is_amd
+        Whether it is one of AMD's.
+    flags
+        Names of its instruction sets, as Linux has them (``avx512f``, ``avx512_bf16``, ``amx_bf16``, Arm's ``bf16``).
+    """
+
+    kind: str
+    is_amd: bool
+    flags: frozenset[str]
+
+
+@cache
+def cpu(root: Path = Path("/")) -> Cpu:
+    """Read the processor's kind and instruction sets; none are known where there is no ``/proc/cpuinfo``."""
+    facts: dict[str, str] = {}
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    vendor = facts.get("vendor_id", facts.get("CPU implementer", ""))
+    numbers = (facts.get("cpu family", ""), facts.get("model", facts.get("CPU part", "")))
+    kind = " ".join(part for part in (vendor, *numbers) if part) or platform.machine()
+    flags = facts.get("flags", facts.get("Features", ""))
+    return Cpu(kind, vendor == "AuthenticAMD", frozenset(flags.split()))
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
@@ -109,6 +144,6 @@ def _quotas(root: Path) -> Iterator[float]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="ascii").strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

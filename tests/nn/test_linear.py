@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from llvmlite import binding
 
 from hotbed.errors import SpecError
+from hotbed.machine import Cpu
 from hotbed.nn import MLP
 from hotbed.nn import linear as linear_module
-from hotbed.nn.linear import MIN_PRODUCTS, Linear, faster_library, has_onednn_linear
+from hotbed.nn.linear import MIN_PRODUCTS, Linear, has_onednn_linear
 
 needs_onednn = pytest.mark.skipif(not has_onednn_linear(), reason="this build of torch has no oneDNN")
 
@@ -140,30 +140,29 @@ def test_frozen_parameters_get_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("cpu", "avx512", "library"),
-    [
-        ("znver5", True, "onednn"),
-        ("znver4", True, "onednn"),
-        ("znver3", False, "torch"),
-        ("skylake-avx512", True, "torch"),
-    ],
+    ("is_amd", "flags", "library"),
+    [(True, {"avx512f", "avx2"}, "onednn"), (True, {"avx2"}, "torch"), (False, {"avx512f"}, "torch")],
 )
-def test_the_kind_of_cpu_decides(monkeypatch, cpu, avx512, library):
-    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: cpu)
-    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx512f": avx512})
+def test_the_kind_of_cpu_decides(monkeypatch, is_amd, flags, library):
+    monkeypatch.setattr(linear_module, "cpu", lambda: Cpu("some", is_amd, frozenset(flags)))
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(linear_module, "has_onednn_linear", lambda: True)
-    faster_library.cache_clear()
-    try:
-        assert MLP(4, (3,))[0].uses == library
-        assert MLP(4, (3,), library="torch")[0].uses == "torch"
-        monkeypatch.setattr(linear_module, "has_onednn_linear", lambda: False)
-        faster_library.cache_clear()
-        assert Linear(4, 3).uses == "torch"
-        with pytest.raises(SpecError, match=r"library is 'onednn', but torch .* was built without oneDNN here"):
-            Linear(4, 3, library="onednn")
-    finally:
-        faster_library.cache_clear()
+    assert MLP(4, (3,))[0].uses == library
+    assert MLP(4, (3,), library="torch")[0].uses == "torch"
+    monkeypatch.setattr(linear_module, "has_onednn_linear", lambda: False)
+    assert Linear(4, 3).uses == "torch"
+    with pytest.raises(SpecError, match=r"library is 'onednn', but torch .* was built without oneDNN here"):
+        Linear(4, 3, library="onednn")
+
+
+@needs_onednn
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_traced_layer_has_the_product_of_torch():
+    layer, plain = pair(64, 512)
+    x = torch.randn(4096, 64)
+    traced = torch.jit.trace(layer, x)
+    assert "aten::linear" in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(x), plain(x))
 
 
 def test_there_is_no_other_library():

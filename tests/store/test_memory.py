@@ -140,11 +140,11 @@ def test_free_memory_is_what_the_system_says(monkeypatch: pytest.MonkeyPatch, tm
     written(groups / "job" / "step", memory__max="max\n", memory__current="1\n", memory__stat="inactive_file 5\n")
     assert memory.available_bytes(CPU) == 9007 * 1024
     written(groups / "job", memory__max="1000\n", memory__current="300\n", memory__stat="anon 1\ninactive_file 50\n")
-    assert memory.available_bytes(CPU) == 750 + 7 * 1024
+    assert memory.available_bytes(CPU) == 750
     limits = {"memory__limit_in_bytes": "600\n", "memory__usage_in_bytes": "700\n"}
     written(groups / "memory" / "old", **limits, memory__stat="total_inactive_file 10\n")
     written(tmp_path / "proc" / "self", cgroup="4:memory:/old\n3:cpuset:/\n0::/\n")
-    assert memory.available_bytes(CPU) == 7 * 1024
+    assert memory.available_bytes(CPU) == 0
 
 
 def test_rows_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,18 @@ import torch
 from torch import Tensor
 
 from hotbed.config import TrainRecipe
+from hotbed.machine import Cpu
 from hotbed.nn.linear import Linear, has_onednn_linear
 from hotbed.train import Trainer, numerics
 from hotbed.train.numerics import Numerics, bf16_instructions
 from hotbed.train.parallel import Ranks
+from tests.cli_cases import (  # noqa: F401
+    log_fixture,
+    prepared_fixture,
+    recipe_fixture,
+    train,
+    wide_output_fixture,
+)
 from tests.train import planted
 from tests.train.parallel_cases import make_trainer
 
@@ -40,18 +49,16 @@ def dtype_of_products(trainer: Trainer) -> torch.dtype:
 
 
 @pytest.mark.parametrize(
-    ("features", "name"),
+    ("flags", "name"),
     [
-        ({"avx512bf16": True, "amx-bf16": True}, "AMX"),
-        ({"avx512bf16": True, "amx-bf16": False}, "AVX-512 BF16"),
-        ({"bf16": True}, "Arm BF16"),
-        ({"avx512f": True, "avx512bf16": False}, None),
+        ("avx512_bf16 amx_bf16", "AMX"),
+        ("avx512f avx512_bf16", "AVX-512 BF16"),
+        ("asimd bf16", "Arm BF16"),
+        ("avx2 avx512f", None),
     ],
 )
-def test_a_cpu_s_instructions_have_a_name(
-    monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], name: str | None
-) -> None:
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+def test_a_cpu_s_instructions_have_a_name(monkeypatch: pytest.MonkeyPatch, flags: str, name: str | None) -> None:
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("some", False, frozenset(flags.split())))
     assert bf16_instructions(CPU) == name
 
 
@@ -108,14 +115,14 @@ def test_a_resumed_run_keeps_its_precision_and_library_on_another_cpu(
     has(monkeypatch, "AMX", "onednn")
     monkeypatch.setattr(numerics, "has_onednn_linear", lambda: True)
     monkeypatch.setattr(Linear, "use", lambda self, library: setattr(self, "uses", library))
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "znver5")
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("AMD 26", True, frozenset()))
     before = state_of_a_run()
     has(monkeypatch, None, "torch")
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "znver3")
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("AMD 25", True, frozenset()))
     after = resumed(before, AUTO)
     assert after.numerics.settle() == "precision bf16 (the checkpoint)"
     assert {m.uses for m in after.model.modules() if isinstance(m, Linear)} == {"onednn"}
-    assert "this run began on znver5 and goes on on znver3: matrix products round otherwise there" in caplog.text
+    assert "this run began on AMD 26 and goes on on AMD 25: matrix products round otherwise there" in caplog.text
     assert "precision is bf16 (the checkpoint), but this CPU has no instructions for it" in caplog.text
 
 
@@ -139,6 +146,20 @@ def test_a_checkpoint_that_says_nothing_was_made_in_fp32_by_torch(monkeypatch: p
     trainer = planted.trainer(AUTO)
     trainer.load_state_dict(state)
     assert trainer.numerics.settle() == "precision fp32 (the checkpoint); matrix products by the library of torch"
+
+
+def test_a_checkpoint_of_before_has_its_recipe_s_precision(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Releases before `Numerics` took bf16 where the recipe said so, and kept it nowhere else."""
+    state = Trainer.state_dict
+    with monkeypatch.context() as earlier:
+        earlier.setattr(Trainer, "state_dict", lambda self: {k: v for k, v in state(self).items() if k != "numerics"})
+        _, summary, run = train(recipe, "--train.steps", "5", "--train.precision", "bf16")
+    for asked in ("auto", "bf16"):
+        _, again, _ = train(recipe, "--resume", str(run), "--train.precision", asked)
+        assert (summary["precision"], again["precision"]) == ("bf16", "bf16")
+    assert "and is now" not in caplog.text
 
 
 @needs_onednn

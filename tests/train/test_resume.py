@@ -114,6 +114,42 @@ def test_a_run_that_is_finished_says_so_and_trains_nothing(
 LR = ["--dense_optimizer.init_args.lr", "0.5"]
 
 
+def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = [*OFTEN, *AUTO, "--train.epochs", "2"]
+    _, _, run = train(recipe, *OFTEN, *AUTO)
+    advance = Trainer._advance
+
+    def kill(trainer: Trainer, *args: Any) -> None:
+        advance(trainer, *args)
+        if trainer.step == 30:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_advance", kill)
+        with pytest.raises(Killed):
+            train(recipe, *longer)
+    status, summary, again = train(recipe, *longer)
+    assert (status, summary["steps"], again) == (0, 38, run)
+
+
+def test_a_directory_of_checkpoints_is_the_same_however_it_is_written(recipe: Path) -> None:
+    place = recipe.parent / "elsewhere"
+    _, first, run = train(recipe, *AUTO, "--train.checkpoint_dir", str(place))
+    other = f"{recipe.parent}/runs/../elsewhere"
+    assert train(recipe, *AUTO, "--train.checkpoint_dir", other)[1:] == (first, run)
+
+
+def test_a_run_whose_recipe_is_empty_is_left_out(recipe: Path) -> None:
+    place = recipe.parent / "runs" / "small" / "29991231-235959"
+    place.mkdir(parents=True)
+    (place / "recipe.yaml").write_text("")
+    status, summary, run = train(recipe, *AUTO, "--train.checkpoint_dir", str(recipe.parent / "elsewhere"))
+    assert (status, summary["steps"]) == (0, 19)
+    assert run != place
+
+
 def test_a_run_that_was_killed_before_its_test_is_tested(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, first, run = train(recipe, *AUTO)
     (run / "summary.json").unlink()
@@ -135,7 +171,7 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, k
     assert status == 0
     assert "warning: " in shown
     assert "block 0 of 1" in shown
-    assert "last-00000009 is removed, and an older one is taken" in shown
+    assert "last-00000009 is renamed to damaged-last-00000009-" in shown
     assert "last-00000010 was never finished and is left out" in shown
     assert "last-00000002" not in shown
     assert f"resumed from {killed}/checkpoints/last-00000006 at step 6" in shown
@@ -153,7 +189,7 @@ def test_what_counts_as_damage(how: str, recipe: Path, killed: Path, capsys: Out
     else:
         (place / "dense.safetensors").write_bytes(b"")
     assert train(recipe, *AUTO, *OFTEN)[0] == 0
-    assert "last-00000009 is removed, and an older one is taken" in capsys.readouterr().err
+    assert "last-00000009 is renamed to damaged-last-00000009-" in capsys.readouterr().err
 
 
 def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, killed: Path, capsys: Output) -> None:

@@ -470,7 +470,7 @@ def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe
     file.write_bytes(content)
     with launcher.start(tmp_path / "second", 2, *options) as started:
         assert started.wait() == [0, 0], started.text(0, "err")[-2000:]
-    assert "last-00000009 is removed, and an older one is taken" in started.text(0, "err")
+    assert "last-00000009 is renamed to damaged-last-00000009-" in started.text(0, "err")
     assert "last-00000008 at step 8" in started.text(0, "err")
     assert [c.name for c in checkpoints_in(kept)] == [f"last-{step:08d}" for step in (4, 8, 12, 16, 19)]
     for checkpoint in checkpoints_in(kept):

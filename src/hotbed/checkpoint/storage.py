@@ -123,7 +123,7 @@ def directory(path: str | Path | Directory) -> Directory:
     """
     if isinstance(path, Directory):
         return path
-    place = path.expanduser() if isinstance(path, Path) else location(path)
+    place = location(str(path))
     if isinstance(place, Path):
         return LocalDirectory(place)
     try:

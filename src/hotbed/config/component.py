@@ -94,7 +94,7 @@ class Component:
 
 
 def _modules_like(name: str) -> str:
-    """What a module may have been meant that does not exist, if there is one with nearly this name beside it."""
+    """Ask for the module whose name is nearly that of one which does not exist, if there is one beside it."""
     parent, _, last = name.rpartition(".")
-    path = importlib.import_module(parent).__path__ if parent else None
+    path = getattr(importlib.import_module(parent), "__path__", []) if parent else None
     return did_you_mean(last, [module.name for module in pkgutil.iter_modules(path)])

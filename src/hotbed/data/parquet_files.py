@@ -20,7 +20,7 @@ from hotbed.errors import DataError
 from hotbed.files import opened
 
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
-_SPLIT_OF_FILE = re.compile(rf"({'|'.join(_SPLITS)})(?:[-_.]?\d.*)?\.\w+", re.IGNORECASE)
+_SPLIT_OF_FILE = re.compile(rf"({'|'.join(_SPLITS)})(?:[-_.].*|\d.*)?\.\w+", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

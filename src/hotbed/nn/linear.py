@@ -11,7 +11,6 @@ Products in other dtypes, under autocast, on GPUs and in compiled or exported gr
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +21,7 @@ from typing_extensions import override
 
 from hotbed.config import LinearLibrary
 from hotbed.errors import SpecError
+from hotbed.machine import cpu
 
 MIN_PRODUCTS = 1 << 24
 """Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""
@@ -36,14 +36,11 @@ def has_onednn_linear() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-@cache
 def faster_library() -> Literal["torch", "onednn"]:
     """Name the library for float32 products on this CPU: oneDNN on AMD's cores with AVX-512, else what torch uses."""
-    from llvmlite import binding
-
-    is_zen = binding.get_host_cpu_name().startswith("znver")
-    is_zen_with_avx512 = is_zen and binding.get_host_cpu_features().get("avx512f", False)
-    return "onednn" if is_zen_with_avx512 and torch.backends.mkl.is_available() and has_onednn_linear() else "torch"
+    here = cpu()
+    has_slow_mkl = here.is_amd and "avx512f" in here.flags and torch.backends.mkl.is_available()
+    return "onednn" if has_slow_mkl and has_onednn_linear() else "torch"
 
 
 class Linear(nn.Linear):
@@ -122,9 +119,9 @@ class Linear(nn.Linear):
 def _onednn_gains(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN computes this layer's products faster: plain float32 ones on a CPU that are large enough."""
     return (
-        type(x) in _PLAIN
+        not _is_transformed()  # before sizes are looked at, which may be symbols
+        and type(x) in _PLAIN
         and type(weight) in _PLAIN
-        and not _is_transformed()  # before sizes are looked at, which may be symbols
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and weight.shape[0] >= MIN_OUTPUTS
@@ -138,9 +135,12 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _is_transformed() -> bool:
-    """Whether torch compiles, exports, or differentiates forward or by torch.func, which need its own products."""
+    """Whether torch compiles, exports, traces, or differentiates forward or by torch.func: by its own products."""
     return (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )
 
 

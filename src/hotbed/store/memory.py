@@ -27,7 +27,7 @@ _GROUP_FILES = {
 }
 """By version of control groups: files of the limit and of what is used; in ``memory.stat``, what can be reclaimed."""
 CHECKED_BYTES = 64 << 20
-"""Fewer are not compared with what is free."""
+"""Fewer bytes are allocated without asking how many are free."""
 _PORTABLE, _MAPPED = 1, 2
 """Flags of cudaHostRegister: for all contexts, and into the address space of devices."""
 
@@ -71,8 +71,7 @@ def available_bytes(device: torch.device) -> int | None:
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
     if "MemAvailable" not in found:
         return None
-    swap = found.get("SwapFree", 0)
-    return min([found["MemAvailable"], *_of_groups()]) + swap
+    return min([found["MemAvailable"] + found.get("SwapFree", 0), *_of_groups()])
 
 
 def _of_groups() -> Iterator[int]:

@@ -68,7 +68,7 @@ class JsonLines(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Append ``{"event": "resume", "step": …}`` if steps were taken: lines of later steps, above it, come again."""
+        """Append ``{"event": "resume", "step": …}`` if steps were taken: what follows repeats the later steps above."""
         if trainer.step:
             self._write({"event": "resume", "step": trainer.step})
 

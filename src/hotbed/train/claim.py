@@ -121,7 +121,7 @@ def _me() -> dict[str, Any]:
 def _is_dead(owner: dict[str, Any]) -> bool:
     """Whether the owner is known to have ended: as a process of this host, or as an earlier attempt of this job."""
     me = _me()
-    if owner.get("job") is not None and owner["job"] == me["job"] != "none":  # torchrun's, where it was given none
+    if owner.get("job") is not None and owner["job"] == me["job"] != "none":  # "none": torchrun without --rdzv-id
         return True  # torchrun ends all ranks before it starts them again
     if owner["host"] != me["host"]:
         return False

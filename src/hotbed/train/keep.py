@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
 from hotbed.checkpoint.manifest import NAME, step_of
+from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.train.callbacks import BestSoFar, Callback
 from hotbed.train.metrics import Metrics
@@ -169,6 +171,19 @@ def remove_checkpoint(place: Directory) -> None:
     """Remove a checkpoint, the manifest first, so that no part of it is taken for all."""
     place.remove(MANIFEST)
     place.remove_all()
+
+
+def set_aside(place: Directory) -> str:
+    """Give a damaged checkpoint a name under which no run finds it; say what was done.
+
+    Object stores cannot rename: there it is removed, since the step is saved again under its name.
+    """
+    if not isinstance(place, LocalDirectory):
+        remove_checkpoint(place)
+        return "removed"
+    target = place.root.with_name(f"damaged-{place.root.name}-{uuid.uuid4().hex[:8]}")
+    place.root.rename(target)
+    return f"renamed to {target.name}"
 
 
 def remove_unfinished(where: Directory) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hotbed.config import Precision, TrainRecipe
+from hotbed.machine import cpu
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
 from hotbed.train.parallel import Ranks
 
@@ -29,11 +30,8 @@ def bf16_instructions(device: torch.device) -> str | None:
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
-    from llvmlite import binding
-
-    features = binding.get_host_cpu_features()
-    names = {"amx-bf16": "AMX", "avx512bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
-    return next((name for feature, name in names.items() if features.get(feature)), None)
+    names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
+    return next((name for flag, name in names.items() if flag in cpu().flags), None)
 
 
 class Numerics:
@@ -56,6 +54,8 @@ class Numerics:
         ``"fp32"`` or ``"bf16"``; None until it is settled.
     library
         Library of float32 products of `hotbed.nn.linear.Linear` on CPUs; None until it is settled.
+    unrecorded
+        Precision of checkpoints that do not say theirs: that of their recipe, which the caller knows.
     """
 
     def __init__(self, model: nn.Module, recipe: TrainRecipe, device: torch.device, ranks: Ranks) -> None:
@@ -64,6 +64,7 @@ class Numerics:
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._why = "the recipe"
+        self.unrecorded: Precision = "fp32"
 
     def settle(self) -> str:
         """Choose what is left to choose, alike on all ranks, and say what was chosen and why.
@@ -112,7 +113,7 @@ class Numerics:
         """Go on with what a run was trained with, unless the recipe says otherwise; say what will change bits."""
         # What there was before a run could choose, for checkpoints that do not say.
         before: dict[str, Any] = {
-            "precision": "fp32",
+            "precision": self.unrecorded,
             "linear_library": "torch",
             **{k: v for k, v in state.items() if v is not None},
         }
@@ -130,7 +131,7 @@ class Numerics:
         if self._recipe.linear_library == "auto":
             self.library = before["linear_library"]
         here = _processor(self._device)
-        if before.get("processor", here) != here:
+        if self._ranks.is_first and before.get("processor", here) != here:  # whose processor was kept
             _log.warning(
                 "this run began on %s and goes on on %s: matrix products round otherwise there, so bits differ from "
                 "those of a run that was not stopped",
@@ -142,6 +143,4 @@ class Numerics:
 def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    from llvmlite import binding
-
-    return binding.get_host_cpu_name()
+    return cpu().kind

@@ -9,13 +9,14 @@ from datetime import datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from hotbed.checkpoint import Taken, runs_in
+from hotbed.checkpoint import Taken, directory, runs_in
+from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.files import read_yaml, write_json, write_text, yaml_text
 from hotbed.machine import usable_cores
@@ -57,7 +58,10 @@ class RunDirectory:
         A run that did not come to write its recipe does not count.
         """
         for run in reversed(runs_in(self._parent)):
-            if run.has(RECIPE) and read_yaml(Path(run.path) / RECIPE)["train"]["checkpoint_dir"] == checkpoint_dir:
+            if not run.has(RECIPE):
+                continue
+            recipe = cast("Mapping[str, Any]", read_yaml(Path(run.path) / RECIPE) or {})
+            if _place(recipe.get("train", {}).get("checkpoint_dir")) == _place(checkpoint_dir):
                 return Path(run.path)
         return None
 
@@ -84,7 +88,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def begin(self, recipe: Recipe, plan: Plan | None = None) -> None:
-        """Write ``recipe.yaml``, complete, so that the run can be repeated from it, and the plan if there is one."""
+        """Write ``recipe.yaml``, complete, so that the run can be repeated from it, and the plan if there is one.
+
+        A summary of before is removed first: a run that goes on is not finished, and may be killed.
+        """
+        (self.path / SUMMARY).unlink(missing_ok=True)
         write_text(self.path / RECIPE, recipe_yaml(recipe))
         if plan is not None:
             write_text(self.path / "plan.json", plan.to_json())
@@ -92,6 +100,14 @@ class RunDirectory:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``; a run without it did not finish."""
         write_json(self.path / SUMMARY, summary)
+
+
+def _place(checkpoint_dir: str | None) -> str | None:
+    """One name of a directory of checkpoints, however it is written."""
+    if checkpoint_dir is None:
+        return None
+    place = directory(checkpoint_dir)
+    return str(place.root.resolve()) if isinstance(place, LocalDirectory) else place.path
 
 
 def recipe_yaml(recipe: Recipe) -> str:

@@ -31,7 +31,7 @@ from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import InitRecipe, MemoryRecipe, Recipe
 from hotbed.errors import DamagedError, RecipeError
 from hotbed.files import read_yaml
-from hotbed.train.keep import remove_checkpoint
+from hotbed.train.keep import set_aside
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
 
 if TYPE_CHECKING:
@@ -149,15 +149,15 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
         refuse_another_recipe(checkpoint, recipe)
         if over := why_over(read_manifest(checkpoint), recipe):
             raise RecipeError(f"{checkpoint} is of a run that is finished: {over}; hotbed eval tests it as it is")
-        load_checkpoint(checkpoint, trainer.parts())
+        _load(checkpoint, trainer)
     return checkpoint
 
 
 def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: Console) -> Directory | None:
     """Load the newest whole checkpoint of the newest run of this name; all ranks must call this.
 
-    Damaged checkpoints that are newer are removed, with a warning, once an older one is loaded. The run goes on in its
-    directory; where no checkpoint was ever finished, nothing is loaded.
+    Damaged checkpoints that are newer are set aside, with a warning, once an older one is loaded. The run goes on in
+    its directory; where no checkpoint was ever finished, nothing is loaded.
 
     Returns
     -------
@@ -195,8 +195,8 @@ def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: 
         raise DamagedError(f"no checkpoint in {place} is whole: {'; '.join(damage.values())}; remove them to begin")
     if ranks.is_first:
         for name, reason in damage.items():
-            console.print(f"warning: {reason}; {name} is removed, and an older one is taken", soft_wrap=True)
-            remove_checkpoint(place / name)
+            where = set_aside(place / name)
+            console.print(f"warning: {reason}; {name} is {where}, and an older one is taken", soft_wrap=True)
         for name in unfinished:
             if not whole or step_of(place / name) > step_of(place / whole[0]):
                 console.print(f"warning: {place / name} was never finished and is left out", soft_wrap=True)
@@ -226,11 +226,18 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
     with trainer.ranks.together(f"go on from {checkpoint}"):
         try:
             refuse_another_recipe(checkpoint, recipe)
-            load_checkpoint(checkpoint, trainer.parts())
+            _load(checkpoint, trainer)
         except DamagedError as error:
             reasons = [str(error).replace("\n", " ")]
     reasons = trainer.ranks.names(reasons)
     return reasons[0] if reasons else None
+
+
+def _load(checkpoint: Directory, trainer: Trainer) -> None:
+    stored = read_manifest(checkpoint).recipe
+    if stored is not None and (precision := Recipe.from_dict(stored).train.precision) != "auto":
+        trainer.numerics.unrecorded = precision
+    load_checkpoint(checkpoint, trainer.parts())
 
 
 def why_over(manifest: Manifest, recipe: Recipe) -> str | None:
