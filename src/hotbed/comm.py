@@ -6,7 +6,8 @@ process group of their own (`Link.clone`). Nothing here starts or stops ``torch.
 Exchanges over NCCL never overlap with each other: two communicators whose operations are not submitted in one order on
 all ranks can wait for each other for ever, already while they are made. So one thread starts them (`Link.overlaps`),
 clones share one communicator, and an exchange over another one (of a node, of replicas) waits on the device for the one
-before: they run in the order in which they were started, which is that of all ranks.
+before: they run in the order in which they were started, which is that of all ranks. What FSDP, or a user, sends over
+communicators of their own is not in that order.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def train(
         trained then is bit for bit what the run that made it would have trained.
         A recipe that would train something else is refused (`refuse_another_recipe`).
         ``"auto"``: go on with the newest run of this name in its directory if it has a checkpoint, else begin; of one
-        that is finished nothing but its summary is read.
+        that is finished nothing is trained or tested again.
     extra
         Further entries of the summary.
 
@@ -103,7 +103,7 @@ def train(
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
         "precision": trainer.numerics.precision,
-        "linear_library": trainer.numerics.library,
+        "linear_library": trainer.numerics.library if trainer.device.type == "cpu" else None,
         "test": None if test is None else trainer.evaluate(test).to_dict(),
         "ids_out_of_range": ids.total(),
         "checkpoints": _of_checkpoints(trainer),
