@@ -45,7 +45,7 @@ train:
 _SCALING = """\
       # A number x of `dense` becomes asinh((x - center) / scale), as networks need inputs of about the size of 1: the
       # center is the median in the sample, the scale is by its quartiles the usual distance from it. Missing and
-      # infinite values become 0. Write just a column's name to take it as it is, and leave out columns that say nothing.
+      # infinite values become 0. Write just a column's name to take it as it is; leave out columns that say nothing.
 """
 _LONGEST_NAME = 100
 
