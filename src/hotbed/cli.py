@@ -387,10 +387,10 @@ def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
 def _stdout() -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False, emoji=False)
 
 
 def _stderr() -> Any:
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False, emoji=False)

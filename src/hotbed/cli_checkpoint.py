@@ -146,7 +146,7 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if not console.is_terminal:
         console.print(f"{what} …", soft_wrap=True)
         yield lambda done, total: None
@@ -167,4 +167,4 @@ def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
 def _stdout() -> Any:
     from rich.console import Console
 
-    return Console()
+    return Console(markup=False, emoji=False)

@@ -68,8 +68,10 @@ def read_text(path: Path) -> str:
     Raises
     ------
     RecipeError
-        If it is longer than `MOST_TEXT_BYTES`.
+        If it is a directory, or longer than `MOST_TEXT_BYTES`.
     """
+    if path.is_dir():
+        raise RecipeError(f"{path} is a directory; give a file")
     with path.open("rb") as stream:
         content = stream.read(MOST_TEXT_BYTES + 1)
     if len(content) > MOST_TEXT_BYTES:

@@ -61,7 +61,9 @@ def test_label_by_argument(tmp_path: Path) -> None:
     assert draft_schema(path, label="bought").labels == ("bought",)
     with pytest.raises(DataError, match="has no column 'bougt'; it has bought, c; did you mean 'bought'"):
         draft_schema(path, label="bougt")
-    with pytest.raises(DataError, match=r"no column of 0 and 1 named like a label .* it has bought, c. Name one"):
+    with pytest.raises(
+        DataError, match=r"no column of numbers named like a label .* it has bought, c. Name one with --label"
+    ):
         draft_schema(path)
 
 

@@ -1,5 +1,6 @@
 """Labels are checked before any is trained on: values, places, and what of a file has to be read for it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,19 @@ def test_a_bad_label_is_named_with_its_file_and_row(
     source.check_labels("test")  # which has other row groups
 
 
-def test_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
-        parquet(tmp_path, 2 * alternating() - 1).check_labels("train")
-    assert "Map them, as -1 and 1 with polars: frame.with_columns(pl.col('click') > 0), or name another" in str(
-        caught.value
-    )
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (-1, r"where they are -1 and 1, map them with polars: frame.with_columns\(pl.col\('click'\) > 0\); or name"),
+        (5, r"say from which value on a sample is positive, with polars: frame.with_columns\(pl.col\('click'\) >= 4\)"),
+        (math.nan, r"drop these samples, with polars: frame.filter\(pl.col\('click'\).is_not_nan\(\)\); or name"),
+    ],
+)
+def test_the_error_says_what_to_do(tmp_path: Path, value: float, fix: str) -> None:
+    labels = alternating().astype(float)
+    labels[3] = value
+    with pytest.raises(DataError, match=fix):
+        parquet(tmp_path, labels).check_labels("train")
 
 
 @pytest.mark.parametrize(

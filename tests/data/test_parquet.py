@@ -283,7 +283,7 @@ def test_splits_by_names_of_files_and_folders(tmp_path: Path, names: str, splits
     assert {split: source.samples(split) for split in source.splits} == splits
 
 
-@pytest.mark.parametrize("other", ["items.parquet", "train_users.parquet", "more/items.parquet"])
+@pytest.mark.parametrize("other", ["items.parquet", "users_train.parquet", "more/items.parquet"])
 def test_files_of_no_split_beside_those_of_one_are_refused(tmp_path: Path, other: str) -> None:
     for name in ("train.parquet", other):
         (tmp_path / name).parent.mkdir(exist_ok=True)

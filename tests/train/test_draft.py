@@ -1,5 +1,6 @@
 """Recipes that `hotbed init` drafts: they load, name what is there, test on test data, and scale numericals."""
 
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,19 @@ def test_a_numerical_does_not_harm_the_model(tmp_path: Path, kind: str) -> None:
     _, without, _ = train(tmp_path / "r.yaml", *options, "--data.source.init_args.schema.dense", "[]")
     assert drafted["test"]["logloss"] < without["test"]["logloss"]
     assert drafted["test"]["auc"] > without["test"]["auc"]
+
+
+def test_a_column_named_like_a_label_is_told_what_is_wrong_with_it(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [-1, 1] * 20, "user": list(range(40))}), tmp_path / "log.parquet")
+    with pytest.raises(DataError, match=r"column 'label': label -1 at row 0 .* \(hotbed init --label NAME"):
+        draft_recipe(tmp_path / "log.parquet")
+
+
+def test_columns_that_are_left_out_are_named_with_their_types(tmp_path: Path) -> None:
+    day = [datetime.date(2026, 1, 1)] * 40
+    columns = {"label": [0, 1] * 20, "user": list(range(40)), "when [day]": day, "place": [{"x": 1}] * 40}
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    text = draft_recipe(tmp_path / "log.parquet")
+    assert (
+        "# Left out, for these types are no inputs yet: 'when [day]' (date32[day]), 'place' (struct<x: int64>)." in text
+    )

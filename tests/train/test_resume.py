@@ -104,6 +104,9 @@ def test_a_run_that_is_finished_says_so_and_trains_nothing(
     captured = capsys.readouterr()
     assert f"{run} is finished: 19 steps are trained and tested, and nothing is left to train" in captured.err
     assert "small: test, 300 samples" in captured.out
+    status, shorter, _ = train(recipe, *AUTO, "--train.steps", "5")
+    assert (status, shorter) == (0, first)
+    assert json.loads((run / "summary.json").read_text()) == first
     status, more, _ = train(recipe, *AUTO, "--train.epochs", "2")
     assert (status, more["steps"], more["run"], runs(recipe)) == (0, 38, str(run), [run])
     assert "dense_optimizer.init_args.lr was 0.01 and is now 0.5" in refused(

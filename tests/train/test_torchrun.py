@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -119,6 +120,15 @@ class Processes:
             os.killpg(int(self.text("leader", "pid")), signal.SIGKILL)
 
 
+def unused_port() -> int:
+    """A TCP port of the loopback interface, below those that the system gives to connections of other programs."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 class Launcher:
     """Starts ranks."""
 
@@ -131,9 +141,7 @@ class Launcher:
     def start(self, folder: Path, size: int, *args: str) -> Iterator[Processes]:
         """Ranks of ``hotbed train ARGS``; what is left of them afterwards is killed."""
         folder.mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port: int = free.getsockname()[1]
+        port = unused_port()
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([str(folder), size, port, ["train", *args]]) + "\n")
         self._process.stdin.flush()

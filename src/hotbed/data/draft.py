@@ -62,11 +62,13 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
     names: list[str] = sample.column_names
     if label is not None and label not in names:
         raise DataError(f"{path} has no column '{label}'; it has {', '.join(names)}{did_you_mean(label, names)}")
-    labels = [label] if label else [n for n in names if n.lower() in LABEL_NAMES and _is_binary(sample[n])]
+    named = [n for n in names if n.lower() in LABEL_NAMES and arrow.is_number(sample[n].type)]
+    # Of a column named so whose values are no labels the check of labels says which value is none.
+    labels = [label] if label else [n for n in named if _is_binary(sample[n])] or named[:1]
     if not labels:
         raise DataError(
-            f"{path} has no column of 0 and 1 named like a label ({', '.join(LABEL_NAMES)}); it has "
-            f"{', '.join(names)}. Name one with `label`"
+            f"{path} has no column of numbers named like a label ({', '.join(LABEL_NAMES)}); it has "
+            f"{', '.join(names)}. Name one with --label NAME (label=… in Python)"
         )
     weight = next((n for n in names if n.lower() in WEIGHT_NAMES and arrow.is_number(sample[n].type)), None)
     inputs = [n for n in names if n and n not in labels and n != weight]

@@ -84,6 +84,11 @@ class ParquetSource(Source):
         self._groups = groups
         self.splits = tuple(groups)
 
+    def column_types(self) -> dict[str, str]:
+        """Type of every column of the files, also of those that the schema does not name."""
+        fields = next(iter(self._groups.values()))[0].file.schema
+        return {field.name: str(field.type) for field in fields}
+
     def _chunks(self, split: str) -> Sequence[int]:
         return [g.samples for g in self._groups[split]]
 

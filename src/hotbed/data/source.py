@@ -18,10 +18,16 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 
 
 def label_error(place: str, column: str, value: object, row: str) -> DataError:
-    """Say that a label is not from 0 to 1, and what to do."""
+    """Say that a label is not from 0 to 1, and what to do: with -1, with what is missing, with ratings."""
+    if value != value:  # NaN
+        fix = f"drop these samples, with polars: frame.filter(pl.col({column!r}).is_not_nan())"
+    elif value == -1:
+        fix = f"where they are -1 and 1, map them with polars: frame.with_columns(pl.col({column!r}) > 0)"
+    else:
+        fix = f"say from which value on a sample is positive, with polars: frame.with_columns(pl.col({column!r}) >= 4)"
     return DataError(
-        f"{place}, column '{column}': label {value} at {row}; labels must be from 0 to 1. Map them, as -1 and 1 with "
-        f"polars: frame.with_columns(pl.col({column!r}) > 0), or name another column in the schema's `labels`"
+        f"{place}, column '{column}': label {value} at {row}; labels must be from 0 to 1: {fix}; or name another "
+        "column (hotbed init --label NAME, `labels` of the schema)"
     )
 
 

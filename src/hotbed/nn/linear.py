@@ -138,7 +138,7 @@ def _is_transformed() -> bool:
     """Whether torch compiles, exports, traces, or differentiates forward or by torch.func: by its own products."""
     return (
         torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )

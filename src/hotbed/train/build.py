@@ -193,5 +193,6 @@ def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
     if split not in source.splits:
         raise RecipeError(
-            f"{key} is '{split}', but the data has only {', '.join(source.splits)}{did_you_mean(split, source.splits)}"
+            f"{key} is '{split}', but the data has only {', '.join(source.splits)}"
+            f"{did_you_mean(split, source.splits)}; give one of these, or other data"
         )

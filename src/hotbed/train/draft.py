@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
-from hotbed.data import ParquetSource, draft_schema
+from hotbed.data import ParquetSource, Schema, draft_schema
 from hotbed.errors import SpecError
 from hotbed.files import yaml_text
 
@@ -20,8 +21,8 @@ data:
 {splits}  source:
     class_path: hotbed.data.ParquetSource
     init_args:
-{fraction}      # `rows` are about 4 × the distinct values in the sample; values are hashed to them. Columns with the
-      # same `table` share one. `ids` is the number per sample, null where it varies. `weight` and `group` (for
+{fraction}{left_out}      # `rows` are about 4 × the distinct values in the sample; values are hashed to them. Columns
+      # with the same `table` share one. `ids` is the number per sample, null where it varies. `weight` and `group` (for
       # grouped AUC) name columns.
 {scaling}      schema:
 {schema}
@@ -78,10 +79,21 @@ def draft_recipe(path: str | Path, label: str | None = None) -> str:
         name=yaml_text(_run_name(path)),
         splits=splits,
         fraction=fraction,
+        left_out=_left_out(source, schema),
         scaling=_SCALING if schema.scaling else "",
         schema="\n".join(f"        {line}" for line in lines),
         tasks=len(schema.labels),
     )
+
+
+def _left_out(source: ParquetSource, schema: Schema) -> str:
+    """Comment that names the columns which the recipe does not use, with their types; nothing where there is none."""
+    used = {*schema.labels, *schema.dense, schema.weight, *(column.name for column in schema.sparse)}
+    unused = [f"{name!r} ({kind})" for name, kind in source.column_types().items() if name not in used]
+    if not unused:
+        return ""
+    text = f"Left out, for these types are no inputs yet: {', '.join(unused)}."
+    return "".join(f"      # {line}\n" for line in textwrap.wrap(text, 110, break_on_hyphens=False))
 
 
 def _splits(path: str | Path, source: ParquetSource, schema: dict[str, object]) -> tuple[str, str]:

@@ -135,7 +135,7 @@ def print_promise(console: Console, result: Mapping[str, Any]) -> None:
     name = f"{resumed['killed']}, kill -9 at step {resumed['at_step']}, then {resumed['resumed']}"
     table.add_row(name, "", "", resumed["sha256"][:16])
     console.print(table)
-    console.print("all equal" if result["equal"] else "[red]NOT equal[/red]")
+    console.print("all equal" if result["equal"] else "NOT equal", style=None if result["equal"] else "red")
     alone = result["one_process"]
     console.print(
         f"one process instead of {result['ranks']}: losses differ by at most {alone['losses']:.1e}, the model by "

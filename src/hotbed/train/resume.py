@@ -11,6 +11,7 @@ worse, half obeyed. A resumed run may change only how long it goes on, what it s
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -120,8 +121,11 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> dict[st
         if earlier is not None and (earlier / SUMMARY).is_file():
             stored = Recipe.from_dict(read_yaml(earlier / RECIPE))
             _refuse_difference(f"{earlier}", stored.to_dict(), recipe)
-            if all(getattr(stored.train, key) == getattr(recipe.train, key) for key in _LENGTH):
-                summaries = [json.dumps(json.loads((earlier / SUMMARY).read_text(encoding="utf-8")))]
+            summary, asked = json.loads((earlier / SUMMARY).read_text(encoding="utf-8")), recipe.train
+            is_as_long = all(getattr(stored.train, key) == getattr(asked, key) for key in _LENGTH)
+            is_longer = summary["epochs"] >= asked.epochs or summary["steps"] >= (asked.steps or math.inf)
+            if is_as_long or is_longer:
+                summaries = [json.dumps(summary)]
     summaries = ranks.names(summaries)
     return json.loads(summaries[0]) if summaries else None
 
