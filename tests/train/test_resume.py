@@ -48,20 +48,24 @@ class Killed(BaseException):
     """As a signal ends a process, with nothing of hotbed's running any more."""
 
 
-@pytest.fixture
-def killed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a run that was killed after step 10, with checkpoints of steps 3, 6 and 9."""
+def train_until_killed(recipe: Path, step: int, *args: str) -> None:
+    """Train, and be killed after a step."""
     advance = Trainer._advance
 
     def kill(trainer: Trainer, *args: Any) -> None:
         advance(trainer, *args)
-        if trainer.step == 10:
+        if trainer.step == step:
             raise Killed
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Trainer, "_advance", kill)
-        with pytest.raises(Killed):
-            train(recipe, *OFTEN, *AUTO)
+        train(recipe, *args)
+
+
+@pytest.fixture
+def killed(recipe: Path) -> Path:
+    """The directory of a run that was killed after step 10, with checkpoints of steps 3, 6 and 9."""
+    train_until_killed(recipe, 10, *OFTEN, *AUTO)
     (run,) = runs(recipe)
     assert names(run) == ["last-00000003", "last-00000006", "last-00000009"]
     return run
@@ -117,22 +121,10 @@ def test_a_run_that_is_finished_says_so_and_trains_nothing(
 LR = ["--dense_optimizer.init_args.lr", "0.5"]
 
 
-def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_that_goes_on_and_is_killed_is_not_finished(recipe: Path) -> None:
     longer = [*OFTEN, *AUTO, "--train.epochs", "2"]
     _, _, run = train(recipe, *OFTEN, *AUTO)
-    advance = Trainer._advance
-
-    def kill(trainer: Trainer, *args: Any) -> None:
-        advance(trainer, *args)
-        if trainer.step == 30:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_advance", kill)
-        with pytest.raises(Killed):
-            train(recipe, *longer)
+    train_until_killed(recipe, 30, *longer)
     status, summary, again = train(recipe, *longer)
     assert (status, summary["steps"], again) == (0, 38, run)
 
