@@ -37,12 +37,15 @@ class Cpu(NamedTuple):
         Vendor, family and model, by which instructions and libraries' code are told apart.
     is_amd
         Whether it is one of AMD's.
+    family
+        AMD's or Intel's number of the family: 25 is Zen 3 and 4, 26 Zen 5; 0 where there is none.
     flags
         Names of its instruction sets, as Linux has them (``avx512f``, ``avx512_bf16``, ``amx_bf16``, Arm's ``bf16``).
     """
 
     kind: str
     is_amd: bool
+    family: int
     flags: frozenset[str]
 
 
@@ -57,7 +60,8 @@ def cpu(root: Path = Path("/")) -> Cpu:
     numbers = (facts.get("cpu family", ""), facts.get("model", facts.get("CPU part", "")))
     kind = " ".join(part for part in (vendor, *numbers) if part) or platform.machine()
     flags = facts.get("flags", facts.get("Features", ""))
-    return Cpu(kind, vendor == "AuthenticAMD", frozenset(flags.split()))
+    family = facts.get("cpu family", "")
+    return Cpu(kind, vendor == "AuthenticAMD", int(family) if family.isdecimal() else 0, frozenset(flags.split()))
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:

@@ -27,8 +27,12 @@ MIN_PRODUCTS = 1 << 24
 """Multiplications of a product from which oneDNN is faster; below, its start costs more than it saves."""
 MIN_OUTPUTS = 8
 """Columns of a layer's output from which oneDNN is faster."""
-NARROW_INPUTS = 128
-"""Columns of a layer's input up to which its weight's gradient is computed transposed, up to 4 times faster."""
+NARROW_INPUTS = 16
+"""Columns of a layer's input below which its weight's gradient is faster by oneDNN, if computed transposed."""
+WIDE_INPUTS = 256
+"""Columns of a layer's input from which its weight's gradient is faster by oneDNN on Zen 5."""
+ZEN_5 = 26
+"""AMD's number of this family."""
 
 
 def has_onednn_linear() -> bool:
@@ -174,10 +178,12 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """``grad [B, out]ᵀ x [B, in]``; oneDNN wants the wider of both on the right."""
-    if x.shape[1] <= min(NARROW_INPUTS, grad.shape[1]):
+    """``grad [B, out]ᵀ x [B, in]``, by the library that is faster for these shapes."""
+    if x.shape[1] < min(NARROW_INPUTS, grad.shape[1]):
         return onednn_product(x.t(), grad.t()).t().contiguous()
-    return onednn_product(grad.t(), x.t())
+    if x.shape[1] >= WIDE_INPUTS and cpu().family >= ZEN_5:
+        return onednn_product(grad.t(), x.t())
+    return grad.t() @ x
 
 
 def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
