@@ -13,12 +13,21 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from hotbed import cli_checkpoint
-from hotbed.cli_recipe import add_json, add_recipe, readable_twice, recipe_of, split_deep, split_recipes
+from hotbed.cli_recipe import (
+    add_json,
+    add_recipe,
+    console,
+    readable_twice,
+    recipe_of,
+    split_deep,
+    split_recipes,
+    write_json,
+)
 from hotbed.config import check_keys
 from hotbed.errors import CommError, HotbedError, RecipeError, StoppedError, did_you_mean
 from hotbed.files import local, location, read_yaml
@@ -155,14 +164,16 @@ def _train(parsed: Namespace) -> None:
 
         plan = memory_plan(recipe)
         if started().rank == 0:
-            print_memory_plan(_stdout(), plan)
-            _write_json(parsed.json, plan)
+            print_memory_plan(console(), plan)
+            write_json(parsed.json, plan)
         return
     with process_group(recipe.parallel, recipe.train.device) as here:
-        summary = train(recipe, RunDirectory(local("--out", parsed.out), recipe.name), _stderr(), resume=parsed.resume)
+        summary = train(
+            recipe, RunDirectory(local("--out", parsed.out), recipe.name), console(stderr=True), resume=parsed.resume
+        )
     if here.rank == 0:
-        print_summary(_stdout(), summary)
-        _write_json(parsed.json, summary)
+        print_summary(console(), summary)
+        write_json(parsed.json, summary)
 
 
 # -- the other commands --------------------------------------------------------------------------------------------
@@ -193,15 +204,15 @@ def _demo(parsed: Namespace) -> None:
         from hotbed.train.promise import print_promise, run_promise
 
         options = {"ranks": parsed.ranks, "steps": parsed.steps, "seed": parsed.seed}
-        result = run_promise(data, root, _stderr(), **options)
-        print_promise(_stdout(), result)
-        _write_json(parsed.json, result)
+        result = run_promise(data, root, console(stderr=True), **options)
+        print_promise(console(), result)
+        write_json(parsed.json, result)
         if not result["equal"]:
             raise CommError("a plan changed the model; please report this with the run's directory")
         return
-    summary = run_demo(data, root, _stderr(), samples=parsed.samples, seed=parsed.seed)
-    print_summary(_stdout(), summary)
-    _write_json(parsed.json, summary)
+    summary = run_demo(data, root, console(stderr=True), samples=parsed.samples, seed=parsed.seed)
+    print_summary(console(), summary)
+    write_json(parsed.json, summary)
 
 
 def _add_init(parser: ArgumentParser) -> None:
@@ -242,10 +253,10 @@ def _prepare(parsed: Namespace) -> None:
     options = parsed.as_dict()
     raw, out, json = options.pop("raw"), options.pop("out"), options.pop("json")
     raw, out = [local("RAW", path) for path in raw], local("OUT", out)
-    with StageProgress(_stderr()) as progress:
+    with StageProgress(console(stderr=True)) as progress:
         report = prepare(raw, out, progress=progress, **options)
-    print_prepared(_stdout(), report)
-    _write_json(json, vars(report))
+    print_prepared(console(), report)
+    write_json(json, vars(report))
 
 
 def _add_pack(parser: ArgumentParser) -> None:
@@ -263,9 +274,11 @@ def _pack(parsed: Namespace) -> None:
 
     options = parsed.as_dict()
     file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
-    found = pack_by_popularity(recipe_in(local("RECIPE", file), data), local("OUT", out), _stderr(), **options)
-    print_packed(_stdout(), found)
-    _write_json(json, found)
+    found = pack_by_popularity(
+        recipe_in(local("RECIPE", file), data), local("OUT", out), console(stderr=True), **options
+    )
+    print_packed(console(), found)
+    write_json(json, found)
 
 
 def _add_eval(parser: ArgumentParser) -> None:
@@ -281,8 +294,8 @@ def _eval(parsed: Namespace) -> None:
 
     checkpoint, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
     values = metrics.to_dict()
-    print_metrics(_stdout(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
-    _write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})
+    print_metrics(console(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
+    write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})
 
 
 def _add_inspect(parser: ArgumentParser) -> None:
@@ -302,8 +315,8 @@ def _inspect(parsed: Namespace) -> None:
     if skew:
         from hotbed.train.skew import inspect_skew, print_skew
 
-        found = inspect_skew(path, _stderr(), **options)
-        print_skew(_stdout(), found)
+        found = inspect_skew(path, console(stderr=True), **options)
+        print_skew(console(), found)
     else:
         from hotbed.train.describe import describe, print_description
         from hotbed.train.skew import SKEW_DEFAULTS
@@ -312,8 +325,8 @@ def _inspect(parsed: Namespace) -> None:
             if options[name] != default:
                 raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
         found = describe(path)
-        print_description(_stdout(), found)
-    _write_json(json, found)
+        print_description(console(), found)
+    write_json(json, found)
 
 
 def _add_bench(what: str, parser: ArgumentParser) -> None:
@@ -327,7 +340,7 @@ def _bench(what: str, parsed: Namespace) -> None:
     from hotbed.bench.run import bench
 
     options = parsed.as_dict()
-    _write_json(options.pop("json"), bench(what, options, _stdout(), _stderr()))
+    write_json(options.pop("json"), bench(what, options, console(), console(stderr=True)))
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -372,25 +385,3 @@ COMMANDS: Mapping[str, Command] = {
         for what, text in {"ops": "Measure every kernel.", "step": "Measure training steps, part by part."}.items()
     },
 }
-
-
-# -- output --------------------------------------------------------------------------------------------------------
-
-
-def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
-    if path is not None:
-        from hotbed.files import write_json
-
-        write_json(local("--json", path), value)
-
-
-def _stdout() -> Any:
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False)
-
-
-def _stderr() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True, markup=False, emoji=False)

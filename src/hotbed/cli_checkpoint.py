@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.cli_recipe import add_json
+from hotbed.cli_recipe import add_json, console, write_json
 from hotbed.errors import RecipeError
 
 Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
@@ -29,8 +29,8 @@ def inspect_checkpoint(parsed: Namespace) -> None:
 
     place = find_checkpoint(parsed.path)
     description = describe_manifest(place, read_manifest(place))
-    print_description(_stdout(), description)
-    _write_json(parsed.json, description)
+    print_description(console(), description)
+    write_json(parsed.json, description)
 
 
 def add_verify(parser: ArgumentParser) -> None:
@@ -50,13 +50,13 @@ def verify(parsed: Namespace) -> None:
     seconds = time.perf_counter() - start
     blocks = sum(len(entry["sha256"]) for entry in manifest.files.values())
     rate = manifest.nbytes / seconds
-    _stdout().print(
+    console().print(
         f"{place}: {len(manifest.files):,} files, {blocks:,} blocks unharmed "
         f"({manifest.nbytes / 1e9:,.3f} GB, {rate / 1e9:,.2f} GB/s)",
         soft_wrap=True,
     )
     counts = {"files": len(manifest.files), "blocks": blocks, "bytes": manifest.nbytes}
-    _write_json(parsed.json, {"path": str(place), **counts, "seconds": seconds, "bytes_per_s": rate})
+    write_json(parsed.json, {"path": str(place), **counts, "seconds": seconds, "bytes_per_s": rate})
 
 
 def add_convert(parser: ArgumentParser) -> None:
@@ -89,11 +89,11 @@ def convert(parsed: Namespace) -> None:
     with _progress(f"converting {parsed.source}") as progress:
         made = _converted(parsed, progress)
     seconds = time.perf_counter() - start
-    _stdout().print(f"{parsed.target}: {len(made['tables']):,} tables, {seconds:.1f} s", soft_wrap=True)
+    console().print(f"{parsed.target}: {len(made['tables']):,} tables, {seconds:.1f} s", soft_wrap=True)
     if parsed["from"] != "hotbed":
         names = ", ".join(entry["table"] for entry in made["tables"])
-        _stdout().print(f"tables, in the order of the model's features: {names}", soft_wrap=True)
-    _write_json(parsed.json, {"source": parsed.source, "target": parsed.target, "seconds": seconds, **made})
+        console().print(f"tables, in the order of the model's features: {names}", soft_wrap=True)
+    write_json(parsed.json, {"source": parsed.source, "target": parsed.target, "seconds": seconds, **made})
 
 
 def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mapping[str, Any]:
@@ -143,28 +143,14 @@ def _refuse_options_without_effect(parsed: Namespace) -> None:
 @contextmanager
 def _progress(what: str) -> Generator[Callable[[int, int], None]]:
     """A bar on a terminal, a line elsewhere; gives what to call with done and total."""
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.print(f"{what} …", soft_wrap=True)
+    stderr = console(stderr=True)
+    if not stderr.is_terminal:
+        stderr.print(f"{what} …", soft_wrap=True)
         yield lambda done, total: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _write_json(path: str | None, value: Mapping[str, Any]) -> None:
-    if path is not None:
-        from hotbed.files import local, write_json
-
-        write_json(local("--json", path), value)
-
-
-def _stdout() -> Any:
-    from rich.console import Console
-
-    return Console(markup=False, emoji=False)

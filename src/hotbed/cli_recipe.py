@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,21 @@ def _set_deep(values: dict[str, Any], key: str, text: str) -> None:
         if not isinstance(values, dict):
             raise RecipeError(f"--{key}: {'.'.join(parents[: i + 1])} is {values!r}, which has no '{last}' to set")
     values[last] = get_loader("yaml")(text)
+
+
+def console(*, stderr: bool = False) -> Any:
+    """Make what commands print to; text is shown as it is, also names in brackets."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, emoji=False)
+
+
+def write_json(path: str | None, value: Mapping[str, Any]) -> None:
+    """Write the figures of a command where ``--json`` says, if it was given."""
+    if path is not None:
+        from hotbed import files
+
+        files.write_json(local("--json", path), value)
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -33,6 +33,8 @@ class Cpu(NamedTuple):
 
     Attributes
     ----------
+    name
+        What it is sold as.
     kind
         Vendor, family and model, by which instructions and libraries' code are told apart.
     is_amd
@@ -43,6 +45,7 @@ class Cpu(NamedTuple):
         Names of its instruction sets, as Linux has them (``avx512f``, ``avx512_bf16``, ``amx_bf16``, Arm's ``bf16``).
     """
 
+    name: str
     kind: str
     is_amd: bool
     family: int
@@ -61,7 +64,8 @@ def cpu(root: Path = Path("/")) -> Cpu:
     kind = " ".join(part for part in (vendor, *numbers) if part) or platform.machine()
     flags = facts.get("flags", facts.get("Features", ""))
     family = facts.get("cpu family", "")
-    return Cpu(kind, vendor == "AuthenticAMD", int(family) if family.isdecimal() else 0, frozenset(flags.split()))
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return Cpu(name, kind, vendor == "AuthenticAMD", int(family) if family.isdecimal() else 0, frozenset(flags.split()))
 
 
 def spin_briefly(environment: MutableMapping[str, str]) -> None:

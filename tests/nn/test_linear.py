@@ -46,7 +46,7 @@ def pair(inputs, outputs):
 @pytest.mark.parametrize("family", [25, 26])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(4096, 13, 512), (1024, 256, 128), (4096, 64, 128)])
 def test_onednn_computes_what_torch_does(monkeypatch, products, family, rows, inputs, outputs):
-    monkeypatch.setattr(linear_module, "cpu", lambda: Cpu("some", True, family, frozenset()))
+    monkeypatch.setattr(linear_module, "cpu", lambda: Cpu("a CPU", "some", True, family, frozenset()))
     layer, plain = pair(inputs, outputs)
     x = torch.randn(rows, inputs)
     found, expected = gradients(layer, x), gradients(plain, x)
@@ -147,7 +147,7 @@ def test_frozen_parameters_get_no_gradient():
     [(True, {"avx512f", "avx2"}, "onednn"), (True, {"avx2"}, "torch"), (False, {"avx512f"}, "torch")],
 )
 def test_the_kind_of_cpu_decides(monkeypatch, is_amd, flags, library):
-    monkeypatch.setattr(linear_module, "cpu", lambda: Cpu("some", is_amd, 25, frozenset(flags)))
+    monkeypatch.setattr(linear_module, "cpu", lambda: Cpu("a CPU", "some", is_amd, 25, frozenset(flags)))
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(linear_module, "has_onednn_linear", lambda: True)
     assert MLP(4, (3,))[0].uses == library

@@ -58,7 +58,7 @@ def dtype_of_products(trainer: Trainer) -> torch.dtype:
     ],
 )
 def test_a_cpu_s_instructions_have_a_name(monkeypatch: pytest.MonkeyPatch, flags: str, name: str | None) -> None:
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("some", False, 0, frozenset(flags.split())))
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset(flags.split())))
     assert bf16_instructions(CPU) == name
 
 
@@ -115,10 +115,10 @@ def test_a_resumed_run_keeps_its_precision_and_library_on_another_cpu(
     has(monkeypatch, "AMX", "onednn")
     monkeypatch.setattr(numerics, "has_onednn_linear", lambda: True)
     monkeypatch.setattr(Linear, "use", lambda self, library: setattr(self, "uses", library))
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("AMD 26", True, 26, frozenset()))
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "AMD 26", True, 26, frozenset()))
     before = state_of_a_run()
     has(monkeypatch, None, "torch")
-    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("AMD 25", True, 25, frozenset()))
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "AMD 25", True, 25, frozenset()))
     after = resumed(before, AUTO)
     assert after.numerics.settle() == "precision bf16 (the checkpoint)"
     assert {m.uses for m in after.model.modules() if isinstance(m, Linear)} == {"onednn"}

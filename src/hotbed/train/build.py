@@ -62,9 +62,8 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     """
     model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device)
     if isinstance(model, Distributed):
-        torch.manual_seed(
-            (recipe.train.seed + model.link.rank) % 2**64
-        )  # what is drawn from now on is of a rank's own samples
+        # What is drawn from now on is of a rank's own samples.
+        torch.manual_seed((recipe.train.seed + model.link.rank) % 2**64)
         return model
     if needs_a_plan(recipe):  # by which all rows are in the memory of this one process's device
         model = _seeded(recipe, source, device, on_meta=False)

@@ -88,7 +88,7 @@ def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> Non
     existing = checkpoints_in(where)
     if not existing:
         return
-    here = [c for c in existing if resumed is not None and _are_same(resumed, c)]
+    here = [c for c in existing if resumed is not None and are_same(resumed, c)]
     if not here:
         raise CheckpointError(
             f"{where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
@@ -102,7 +102,8 @@ def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> Non
         )
 
 
-def _are_same(a: Directory, b: Directory) -> bool:
+def are_same(a: Directory, b: Directory) -> bool:
+    """Tell whether two directories are one, however they are written."""
     if isinstance(a, LocalDirectory) and isinstance(b, LocalDirectory):
         return a.root.resolve() == b.root.resolve()
     return a.path == b.path

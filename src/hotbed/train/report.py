@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -16,11 +15,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import Taken, directory, runs_in
-from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.files import read_yaml, write_json, write_text, yaml_text
-from hotbed.machine import usable_cores
+from hotbed.machine import cpu, usable_cores
 from hotbed.plan import Plan
+from hotbed.train.claim import are_same
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
@@ -61,7 +60,10 @@ class RunDirectory:
             if not run.has(RECIPE):
                 continue
             recipe = cast("Mapping[str, Any]", read_yaml(Path(run.path) / RECIPE) or {})
-            if _place(recipe.get("train", {}).get("checkpoint_dir")) == _place(checkpoint_dir):
+            kept: str | None = recipe.get("train", {}).get("checkpoint_dir")
+            if kept == checkpoint_dir or (
+                kept and checkpoint_dir and are_same(directory(kept), directory(checkpoint_dir))
+            ):
                 return Path(run.path)
         return None
 
@@ -102,14 +104,6 @@ class RunDirectory:
         write_json(self.path / SUMMARY, summary)
 
 
-def _place(checkpoint_dir: str | None) -> str | None:
-    """One name of a directory of checkpoints, however it is written."""
-    if checkpoint_dir is None:
-        return None
-    place = directory(checkpoint_dir)
-    return str(place.root.resolve()) if isinstance(place, LocalDirectory) else place.path
-
-
 def recipe_yaml(recipe: Recipe) -> str:
     """The complete recipe as YAML."""
     return yaml_text(_lists(recipe.to_dict())) + "\n"
@@ -124,7 +118,7 @@ def _lists(value: Any) -> Any:
 
 def environment(device: torch.device) -> dict[str, str]:
     """What figures depend on: hardware and versions."""
-    hardware = f"{_cpu_model()}, {usable_cores()} cores"
+    hardware = f"{cpu().name}, {usable_cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
     return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": _release()}
@@ -135,15 +129,6 @@ def _release() -> str:
         return version("hotbed")
     except PackageNotFoundError:  # imported from src/, never installed
         return "unknown (source checkout)"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 # -- the final table -----------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ MAY_DIFFER = frozenset(
 """Keys that do not change what a step does, or say so; a plan may, in the one way that `Plan.wire` states."""
 
 
-def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> None:
+def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
     """Raise `RecipeError` if a recipe would train otherwise than the one that a checkpoint was made with.
 
     Parameters
@@ -71,6 +71,11 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
     recipe
         The recipe to go on with.
 
+    Returns
+    -------
+    Manifest
+        The checkpoint's.
+
     Raises
     ------
     RecipeError
@@ -78,9 +83,10 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
     CheckpointError
         If there is no valid checkpoint.
     """
-    stored = read_manifest(checkpoint).recipe
-    if stored is not None:
-        _refuse_difference(f"{checkpoint}", stored, recipe)
+    manifest = read_manifest(checkpoint)
+    if manifest.recipe is not None:
+        _refuse_difference(f"{checkpoint}", manifest.recipe, recipe)
+    return manifest
 
 
 def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> None:
@@ -150,10 +156,10 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
         found = [str(find_checkpoint(path))] if ranks.is_first else []
     checkpoint = directory(ranks.names(found)[0])
     with ranks.together(f"go on from {checkpoint}"):
-        refuse_another_recipe(checkpoint, recipe)
-        if over := why_over(read_manifest(checkpoint), recipe):
+        manifest = refuse_another_recipe(checkpoint, recipe)
+        if over := why_over(manifest, recipe):
             raise RecipeError(f"{checkpoint} is of a run that is finished: {over}; hotbed eval tests it as it is")
-        _load(checkpoint, trainer)
+        _load(checkpoint, manifest, trainer)
     return checkpoint
 
 
@@ -229,17 +235,15 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
     reasons: list[str] = []
     with trainer.ranks.together(f"go on from {checkpoint}"):
         try:
-            refuse_another_recipe(checkpoint, recipe)
-            _load(checkpoint, trainer)
+            _load(checkpoint, refuse_another_recipe(checkpoint, recipe), trainer)
         except DamagedError as error:
             reasons = [str(error).replace("\n", " ")]
     reasons = trainer.ranks.names(reasons)
     return reasons[0] if reasons else None
 
 
-def _load(checkpoint: Directory, trainer: Trainer) -> None:
-    stored = read_manifest(checkpoint).recipe
-    if stored is not None and (precision := Recipe.from_dict(stored).train.precision) != "auto":
+def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
+    if manifest.recipe is not None and (precision := Recipe.from_dict(manifest.recipe).train.precision) != "auto":
         trainer.numerics.unrecorded = precision
     load_checkpoint(checkpoint, trainer.parts())
 
