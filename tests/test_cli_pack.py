@@ -14,8 +14,8 @@ from hotbed.embed import plan_tables
 from hotbed.errors import DataError
 from hotbed.plan.cost import tile_bytes
 from hotbed.train.build import new_model, open_source
-from hotbed.train.hot_file import read_hot_rows
 from hotbed.train.parallel import moments_by_table, planned
+from hotbed.train.table_file import read_hot_rows
 from tests.cli_cases import (  # noqa: F401
     Output,
     inspected,

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
-from hotbed.embed import sync
 from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
@@ -91,7 +90,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     warmup = -(-WARMUP // every) * every
     steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
-        sync.choose = lambda *_: "nothing"
+        replicas.choose = lambda *_: "nothing"
     model, plan = model_and_plan(job["scheme"], size // replicas)
     codecs = {"forward": job["forward"], "backward": job["backward"]}
     dense_values = sum(p.numel() for p in model.parameters())

@@ -12,11 +12,10 @@ from hotbed.config import Recipe
 from hotbed.data import Loader, Schema, Source, SplitBinarySource
 from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
 from hotbed.errors import HotbedError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Jagged, Spread
 from hotbed.lazy import lazy
 from hotbed.plan import Cut, Plan, Tile, make_plan
 from hotbed.specs import Dynamic, Feature, Table
-from hotbed.spread import Spread
 from hotbed.train import Callback, Trainer, evaluate
 
 if TYPE_CHECKING:

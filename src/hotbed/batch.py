@@ -13,7 +13,7 @@ from torch import Tensor
 from hotbed.bags import Bags, describe, offsets_of
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
-from hotbed.untraced import untraced
+from hotbed.torch_hooks import untraced
 
 
 @dataclass(frozen=True, kw_only=True)

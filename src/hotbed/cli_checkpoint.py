@@ -113,7 +113,7 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
         return export_model(parsed.source, target, parsed.data)
     source = find_checkpoint(parsed.source)
     if parsed.to == "safetensors":
-        from hotbed.checkpoint.export import export_tables
+        from hotbed.checkpoint.convert import export_tables
 
         return export_tables(source, target, progress=progress)
     from hotbed.checkpoint.convert import convert

@@ -8,7 +8,7 @@ from hotbed.bench.options import StepOptions, sparse_optimizers
 from hotbed.bench.step import WARM_UP, _batches, _matmuls, _Step, _ways, bench_step
 from hotbed.bench.timeline import PARTS, Timeline
 from hotbed.bench.workload import Workload
-from hotbed.embed.updater import TableUpdater
+from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import HotbedError, RecipeError
 from hotbed.nn import DLRM
 from hotbed.nn.linear import has_onednn_linear

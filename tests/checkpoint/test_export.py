@@ -13,8 +13,7 @@ from torch import nn
 
 from hotbed.checkpoint import convert as convert_module
 from hotbed.checkpoint import save_checkpoint
-from hotbed.checkpoint.convert import convert
-from hotbed.checkpoint.export import export_tables
+from hotbed.checkpoint.convert import convert, export_tables
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import VerifiedFiles
-from hotbed.checkpoint.making import make_directory
+from hotbed.checkpoint.contents import TablePart, owned_tiles
 from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
-from hotbed.checkpoint.parts import TablePart
-from hotbed.checkpoint.pieces import owned_tiles
 from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.checkpoint.writing import make_directory
 from hotbed.embed import Held
 from hotbed.embed.arena import Arena, Piece
 from hotbed.optim import Moment

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hotbed.data.chunk_estimate import CHUNK_ROWS, CHUNKS, ChunkEstimate
+from hotbed.data.access_counts import CHUNK_ROWS, CHUNKS, ChunkEstimate
 from hotbed.data.zipf import Zipf
 from hotbed.errors import SpecError
 

@@ -12,7 +12,7 @@ import yaml
 from data_cases import NUMBERED_SCHEMA, numbered_batch
 
 from hotbed.data import ParquetSource, Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter, ZipfSource
-from hotbed.data.parquet_files import RowGroup
+from hotbed.data.parquet import RowGroup
 from hotbed.errors import DataError, SpecError
 
 

@@ -9,7 +9,7 @@ from data_cases import MIXED_SCHEMA, ListSource, mixed_batch
 import hotbed.data.popularity
 from hotbed.batch import Batch
 from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
-from hotbed.data.hot_order import hot_order_file, write_hot_order
+from hotbed.data.pack import hot_order_file, write_hot_order
 from hotbed.data.popularity import SHARES, Popularity
 from hotbed.data.stack_distance import StackDistances
 from hotbed.data.zipf import Zipf

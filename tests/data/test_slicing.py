@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.batch import Batch
-from hotbed.data.slicing import join
+from hotbed.data.loader import join
 
 
 @settings(deadline=None)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.data.lookup_kernels import slot_of
-from hotbed.data.stack_distance import StackDistances
+from hotbed.data.stack_distance import StackDistances, slot_of
 from hotbed.data.zipf import Zipf
 from hotbed.errors import SpecError
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed import optim
-from hotbed.embed import EmbeddingCollection, sync
+from hotbed.embed import EmbeddingCollection, replicas
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut
 from hotbed.specs import Feature, Table
@@ -52,7 +52,7 @@ class Job:
     steps: int = 3
     dtype: str = "fp32"
     same: bool = False
-    message: sync.Message | None = None
+    message: replicas.Message | None = None
     pooled: bool = False
     infinite: int | None = None
 
@@ -120,9 +120,9 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, Any]:
     rank = 0 if group is None else dist.get_rank(group)
     replicas = None if group is None else model.wire.replicas
     place = (0, rank) if replicas is None else (replicas.link.rank, replicas.shards.rank)
-    chosen = sync.choose
+    chosen = replicas.choose
     if job.message is not None:
-        sync.choose = lambda *_: job.message
+        replicas.choose = lambda *_: job.message
     try:
         for step in range(job.steps):
             loss = model(batch(step, place[1] if job.same else rank), 0.1 * step)
@@ -133,7 +133,7 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, Any]:
             optimizer.step()
         found = state(model, optimizer)
     finally:
-        sync.choose = chosen
+        replicas.choose = chosen
     return {**found, "place": place, "sent": 0 if replicas is None else replicas.sync_bytes}
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.embed import sync
+from hotbed.embed import replicas
 from hotbed.embed.arena import Arena, Piece
-from hotbed.embed.replicate import Replicas, check_replicas
+from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.errors import CommError, PlanError, SpecError
 from hotbed.hops import NodeLink
 from hotbed.optim import Moment
@@ -102,7 +102,7 @@ def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     ],
 )
 def test_replicas_tell_what_they_touched_in_the_fewest_bytes(counts: list[int], slots: int, message: str):
-    assert sync.choose(counts, slots, 68) == message
+    assert replicas.choose(counts, slots, 68) == message
 
 
 @pytest.mark.parametrize("message", ["numbers", "bitmap"])
@@ -120,14 +120,14 @@ def mask(rank: int, slots: int) -> Tensor:
 
 
 def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
-    link, chosen = Link(group), sync.choose
+    link, chosen = Link(group), replicas.choose
     own = mask(link.rank, slots).nonzero()[:, 0]
     counts = link.all_gather("counts", torch.tensor(len(own))).wait().tolist()
-    sync.choose = lambda *_: message
+    replicas.choose = lambda *_: message
     try:
-        return sync.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
+        return replicas.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
     finally:
-        sync.choose = chosen
+        replicas.choose = chosen
 
 
 # -- averages ------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     below = len(store.records.below.keys())
     calls = Calls(store.records)
     store.records = calls
-    sync.average_rows(arena, own[1:3], arena.seeds, link)
+    replicas.average_rows(arena, own[1:3], arena.seeds, link)
     assert calls.made == ["read", "write"]  # all of a row at once
     return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
 
@@ -182,7 +182,7 @@ def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
 
 
 def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
-    touched, expected = sync.Touched(), set[int]()
+    touched, expected = replicas.Touched(), set[int]()
     for seed in range(40):
         slots = torch.randint(0, 1 << 40, (20_000,), generator=torch.Generator().manual_seed(seed // 2))
         expected |= set(slots.tolist())
@@ -196,9 +196,9 @@ def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
 def test_the_mean_of_equal_values_is_that_value(replicas: int):
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     values[:3] = torch.tensor([-0.0, torch.inf, -torch.inf])
-    assert torch.equal(sync._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(replicas._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
     different = torch.randn(replicas, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(sync._mean(different), different.mean(0))
+    torch.testing.assert_close(replicas._mean(different), different.mean(0))
 
 
 def test_the_plain_mean_of_three_equal_values_is_another():
@@ -213,7 +213,7 @@ def broken(group: dist.ProcessGroup) -> str:
     def fail(*_: object) -> None:
         raise CommError("rank 3 of 4: the exchange of rows of replicas failed")
 
-    average, sync.average_rows = sync.average_rows, fail
+    average, replicas.average_rows = replicas.average_rows, fail
     try:
         model(batch(0, dist.get_rank(group)), 0.0).backward()
         optimizer.step()
@@ -222,7 +222,7 @@ def broken(group: dist.ProcessGroup) -> str:
         with pytest.raises(CommError):
             model.embeddings.settle()  # whoever waits next hears of it as well
     finally:
-        sync.average_rows = average
+        replicas.average_rows = average
     return str(caught.value)
 
 

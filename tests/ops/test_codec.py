@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.ops.codec import Codec, decode, encode, encoded_bytes
+from hotbed.ops.rows import Codec, decode, encode, encoded_bytes
 
 ROUNDINGS = 4 * 2.0**-24
 """Of float32: the scale, the division, the product."""

@@ -75,8 +75,8 @@ import torch
 from numba import njit
 
 from hotbed.ops.cpu_narrow import BF16, FP8, FP16, INT8, read_stored_row, write_stored_row
-from hotbed.ops.cpu_hash import cell_bits, row_key
-from hotbed.ops.narrow import exponents_of, round_stochastic, widen
+from hotbed.ops.cpu_rows import cell_bits, row_key
+from hotbed.ops.rows import exponents_of, round_stochastic, widen
 
 
 @njit

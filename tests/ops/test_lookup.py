@@ -11,7 +11,7 @@ import torch
 from numba import from_dtype, njit, types
 from torch import Tensor
 
-from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_memory
+from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_runtime
 from hotbed.ops.cpu_instructions import stream_line, streams_end
 
 from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
@@ -201,7 +201,7 @@ def test_vectors_written_past_the_caches(monkeypatch, name, out, dtype):
 
 @pytest.mark.parametrize("dim, whole_lines", [(16, True), (8, False), (24, False), (32, True)])
 def test_only_whole_lines_are_written_past_the_caches(dim, whole_lines):
-    assert cpu_lookup.streams(cpu_memory.empty((1 << 17, 2, dim))) == whole_lines
+    assert cpu_lookup.streams(cpu_runtime.empty((1 << 17, 2, dim))) == whole_lines
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for instructions of x86")

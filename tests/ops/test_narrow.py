@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hotbed.ops.narrow import block_count, exponents_of, power_of_two, round_nearest, round_stochastic, widen
-from hotbed.ops.random import random_bits
+from hotbed.ops.rows import block_count, exponents_of, power_of_two, random_bits, round_nearest, round_stochastic, widen
 
 from .formats import FLOATS, LARGEST, NARROW, SCALE_BLOCK, VALUES, bits, decode, neighbours, smallest_exponents
 

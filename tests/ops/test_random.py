@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.ops.random import random_bits, step_seeds
+from hotbed.ops.rows import random_bits, step_seeds
 
 GOLDEN_BITS = [
     [0x597267A9, 0xFAC6B3F0, 0x1E57432C],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.plan.ranges import common_places, count_common, first_common
+from hotbed.plan.tiling import common_places, count_common, first_common
 
 ranges = st.builds(
     lambda start, length, step: range(start, start + length, step),

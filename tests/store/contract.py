@@ -7,7 +7,7 @@ import torch
 
 from hotbed.ops import BagLayout, RuleStep
 from hotbed.ops import reference as oracle
-from hotbed.ops.narrow import MIN_EXPONENT
+from hotbed.ops.rows import MIN_EXPONENT
 from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype

@@ -290,7 +290,7 @@ def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match=r"rows in .* could not be read: the file is shorter than it was"):
         records.read(torch.arange(10), out)
     os.ftruncate(records._file, 10 * 64)
-    monkeypatch.setattr("hotbed.ops.cpu_files.read_records", lambda *_: 3)
+    monkeypatch.setattr("hotbed.ops.cpu_records.read_records", lambda *_: 3)
     with pytest.raises(OSError, match="could not be read, for no reason that the system gives"):
         records.read(torch.arange(10), out)
     records.close()
@@ -299,7 +299,7 @@ def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytes
 def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = FileRecords(64, tmp_path)
     values = torch.randint(0, 255, (10, 64), dtype=torch.uint8)
-    monkeypatch.setattr("hotbed.ops.cpu_files.write_records", lambda *_: 3)
+    monkeypatch.setattr("hotbed.ops.cpu_records.write_records", lambda *_: 3)
     monkeypatch.setattr("os.pwrite", _full)
     records.write(torch.arange(10), values)
     with pytest.raises(OSError, match=f"rows in {tmp_path} could not be written: .*No space left"):

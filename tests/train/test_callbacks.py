@@ -13,7 +13,7 @@ from hotbed.config import Recipe, TrainRecipe
 from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, TensorBoard
-from hotbed.train.keep import KeepBest, KeepLast
+from hotbed.train.checkpointing import KeepBest, KeepLast
 from hotbed.train.progress import ShowProgress, StageProgress
 from tests.train import planted
 from tests.train.planted import Losses

@@ -16,7 +16,7 @@ from hotbed.data.pack import pack
 from hotbed.embed import EmbeddingCollection
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.hot_schedule import HotSchedule
+from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.run import _evaluation_loader, _training_loader
 from tests.ranks import TIMEOUT_S, Ranks
 from tests.train import planted

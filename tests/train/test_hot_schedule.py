@@ -16,7 +16,7 @@ from hotbed.config import HotRecipe
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.hot_schedule import HotSchedule
+from hotbed.train.hot_batches import HotSchedule
 from tests.cli_cases import (  # noqa: F401
     Output,
     log_fixture,

@@ -21,7 +21,7 @@ from hotbed.errors import NonFiniteError
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.hot_split import HotSplit
+from hotbed.train.hot_batches import HotSplit
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.run import _training_loader
 from tests.cli_cases import (  # noqa: F401

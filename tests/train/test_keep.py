@@ -27,11 +27,9 @@ from hotbed.checkpoint import (
 )
 from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import EarlyStop, JsonLines
-from hotbed.train.claim import OWNER, Claim, refuse_other_checkpoints
-from hotbed.train.keep import KeepBest, KeepLast
-from hotbed.train.saver import Saver
-from hotbed.train.signals import signals_to
+from hotbed.train.callbacks import EarlyStop, JsonLines, signals_to
+from hotbed.train.checkpointing import KeepBest, KeepLast, Saver
+from hotbed.train.directory_lock import OWNER, Claim, refuse_other_checkpoints
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses
@@ -175,7 +173,8 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from hotbed.train.claim import Claim; from hotbed.checkpoint import directory\n"
+        "import os, signal, sys\nfrom hotbed.train.directory_lock import Claim\n"
+        "from hotbed.checkpoint import directory\n"
         "Claim(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -17,7 +17,7 @@ from hotbed.train.build import new_model, open_source
 from hotbed.train.parallel import planned
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
-from hotbed.train.skew_file import read_skew
+from hotbed.train.table_file import read_skew
 
 
 def recipe_of(folder: Path, memory: dict[str, Any], optimizer: str = "RowWiseAdagrad") -> Recipe:

@@ -23,9 +23,9 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.writing import FileWriter
 from hotbed.comm import Link
 from hotbed.data import Loader
-from hotbed.embed.sync import Sync
+from hotbed.embed.replicas import Sync
 from hotbed.train import Callback, Trainer
-from hotbed.train.keep import KeepLast
+from hotbed.train.checkpointing import KeepLast
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses

@@ -21,7 +21,7 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.bench.meter import Limit, Way, buffer
-from hotbed.ops import Rows, cpu_memory
+from hotbed.ops import Rows, cpu_runtime
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_line, streams_end
 from hotbed.ops.cpu_lookup import streams
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
@@ -62,7 +62,7 @@ class Part(NamedTuple):
         words = max(min(self.matrix.shape[1], self.vector_bytes // 4), 1)
         shape = (self.bags, max(self.vector_bytes // 4 // words, 1), words)
         if self.matrix.is_cpu:
-            return cpu_memory.empty(shape, torch.int32)
+            return cpu_runtime.empty(shape, torch.int32)
         return torch.empty(*shape, dtype=torch.int32, device=self.matrix.device)
 
 

@@ -18,7 +18,7 @@ from hotbed.bench.options import OpsOptions
 from hotbed.bench.traffic import Traffic, interaction_bytes
 from hotbed.bench.workload import Workload
 from hotbed.embed import EmbeddingCollection
-from hotbed.embed.updater import TableUpdater
+from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import RecipeError
 from hotbed.nn import DotInteraction
 from hotbed.ops import RuleStep

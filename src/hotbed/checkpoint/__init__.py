@@ -1,11 +1,19 @@
 """Checkpoints: directories that any plan, number of ranks and tier can save and load; see docs/checkpoint-format.md."""
 
-from hotbed.checkpoint.evolve import Taken, init_from
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, checkpoints_in, find_checkpoint, read_manifest, runs_in
+from hotbed.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RandomState,
+    Stateful,
+    checkpoints_in,
+    find_checkpoint,
+    read_manifest,
+    runs_in,
+)
 from hotbed.checkpoint.save import Saving, save_checkpoint
-from hotbed.checkpoint.state import RandomState, Stateful
 from hotbed.checkpoint.storage import Directory, directory
+from hotbed.checkpoint.warm_start import Taken, init_from
 
 __all__ = [
     "MANIFEST",

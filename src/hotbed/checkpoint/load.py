@@ -13,15 +13,20 @@ from typing import Any
 
 import torch
 
-from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import VerifiedFiles
-from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
-from hotbed.checkpoint.parts import TablePart, link_of, refuse_parts_of_distributed, refuse_while_saved, tables_of_parts
-from hotbed.checkpoint.state import Stateful, restored
+from hotbed.checkpoint.contents import (
+    TablePart,
+    link_of,
+    refuse_parts_of_distributed,
+    refuse_while_saved,
+    tables_of_parts,
+)
+from hotbed.checkpoint.manifest import Manifest, SavedTable, Stateful, read_manifest, restored
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tile, load_tile
 from hotbed.checkpoint.tensors import TensorFiles
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
+from hotbed.torch_hooks import tables_apart
 
 _log = logging.getLogger("hotbed")
 

@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotbed.apart import tables_apart
 from hotbed.checkpoint.blocks import Entry
-from hotbed.checkpoint.making import UNFINISHED, make_directory
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile
-from hotbed.checkpoint.parts import (
+from hotbed.checkpoint.contents import (
+    OwnedTile,
     link_of,
+    owned_tiles,
+    pieces_of,
     plan_of,
     refuse_parts_of_distributed,
     refuse_while_saved,
     tables_of_parts,
 )
-from hotbed.checkpoint.pieces import OwnedTile, owned_tiles, pieces_of
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile, Stateful, Tensors, plain
 from hotbed.checkpoint.snapshot import Snapshot
-from hotbed.checkpoint.state import Stateful, Tensors, plain
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import FileWriter
+from hotbed.checkpoint.writing import UNFINISHED, FileWriter, make_directory
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError
+from hotbed.torch_hooks import tables_apart
 
 PATIENCE_S = 600.0
 """How long the first rank waits for another that has written no further file."""

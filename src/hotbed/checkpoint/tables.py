@@ -13,12 +13,11 @@ from hotbed import ops
 from hotbed.checkpoint.manifest import SavedTable, SavedTile
 from hotbed.checkpoint.tensors import CHUNK_BYTES, TensorFiles
 from hotbed.embed import Held
-from hotbed.embed.held import form, stored_as
+from hotbed.embed.arena import form, stored_as
 from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
-from hotbed.ops.narrow import MIN_EXPONENT, exponents_of, round_nearest, widen
-from hotbed.plan.ranges import common_places
-from hotbed.plan.tiling import column_unit
+from hotbed.ops.rows import MIN_EXPONENT, exponents_of, round_nearest, widen
+from hotbed.plan.tiling import column_unit, common_places
 from hotbed.specs import Table
 from hotbed.store import MOMENT, LazyStore
 from hotbed.store.dense import TORCH_DTYPES

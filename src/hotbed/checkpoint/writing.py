@@ -1,15 +1,23 @@
-"""Tables and states into files, for all that makes checkpoints: saving, converting, importing."""
+"""Tables and states into files, for all that makes checkpoints: saving, converting, importing.
+
+New directories: marked as unfinished until all is there, and never in the place of anything else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import uuid
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from hotbed.checkpoint.blocks import BlockWriters, Entry
-from hotbed.checkpoint.manifest import SavedTile
-from hotbed.checkpoint.storage import Directory
+from hotbed.checkpoint.manifest import MANIFEST, SavedTile
+from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensors import Array, write_arrays
+from hotbed.errors import CheckpointError
 
 FILE_BYTES = 1 << 30
 """Most bytes of a file of tables."""
@@ -99,3 +107,42 @@ def _fill_files(pieces: Iterable[tuple[str, Piece]], most: int) -> Iterator[dict
         room -= size
     if group:
         yield group
+
+
+UNFINISHED = "unfinished.json"
+"""File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
+
+
+@contextmanager
+def making(path: str | Path | Directory) -> Generator[tuple[Directory, FileWriter]]:
+    """A new directory, and what writes its files; until the end it is marked as unfinished, and on errors it goes.
+
+    Raises
+    ------
+    CheckpointError
+        If there is anything at the path but what an unfinished checkpoint left.
+    """
+    place = directory(path)
+    make_directory(place)
+    try:
+        with FileWriter(place) as writer:
+            yield place, writer
+        place.remove(UNFINISHED)
+    except BaseException:
+        place.remove_all()
+        raise
+
+
+def make_directory(place: Directory) -> str:
+    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token."""
+    names = place.names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
+    if names and UNFINISHED not in names:
+        raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
+    for name in sorted(names, key=lambda name: name == UNFINISHED):  # the mark last
+        place.remove(name)
+    place.make()
+    token = uuid.uuid4().hex
+    place.write(UNFINISHED, json.dumps({"token": token}))
+    return token

@@ -12,16 +12,17 @@ Importing this module is cheap and loads no class that a recipe names.
 
 from hotbed.config.component import Component
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
-from hotbed.config.recipe import Recipe, check_keys
-from hotbed.config.training import (
+from hotbed.config.recipe import (
     DataRecipe,
     Device,
     InitRecipe,
     LinearLibrary,
     Monitor,
     Precision,
+    Recipe,
     ScheduleRecipe,
     TrainRecipe,
+    check_keys,
 )
 
 __all__ = [

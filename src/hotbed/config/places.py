@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hotbed.config.limits import at_least, one_of
+from hotbed.config.component import at_least, one_of
 from hotbed.errors import RecipeError
 
 DensePart = Literal["ddp", "fsdp"]

@@ -13,7 +13,7 @@ from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
     from hotbed.data.draft import draft_schema
-    from hotbed.data.hot_order import read_hot_order
+    from hotbed.data.pack import read_hot_order
     from hotbed.data.parquet import ParquetSource
     from hotbed.data.popularity import measure_popularity
     from hotbed.data.synthetic import PlantedLog, write_synthetic_log
@@ -44,7 +44,7 @@ __getattr__, __dir__ = lazy(
         "ZipfSource": "hotbed.data.zipf_source",
         "draft_schema": "hotbed.data.draft",
         "measure_popularity": "hotbed.data.popularity",
-        "read_hot_order": "hotbed.data.hot_order",
+        "read_hot_order": "hotbed.data.pack",
         "write_synthetic_log": "hotbed.data.synthetic",
     },
 )

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pyarrow import fs
 
 from hotbed.data import arrow
-from hotbed.data.parquet_files import RowGroup, find_parquet
+from hotbed.data.parquet import RowGroup, find_parquet
 from hotbed.data.schema import Scaling, Schema, SparseColumn
 from hotbed.errors import DataError, SpecError, did_you_mean
 

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotbed.data.loader import Loader
-from hotbed.data.lookup_kernels import count
 from hotbed.data.source import Source
-from hotbed.data.stack_distance import StackDistances
+from hotbed.data.stack_distance import StackDistances, count
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 

@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks
-from hotbed.data.files import new_directory
 from hotbed.data.schema import Schema, SparseColumn
 from hotbed.data.split_binary import SplitBinaryWriter
 from hotbed.data.vocabulary import Vocabulary, check_exists
 from hotbed.errors import DataError, SpecError
+from hotbed.files import new_directory
 
 if TYPE_CHECKING:
     import polars as pl

@@ -1,9 +1,8 @@
 """Embedding tables as a module: ids in, pooled vectors out, gradients to the sparse optimizer."""
 
-from hotbed.embed.collection import EmbeddingCollection
+from hotbed.embed.arena import Held
+from hotbed.embed.collection import EmbeddingCollection, collections_of, plan_for, plan_tables
 from hotbed.embed.distribute import Distributed, distribute, mean_over_ranks
-from hotbed.embed.held import Held
-from hotbed.embed.plans import collections_of, plan_for, plan_tables
 from hotbed.embed.tables import tables_on_meta
 
 __all__ = [

@@ -1,17 +1,23 @@
-"""An arena: the parts of tables that a rank holds in one store, served by one launch."""
+"""An arena: the parts of tables that a rank holds in one store, served by one launch.
+
+`Held`: a tile of a table as the rank has it that holds it, and what rows are stored as; for checkpoints.
+
+Random bits of stochastic rounding for rows of an arena.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hotbed.ops import BackendName
-from hotbed.specs import Table
-from hotbed.store import DenseStore, RowStore, Span, Storage
+from hotbed.ops.rows import random_bits
+from hotbed.specs import RowDtype, Table
+from hotbed.store import DenseStore, Extent, RowStore, Span, Storage
 
 
 class Piece(NamedTuple):
@@ -131,3 +137,90 @@ def untied(part: Tensor) -> Tensor:
 def raw_shapes(table: Table) -> dict[str, Tensor]:
     """What the rows of a whole table are stored as, without their values: tensors on ``meta``; see `RowStore.raw`."""
     return DenseStore([Span(table.rows, table.fp32_rows)], table.dim, dtype=table.dtype, device="meta").raw(0)
+
+
+T = TypeVar("T")
+
+
+class Held(NamedTuple):
+    """A tile of a table in an arena of this rank.
+
+    Attributes
+    ----------
+    piece
+        The table and the rectangle of it.
+    arena, number
+        Where it is, and which of the arena's pieces.
+    owned
+        Whether this rank updates it; else it is a copy of another rank's, which has no moments.
+    """
+
+    piece: Piece
+    arena: Arena
+    number: int
+    owned: bool
+
+    def extents(self) -> dict[str, Extent]:
+        """Where in the arrays of its store it is; see `RowStore.extents`.
+
+        Names are those of the whole table: of a table that has float32 rows before narrow ones, they are
+        ``fp32_weight`` also in a tile that has no others.
+        """
+        assert isinstance(self.arena.store, DenseStore)
+        return self.named(self.arena.store.extents(self.number))
+
+    def arrays(self) -> dict[str, Tensor]:
+        """The arrays of its store."""
+        assert isinstance(self.arena.store, DenseStore)
+        return self.arena.store.arrays()
+
+    def named(self, found: Mapping[str, T]) -> dict[str, T]:
+        """What its store has under its own names, under those of the whole table."""
+        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+            return {"fp32_weight" if name == "weight" else name: value for name, value in found.items()}
+        return dict(found)
+
+    def unnamed(self, found: Mapping[str, T]) -> dict[str, T]:
+        """The inverse: under the names that its store has."""
+        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+            return {"weight" if name == "fp32_weight" else name: value for name, value in found.items()}
+        return dict(found)
+
+
+def form(table: Table) -> tuple[RowDtype, int]:
+    """Dtype of a table's rows, and how many before them are float32; tables of one form are stored alike."""
+    if table.dtype == "fp32" or table.fp32_rows == table.rows:
+        return "fp32", 0
+    return table.dtype, table.fp32_rows
+
+
+def stored_as(table: Table, rows: range) -> dict[str, range]:
+    """Arrays that hold some rows of a table, and which of these rows each holds: names as in `RowStore.raw`."""
+    dtype, fp32_rows = form(table)
+    wide = len(range(rows.start, min(rows.stop, fp32_rows), rows.step))
+    found = {"fp32_weight": range(wide), "weight": range(wide, len(rows))}
+    if dtype == "int8":
+        found["exponents"] = found["weight"]
+    return {name: places for name, places in found.items() if places}
+
+
+def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
+    """Bits ``[n, cols]`` by row and column of the whole table; None where all rows are float32.
+
+    Parameters
+    ----------
+    arena
+        Where the rows are.
+    slots
+        Which they are ``[n]``.
+    seeds
+        Of each piece ``[T]``, see `RuleStep.seeds`.
+    """
+    if not arena.pieces or arena.pieces[0].table.dtype == "fp32":
+        return None
+    piece, within = arena.locate(slots)
+    first, step, col = torch.tensor(
+        [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
+    )[piece].unbind(1)
+    cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
+    return random_bits(seeds[piece], first + within * step, cols)

@@ -1,35 +1,36 @@
-"""`EmbeddingCollection`: the module that holds embedding tables."""
+"""`EmbeddingCollection`: the module that holds embedding tables.
+
+Plans of a model: its collections, and what plans call their tables.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotbed.batch import Embeddings
 from hotbed.comm import Link
-from hotbed.embed.autograd import PooledLookup
 from hotbed.embed.dense import refuse_data_parallel
-from hotbed.embed.dynamic import DynamicTables
+from hotbed.embed.dynamic import DynamicTables, Renewed
+from hotbed.embed.gradients import PooledLookup, TableUpdater
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
-from hotbed.embed.part import Part
-from hotbed.embed.sharded import ShardedPart
+from hotbed.embed.sharded_tables import ShardedPart
+from hotbed.embed.table_group import Part
 from hotbed.embed.tables import TableModule
-from hotbed.embed.updater import TableUpdater
-from hotbed.embed.vocabulary import Renewed
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError
-from hotbed.jagged import Jagged
+from hotbed.jagged import Jagged, Spread
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
-from hotbed.plan import Plan
+from hotbed.plan import Cut, Plan, make_plan
 from hotbed.specs import ANY_ID, Feature, Table
-from hotbed.spread import Spread
 from hotbed.store import Storage
-from hotbed.untraced import untraced
+from hotbed.torch_hooks import untraced
 
 
 class _Ahead(NamedTuple):
@@ -302,3 +303,49 @@ class EmbeddingCollection(TableModule):
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)
+
+
+def plan_tables(model: nn.Module) -> list[Table]:
+    """Tables of a model by the names that plans have for them: ``collection.table`` where a name occurs twice."""
+    names = names_in_plans(model)
+    return [
+        replace(table, name=names[path, table.name])
+        for path, collection in collections_of(model).items()
+        for table in collection.tables.values()
+    ]
+
+
+def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str, str | Cut], **options: Any) -> Plan:
+    """`make_plan` for the tables of a model.
+
+    A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
+    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. What ``make_plan``
+    is not told of ids is taken from the features: one id per sample and feature.
+    """
+    names = names_in_plans(model)
+    own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
+    given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
+    schemes = {name: own.get(path, of_others) for (path, _), name in names.items()} | dict(given)
+    collections = collections_of(model).items()
+    ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
+    options.setdefault("ids", ids)
+    return make_plan(plan_tables(model), world_size, schemes, **options)
+
+
+def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
+    """Collections of a model, by path."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
+
+
+def names_in_plans(model: nn.Module) -> dict[tuple[str, str], str]:
+    """Name of each table in plans, by its collection's path and its name there."""
+    tables = [(path, table) for path, collection in collections_of(model).items() for table in collection.tables]
+    count = Counter(table for _, table in tables)
+    return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
+
+
+def local_plan(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The part of a plan that is about these tables, by their names in the collection."""
+    here = {name: own for own, name in names.items()}
+    tiles = tuple(replace(tile, table=here[tile.table]) for tile in plan.tiles if tile.table in here)
+    return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})

@@ -16,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
-from hotbed.embed.dense import data_parallel
-from hotbed.embed.materialize import materialize
-from hotbed.embed.plans import collections_of, local_plan, names_in_plans, plan_for, plan_tables
-from hotbed.embed.replicate import Layout, Replicas, check_replicas
+from hotbed.embed.collection import collections_of, local_plan, names_in_plans, plan_for, plan_tables
+from hotbed.embed.dense import data_parallel, materialize
+from hotbed.embed.replicas import Layout, Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean
 from hotbed.hops import NodeLink
-from hotbed.ops.codec import Codec
+from hotbed.ops.rows import Codec
 from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
@@ -82,7 +81,7 @@ def distribute(
         ``"ddp"``: every rank has all dense parameters. ``"fsdp"``: they are sharded (FSDP2); sums are in another order
         than under DDP.
     forward_codec, backward_codec
-        How rows and gradients cross the wire (see `hotbed.ops.codec`); all but ``"fp32"`` round, so they change the
+        How rows and gradients cross the wire (see `hotbed.ops.rows`); all but ``"fp32"`` round, so they change the
         model, by at most the stated error.
     sums_apart
         Let row-wise rules and norms take the sums of each tile for those of the row, where rows are cut into columns.

@@ -1,21 +1,233 @@
-"""`DynamicTables`: the dynamic tables of a collection, whose ids become rows before anything else sees them."""
+"""`DynamicTables`: the dynamic tables of a collection, whose ids become rows before anything else sees them.
+
+`Vocabulary`: which row of a dynamic table an id has; ids get rows when they are seen and lose them to others.
+
+Rows are the places of a set-associative directory: an id's hash says in which set its row is. So which ids share room,
+and which one gives way, depends on the ids alone, not on how tables or ranks are laid out. Each rank keeps some of the
+sets; ids are sent to the rank that keeps theirs, and come back as rows.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hotbed.bags import Bags
 from hotbed.comm import Link
 from hotbed.embed.ids import kept
-from hotbed.embed.vocabulary import Renewed, Vocabulary
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged
-from hotbed.specs import Feature, Table
-from hotbed.spread import Spread
+from hotbed.jagged import Jagged, Spread
+from hotbed.ops import cpu_cache
+from hotbed.ops.cpu_runtime import launch
+from hotbed.specs import DYNAMIC_WAYS, Feature, Table
+
+
+class Renewed(NamedTuple):
+    """Rows that begin anew ``[n]``, and the ids that they now have ``[n]``."""
+
+    rows: Tensor
+    ids: Tensor
+
+    @staticmethod
+    def none() -> Renewed:
+        """No rows."""
+        return Renewed(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+
+
+class _Directory:
+    """Places of some of the sets: the id at each, when it was last used, and how often."""
+
+    def __init__(self, sets: int, first: int, last: int) -> None:
+        self.sets, self.first_set = sets, first
+        count = (last - first) * DYNAMIC_WAYS
+        self.ids = torch.full((count,), cpu_cache.FREE, dtype=torch.int64)
+        self.times = torch.zeros(count, dtype=torch.int64)
+        self.counts = torch.zeros(count, dtype=torch.int64)
+
+    def find(self, ids: Tensor) -> Tensor:
+        places = torch.empty(len(ids), dtype=torch.int64)
+        where = self.sets, self.first_set, DYNAMIC_WAYS
+        launch(cpu_cache.find, self.ids.numpy(), *where, ids.numpy(), places.numpy())
+        return places
+
+    def take(self, ids: Tensor, now: int, by_count: bool) -> tuple[Tensor, int]:
+        """Place of each id, −1 where there is none but of ids used now, and how many ids lost theirs."""
+        places, evicted = torch.empty_like(ids), torch.empty_like(ids)
+        state = self.ids.numpy(), self.times.numpy(), self.counts.numpy()
+        where = self.sets, self.first_set, DYNAMIC_WAYS
+        cpu_cache.take(*state, *where, by_count, ids.numpy(), now, places.numpy(), evicted.numpy())
+        return places, int((evicted >= 0).sum())
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {"ids": self.ids, "times": self.times, "counts": self.counts}
+
+
+class Vocabulary:
+    """Rows of the ids of a dynamic table.
+
+    Parameters
+    ----------
+    table
+        The table, with `Table.dynamic`.
+    rank, size
+        Which of how many ranks this is.
+
+    Attributes
+    ----------
+    evicted, unadmitted
+        How many ids lost their row here, and how often an id had none, for it was seen too seldom or its set was full.
+    """
+
+    def __init__(self, table: Table, rank: int, size: int) -> None:
+        assert table.dynamic is not None
+        self.table, self.options, self.size = table, table.dynamic, size
+        self.sets = table.rows // DYNAMIC_WAYS
+        self._cuts = [self.sets * r // size for r in range(size + 1)]
+        here = self._cuts[rank], self._cuts[rank + 1]
+        self._first_row = here[0] * DYNAMIC_WAYS
+        self._rows = _Directory(self.sets, *here)
+        self._candidates = _Directory(self.sets, *here) if self.options.admit_after > 1 else None
+        self._lock = threading.Lock()
+        self._now = 0
+        """Steps of the optimizer so far; what is looked up before the next one gives way to nothing."""
+        self.evicted = self.unadmitted = 0
+
+    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Renewed]:
+        """Rows of ids, which get some if they have none and this is training; all ranks must call this.
+
+        Parameters
+        ----------
+        ids
+            ``[n]`` int64, not negative.
+        link
+            The ranks; None for one.
+        train
+            Whether ids that are not known are to be noted.
+
+        Returns
+        -------
+        tuple
+            Row of each id ``[n]``, −1 where it has none; and rows of any rank that begin anew.
+        """
+        distinct, inverse, seen = ids.cpu().unique(return_inverse=True, return_counts=True)
+        if link is None or link.size == 1:
+            rows, renewed = self._local(distinct, seen, train)
+            return rows[inverse].to(ids.device), renewed
+        sets = torch.empty_like(distinct)
+        cpu_cache.sets_of(distinct.numpy(), self.sets, sets.numpy())
+        owner = torch.bucketize(sets, torch.tensor(self._cuts[1:-1]), right=True)
+        order = torch.argsort(owner, stable=True)
+        to = torch.bincount(owner, minlength=link.size).tolist()
+        ones = [1] * link.size
+        came: list[int] = link.all_to_all("numbers of ids", torch.tensor(to), ones, ones).wait().tolist()
+        asked = torch.stack([distinct, seen], 1)[order]
+        arrived = link.all_to_all("ids of dynamic tables", asked, to, came).wait()
+        known, at = arrived[:, 0].unique(return_inverse=True)
+        sightings = torch.zeros_like(known).index_add_(0, at, arrived[:, 1])
+        rows, renewed = self._local(known, sightings, train)
+        back = link.all_to_all("rows of ids", rows[at], came, to).wait()
+        found = torch.empty_like(distinct)
+        found[order] = back
+        return found[inverse].to(ids.device), _of_all(renewed, link)
+
+    def stepped(self) -> None:
+        """The optimizer has used all gradients of rows that were looked up: they may go to other ids."""
+        self._now += 1
+
+    def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Renewed]:
+        """The same for distinct rising ids whose sets are kept here."""
+        with self._lock:
+            directory, options = self._rows, self.options
+            now = self._now
+            places = directory.find(ids)
+            here = places >= 0
+            renewed = torch.zeros(len(ids), dtype=torch.bool)
+            if options.ttl_steps is not None:
+                late = now - directory.times[places.clamp(min=0)] > options.ttl_steps
+                renewed |= here & late
+                if not train:
+                    places[renewed] = -1
+                    renewed &= False
+            if train:
+                known = places[here]
+                directory.times[known] = now
+                directory.counts[known] = torch.where(renewed[here], 0, directory.counts[known]) + seen[here]
+                wanted = (~here).nonzero()[:, 0]
+                if self._candidates is not None:
+                    wanted = wanted[self._admitted(ids[wanted], seen[wanted], now)]
+                places[wanted], evicted = directory.take(ids[wanted], now, options.evict == "lfu")
+                renewed[wanted] = places[wanted] >= 0
+                directory.counts[places[wanted[places[wanted] >= 0]]] = seen[wanted[places[wanted] >= 0]]
+                self.evicted += evicted
+            self.unadmitted += int(seen[places < 0].sum())
+            rows = torch.where(places >= 0, places + self._first_row, -1)
+            return rows, Renewed(rows[renewed], ids[renewed])
+
+    def _admitted(self, ids: Tensor, seen: Tensor, now: int) -> Tensor:
+        """Which of these ids, without a row, have been seen often enough now; the others are counted."""
+        assert self._candidates is not None
+        places = self._candidates.find(ids)
+        new = (places < 0).nonzero()[:, 0]
+        places[new], _ = self._candidates.take(ids[new], now, False)
+        self._candidates.counts[places[new[places[new] >= 0]]] = 0
+        there = places >= 0
+        self._candidates.times[places[there]] = now
+        self._candidates.counts[places[there]] += seen[there]
+        total = torch.where(there, self._candidates.counts[places.clamp(min=0)], seen)
+        admitted = total >= self.options.admit_after
+        self._candidates.ids[places[admitted & there]] = cpu_cache.FREE
+        return admitted
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state(self, link: Link | None) -> dict[str, Tensor]:
+        """All that all ranks keep; all must call this."""
+        with self._lock:
+            found = {name: t.clone() for name, t in self._rows.arrays().items()}
+            if self._candidates is not None:
+                found |= {f"candidate_{name}": t.clone() for name, t in self._candidates.arrays().items()}
+        if link is not None and link.size > 1:
+            found = {name: _joined(t, self._cuts, link) for name, t in found.items()}
+        return {**found, "now": torch.tensor(self._now)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state` gave, of any number of ranks."""
+        part = slice(self._first_row, self._first_row + len(self._rows.ids))
+        with self._lock:
+            for name, own in self._rows.arrays().items():
+                own.copy_(state[name][part])
+            if self._candidates is not None and "candidate_ids" in state:
+                for name, own in self._candidates.arrays().items():
+                    own.copy_(state[f"candidate_{name}"][part])
+            self._now = int(state["now"])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `state` gives."""
+        names = list(self._rows.arrays())
+        names += [f"candidate_{name}" for name in names] if self._candidates is not None else []
+        return {**dict.fromkeys(names, (self.table.rows,)), "now": ()}
+
+
+def _of_all(renewed: Renewed, link: Link) -> Renewed:
+    """What begins anew on any rank."""
+    count = len(renewed.rows)
+    counts = link.all_gather("numbers of new ids", torch.tensor([count])).wait().flatten().tolist()
+    pairs = torch.stack([renewed.rows, renewed.ids], 1).repeat(link.size, 1)
+    came = link.all_to_all("new ids", pairs, [count] * link.size, counts).wait()
+    return Renewed(came[:, 0], came[:, 1])
+
+
+def _joined(values: Tensor, cuts: list[int], link: Link) -> Tensor:
+    counts = [(b - a) * DYNAMIC_WAYS for a, b in pairwise(cuts)]
+    whole = values.repeat(link.size)
+    return link.all_to_all("ids of dynamic tables", whole, [len(values)] * link.size, counts).wait()
+
 
 PREFIX = "dynamic_"
 """What names of a dynamic table's state begin with, after its own."""

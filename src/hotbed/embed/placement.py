@@ -3,6 +3,8 @@
 Tiles with as many columns, one dtype and one kind of memory share an *arena kind*; every rank has an arena of each kind
 for what it owns and one for what it reads. Slots number the rows of a rank's tiles, in the order of the plan; so every
 rank knows every slot of every other.
+
+Parts of rows inside a matrix of whole rows: a matrix of narrower rows, its cells, is the same memory.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -17,10 +20,41 @@ import torch
 from torch import Tensor
 
 from hotbed.embed.arena import Piece
-from hotbed.embed.cells import Cells
 from hotbed.plan import Plan, Tile
 from hotbed.plan.tiling import Tier
 from hotbed.specs import RowDtype, Table
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Some columns of some rows of a matrix ``[…, D]``: a unit has ``cols`` columns, which are whole cells.
+
+    Attributes
+    ----------
+    at
+        ``[n · cols / width]`` the cells of each unit, counted through the matrix.
+    width
+        Columns of a cell; divides D.
+    cols
+        Columns of a unit.
+    """
+
+    at: Tensor
+    width: int
+    cols: int
+
+    def take(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+        """The units ``[n, cols]``; ``out`` is contiguous memory to copy to."""
+        cells = matrix.reshape(-1, self.width)
+        if out is None:
+            return torch.index_select(cells, 0, self.at).view(-1, self.cols)
+        torch.index_select(cells, 0, self.at, out=out.view(-1, self.width))
+        return out
+
+    def put(self, units: Tensor, matrix: Tensor) -> None:
+        """Write units ``[n, cols]`` to their places in a contiguous matrix."""
+        matrix.view(-1, self.width).index_copy_(0, self.at, units.view(-1, self.width))
+
 
 TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
 """Rows of `Placement.entries`."""

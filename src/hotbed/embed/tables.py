@@ -13,19 +13,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hotbed.apart import are_tables_apart
 from hotbed.bags import describe
-from hotbed.embed.arena import raw_shapes, untied
+from hotbed.embed.arena import Held, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
-from hotbed.embed.held import Held
-from hotbed.embed.part import Part
-from hotbed.embed.sharded import ShardedPart
-from hotbed.embed.updater import TableUpdater
-from hotbed.embed.whole import WholePart
+from hotbed.embed.gradients import TableUpdater
+from hotbed.embed.local_tables import WholePart
+from hotbed.embed.sharded_tables import ShardedPart
+from hotbed.embed.table_group import Part
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.store import Traffic
+from hotbed.torch_hooks import are_tables_apart
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 

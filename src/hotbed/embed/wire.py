@@ -1,9 +1,15 @@
-"""How vectors go from rank to rank, and gradients that are on their way."""
+"""How vectors go from rank to rank, and gradients that are on their way.
+
+What the tables of a rank are asked to do, to see whether ranks are asked alike.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +17,35 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.replicate import Replicas, gathered_pieces
-from hotbed.embed.work import Work
+from hotbed.embed.replicas import Replicas, gathered_pieces
 from hotbed.ops import Occurrences
-from hotbed.ops.codec import Codec
+from hotbed.ops.rows import Codec
+
+
+class Work:
+    """Counts of one rank.
+
+    Attributes
+    ----------
+    lookups
+        Rows read, for this rank and for others.
+    seconds
+        Time of the host in which rows were read and updated, without exchanges; a GPU may do it later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.lookups = 0
+        self.seconds = 0.0
+
+    @contextmanager
+    def counted(self, lookups: int = 0) -> Generator[None]:
+        """Count what happens inside."""
+        start = time.perf_counter()
+        yield
+        with self._lock:  # rows of a batch may be fetched by another thread
+            self.seconds += time.perf_counter() - start
+            self.lookups += lookups
 
 
 @dataclass(frozen=True)

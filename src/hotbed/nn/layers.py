@@ -14,7 +14,7 @@ from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn.linear import Linear
 from hotbed.ops import BackendName
-from hotbed.untraced import untraced
+from hotbed.torch_hooks import untraced
 
 
 class MLP(nn.Sequential):

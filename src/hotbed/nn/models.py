@@ -16,7 +16,7 @@ from hotbed.jagged import Jagged
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.ops import BackendName
 from hotbed.specs import MAX_DIM, Feature, Table
-from hotbed.untraced import untraced
+from hotbed.torch_hooks import untraced
 
 
 class DLRM(nn.Module):

@@ -8,8 +8,7 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_memory import empty
-from hotbed.ops.cpu_runtime import kernel, launch
+from hotbed.ops.cpu_runtime import empty, kernel, launch
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:

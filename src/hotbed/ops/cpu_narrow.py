@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Narrow values as vectors of float32, in LLVM: what the bits of `hotbed.ops.narrow` mean, many columns at a time.
+"""Narrow values as vectors of float32, in LLVM: what the bits of `hotbed.ops.rows` mean, many columns at a time.
 
 *float16* is widened by the CPU's instruction where it has one. Elsewhere LLVM would call a function that Numba does
 not link, so the same is done with integers. *fp8* becomes the float16 of the same bits, which has one more bit of
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from hotbed.ops.cpu_instructions import address
 from hotbed.ops.layout import SCALE_BLOCK
-from hotbed.ops.narrow import INT8_NAN, MIN_EXPONENT
+from hotbed.ops.rows import INT8_NAN, MIN_EXPONENT
 
 WIDE, BF16, FP16, INT8, FP8 = range(5)
 """What the narrow rows of an arena are; `WIDE`: there are none, and slots are positions in ``wide``."""
@@ -176,7 +176,7 @@ def read_stored_row(typingctx: Any, out: Any, kind: Any, narrow: Any, exponents:
 
 
 def _random(builder: Any, key: Any, first: Any, lanes: int) -> Any:
-    """`hotbed.ops.cpu_hash.cell_bits` of columns from ``first`` on."""
+    """`hotbed.ops.cpu_rows.cell_bits` of columns from ``first`` on."""
     int32 = integers(32, lanes)
     columns = builder.add(splat(builder, first, lanes), ir.Constant(int32, list(range(lanes))))
     x = builder.add(splat(builder, key, lanes), builder.mul(columns, each(int32, 0x9E3779B9)))

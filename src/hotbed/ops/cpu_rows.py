@@ -1,8 +1,11 @@
-# pyright: basic, reportCallIssue=false
 """Rows of every dtype in Numba: where they are. What is in them: `hotbed.ops.cpu_narrow`.
 
 Kernels take a `RowArrays`. What a narrow row's bits mean is looked up at run time (``kind``), once per row, so there is
-one compiled kernel for all dtypes. Definitions: `hotbed.ops.narrow`.
+one compiled kernel for all dtypes. Definitions: `hotbed.ops.rows`.
+
+The hash of `hotbed.ops.rows` in Numba.
+
+Initial values on the CPU: `hotbed.ops.reference.initial_values_`, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,11 +14,42 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import prange
+from torch import Tensor
 
+from hotbed.ops.backend import launches
 from hotbed.ops.cpu_instructions import prefetch_bytes
 from hotbed.ops.cpu_narrow import BF16, FP8, FP16, INT8, WIDE
-from hotbed.ops.cpu_runtime import kernel
+from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import FIRST_NARROW, FIRST_WIDE, SCALE_BLOCK, WIDE_ROWS, Rows
+
+# pyright: basic
+
+
+@kernel()
+def mix32(x):
+    """MurmurHash3's 32-bit finalizer; Numba widens uint32 arithmetic to 64 bits, so every result is cast back."""
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@kernel()
+def row_key(seed, row):
+    """The part of a cell's hash that its seed (uint32) and row (int64) decide."""
+    low = np.uint32(row & 0xFFFFFFFF)
+    high = np.uint32((row >> 32) & 0xFFFFFFFF)
+    return mix32(np.uint32(np.uint32(mix32(np.uint32(low ^ seed)) ^ high) ^ np.uint32(0x9E3779B9)))
+
+
+@kernel()
+def cell_bits(key, col):
+    """32 random bits of a column in the row of a `row_key`."""
+    return mix32(np.uint32(key + np.uint32(np.uint32(col) * np.uint32(0x9E3779B9))))
+
+
+# pyright: basic, reportCallIssue=false
+
 
 _KINDS = {torch.float32: WIDE, torch.bfloat16: BF16, torch.float16: FP16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
 _NO_BYTES = np.empty(0, np.uint8)
@@ -65,3 +99,37 @@ def prefetch_row(rows, wide, at):
         if rows.kind == INT8:
             blocks = (rows.dim + SCALE_BLOCK - 1) // SCALE_BLOCK
             prefetch_bytes(rows.exponents, at * blocks, blocks)
+
+
+# pyright: basic, reportCallIssue=false
+
+
+def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
+    """Fill ``out [rows, cols]`` with the initial values of a rectangle of a table; see the reference."""
+    launches["cpu.initial_values"] += 1
+    scale = np.float32(bound / (1 << 23))
+    if isinstance(rows, range):
+        launch(_fill, out.numpy(), np.uint32(seed), rows.start, rows.step, cols.start, cols.step, scale)
+    else:
+        launch(_fill_rows, out.numpy(), np.uint32(seed), rows.numpy(), cols.start, cols.step, scale)
+
+
+@kernel(parallel=True)
+def _fill(out, seed, row_start, row_step, col_start, col_step, scale):
+    for i in prange(out.shape[0]):
+        key = row_key(seed, np.int64(row_start + i * row_step))
+        for j in range(out.shape[1]):
+            out[i, j] = _value(key, col_start + j * col_step, scale)
+
+
+@kernel(parallel=True)
+def _fill_rows(out, seed, rows, col_start, col_step, scale):
+    for i in prange(out.shape[0]):
+        key = row_key(seed, rows[i])
+        for j in range(out.shape[1]):
+            out[i, j] = _value(key, col_start + j * col_step, scale)
+
+
+@kernel(inline="always")
+def _value(key, col, scale):
+    return np.float32(np.int32(cell_bits(key, col) >> np.uint32(8)) - np.int32(1 << 23)) * scale

@@ -16,10 +16,9 @@ from numba import prange
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_hash import row_key
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
-from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays
+from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays, row_key
 from hotbed.ops.cpu_rules import RULES, apply_rule
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, flat, kernel, launch
 from hotbed.ops.cpu_segment import RUNS_PER_TASK

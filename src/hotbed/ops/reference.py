@@ -23,10 +23,9 @@ from hotbed.ops.layout import (
     Rows,
     RuleStep,
 )
-from hotbed.ops.random import random_bits
 from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.reference_rules import apply_rule, block_sum
-from hotbed.ops.rows import cells_of, read_rows, table_of, write_rows
+from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
 
 NAME = "reference"
 
@@ -56,7 +55,7 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     """Fill ``out`` with the initial values of a rectangle of a table.
 
     Cell (r, c) is ``float(k − 2²³) · float32(bound / 2²³)`` where k is the upper 24 bits of a 32-bit hash of
-    (seed, r, c), see `hotbed.ops.random`. One float32 multiply, so every backend gets the same bits.
+    (seed, r, c), see `hotbed.ops.rows`. One float32 multiply, so every backend gets the same bits.
 
     Parameters
     ----------

@@ -1,12 +1,184 @@
-"""Rows of an arena by slot, as float32 values: reading, and writing with rounding. Plain PyTorch, any device."""
+"""Rows of an arena by slot, as float32 values: reading, and writing with rounding. Plain PyTorch, any device.
+
+Random numbers by counter: a hash of (seed, row, column), so a cell has the same bits wherever it is computed.
+
+Rows narrower than float32: what their bits mean, and how values are rounded into them. Plain PyTorch, any device.
+
+==========  =========================  ==============================================
+dtype       torch                      values
+==========  =========================  ==============================================
+``bf16``    bfloat16                   8 bits of precision, exponents of float32
+``fp16``    float16                    11 bits, ±65,504
+``fp8``     float8_e4m3fn              4 bits, ±448; NaN above
+``int8``    int8 and an exponent per   q · 2^e, q from −127 to 127 (−128 is NaN), as
+            block of 128 columns       MXINT8 of the OCP Microscaling Formats, but for
+                                       the size of a block
+==========  =========================  ==============================================
+
+A scale is a power of two, so ``q · 2^e`` and the way back are exact in every backend, and a value that can be
+represented stays as it is. The exponent of a block only grows: to the smallest that holds its largest value.
+
+Codecs: vectors as the bytes that cross a wire, and back. Plain PyTorch, any device.
+
+An encoded vector is a row of bytes, so that every collective can carry it (Gloo knows no fp8 and no 16-bit integers).
+For a value x of a row whose largest magnitude is m, all finite:
+
+========  ===========  ==================================================================================
+codec     bytes a row  largest error
+========  ===========  ==================================================================================
+``fp32``  4 D          none
+``bf16``  2 D          2⁻⁸ |x| + 2⁻¹³⁴; from 3.39e38 on it arrives as infinity
+``fp16``  2 D          2⁻¹¹ |x| + 2⁻²⁵; from 65,520 on it arrives as infinity
+``int8``  D + 4        m / 254 + 2⁻¹¹⁹: steps of m / 127
+``fp8``   D + 4        2⁻⁴ |x| + 2⁻¹⁰ m / 448 + 2⁻¹¹⁷: e4m3, of x · 448 / m
+========  ===========  ==================================================================================
+
+int8 and fp8 besides some roundings of float32. A row with an infinity or NaN arrives as NaN where the codec scales,
+so that an overflow is never hidden.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hotbed.ops.layout import FIRST_COL, FIRST_NARROW, FIRST_ROW, FIRST_SLOT, FIRST_WIDE, ROW_STEP, WIDE_ROWS, Rows
-from hotbed.ops.narrow import exponents_of, round_nearest, round_stochastic, widen
+from hotbed.ops.layout import (
+    FIRST_COL,
+    FIRST_NARROW,
+    FIRST_ROW,
+    FIRST_SLOT,
+    FIRST_WIDE,
+    ROW_STEP,
+    SCALE_BLOCK,
+    WIDE_ROWS,
+    Rows,
+)
+
+
+def random_bits(seeds: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
+    """32 random bits per cell, ``[n, D]`` int64.
+
+    Two rounds of MurmurHash3's 32-bit finalizer over the halves of the row, a third over the column added as a
+    multiple of the golden ratio.
+
+    Parameters
+    ----------
+    seeds
+        32-bit seeds, 0-d or one per row, int64.
+    rows
+        ``[n]`` int64.
+    cols
+        ``[D]`` int64, or ``[n, D]`` where they differ from row to row.
+    """
+    key = _mix32(_mix32((rows & 0xFFFFFFFF) ^ seeds) ^ (rows >> 32) ^ 0x9E3779B9)
+    return _mix32((key[:, None] + cols * 0x9E3779B9) & 0xFFFFFFFF)
+
+
+def step_seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
+    """Seeds ``[T]`` of the stochastic rounding in these steps of tables with these 32-bit seeds (int64)."""
+    return _mix32(_mix32((steps & 0xFFFFFFFF) ^ table_seeds) ^ (steps >> 32) ^ 0x9E3779B9)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer on int64 tensors (torch lacks unsigned arithmetic)."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+MIN_EXPONENT = -120
+"""Smallest exponent of an int8 block, so that ``2^±e`` are normal numbers."""
+
+INT8_NAN = -128
+
+_FP8_LIMIT = 464.0  # half a quantum above the largest value
+_MANTISSA = 0x7FFFFF
+_LARGEST_MANTISSA = 0x7E0000  # of 127 / 64
+
+
+def block_count(dim: int) -> int:
+    """Exponents of an int8 row."""
+    return -(-dim // SCALE_BLOCK)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2^exponent`` as float32 for int exponents from −126 to 127, exactly."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def exponents_of(values: Tensor) -> Tensor:
+    """Smallest int8 exponents ``[n, blocks]`` that hold float32 values ``[n, D]``; infinities and NaN do not count."""
+    magnitude = torch.where(values.isfinite(), values.abs(), 0.0)
+    padded = torch.nn.functional.pad(magnitude, (0, -values.shape[1] % SCALE_BLOCK))
+    bits = padded.unflatten(1, (-1, SCALE_BLOCK)).amax(2).view(torch.int32)
+    needed = (bits >> 23) - 127 - 6 + ((bits & _MANTISSA) > _LARGEST_MANTISSA).int()
+    return needed.clamp(min=MIN_EXPONENT).to(torch.int8)
+
+
+def widen(narrow: Tensor, exponents: Tensor) -> Tensor:
+    """Rows ``[n, D]`` as float32, exactly; ``exponents [n, blocks]`` are read for int8."""
+    if narrow.dtype != torch.int8:
+        return narrow.to(torch.float32)
+    values = narrow.to(torch.float32) * power_of_two(_by_column(exponents, narrow.shape[1]))
+    return values.masked_fill(narrow == INT8_NAN, torch.nan)
+
+
+def round_nearest(values: Tensor, dtype: torch.dtype, exponents: Tensor) -> Tensor:
+    """Float32 values ``[n, D]`` rounded to the nearest, ties to even; int8 by these exponents ``[n, blocks]``."""
+    if dtype != torch.int8:
+        return _cast(values, dtype)
+    q = torch.round(values * power_of_two(-_by_column(exponents, values.shape[1])))
+    return q.masked_fill(~values.isfinite(), INT8_NAN).to(torch.int8)
+
+
+def round_stochastic(values: Tensor, dtype: torch.dtype, exponents: Tensor, random: Tensor) -> Tensor:
+    """Round to one of the two neighbours, up in magnitude with the probability that makes the mean right.
+
+    Parameters
+    ----------
+    values
+        ``[n, D]`` float32. What can be represented stays as it is, infinities and NaN too (int8: NaN).
+    dtype
+        Of the result. Above its largest value lies infinity (fp8: NaN).
+    exponents
+        ``[n, blocks]`` int8, large enough for the values; read for int8.
+    random
+        ``[n, D]`` int64, 32 random bits each; the upper 24 are used, 16 for bf16.
+    """
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    if dtype == torch.bfloat16:
+        rounded = torch.where(values.isfinite(), bits + (random >> 16), bits) & 0xFFFF0000
+        rounded = torch.where(values.isnan(), bits | 0x400000, rounded)
+        return (rounded >> 16).to(torch.uint16).view(torch.bfloat16)
+    if dtype == torch.int8:
+        quantum = _by_column(exponents, values.shape[1]).to(torch.int32)
+    else:
+        smallest, digits = (-14, 10) if dtype == torch.float16 else (-6, 3)
+        quantum = (((bits >> 23) & 0xFF) - 127).clamp(min=smallest).to(torch.int32) - digits
+        quantum = torch.where(values.isfinite(), quantum, 0)
+    y = values.abs() * power_of_two(-quantum)
+    low = torch.floor(y)
+    q = torch.copysign(low + ((random >> 8).float() * 2.0**-24 < y - low).float(), values)
+    if dtype == torch.int8:
+        return q.masked_fill(~values.isfinite(), INT8_NAN).to(torch.int8)
+    return _cast(torch.where(values.isfinite(), q * power_of_two(quantum), values), dtype)
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the nearest; what float8_e4m3fn cannot hold becomes NaN (versions of torch differ: some give ±448)."""
+    if dtype == torch.float8_e4m3fn:
+        values = torch.where(
+            values.abs() <= _FP8_LIMIT, values, torch.copysign(torch.full_like(values, torch.nan), values)
+        )
+    return values.to(dtype)
+
+
+def _by_column(exponents: Tensor, dim: int) -> Tensor:
+    """Exponents ``[n, blocks]`` as ``[n, D]``."""
+    return exponents.repeat_interleave(SCALE_BLOCK, dim=1)[:, :dim]
 
 
 def table_of(rows: Rows, slots: Tensor) -> Tensor:
@@ -77,3 +249,37 @@ def rows_of(vectors: Tensor) -> Rows:
         exponents=torch.empty(0, 0, dtype=torch.int8, device=vectors.device),
         tables=torch.tensor([[0, len(vectors), 0, 0, 0, 1, 0]], device=vectors.device),
     )
+
+
+Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+_CAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_SCALE_BYTES = 4
+_SMALLEST_SCALE = 2.0**-126
+"""Below, a float32 has fewer digits, and a value over its scale could be too large for the codec."""
+
+
+def encoded_bytes(codec: Codec, dim: int) -> int:
+    """Bytes of an encoded vector of ``dim`` values."""
+    return _CAST[codec].itemsize * dim if codec in _CAST else dim + _SCALE_BYTES
+
+
+def encode(values: Tensor, codec: Codec) -> Tensor:
+    """Vectors ``[n, D]`` float32 as ``[n, encoded_bytes]`` uint8."""
+    if codec in _CAST:
+        return values.to(_CAST[codec]).contiguous().view(torch.uint8)
+    scale = values.abs().amax(dim=1, keepdim=True) / _LARGEST[codec]
+    scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+    scale = torch.where(torch.isfinite(scale), scale, torch.nan)
+    scaled = torch.where(scale > 0, values / scale, 0.0)  # 0 where all are, and where the scale is NaN
+    narrow = scaled.round().to(torch.int8) if codec == "int8" else scaled.to(torch.float8_e4m3fn)
+    return torch.cat([narrow.view(torch.uint8), scale.view(-1).view(torch.uint8).view(-1, _SCALE_BYTES)], dim=1)
+
+
+def decode(encoded: Tensor, codec: Codec) -> Tensor:
+    """Vectors ``[n, D]`` float32 from what `encode` made of them."""
+    if codec in _CAST:
+        return encoded.view(_CAST[codec]).float()
+    narrow, scale = encoded[:, :-_SCALE_BYTES], encoded[:, -_SCALE_BYTES:].flatten().clone()  # a clone is aligned
+    values = narrow.view(torch.int8 if codec == "int8" else torch.float8_e4m3fn).float()
+    return values * scale.view(torch.float32)[:, None]

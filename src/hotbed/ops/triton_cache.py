@@ -16,7 +16,7 @@ from torch import Tensor
 from hotbed.ops import layout
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import CacheTags
-from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
+from hotbed.ops.triton_runtime import STRICT, TILE, ceil_div, power_of_two, rows_per_program
 
 _BLOCK = 1024
 """Keys per program where each is one element."""

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.triton_launch import STRICT, power_of_two
 from hotbed.ops.triton_rows import as_float32, round_nearest
+from hotbed.ops.triton_runtime import STRICT, power_of_two
 
 _ELEMENTS = 4096
 """Elements of the tile of vectors in one step of the loop over D: 32 vectors of 128, DLRM's case, are one step."""

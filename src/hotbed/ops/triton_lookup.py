@@ -16,10 +16,23 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, BagLayout, Rows
-from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, rows_per_program
-from hotbed.ops.triton_layout import BASE, FEATURE, FIXED, MEAN, OUT, RAGGED_ROW, START, TABLE
 from hotbed.ops.triton_rows import as_float32, load_rows, locate, round_nearest, row_pointers
 from hotbed.ops.triton_rules import block_sum
+from hotbed.ops.triton_runtime import (
+    BASE,
+    FEATURE,
+    FIXED,
+    MEAN,
+    OUT,
+    RAGGED_ROW,
+    START,
+    STRICT,
+    TABLE,
+    TILE,
+    ceil_div,
+    power_of_two,
+    rows_per_program,
+)
 
 
 @triton.jit

@@ -1,5 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-"""Rows of an arena in Triton: where a slot lies, loading it as float32, rounding into it; see `hotbed.ops.narrow`.
+"""Rows of an arena in Triton: where a slot lies, loading it as float32, rounding into it; see `hotbed.ops.rows`.
 
 The element type of ``narrow`` says what its bits mean; float8_e4m3fn travels as uint8, because it is decoded and
 encoded by integer arithmetic, which needs no GPU that knows it. So is bfloat16, whose conversions the interpreter gets
@@ -8,6 +7,8 @@ wrong, and so is all stochastic rounding: bits are the same on every device.
 Three kinds of arena are compiled apart: float32 ones have wide rows only, others narrow rows, and ``HAS_WIDE`` says
 whether they have wide rows as well. A row of either kind is then a masked load from each of two arrays, of which one
 has an empty mask and moves nothing.
+
+Initial values in Triton; bits equal to `hotbed.ops.reference.initial_values_`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hotbed.ops import narrow
+from hotbed.ops import rows
+from hotbed.ops.backend import launches
 from hotbed.ops.layout import Rows
-from hotbed.ops.triton_layout import (
+from hotbed.ops.triton_runtime import (
     FIRST_COL,
     FIRST_NARROW,
     FIRST_ROW,
@@ -28,13 +31,21 @@ from hotbed.ops.triton_layout import (
     FIRST_WIDE,
     ROW_STEP,
     SCALE_BLOCK,
+    STRICT,
     TABLE_ENTRY,
+    TILE,
     WIDE_ROWS,
+    ceil_div,
+    power_of_two,
+    random_bits,
+    rows_per_program,
 )
-from hotbed.ops.triton_random import random_bits
 
-_MIN_EXPONENT = tl.constexpr(narrow.MIN_EXPONENT)
-_INT8_NAN = tl.constexpr(narrow.INT8_NAN)
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
+
+_MIN_EXPONENT = tl.constexpr(rows.MIN_EXPONENT)
+_INT8_NAN = tl.constexpr(rows.INT8_NAN)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _LARGEST_MANTISSA = tl.constexpr(0x7E0000)  # of 127 / 64
 _INFINITY = tl.constexpr(0x7F800000)
@@ -285,3 +296,67 @@ def _is_nan(bits):
 def _power_of_two(exponent):
     """``2^exponent``, exactly, for int32 exponents from −126 to 127."""
     return (exponent + 127 << 23).to(tl.float32, bitcast=True)
+
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+
+
+@triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])
+def _initial_kernel(
+    out,  # [rows, cols] float32
+    which,  # [rows] int64, or anything where rows are a range
+    row_stride,
+    col_stride,
+    seed,
+    row_start,
+    row_step,
+    rows,
+    col_start,
+    col_step,
+    scale,  # bound / 2²³
+    COLS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ANY_ROWS: tl.constexpr,
+):
+    """``out[r, c] = float(k − 2²³) · scale``, k the upper 24 bits of hash(seed, r, c)."""
+    at_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    at_col = tl.arange(0, BLOCK_COLS)
+    if ANY_ROWS:
+        row = tl.load(which + at_row, mask=at_row < rows, other=0)
+    else:
+        row = row_start.to(tl.int64) + at_row * row_step
+    col = col_start.to(tl.int64) + at_col.to(tl.int64) * col_step
+    k = random_bits(seed, row, col[None, :]) >> 8
+    value = (k.to(tl.int32) - (1 << 23)).to(tl.float32) * scale
+    mask = (at_row < rows)[:, None] & (at_col < COLS)[None, :]
+    tl.store(out + at_row[:, None] * row_stride + at_col[None, :] * col_stride, value, mask=mask)
+
+
+def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
+    """Fill ``out`` with the initial values of a rectangle of a table, see `hotbed.ops.reference.initial_values_`."""
+    launches["triton.initial_values"] += 1
+    if out.numel() == 0:
+        return
+    block_cols = power_of_two(len(cols))
+    block_rows = rows_per_program(block_cols, TILE)
+    first, step = (rows.start, rows.step) if isinstance(rows, range) else (0, 1)
+    with torch.cuda.device_of(out):
+        _initial_kernel[(ceil_div(len(rows), block_rows),)](
+            out,
+            out if isinstance(rows, range) else rows,
+            out.stride(0),
+            out.stride(1),
+            seed,
+            first,
+            step,
+            len(rows),
+            cols.start,
+            cols.step,
+            bound / (1 << 23),
+            COLS=len(cols),
+            BLOCK_COLS=block_cols,
+            BLOCK_ROWS=block_rows,
+            ANY_ROWS=not isinstance(rows, range),
+            **STRICT,
+        )

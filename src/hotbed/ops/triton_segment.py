@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import RUN, BagLayout, Groups, Occurrences
-from hotbed.ops.triton_launch import STRICT, ceil_div, power_of_two
-from hotbed.ops.triton_layout import BASE, FEATURE, FIXED, MEAN, OUT, RAGGED_ROW, START
+from hotbed.ops.triton_runtime import BASE, FEATURE, FIXED, MEAN, OUT, RAGGED_ROW, START, STRICT, ceil_div, power_of_two
 
 _BLOCK = 1024
 """Positions per program: eight per thread of four warps."""

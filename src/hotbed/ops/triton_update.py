@@ -30,9 +30,9 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, RUN, Groups, Occurrences, Rows, RuleStep
-from hotbed.ops.triton_apply import Target, apply, target_of
-from hotbed.ops.triton_launch import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 from hotbed.ops.triton_rows import as_float32
+from hotbed.ops.triton_rules import Target, apply, target_of
+from hotbed.ops.triton_runtime import STRICT, TILE, ceil_div, power_of_two, programs, rows_per_program
 from hotbed.ops.triton_segment import spread_values
 
 

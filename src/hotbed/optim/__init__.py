@@ -1,10 +1,9 @@
 """Sparse optimizers: they update the rows of embedding tables that a batch touched; see `hotbed.optim.base`."""
 
 from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
-from hotbed.optim.adam import Adam, AdamW, PartialRowWiseAdam
+from hotbed.optim.adam import LAMB, Adam, AdamW, PartialRowWiseAdam
 from hotbed.optim.base import SparseOptimizer
 from hotbed.optim.ftrl import FTRL
-from hotbed.optim.lamb import LAMB
 from hotbed.optim.rules import COMMON, Moment, Rule, SparseModule, Updater
 from hotbed.optim.sgd import SGD
 

@@ -3,11 +3,14 @@
 A `Tile` is a rectangle of a table, a strided range of its rows × a range of its columns, with the rank that owns it
 (that updates it and holds its moments) and the ranks that read it (that hold a copy of its rows). A `Plan` is all tiles
 of all tables; it is a plain value, JSON in and JSON out.
+
+Arithmetic of strided ranges.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,8 +20,41 @@ from typing import Any, Literal, get_args
 
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.ops.layout import BLOCK, SCALE_BLOCK
-from hotbed.plan.ranges import first_common
 from hotbed.specs import Table, is_int
+
+
+def first_common(a: range, b: range) -> int | None:
+    """Smallest number that two rising ranges have in common, or None."""
+    g = math.gcd(a.step, b.step)
+    if (b.start - a.start) % g:
+        return None
+    # a.start + i · a.step ≡ b.start modulo b.step
+    modulus = b.step // g
+    i = (b.start - a.start) // g * pow(a.step // g, -1, modulus) % modulus
+    period = a.step * modulus
+    found = a.start + i * a.step
+    low = max(a.start, b.start)
+    if found < low:
+        found += -(-(low - found) // period) * period
+    return found if found in a and found in b else None
+
+
+def count_common(a: range, b: range) -> int:
+    """How many numbers two rising ranges have in common."""
+    first = first_common(a, b)
+    if first is None:
+        return 0
+    return (min(a[-1], b[-1]) - first) // math.lcm(a.step, b.step) + 1
+
+
+def common_places(a: range, b: range) -> range:
+    """Where in ``a`` the numbers are that two rising ranges have in common."""
+    first = first_common(a, b)
+    if first is None:
+        return range(0)
+    start, step = (first - a.start) // a.step, math.lcm(a.step, b.step) // a.step
+    return range(start, start + step * count_common(a, b), step)
+
 
 Tier = Literal["device", "host", "disk"]
 """Which memory of a rank holds a tile: the compute device's, the host's, or files."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hotbed.ops.codec import Codec, encoded_bytes
 from hotbed.ops.layout import BLOCK
-from hotbed.plan.ranges import count_common
-from hotbed.plan.tiling import Plan
+from hotbed.ops.rows import Codec, encoded_bytes
+from hotbed.plan.tiling import Plan, count_common
 
 SLOT_BYTES = 8
 """Of an id on the wire."""

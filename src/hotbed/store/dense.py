@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.narrow import MIN_EXPONENT, block_count
-from hotbed.ops.rows import places, read_rows, write_rows
+from hotbed.ops.rows import MIN_EXPONENT, block_count, places, read_rows, write_rows
 from hotbed.optim import Moment
 from hotbed.specs import RowDtype
 from hotbed.store import memory

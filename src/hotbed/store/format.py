@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hotbed.ops.narrow import MIN_EXPONENT, block_count, exponents_of, round_nearest, round_stochastic, widen
+from hotbed.ops.rows import MIN_EXPONENT, block_count, exponents_of, round_nearest, round_stochastic, widen
 from hotbed.optim import Moment
 
 Stored = dict[str, Tensor]

@@ -1,6 +1,8 @@
 """Keyed records: a slot's record is a place in an append-only slab, in memory or in a file.
 
 Only slots that were written have a place, so a table may have more rows than the disk has bytes.
+
+`Index`: the number of each key, in the order in which keys were added.
 """
 
 from __future__ import annotations
@@ -24,10 +26,71 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.errors import StoreError
-from hotbed.ops import cpu_files
+from hotbed.ops import cpu_records
+from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
-from hotbed.store.index import Index
 from hotbed.store.records import Records, Traffic, Use, positions
+
+_FIRST = 1 << 10
+
+
+class Index:
+    """Numbers 0, 1, 2, … of int64 keys that are not negative; any thread may `find` while one adds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        with self._lock:
+            self._count = 0
+            self._keys = torch.empty(_FIRST // 2, dtype=torch.int64)
+            self._make_places(_FIRST)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self._keys.nbytes + self._places.nbytes + self._numbers.nbytes
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys ``[n]``, by number."""
+        return self._keys[: self._count]
+
+    def find(self, keys: Tensor) -> Tensor:
+        """Number of each key ``[n]``, −1 where it is not there."""
+        out = torch.empty(len(keys), dtype=torch.int64)
+        with self._lock:
+            launch(cpu_records.find, self._places.numpy(), self._numbers.numpy(), keys.numpy(), out.numpy())
+        return out
+
+    def add(self, keys: Tensor) -> Tensor:
+        """Add distinct keys ``[n]`` that are not there, and return their numbers."""
+        with self._lock:
+            first, count = self._count, self._count + len(keys)
+            if count > len(self._keys):
+                grown = torch.empty(max(count, 2 * len(self._keys)), dtype=torch.int64)
+                grown[:first] = self._keys[:first]
+                self._keys = grown
+            self._keys[first:count] = keys
+            size = len(self._places)
+            if 2 * count > size:  # at most half full: searches stay short
+                while 2 * count > size:
+                    size *= 2
+                self._make_places(size)
+                cpu_records.add(self._places.numpy(), self._numbers.numpy(), self._keys[:first].numpy(), 0)
+            cpu_records.add(self._places.numpy(), self._numbers.numpy(), keys.numpy(), first)
+            self._count = count
+        return torch.arange(first, count)
+
+    def _make_places(self, size: int) -> None:
+        self._places = torch.full((size,), cpu_records.EMPTY, dtype=torch.int64)
+        self._numbers = torch.empty(size, dtype=torch.int64)
+
 
 UNWRITTEN_BYTES = 256 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
@@ -253,7 +316,7 @@ class FileRecords(KeyedRecords):
         batch = self._unwritten[0]
         failure: OSError | None = None
         try:
-            done = cpu_files.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
+            done = cpu_records.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
             if done < len(batch.numbers):
                 self._explain(batch.numbers[done:], written=True)
         except OSError as error:
@@ -279,7 +342,7 @@ class FileRecords(KeyedRecords):
         return ((start, min(start + step, count)) for start in range(0, count, step))
 
     def _read_part(self, numbers: Tensor, rows: Tensor, out: Tensor) -> int:
-        return cpu_files.read_records(self._file, numbers.numpy(), rows.numpy(), out.numpy())
+        return cpu_records.read_records(self._file, numbers.numpy(), rows.numpy(), out.numpy())
 
     def _check(self, numbers: Tensor, call: Future[int]) -> None:
         done = call.result()

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from hotbed.ops import BagLayout, Occurrences, Rows, RuleStep
 from hotbed.ops.layout import ACTIVE, renamed
-from hotbed.ops.random import random_bits
-from hotbed.ops.rows import rows_of
+from hotbed.ops.rows import random_bits, rows_of
 from hotbed.store.lazy_rows import LazyRows
 
 

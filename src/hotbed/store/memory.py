@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hotbed.errors import StoreError
 from hotbed.machine import control_groups
-from hotbed.ops import cpu_memory
+from hotbed.ops import cpu_runtime
 
 ROOT = Path("/")
 """Where ``/proc`` and ``/sys`` are."""
@@ -33,18 +33,18 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised tensor; see `cpu_memory.empty`."""
+    """Uninitialised tensor; see `cpu_runtime.empty`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
-            return cpu_memory.empty(shape, dtype)
+            return cpu_runtime.empty(shape, dtype)
         return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zero-filled tensor; see `cpu_memory.zeros`."""
+    """Zero-filled tensor; see `cpu_runtime.zeros`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
-            return cpu_memory.zeros(shape, dtype)
+            return cpu_runtime.zeros(shape, dtype)
         return torch.zeros(*shape, dtype=dtype, device=device)
 
 
@@ -184,7 +184,7 @@ class _PageLocked:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         # Pages of its own, which no other memory that is locked shares.
-        memory = cpu_memory.zeros((max(nbytes, cpu_memory.HUGE_PAGE_BYTES),), torch.uint8)
+        memory = cpu_runtime.zeros((max(nbytes, cpu_runtime.HUGE_PAGE_BYTES),), torch.uint8)
         address = memory.data_ptr()
         cudart: Any = torch.cuda.cudart()
         try:

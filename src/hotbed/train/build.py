@@ -20,7 +20,7 @@ from hotbed.errors import RecipeError, SpecError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
-from hotbed.train.hot_split import HotSplit
+from hotbed.train.hot_batches import HotSplit
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.trainer import Trainer, resolve_device

@@ -1,15 +1,30 @@
-"""`Callback`, and the callbacks that come with hotbed."""
+"""`Callback`, and the callbacks that come with hotbed.
+
+What to say when a loss is NaN or infinite.
+
+Signals that ask: SIGUSR1 for a checkpoint; SIGTERM and SIGINT (Ctrl-C) for a checkpoint and the end of training.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch import Tensor, nn
+
+from hotbed.batch import Batch
 from hotbed.config import Monitor
-from hotbed.errors import RecipeError
+from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.files import without_nan
 from hotbed.train.metrics import Metrics
 
@@ -220,3 +235,101 @@ class EarlyStop(Callback):
         """Go on counting; anew, if another metric is monitored."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
+
+
+def refuse_non_finite(loss: float, own: Tensor, batch: Batch, what: str, trainer: Trainer) -> None:
+    """Raise `NonFiniteError` unless the loss is finite: where it happened, the likely cause and what to try.
+
+    ``loss`` is that of all ranks, ``own`` is finite where this rank had no part in it; ``what`` names the batch.
+    """
+    if math.isfinite(loss):
+        return
+    cause = "The samples of another rank did this, whose own message says how"
+    if not math.isfinite(own.item()) or trainer.ranks.size == 1:
+        cause = _cause(batch, what, trainer.model)
+    raise NonFiniteError(
+        f"the loss is {loss} in step {trainer.step + 1:,} (epoch {trainer.epoch}, batch {trainer.position:,} of it); "
+        f"training stopped before the batch touched any parameter or table. {cause}"
+    )
+
+
+def _cause(batch: Batch, batch_is: str, model: nn.Module) -> str:
+    for what, tensor in (("dense", batch.dense), ("weights", batch.weights)):
+        place = _first_bad(tensor)
+        if tensor is not None and place is not None:
+            column = f", column {place[1]}" if len(place) > 1 else ""
+            return (
+                f"The cause is in the input: {what} of sample {place[0]:,} of {batch_is}{column} is "
+                f"{float(tensor[tuple(place)])}. Mend the data or fill such values in the source"
+            )
+    for name, parameter in model.named_parameters():
+        if _first_bad(parameter) is not None:
+            return (
+                f"The input is finite but parameter '{name}' is not: an earlier step diverged. Try a lower lr, or a "
+                f"longer schedule.warmup_steps"
+            )
+    return (
+        "The input and the dense parameters are finite, so values inside the model overflow. Try a lower lr of the "
+        "sparse or dense optimizer, a longer schedule.warmup_steps, or train.precision fp32"
+    )
+
+
+def _first_bad(tensor: Tensor | None) -> list[int] | None:
+    """Index of the first entry that is not finite."""
+    if tensor is None or bool(tensor.isfinite().all()):
+        return None
+    return (~tensor.detach().isfinite()).nonzero()[0].tolist()
+
+
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+
+
+@dataclass
+class Signals:
+    """What this process was asked for."""
+
+    stopped_by: int | None = None
+    """The signal that asked it to stop."""
+
+
+@contextmanager
+def signals_to(trainer: Trainer) -> Generator[Signals]:
+    """Let signals ask a trainer while the body runs.
+
+    Any rank may get them: all save after the same step, the one under way or the next. So a checkpoint is there after
+    at most two steps, an evaluation that is under way, and the time that writing takes. A second SIGTERM or SIGINT does
+    what it did before: it ends the process, SIGINT too at once, whatever runs. Handlers of the process are as before
+    afterwards; a signal that it ignores stays ignored, and where the body runs in another thread than the main one,
+    signals are left alone.
+    """
+    got = Signals()
+
+    def asked(number: int, _: FrameType | None) -> None:
+        trainer.ask_save = True
+        if number in (signal.SIGTERM, signal.SIGINT):
+            trainer.ask_stop, got.stopped_by = True, number
+            # Python's own handler of SIGINT would wait for the call under way, which may be compiling or exchanging.
+            usual = before[number]
+            signal.signal(number, signal.SIG_DFL if usual is signal.default_int_handler else usual)
+        if number == signal.SIGINT and trainer.ranks.is_first:
+            _tell("hotbed: training ends after the step under way; Ctrl-C again ends it at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield got
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, asked)
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell(message: str) -> None:
+    """Write a line to stderr whatever is being written there, with the cursor that a progress bar has hidden."""
+    cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+    with suppress(OSError):
+        os.write(2, f"{cursor}{message}\n".encode())

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, verify_checkpoint
 from hotbed.data import SplitBinarySource
-from hotbed.data.parquet_files import find_parquet
+from hotbed.data.parquet import find_parquet
 from hotbed.errors import DataError
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size

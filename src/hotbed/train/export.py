@@ -24,8 +24,8 @@ from typing_extensions import override
 from hotbed.bags import Bags
 from hotbed.batch import Embeddings
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
-from hotbed.checkpoint.making import making
 from hotbed.checkpoint.storage import LocalDirectory, directory
+from hotbed.checkpoint.writing import making
 from hotbed.config import MemoryRecipe, ParallelRecipe, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection

@@ -20,8 +20,9 @@ from hotbed.comm import Link
 from hotbed.config import Component, ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, collections_of, distribute, plan_for, plan_tables
-from hotbed.embed.replicate import check_replicas
+from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
+from hotbed.jagged import Spread
 from hotbed.machine import fit_threads
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
@@ -30,11 +31,9 @@ from hotbed.plan.schemes import SCHEMES
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table
-from hotbed.spread import Spread
 from hotbed.store.memory import refuse_too_many
-from hotbed.train.hot_file import read_hot_rows
 from hotbed.train.rendezvous import fresh_store
-from hotbed.train.skew_file import read_skew
+from hotbed.train.table_file import read_hot_rows, read_skew
 
 
 class Started(NamedTuple):

@@ -32,7 +32,7 @@ from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import InitRecipe, MemoryRecipe, Recipe
 from hotbed.errors import DamagedError, RecipeError
 from hotbed.files import read_yaml
-from hotbed.train.keep import set_aside
+from hotbed.train.checkpointing import set_aside
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
 
 if TYPE_CHECKING:

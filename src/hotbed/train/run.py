@@ -21,19 +21,18 @@ from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
-from hotbed.train.balance import Balance
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_model, build_trainer, check_split, open_source
-from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard
-from hotbed.train.claim import refuse_other_checkpoints
-from hotbed.train.hot_schedule import HotSchedule
-from hotbed.train.keep import KeepBest, KeepLast
+from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
+from hotbed.train.checkpointing import KeepBest, KeepLast
+from hotbed.train.directory_lock import refuse_other_checkpoints
+from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, spread_batch
 from hotbed.train.progress import ShowProgress
 from hotbed.train.report import RunDirectory, environment, print_taken
 from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
-from hotbed.train.signals import signals_to
+from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer, resolve_device
 
 

@@ -16,11 +16,10 @@ from rich.table import Table
 from hotbed.checkpoint import MANIFEST
 from hotbed.config import Recipe
 from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
-from hotbed.data.files import new_directory
-from hotbed.data.hot_order import write_hot_order
+from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
 from hotbed.errors import DataError
-from hotbed.files import read_yaml, write_json
+from hotbed.files import new_directory, read_yaml, write_json
 from hotbed.train.build import open_source
 from hotbed.train.progress import StageProgress
 from hotbed.train.skew_chart import draw, need_matplotlib
@@ -88,7 +87,7 @@ def inspect_skew(
     sampled_rows
         Rows of a table that the LRU curve follows, about; it is exact for a table with no more rows.
     out
-        Directory to make, with skew.json, skew.png and hot_order/ (see `hotbed.data.hot_order`); none by default.
+        Directory to make, with skew.json, skew.png and hot_order/ (see `hotbed.data.pack`); none by default.
     picture
         Whether to draw skew.png, which needs matplotlib.
     overwrite

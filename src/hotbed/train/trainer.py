@@ -24,15 +24,13 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
-from hotbed.train.balance import Balance
-from hotbed.train.callbacks import Callback
-from hotbed.train.clock import Clock
+from hotbed.train.callbacks import Callback, refuse_non_finite
+from hotbed.train.checkpointing import Saver
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
-from hotbed.train.nonfinite import refuse_non_finite
 from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import Ahead, Divide, Fetcher, whole
-from hotbed.train.saver import Saver
+from hotbed.train.throughput import Balance, Clock
 
 _COUNTERS = ("step", "epoch", "position", "samples")
 

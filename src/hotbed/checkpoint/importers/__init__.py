@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from hotbed.checkpoint.importers.bags import read_embedding_bags
-from hotbed.checkpoint.importers.facebook import read_facebook
-from hotbed.checkpoint.importers.nvidia import read_nvidia
+from hotbed.checkpoint.importers.dlrm import read_embedding_bags, read_facebook
+from hotbed.checkpoint.importers.nvidia import read_nvidia, read_tf2
 from hotbed.checkpoint.importers.peer import Peer, PeerModel, write_peer
-from hotbed.checkpoint.importers.tf2 import read_tf2
 from hotbed.checkpoint.importers.torchrec import read_torchrec
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import Directory

@@ -3,19 +3,29 @@
 All of them put ``n`` vectors of ``D`` columns, that of the dense inputs first, into a dot interaction: the first
 vector, then the products of all pairs. They differ in the order of the vectors, of the pairs, and in padding; so
 columns of the first top layer are put into hotbed's order.
+
+facebookresearch/dlrm: what ``dlrm_s_pytorch.py --save-model`` writes, a ``.pt`` file with a ``state_dict``.
+
+Tables are ``emb_l.I.weight``, layers ``bot_l.2K`` and ``top_l.2K``; the interaction is hotbed's, without padding. The
+model gives probabilities where hotbed's gives logits.
+
+Weights of plain ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, and whatever else their model has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hotbed.checkpoint.importers.arrays import PeerArray
-from hotbed.errors import CheckpointError
+from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, arrays_of, load_pt, named
+from hotbed.errors import CheckpointError, did_you_mean
 
 Triangle = Literal["lower", "upper"]
 """Which pairs a row of the matrix of products gives: those with vectors before, or those with vectors after."""
@@ -118,3 +128,79 @@ def _check_chain(name: str, layers: Sequence[Layer]) -> None:
                 f"{layer.where} takes {layer.weight.shape[1]} inputs, but the layer before it gives {width}"
             )
         width = layer.weight.shape[0]
+
+
+def read_facebook(path: Path, names: Sequence[str] | None) -> PeerModel:
+    """Tables and layers of a file; see `hotbed.checkpoint.importers.import_checkpoint`."""
+    saved = load_pt(path, _numpy_scalars())
+    state = saved.get("state_dict") if isinstance(saved, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path} has no 'state_dict'; name what dlrm_s_pytorch.py --save-model wrote")
+    for key in state:
+        if not re.fullmatch(r"emb_l\.\d+\.weight|(bot|top)_l\.\d+\.(weight|bias)", key):
+            raise CheckpointError(
+                f"{path} has '{key}': parts of a distributed model, compressed tables and weighted pooling have no "
+                "counterpart; save a model of one process with plain tables"
+            )
+    count = sum(key.startswith("emb_l.") for key in state)
+    tables = [
+        PeerArray.of(_tensor(state, f"emb_l.{i}.weight", path), f"{path}: 'emb_l.{i}.weight'") for i in range(count)
+    ]
+    layers = dlrm_layers(_layers(state, "bot_l", path), _layers(state, "top_l", path), tables)
+    return PeerModel(named(tables, names), layers)
+
+
+def _numpy_scalars() -> list[Any]:
+    """What numpy's scalars, such as the losses that such a file holds, are pickled as."""
+    scalar: Any = np.float64(0).__reduce__()[0]
+    kinds = (np.float32, np.float64, np.int32, np.int64)
+    return [(scalar, "numpy._core.multiarray.scalar"), (scalar, "numpy.core.multiarray.scalar"), np.dtype] + [
+        type(np.dtype(kind)) for kind in kinds
+    ]
+
+
+def _layers(state: Mapping[str, Tensor], name: str, path: Path) -> list[Layer]:
+    count = max(sum(key.startswith(f"{name}.") and key.endswith(".weight") for key in state), 1)
+    return [
+        Layer(
+            _tensor(state, f"{name}.{2 * i}.weight", path),
+            _tensor(state, f"{name}.{2 * i}.bias", path),
+            f"{path}: '{name}.{2 * i}'",
+        )
+        for i in range(count)
+    ]
+
+
+def _tensor(state: Mapping[str, Tensor], key: str, path: Path) -> Tensor:
+    if key not in state:
+        raise CheckpointError(f"{path} has no '{key}'; save the whole state_dict")
+    return state[key].detach()
+
+
+def read_embedding_bags(path: Path, names: Sequence[str] | None, collection: str) -> PeerModel:
+    """Tables and other tensors; see `hotbed.checkpoint.importers.import_checkpoint`.
+
+    Keys of tables may begin with the name of the collection; the others keep theirs.
+    """
+    arrays = arrays_of(path)
+    keys = {_table_of(key, collection): key for key, array in arrays.items() if _may_be_table(key, array, arrays)}
+    wanted = list(keys) if names is None else names
+    if names is not None:
+        keys = {_table_of(key, collection): key for key in arrays if key.endswith(".weight")}
+    for name in wanted:
+        if name not in keys:
+            raise CheckpointError(
+                f"{path} has no '{name}.weight'; it has {', '.join(sorted(arrays))}{did_you_mean(name, keys)}"
+            )
+    tables = {name: arrays[keys[name]].matrix() for name in wanted}
+    used = {keys[name] for name in wanted}
+    return PeerModel(tables, {key: array.whole() for key, array in arrays.items() if key not in used})
+
+
+def _table_of(key: str, collection: str) -> str:
+    return key.removeprefix(f"{collection}.").removesuffix(".weight")
+
+
+def _may_be_table(key: str, array: PeerArray, arrays: dict[str, PeerArray]) -> bool:
+    bias = f"{key.removesuffix('.weight')}.bias"
+    return key.endswith(".weight") and len(array.shape) == 2 and bias not in arrays

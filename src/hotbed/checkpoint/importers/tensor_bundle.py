@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.checkpoint.importers.arrays import existing
+from hotbed.checkpoint.importers.peer import existing
 from hotbed.errors import CheckpointError
 
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")

@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hotbed.checkpoint.importers.arrays import PeerArray, arrays_of
 from hotbed.checkpoint.importers.dlrm import Layer, dlrm_layers
-from hotbed.checkpoint.importers.peer import PeerModel
+from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, arrays_of
 from hotbed.errors import CheckpointError, did_you_mean
 
 _TABLES = "sparse_arch.embedding_bag_collection.embedding_bags."

@@ -1,0 +1,217 @@
+"""What a model and its optimizers put into a checkpoint: tables by tile, and everything else as states.
+
+Tables whose rows come to be when they are trained: saving the rows that exist, in the form of a keyed tile.
+
+Tiles that a rank writes of tables, in pieces that fit into files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+from torch import Tensor, nn
+
+from hotbed.checkpoint.manifest import SavedMoment, SavedTable, Stateful
+from hotbed.checkpoint.snapshot import Snapshot, rows_of
+from hotbed.checkpoint.tensors import Array
+from hotbed.checkpoint.writing import Piece, rows_per_piece
+from hotbed.comm import Link
+from hotbed.embed import Distributed, EmbeddingCollection, Held
+from hotbed.embed.arena import stored_as
+from hotbed.errors import CheckpointError
+from hotbed.optim import SparseOptimizer
+from hotbed.specs import Table
+from hotbed.store import MOMENT, DenseStore, ExistingRows, RowStore
+from hotbed.store.existing import ExistingArray
+
+
+class TablePart(NamedTuple):
+    """A table of a model.
+
+    Attributes
+    ----------
+    collection, table
+        Where it is.
+    saved
+        What a manifest says of it, but for its tiles.
+    """
+
+    collection: EmbeddingCollection
+    table: Table
+    saved: SavedTable
+
+
+def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
+    """Tables of all models among some parts, with the moments of all optimizers among them.
+
+    They are called ``path.table``, as in `SparseOptimizer`; a second model's ``PART:path.table``.
+
+    Raises
+    ------
+    CheckpointError
+        If an optimizer trains tables that are in no model among the parts.
+    """
+    found: dict[str, TablePart] = {}
+    names: dict[tuple[int, str], str] = {}
+    for part, model in parts.items():
+        if not isinstance(model, nn.Module):
+            continue
+        for path, module in model.named_modules():
+            if not isinstance(module, EmbeddingCollection):
+                continue
+            for table in module.tables.values():
+                if (id(module), table.name) in names:
+                    continue
+                name = f"{path}.{table.name}".lstrip(".")
+                name = f"{part}:{name}" if name in found else name
+                spec = replace(table, init_seed=table.seed(module.seed), init_bound=table.bound, frozen=False)
+                names[id(module), table.name] = name
+                found[name] = TablePart(module, table, SavedTable(spec))
+    for part, optimizer in parts.items():
+        if not isinstance(optimizer, SparseOptimizer):
+            continue
+        rule = optimizer.rule
+        for trained in optimizer.trained():
+            name = names.get((id(trained.collection), trained.table))
+            if name is None:
+                raise CheckpointError(
+                    f"part '{part}' trains table '{trained.table}', whose model is not among the parts; give the "
+                    'model, too: {"model": model, …}'
+                )
+            moments = {m.name: SavedMoment(m.per, trained.initial[m.name], part, rule.name) for m in rule.moments}
+            here = found[name]
+            found[name] = here._replace(saved=replace(here.saved, moments={**here.saved.moments, **moments}))
+    return found
+
+
+def refuse_while_saved(tables: Mapping[str, TablePart]) -> None:
+    """Raise `CheckpointError` for tables of which a checkpoint is being written."""
+    for name, table in tables.items():
+        if any(held.arena.store.on_change is not None for held in table.collection.held(table.table.name)):
+            raise CheckpointError(f"table '{name}' is being saved; call wait() of what save_checkpoint returned first")
+
+
+def link_of(parts: Mapping[str, Stateful]) -> Link | None:
+    """The ranks of a distributed model among the parts; None where there is none."""
+    return next((part.link for part in parts.values() if isinstance(part, Distributed)), None)
+
+
+def refuse_parts_of_distributed(parts: Mapping[str, Stateful], link: Link | None) -> None:
+    """Raise `CheckpointError` for tables of several ranks whose model is not among the parts as it was distributed."""
+    for name, part in parts.items():
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if link is None and isinstance(module, EmbeddingCollection) and module.is_distributed:
+                raise CheckpointError(
+                    f"part '{name}' has tables that are distributed over ranks; give what hotbed.distribute returned"
+                )
+
+
+def plan_of(parts: Mapping[str, Stateful]) -> Mapping[str, object] | None:
+    """Plain values of its plan."""
+    plan = next((part.plan for part in parts.values() if isinstance(part, Distributed)), None)
+    return None if plan is None else cast("Mapping[str, object]", plan.to_dict())
+
+
+def lazy_pieces(
+    name: str, held: Held, moments: Collection[str], existing: ExistingRows, snapshot: Snapshot | None
+) -> Iterator[Piece]:
+    """The existing rows of a tile in pieces that fit into a file; together they cover the tile.
+
+    Parameters
+    ----------
+    name
+        The table's name in the manifest.
+    held
+        The tile, in a `LazyStore`.
+    moments
+        Which moments to save.
+    existing
+        The rows of its store that exist.
+    snapshot
+        Where they are read as they were; None: as they are.
+    """
+    store, rows = held.arena.store, held.piece.rows
+    keys = existing.slots[held.number] - held.arena.first_slots[held.number]
+    arrays = {
+        array: key
+        for array, key in held.named(existing.of(held.number)).items()
+        if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
+    }
+    step = rows_per_piece(8 + sum(existing.arrays[key].row_bytes for key in arrays.values()))
+    for first in range(0, max(len(keys), 1), step):
+        last = min(first + step, len(keys))
+        begin = 0 if first == 0 else int(keys[first])
+        end = len(rows) if last == len(keys) else int(keys[last])
+        found = {"keys": Array.of(rows.start + keys[first:last] * rows.step)}
+        for array, key in arrays.items():
+            values, before = existing.arrays[key], existing.first[key]
+            low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
+            if low < high:
+                found[array] = array_of(store, key, values, low, high, snapshot)
+        yield Piece(name, rows[begin:end], held.piece.cols, found)
+
+
+def array_of(
+    store: RowStore, name: str, values: Tensor | ExistingArray, first: int, last: int, snapshot: Snapshot | None
+) -> Array:
+    """Rows ``first … last − 1`` of one of a store's arrays, as they are or, in a snapshot, as they were."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        if snapshot is None:
+            return values[first + start : first + stop].view(values.dtype).cpu()
+        return snapshot.read(store, name, first + start, first + stop)
+
+    return Array(values.dtype, (last - first, *values.shape[1:]), rows)
+
+
+OwnedTile = tuple[str, TablePart, Held]
+"""A tile that this rank writes: name of the table in checkpoints, and what holds it."""
+
+
+def owned_tiles(tables: Mapping[str, TablePart]) -> list[OwnedTile]:
+    """What this rank writes of tables; where there are replicas, those of the first do."""
+    return [
+        (name, table, held)
+        for name, table in tables.items()
+        for held in table.collection.held(table.table.name)
+        if held.owned and table.collection.is_first_replica
+    ]
+
+
+def pieces_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Piece]:
+    """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
+    # Small stores first: what was kept of a store's rows is free when it has been read.
+    stores = sorted(dict.fromkeys(held.arena.store for _, _, held in owned), key=lambda store: store.nbytes)
+    order = {store: i for i, store in enumerate(stores)}
+    tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
+    existing = {store: rows_of(store) for store in stores} if snapshot is None else snapshot.rows
+    return [piece for tile in tiles for piece in _pieces(*tile, existing[tile[2].arena.store], snapshot)]
+
+
+def _pieces(
+    name: str, table: TablePart, held: Held, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
+) -> Iterator[Piece]:
+    """A tile in pieces that fit into a file."""
+    store, rows = held.arena.store, held.piece.rows
+    if isinstance(existing, ExistingRows):
+        yield from lazy_pieces(name, held, table.saved.moments, existing, snapshot)
+        return
+    extents = {
+        key: extent
+        for key, extent in held.extents().items()
+        if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
+    }
+    of_rows, whole = stored_as(held.piece.table, rows), held.arrays()
+    step = rows_per_piece(sum(whole[e.array][:1].nbytes for e in extents.values()))
+    for first in range(0, len(rows), step):
+        last = min(first + step, len(rows))
+        arrays: dict[str, Array] = {}
+        for key, extent in extents.items():
+            of = of_rows.get(key, range(len(rows)))  # all rows have moments
+            start, stop = max(first, of.start) - of.start, min(last, of.stop) - of.start
+            if start < stop:
+                tensor = whole[extent.array]
+                arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
+        yield Piece(name, rows[first:last], held.piece.cols, arrays)

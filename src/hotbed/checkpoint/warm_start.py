@@ -1,0 +1,240 @@
+"""`init_from`: a new model begins with what fits of a checkpoint; tables may be new, dropped, renamed or larger."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.contents import (
+    TablePart,
+    link_of,
+    refuse_parts_of_distributed,
+    refuse_while_saved,
+    tables_of_parts,
+)
+from hotbed.checkpoint.load import read_states
+from hotbed.checkpoint.manifest import SavedTable, Stateful, find_checkpoint, read_manifest
+from hotbed.checkpoint.storage import Directory
+from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.embed.dynamic import PREFIX
+from hotbed.errors import CheckpointError, did_you_mean
+from hotbed.optim import SparseOptimizer
+from hotbed.store import DenseStore
+from hotbed.torch_hooks import tables_apart
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One thing of the model or of the checkpoint, and what became of it.
+
+    Attributes
+    ----------
+    what
+        ``table``, ``parameter`` or ``optimizer``.
+    name
+        Its name here, or in the checkpoint if it is not here.
+    taken
+        Whether its values come from the checkpoint, if not all of them.
+    note
+        In words.
+    """
+
+    what: str
+    name: str
+    taken: bool
+    note: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def init_from(
+    path: str | Path | Directory,
+    parts: Mapping[str, Stateful],
+    *,
+    rename: Mapping[str, str] | None = None,
+    leave: Collection[str] = (),
+    optimizers: bool = True,
+) -> list[Taken]:
+    """Begin with what fits of a checkpoint; of a distributed model, all ranks must call this.
+
+    A table takes the rows that it has in common with the checkpoint's: ids must mean the same, as those of a vocabulary
+    that was extended do. Rows beyond them have the values that the checkpoint's table would have begun with. Tables of
+    another dim, and parameters of another shape, begin anew. Steps, schedules, loaders and metrics begin anew always.
+
+    Parameters
+    ----------
+    path
+        A checkpoint, or a directory whose newest is meant.
+    parts
+        Models and optimizers by name, for example ``{"model": model, "sparse": optimizer}``; others are left alone.
+    rename
+        What the checkpoint calls a table, by its name here.
+    leave
+        Tables that begin anew.
+    optimizers
+        Whether to take the moments of tables and parameters, too; they begin anew where an optimizer is another.
+
+    Returns
+    -------
+    list
+        What became of every table, parameter and optimizer, of this model and of the checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint, it is damaged, or a table that is named does not exist.
+    """
+    place = find_checkpoint(path, best=True)
+    manifest = read_manifest(place)
+    refuse_parts_of_distributed(parts, link_of(parts))
+    tables = tables_of_parts(parts)
+    refuse_while_saved(tables)
+    there = {
+        resolved(name, tables, "here"): resolved(old, manifest.tables, f"in {place}")
+        for name, old in (rename or {}).items()
+    }
+    left = {resolved(name, tables, "here") for name in leave}
+    report: list[Taken] = []
+    with VerifiedFiles(place, manifest.files) as verified:
+        files = TensorFiles(verified)
+        trained_by = {moment.optimizer for table in manifest.tables.values() for moment in table.moments.values()}
+        states = read_states(manifest, trained_by & manifest.parts.keys() if optimizers else (), files)
+        for name, table in tables.items():
+            saved = None if name in left else manifest.tables.get(there.get(name, name))
+            taken, moments = _take_table(name, there.get(name, name), table, saved, optimizers, files)
+            report.append(taken)
+            if saved is not None and moments:
+                _take_step(table, parts, saved, states)
+        used = {there.get(name, name) for name in tables}
+        report += [Taken("table", name, False, "is not in this model") for name in manifest.tables if name not in used]
+        for part, value in parts.items():
+            if part not in manifest.parts:
+                continue
+            if isinstance(value, nn.Module):
+                report += _take_parameters(value, read_states(manifest, [part], files)[part])
+            elif optimizers and isinstance(value, Optimizer) and not isinstance(value, SparseOptimizer):
+                report.append(_take_optimizer(part, value, read_states(manifest, [part], files)[part]))
+    return report
+
+
+def resolved(name: str, known: Collection[str], where: str) -> str:
+    """Full name of a table that may be named without its collection."""
+    found = [full for full in known if name in (full, full.rsplit(".", 1)[-1])]
+    if len(found) != 1:
+        short = [full.rsplit(".", 1)[-1] for full in known]
+        what = "is ambiguous: " + ", ".join(found) if found else "does not exist"
+        raise CheckpointError(
+            f"table '{name}' {what} {where}; tables are {', '.join(known) or 'none'}{did_you_mean(name, short)}"
+        )
+    return found[0]
+
+
+def _take_table(
+    name: str, there: str, table: TablePart, saved: SavedTable | None, optimizers: bool, files: TensorFiles
+) -> tuple[Taken, list[str]]:
+    """Take a table's rows; what became of it, and which moments were taken, too."""
+    spec = table.table
+    if saved is None:
+        return Taken("table", name, False, f"{spec.rows:,} rows, begins anew"), []
+    if spec.dynamic is not None:
+        return Taken("table", name, False, "begins anew, for its rows have the ids of their own run"), []
+    if saved.spec.dim != spec.dim:
+        return Taken("table", name, False, f"begins anew: dim {saved.spec.dim} there, {spec.dim} here"), []
+    fitting = [
+        moment
+        for moment, wanted in table.saved.moments.items()
+        if optimizers
+        and (old := saved.moments.get(moment)) is not None
+        and (old.per, old.rule) == (wanted.per, wanted.rule)
+    ]
+    moments = fitting if len(fitting) == len(table.saved.moments) else []
+    seed = saved.spec.init_seed
+    assert seed is not None
+    with torch.no_grad():
+        for held in table.collection.held(spec.name):
+            rows = held.piece.rows
+            known = len(range(rows.start, min(rows.stop, saved.spec.rows), rows.step))
+            slot = held.arena.first_slots[held.number] + known
+            new = rows[known:]
+            if new and isinstance(held.arena.store, DenseStore):
+                held.arena.store.initialize(slot, seed=seed, rows=new, cols=held.piece.cols, bound=saved.spec.bound)
+            load_tile(held, saved, moments if held.owned else (), files)
+    table.collection.adopt_initial(spec.name, seed, saved.spec.bound)
+    notes = [f"{min(saved.spec.rows, spec.rows):,} rows" + (f" of '{there}'" if there != name else "")]
+    if spec.rows != saved.spec.rows:
+        more = spec.rows - saved.spec.rows
+        notes.append(f"{more:,} new rows" if more > 0 else f"{-more:,} rows more are there")
+    if (spec.dtype, spec.fp32_rows) != (saved.spec.dtype, saved.spec.fp32_rows):
+        notes.append(f"{saved.spec.dtype} as {spec.dtype}, rounded to the nearest where narrower")
+    if table.saved.moments:
+        notes.append(f"moments {', '.join(moments)}" if moments else "moments begin anew")
+    return Taken("table", name, True, ", ".join(notes)), moments
+
+
+def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Taken]:
+    """Copy parameters and buffers of equal name and shape."""
+    report: list[Taken] = []
+    with tables_apart(), torch.no_grad():
+        own: dict[str, Tensor] = {n: t for n, t in model.state_dict().items() if not _is_of_ids(n)}
+        saved = {n: t for n, t in saved.items() if not _is_of_ids(n)}
+        for name, tensor in own.items():
+            if name not in saved:
+                report.append(Taken("parameter", name, False, "is not in the checkpoint, begins anew"))
+            elif saved[name].shape != tensor.shape:
+                shapes = f"{list(saved[name].shape)} there, {list(tensor.shape)} here"
+                report.append(Taken("parameter", name, False, f"begins anew: {shapes}"))
+            else:
+                tensor.copy_(saved[name])
+                report.append(Taken("parameter", name, True, str(list(tensor.shape))))
+    return report + [Taken("parameter", n, False, "is not in this model") for n in saved if n not in own]
+
+
+def _is_of_ids(name: str) -> bool:
+    """Whether a tensor of a model's state says which ids the rows of a dynamic table are of."""
+    return name.rsplit(".", 1)[-1].startswith(PREFIX)
+
+
+def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> Taken:
+    """Take the state of a torch optimizer if all parameters are as they were; its options stay those given here."""
+    own = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    counts = [[len(group["params"]) for group in groups] for groups in (own["param_groups"], saved["param_groups"])]
+    shapes = [
+        {k: v.shape for k, v in saved["state"].get(i, {}).items() if isinstance(v, Tensor) and v.dim()}
+        for i in range(len(parameters))
+    ]
+    fits = counts[0] == counts[1] and all(
+        shape == p.shape for p, of in zip(parameters, shapes, strict=True) for shape in of.values()
+    )
+    same = [sorted(group.keys()) for group in own["param_groups"]] == [
+        sorted(group.keys()) for group in saved["param_groups"]
+    ]
+    if not fits or not same:
+        return Taken("optimizer", part, False, "begins anew: its parameters or options are others")
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
+    return Taken("optimizer", part, True, f"moments of {len(saved['state'])} parameters")
+
+
+def _take_step(table: TablePart, parts: Mapping[str, Stateful], saved: SavedTable, states: Mapping[str, Any]) -> None:
+    """Count the steps of a table whose moments were taken on from where its optimizer was there."""
+    part = next(iter(saved.moments.values())).optimizer
+    if part not in states:
+        return
+    groups: list[Mapping[str, Any]] = states[part]["param_groups"]
+    names = [name for group in groups for name in cast("Sequence[str]", group["tables"])]
+    own = [i for i, name in enumerate(names) if name.rsplit(".", 1)[-1] == saved.spec.name]
+    for optimizer in parts.values():
+        for trained in optimizer.trained() if isinstance(optimizer, SparseOptimizer) else ():
+            if len(own) == 1 and trained.collection is table.collection and trained.table == table.table.name:
+                with tables_apart():
+                    trained.updater.load_state(trained.table, {"step": states[part]["state"][own[0]]["step"]})

@@ -1,0 +1,275 @@
+"""From backward to the optimizer's step: gradients of looked-up vectors wait in a `TableUpdater`.
+
+The lookup as autograd sees it: forward pools rows, backward leaves gradients with the optimizer's updaters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hotbed import ops
+from hotbed.embed.arena import Arena, untied
+from hotbed.embed.table_group import CHANGED, Contribution, Part, Request
+from hotbed.errors import OptimizerError
+from hotbed.ops import Occurrences, RuleStep
+from hotbed.ops.layout import OWN
+from hotbed.ops.rows import step_seeds
+from hotbed.optim import COMMON, Rule
+from hotbed.torch_hooks import are_tables_apart
+
+_OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
+
+
+class _Piece(NamedTuple):
+    """A gradient of an arena's rows."""
+
+    occurrences: Occurrences
+    grad: Tensor
+    is_summed: bool
+
+
+class TableUpdater:
+    """One optimizer's end of a collection; see `hotbed.optim.Updater`.
+
+    Parameters
+    ----------
+    rule
+        Of the optimizer.
+    tables
+        Those it trains.
+    parts
+        Of the collection.
+    ranks
+        Number of ranks whose gradients add up; each counts ``1 / ranks``, for their losses are means.
+    on_grad
+        Called for every gradient that arrives, with what says whether it is finite.
+    on_stepped
+        Called with its tables when gradients have been used.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        tables: Collection[str],
+        parts: Sequence[Part],
+        ranks: int,
+        on_grad: Callable[[Callable[[], Tensor]], None],
+        on_stepped: Callable[[Collection[str]], None],
+    ) -> None:
+        self.rule = rule
+        self.tables = set(tables)
+        self._parts = [part for part in parts if not self.tables.isdisjoint(part.tables)]
+        self._part_of = {t: part for part in self._parts for t in part.tables if t in self.tables}
+        self._ranks = ranks
+        self._on_grad, self._on_stepped = on_grad, on_stepped
+        self._waiting: list[Contribution] = []
+        self._order = {t: i for i, t in enumerate(self._part_of)}
+        self._steps = torch.zeros(len(self._order), dtype=torch.int64, device="cpu")
+        self._hyper: dict[Arena, tuple[object, Tensor, Tensor]] = {}
+
+    def receive(self, contribution: Contribution) -> None:
+        """Keep a gradient for the step, if it may concern a table of this optimizer."""
+        if not self.tables.isdisjoint(contribution.tables):
+            self._waiting.append(contribution)
+            self._on_grad(contribution.finite)
+
+    @torch.no_grad()
+    def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
+        """Coalesce everything that waits and apply the rule once per row; then forget it."""
+        for table in hyper:
+            if table not in self.tables:
+                raise OptimizerError(
+                    f"table '{table}' is trained by an optimizer that was made later; make one optimizer, and use its "
+                    "`groups` to treat tables differently"
+                )
+        if any(waiting.changed() for waiting in self._waiting):
+            raise OptimizerError(CHANGED)
+        found: dict[Arena, list[_Piece]] = defaultdict(list)
+        for waiting in self._waiting:
+            for arena, occurrences, grad in waiting.pieces():
+                found[arena].append(_Piece(occurrences, grad, waiting.is_summed))
+        device = next(iter(self._part_of.values())).device if self._part_of else torch.device("cpu")
+        one = torch.ones((), dtype=torch.float32, device=device)
+        inv_scale = one if inv_scale is None else inv_scale
+        gate = one if gate is None else gate
+        self._count(hyper, gate, device)
+        for part in self._parts:
+            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in part.arenas}
+            here = {arena: _joined(arena, found[arena]) for arena in part.arenas if arena in found}
+            part.update(steps, here)
+        self._waiting.clear()
+        self._on_stepped(self.tables)
+
+    def _count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor, device: torch.device) -> None:
+        """Count the step of the tables that are trained.
+
+        Whether or not the batch touched them, so that a table's count does not depend on what shares its arena; but not
+        while the gate is closed.
+        """
+        trained = torch.tensor(list(map(hyper.__contains__, self._order)), device=device)
+        self._steps = self._steps.to(device)
+        self._steps += (trained & (gate != 0)).long()
+
+    def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
+        """What this step does to the pieces of an arena."""
+        idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
+        # Tables of a group have one list of hyperparameters, so there are few different lines.
+        found = list(map(hyper.get, arena.tables))
+        number = {key: i for i, key in enumerate(dict.fromkeys(map(id, found)))}
+        different = {id(values): values for values in found}
+        lines = tuple((0.0, *idle) if values is None else (1.0, *values) for values in different.values())
+        of_table = tuple(map(number.__getitem__, map(id, found)))
+        device = arena.store.device
+        last = self._hyper.get(arena)
+        if last is None or last[0] != (lines, of_table) or last[1].device != device:
+            table = torch.tensor(lines, dtype=torch.float32, device=device).view(len(lines), 1 + len(idle))
+            table = table[torch.tensor(of_table, dtype=torch.int64, device=device)]
+            counts = torch.tensor([self._order.get(t, 0) for t in arena.tables], dtype=torch.int64, device=device)
+            self._hyper[arena] = last = (lines, of_table), table, counts
+        values = last[1]
+        steps = self._steps[last[2]] * (values[:, 0] != 0)
+        if self.rule.corrected:
+            at = [OWN + self.rule.hyper.index(name) for name in self.rule.corrected]
+            powers = values[:, at].double() ** steps[:, None]
+            values = torch.cat([values, (1 - powers).float()], dim=1)
+        columns = {name: i for i, name in enumerate(COMMON)}
+        options = {id(line): line for line in hyper.values()}.values()
+        return RuleStep(
+            rule=self.rule,
+            hyper=values,
+            seeds=step_seeds(arena.seeds, steps),
+            uses=frozenset(name for name, off in _OFF.items() if any(line[columns[name]] != off for line in options)),
+            inv_scale=inv_scale,
+            gate=gate,
+        )
+
+    def clear(self) -> None:
+        """Forget everything that waits."""
+        for waiting in self._waiting:
+            waiting.drop()
+        self._waiting.clear()
+
+    def finite(self) -> Tensor:
+        """0-d bool: whether every waiting gradient is finite."""
+        flags = [waiting.finite() for waiting in self._waiting]
+        return torch.stack(flags).all() if flags else torch.tensor(True)
+
+    def state(self, table: str) -> dict[str, Tensor]:
+        """A table's moments and its ``step``; where the whole table is here, moments are its memory, not a copy."""
+        part = self._part_of[table]
+        moments = () if are_tables_apart() else self.rule.moments
+        found = {m.name: untied(part.moment(table, m.name)) for m in moments}
+        return {**found, "step": self._steps[self._order[table]]}
+
+    def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave."""
+        part = self._part_of[table]
+        for moment in () if are_tables_apart() else self.rule.moments:
+            part.load_moment(table, moment.name, state[moment.name])
+        self._steps[self._order[table]] = state["step"]
+
+
+def _joined(arena: Arena, found: Sequence[_Piece]) -> tuple[Occurrences, Tensor]:
+    """Occurrences of several gradients, and these one after the other."""
+    if len(found) == 1:
+        return found[0].occurrences, found[0].grad
+    # Summed one by one, as those are that ranks send each other, so that no plan changes the order of additions.
+    found = [piece if piece.is_summed else _summed(arena, piece) for piece in found]
+    grads = [piece.grad for piece in found]
+    return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
+
+
+def _summed(arena: Arena, piece: _Piece) -> _Piece:
+    """The same with one row per slot."""
+    kernels = ops.select(arena.store.device, arena.backend)
+    groups = kernels.group(piece.occurrences)
+    count = int(groups.counts[0])
+    sums = arena.store.empty((count, arena.store.dim), torch.float32)
+    here = torch.arange(count, device=sums.device)
+    kernels.segment_sum(piece.occurrences, groups, piece.grad, here, sums)
+    return _Piece(Occurrences(groups.rows[:count], here, None), sums, True)
+
+
+class PooledLookup(torch.autograd.Function):
+    """Forward: one launch per request. Backward: hand bags and gradients to the updaters; tables get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weights: Tensor | None,
+        requests: Sequence[Request],
+        outputs: Sequence[Tensor],
+        updaters: Iterable[TableUpdater],
+    ) -> tuple[Tensor, ...]:
+        """Fill the outputs ``[B, width, D]`` and return each without its room.
+
+        Parameters
+        ----------
+        anchor
+            Makes autograd record the call if it requires a gradient.
+        weights
+            Per-id weights of the batch, in case they require a gradient; requests carry their values.
+        requests
+            What to look up.
+        outputs
+            Uninitialised; in a list, so that autograd takes what is returned for new tensors.
+        updaters
+            Who is to receive gradients.
+        """
+        ctx.requests, ctx.updaters = requests, updaters
+        ctx.versions = [request.bags.versions() for request in requests]
+        ctx.updates = [request.source.updates for request in requests]
+        ctx.weights = weights
+        ctx.set_materialize_grads(False)
+        for source, bags, output, _ in requests:
+            source.store.lookup(bags, outputs[output])
+        room = {output: bags.room for _, bags, output, _ in requests}
+        # No view where there is no room: autograd lets nobody change a Function's view in place.
+        return tuple(out[:, room[i] :] if room[i] else out for i, out in enumerate(outputs))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Leave the gradients where the optimizer's step finds them."""
+        updaters = list(ctx.updaters)
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            of_weights = torch.zeros(ctx.weights.shape, dtype=torch.float32, device=ctx.weights.device)
+        for request, versions, updates in zip(ctx.requests, ctx.versions, ctx.updates, strict=True):
+            source, bags, output, trained = request
+            grad = grad_outputs[output]
+            if grad is None:
+                continue  # nothing depends on this output
+            rows, width = _rows_of(grad)
+            bags = replace(bags, width=width, room=0)
+            if of_weights is not None:
+                if source.updates != updates:
+                    raise OptimizerError(
+                        "rows were updated between the lookup and its backward, which needs them as they were for the "
+                        "gradient of the per-id weights; call backward before the optimizer's step"
+                    )
+                source.store.weight_gradient(bags, rows, of_weights)
+            if trained and updaters and ctx.needs_input_grad[0]:
+                contribution = source.contribution(bags, versions, rows)
+                for updater in updaters:
+                    updater.receive(contribution)
+        return None, None if of_weights is None else of_weights.to(ctx.weights.dtype), None, None, None
+
+
+def _rows_of(grad: Tensor) -> tuple[Tensor, int]:
+    """A gradient ``[B, F, D]`` as rows ``[…, D]`` and how many of them there are per sample; copied only if it must."""
+    batch, features, dim = grad.shape
+    if batch == 0 or grad.stride(2) != 1 or grad.stride(1) != dim or grad.stride(0) % dim:
+        return grad.contiguous().view(batch * features, dim), features
+    width = grad.stride(0) // dim if batch > 1 else features
+    return grad.as_strided(((batch - 1) * width + features, dim), (dim, 1)), width

@@ -1,0 +1,378 @@
+"""Two-dimensional sparse parallelism: groups of ranks, each with a full copy of all tables.
+
+Ranks form a mesh of M replicas × N shards. A row of it is a *group*, which shares one plan and exchanges ids, rows and
+gradients as if it were alone; a column holds the same tiles M times. What keeps the copies together is either an
+average every few steps (`hotbed.embed.replicas`), or, exactly, the gradients of all groups in every update
+(`gathered_pieces`). Dense parameters know nothing of it: they are data-parallel over all ranks.
+
+Source: "Two-dimensional Sparse Parallelism for Large Scale DLRM Training" (arXiv 2508.03854).
+
+The average of replicas: rows and moments of the same tiles, over the ranks that hold them.
+
+A thread does it, over process groups of its own: it begins when a step is over, and whoever next needs the rows waits
+for it (`Sync.finish`), which in training is after the exchange of the next batch's ids.
+
+Only rows that some replica has touched since the last sync can differ, so each replica says which it has touched (as
+numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has touched so many that this
+saves nothing, all are. The result is the same, to the bit, because of how the mean is taken:
+``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M``, and x₀ itself where all are equal. (A plain mean of three equal values need
+not be that value.)
+
+Every replica averages one share of a bucket and sends it to the others, so a value is computed once and all have its
+bits. Narrow rows are averaged as float32 and then rounded stochastically, with the same random bits everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import reduce
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hotbed.comm import Link
+from hotbed.embed.arena import Arena, rounding_bits
+from hotbed.embed.gather import push_rows
+from hotbed.embed.placement import Placement
+from hotbed.errors import SpecError
+from hotbed.ops import Occurrences, RuleStep
+from hotbed.ops.layout import ACTIVE
+from hotbed.ops.rows import step_seeds
+from hotbed.store import DenseStore, RowStore
+from hotbed.store.base import Values
+
+Layout = Literal["groups", "replicas"]
+"""What neighbouring ranks are: of one group, or replicas of the same tiles."""
+
+
+class Replicas:
+    """The groups that hold copies of the tables, as one rank sees them; all processes must make it together.
+
+    Parameters
+    ----------
+    base
+        All T ranks.
+    count
+        Replicas M, a divisor of T.
+    sync_every
+        Steps between averages.
+    layout
+        Which ranks are neighbours.
+    exact
+        Whether copies are updated alike, instead of averaged.
+
+    Attributes
+    ----------
+    mesh
+        The ranks by ``("replica", "shard")``.
+    link, shards
+        The ranks that hold the same tiles as this one, by replica; the ranks of the own group.
+    thread
+        What averages in the background.
+    of_thread
+        `link` and `shards` over process groups of its own.
+    syncs, rows
+        How often copies were averaged, the tables of each dim of a collection by themselves; and how many rows of this
+        rank.
+    sync_s, waited_s
+        Seconds that it took, and seconds of these that steps waited for.
+    """
+
+    def __init__(self, base: Link, count: int, sync_every: int, layout: Layout, *, exact: bool) -> None:
+        ranks = torch.arange(base.size)
+        mesh = ranks.view(count, -1) if layout == "groups" else ranks.view(-1, count).T
+        self.mesh = DeviceMesh(base.device.type, mesh, mesh_dim_names=("replica", "shard"))
+        self.exact, self.sync_every = exact, sync_every
+        self.link = self._along("replica", base)
+        self.shards = self._along("shard", base)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
+        self.of_thread = self.link.clone(), self.shards.clone()
+        self.syncs = self.rows = 0
+        self.sync_s = self.waited_s = 0.0
+
+    def _along(self, dim: Literal["replica", "shard"], base: Link) -> Link:
+        """The link of this rank's line of the mesh, over a process group of its own."""
+        lines: list[list[int]] = (self.mesh.mesh if dim == "shard" else self.mesh.mesh.T).tolist()
+        own = next(line for line in lines if base.rank in line)
+        return Link(self.mesh.get_group(dim), base.timeout, of=base, names=own, beside=lines).clone()
+
+    @property
+    def sync_bytes(self) -> int:
+        """Bytes that this rank has sent to other replicas."""
+        return sum(sum(link.sent_bytes.values()) for link in (self.link, self.of_thread[0]))
+
+
+def check_replicas(size: int, replicas: int, sync_every: int, *, exact: bool) -> None:
+    """Raise `SpecError` for numbers that make no mesh of ``size`` ranks."""
+    if replicas < 1 or size % replicas:
+        raise SpecError(
+            f"replicas is {replicas}, must divide the {size} ranks; choose one of "
+            f"{', '.join(str(m) for m in range(1, size + 1) if size % m == 0)}, or start other processes"
+        )
+    if sync_every < 1:
+        raise SpecError(f"sync_every is {sync_every}, must be at least 1; 1 averages replicas after every step")
+    for what, value, usual in (("sync_every", sync_every, 1), ("exact", exact, False)):
+        if value != usual and replicas == 1:
+            raise SpecError(f"{what} is {value}, but replicas is 1; set replicas, or leave {what} out")
+    if exact and sync_every > 1:
+        raise SpecError(
+            f"sync_every is {sync_every}, but exact replicas are equal after every step; leave one of the two out"
+        )
+
+
+def gathered_pieces(
+    pieces: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
+) -> list[tuple[Arena, Occurrences, Tensor]]:
+    """Gradients that arrived at the same tiles of any replica, at all of them; all ranks must call this.
+
+    Each rank's sums stay by themselves, replica after replica, so that they are added in the order of one group whose
+    ranks are numbered so.
+
+    Parameters
+    ----------
+    pieces
+        By arena, what arrived here: slots and sums, by rank of the group.
+    arenas
+        Of this rank, by kind.
+    link
+        Replicas.
+    """
+    here = {arena: (occurrences, grad) for arena, occurrences, grad in pieces}
+    device = arenas[0].store.device
+    own = torch.tensor([len(here[a][0].slots) if a in here else 0 for a in arenas], dtype=torch.int64, device=device)
+    counts: list[list[int]] = link.all_gather("numbers of gradients", own).wait().T.tolist()
+    found: list[tuple[Arena, Occurrences, Tensor]] = []
+    for arena, of_replicas in zip(arenas, counts, strict=True):
+        if not sum(of_replicas):
+            continue
+        slots = torch.empty(0, dtype=torch.int64, device=device)
+        sums = arena.store.empty((0, arena.store.dim), torch.float32)
+        if arena in here:
+            occurrences, grad = here[arena]
+            assert occurrences.scale is None  # what arrives was summed by its sender
+            slots, sums = occurrences.slots, grad[occurrences.bags]
+        slots = gathered("gradients' places", slots, of_replicas, link)
+        sums = gathered("gradients of replicas", sums, of_replicas, link)
+        found.append((arena, Occurrences(slots, torch.arange(len(slots), device=device), None), sums))
+    return found
+
+
+def gathered(what: str, values: Tensor, counts: Sequence[int], link: Link) -> Tensor:
+    """Rows of all replicas ``[Σ counts, …]``, of which each has so many."""
+    found = values.new_empty(sum(counts), *values.shape[1:])
+    link.exchange(what, [values.contiguous()] * link.size, list(found.split(list(counts)))).wait()
+    return found
+
+
+BUCKET_BYTES = 8 << 20
+"""Size of what is averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
+Message = Literal["numbers", "bitmap", "nothing"]
+
+
+class Sync:
+    """The average of one part's tiles.
+
+    Parameters
+    ----------
+    replicas
+        The ranks, and how often.
+    arenas, copies
+        Of this rank, by kind.
+    """
+
+    def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
+        self._replicas, self._arenas, self._copies = replicas, arenas, copies
+        self._steps = 0
+        self._touched = {arena: Touched() for arena in arenas}
+        self._seeds: dict[Arena, Tensor] = {}
+        self._under_way: Future[None] | None = None
+
+    def stepped(
+        self,
+        steps: Mapping[Arena, RuleStep],
+        found: Mapping[Arena, tuple[Occurrences, Tensor]],
+        placement: Placement,
+    ) -> None:
+        """Note what a step has touched; begin to average if it is time."""
+        for arena in self._arenas:
+            self._seeds[arena] = steps[arena].seeds
+        for arena, (occurrences, _) in found.items():
+            self._touched[arena].add(_trained(arena, occurrences.slots, steps[arena]))
+        self._steps += 1
+        if self._steps == self._replicas.sync_every:
+            self.start(placement)
+
+    def start(self, placement: Placement) -> None:
+        """Begin to average, if any step was taken since the last time; all ranks must call this."""
+        if not self._steps:
+            return
+        self._steps = 0
+        device = placement.copies.device
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+        def work() -> None:
+            begin = time.perf_counter()
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                self._average(placement)
+            self._replicas.sync_s += time.perf_counter() - begin
+
+        self._under_way = self._replicas.thread.submit(work)
+        if not self._replicas.link.overlaps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was begun; raises what went wrong there, to everyone who waits."""
+        if self._under_way is not None:
+            begin = time.perf_counter()
+            self._under_way.result()
+            self._replicas.waited_s += time.perf_counter() - begin
+
+    def _average(self, placement: Placement) -> None:
+        link, shards = self._replicas.of_thread
+        device = placement.copies.device
+        touched = {arena: self._touched[arena].take(device) for arena in self._arenas}
+        counts = torch.tensor([len(slots) for slots in touched.values()], device=device)
+        by_arena: list[list[int]] = link.all_gather("numbers of touched rows", counts).wait().T.tolist()
+        averaged: dict[Arena, Tensor] = {}
+        for arena, of_replicas in zip(self._arenas, by_arena, strict=True):
+            slots = touched_anywhere(arena.store, touched[arena], of_replicas, link)
+            seeds = step_seeds(self._seeds[arena].to(device), torch.tensor(-1, device=device))
+            for bucket in slots.split(max(BUCKET_BYTES // row_bytes(arena.store), 1)):
+                if len(bucket):
+                    average_rows(arena, bucket, seeds, link)
+            arena.updates += len(slots) > 0
+            averaged[arena] = slots
+            self._replicas.rows += len(slots)
+        if placement.has_readers:
+            push_rows(placement, self._arenas, self._copies, averaged, shards)
+        self._replicas.syncs += 1
+
+
+class Touched:
+    """Slots that were touched since the last average; memory for as many, not for all slots."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._distinct = 0
+
+    def add(self, slots: Tensor) -> None:
+        """More slots ``[n]`` int64, of which some may have been touched before."""
+        self._parts.append(slots)
+        if sum(len(part) for part in self._parts) > 2 * max(self._distinct, 1 << 18):
+            self._parts = [torch.cat([part.to(slots.device) for part in self._parts]).unique()]
+            self._distinct = len(self._parts[0])
+
+    def take(self, device: torch.device) -> Tensor:
+        """All of them, rising, and forget them."""
+        parts, self._parts, self._distinct = self._parts, [], 0
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(p.to(device) for p in parts)]).unique()
+
+
+def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
+    """Slots of tables that the step is of."""
+    active = step.hyper[:, ACTIVE] != 0
+    return slots if bool(active.all()) else slots[active[arena.locate(slots)[0]]]
+
+
+def row_bytes(store: RowStore) -> int:
+    """Bytes of a row and its moments on the wire."""
+    return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
+
+
+def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
+    """How replicas say which of their rows they have touched: ``"nothing"`` where all rows are averaged.
+
+    Parameters
+    ----------
+    counts
+        Rows touched, by replica: no fewer than the largest of these will be averaged.
+    slots
+        Rows that each has.
+    bytes_per_row
+        On the wire.
+    """
+    others = len(counts) - 1
+    numbers, bitmap = others * max(counts) * (4 if slots < 1 << 31 else 8), others * -(-slots // 8)
+    rows = 2 * others * bytes_per_row / len(counts)
+    if min(numbers, bitmap) + rows * max(counts) >= rows * slots:
+        return "nothing"
+    return "numbers" if numbers <= bitmap else "bitmap"
+
+
+def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], link: Link) -> Tensor:
+    """Slots that any replica has touched, rising; all slots where it would cost more to say which.
+
+    Parameters
+    ----------
+    store
+        Whose slots.
+    touched
+        Those that were touched here, rising.
+    counts
+        How many were, by replica.
+    link
+        Replicas.
+    """
+    slots = store.slots
+    if not sum(counts):
+        return touched
+    message = choose(counts, slots, row_bytes(store))
+    if message == "nothing" and isinstance(store, DenseStore):  # in others not all rows exist
+        return torch.arange(slots, device=touched.device)
+    if message == "numbers":
+        own = touched.to(torch.int32 if slots < 1 << 31 else torch.int64)
+        return gathered("touched rows", own, counts, link).long().unique()
+    bits = torch.arange(8, dtype=torch.uint8, device=touched.device)
+    mask = torch.zeros(slots + -slots % 8, dtype=torch.uint8, device=touched.device)
+    mask[touched] = 1
+    own = (mask.view(-1, 8) << bits).sum(1, dtype=torch.uint8)
+    union = reduce(torch.bitwise_or, link.all_gather("bitmap of touched rows", own).wait())
+    return ((union[:, None] >> bits) & 1).view(-1)[:slots].nonzero()[:, 0]
+
+
+def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:
+    """Average rows and their moments over replicas.
+
+    Parameters
+    ----------
+    arena
+        Where they are.
+    slots
+        Which ``[n]``, the same on all replicas.
+    seeds
+        Of each piece, for rounding.
+    link
+        Replicas.
+    """
+    own = arena.store.values(slots)
+    values = [own.rows, *own.moments.values()]
+    flat = torch.cat([v.reshape(-1) for v in values])
+    over_replicas_(flat, _mean, "rows of replicas", link)
+    rows, *means = (m.view(v.shape) for m, v in zip(flat.split([v.numel() for v in values]), values, strict=True))
+    if own.scales is not None:  # they only grow, so an average has the largest of the replicas'
+        over_replicas_(own.scales.view(-1), lambda theirs: theirs.amax(0), "scales of rows", link)
+    moments = dict(zip(own.moments, means, strict=True))
+    arena.store.put(slots, Values(rows, moments, own.scales), random=rounding_bits(arena, slots, seeds))
+
+
+def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
+    """Reduce a flat tensor over replicas, in place: each one reduces a share ``[M, n] → [n]`` and sends it to all."""
+    share = -(-len(values) // link.size)
+    parts = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
+    theirs = values.new_empty(link.size, len(parts[link.rank]))
+    link.exchange(what, parts, list(theirs)).wait()
+    link.exchange(what, [reduced(theirs)] * link.size, parts).wait()
+
+
+def _mean(theirs: Tensor) -> Tensor:
+    """In replica order; the first where all are equal, also −0 and infinities."""
+    first = theirs[0]
+    change = theirs[1] - first
+    for other in theirs[2:]:
+        change = change + (other - first)
+    return torch.where((theirs == first).all(0), first, first + change / len(theirs))

@@ -1,0 +1,227 @@
+"""The rows that a batch needs, brought here; and the gradients of these rows, sent back to who owns them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.comm import Handle, Link
+from hotbed.embed.arena import Arena
+from hotbed.embed.route import Route, Stream
+from hotbed.embed.table_group import CHANGED, Contribution, Vectors
+from hotbed.embed.wire import Sent, Wire
+from hotbed.errors import OptimizerError
+from hotbed.ops import Backend, BagLayout, Occurrences
+from hotbed.ops.rows import decode, encode, rows_of
+from hotbed.store import RowStore
+
+
+class Fetched:
+    """Rows of a batch by position, see `Route`; a `Source` and its own `Vectors`.
+
+    Parameters
+    ----------
+    route
+        What was exchanged.
+    arenas, copies
+        Of this rank, by kind.
+    tables
+        Tables of the features.
+    wire, ops
+        Exchange and kernels.
+    dim
+        Columns of the tables.
+    link
+        Over which the rows come; one of its own where gradients are exchanged at the same time.
+    """
+
+    updates = 0
+    """Never updated: what was fetched stays as it is, whatever the owners do to their rows."""
+
+    def __init__(
+        self,
+        route: Route,
+        arenas: Sequence[Arena],
+        copies: Sequence[Arena],
+        tables: set[str],
+        wire: Wire,
+        ops: Backend,
+        dim: int,
+        link: Link,
+    ) -> None:
+        self.route, self.tables = route, tables
+        self._arenas, self._wire, self._ops = arenas, wire, ops
+        self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
+        fetch = _fetch if wire.forward == "fp32" else _fetch_encoded
+        over = replace(wire, link=link)
+        on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
+        for stream in route.streams:
+            if stream.copies is not None:
+                with wire.work.counted(len(stream.copies)):
+                    _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
+        for handle in on_their_way:
+            handle.wait()
+        self._rows = rows_of(self._vectors)
+
+    @property
+    def store(self) -> Vectors:
+        """The rows."""
+        return self
+
+    def lookup(self, bags: BagLayout, out: Tensor) -> None:
+        """Pooled vectors into ``out [B, width, D]``."""
+        self._ops.lookup(self._rows, bags, out)
+
+    def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+        """Gradient of the per-id weights into ``out [N]``."""
+        self._ops.weight_gradient(self._rows, bags, grad, out)
+
+    def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
+        """Sum the gradient of each distinct row, and send the sums to the owners."""
+        if bags.versions() != versions:
+            raise OptimizerError(CHANGED)
+        route, wire = self.route, self._wire
+        whole = [s for s in route.streams if s.cells is None]
+        room = route.rows + (sum(_from_others(s, wire) for s in whole) if wire.backward == "fp32" else 0)
+        sums = self._arenas[0].store.empty((room, self._vectors.shape[1]), torch.float32)
+        self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.places, sums)
+        send = _send if wire.backward == "fp32" else _send_encoded
+        used = route.rows
+        arriving: list[Handle[_Arrived]] = []
+        for stream in route.streams:
+            if stream.cells is None:
+                arriving.append(send(stream, sums, stream.first, used, wire))
+                used += _from_others(stream, wire)
+            else:
+                count, others = len(stream.slots), _from_others(stream, wire)
+                store = self._arenas[stream.kind].store
+                units = store.empty((count + others, store.dim), torch.float32)
+                stream.cells.take(sums[: route.rows], out=units[:count])
+                arriving.append(send(stream, units, 0, count, wire))
+        return Sent(self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving]))
+
+    def _arrived(self, came: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
+        """What the ranks sent to this one, by arena, in rank order."""
+        found: list[tuple[Arena, Occurrences, Tensor]] = []
+        for kind, arena in enumerate(self._arenas):
+            here = [(s, a) for s, a in zip(self.route.streams, came, strict=True) if s.kind == kind and len(a.rows)]
+            if here:
+                matrices = list({id(a.matrix): a.matrix for _, a in here}.values())
+                firsts = dict(zip(map(id, matrices), accumulate(map(len, matrices), initial=0), strict=False))
+                slots = torch.cat([s.received for s, _ in here])
+                rows = torch.cat([a.rows + firsts[id(a.matrix)] for _, a in here])
+                if len(here) > 1:
+                    ranks = torch.tensor([r for s, _ in here for r, n in enumerate(s.came) for _ in range(n)])
+                    order = torch.argsort(ranks.to(slots.device), stable=True)
+                    slots, rows = slots[order], rows[order]
+                matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+                found.append((arena, Occurrences(slots, rows, None), matrix))
+        return found
+
+
+class _Arrived(NamedTuple):
+    """Gradients of a stream: rows ``[m]`` of a matrix, by rank."""
+
+    matrix: Tensor
+    rows: Tensor
+
+
+def _from_others(stream: Stream, wire: Wire) -> int:
+    start, stop = stream.own_received(wire.link.rank)
+    return sum(stream.came) - (stop - start)
+
+
+def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+    """Send the rows that others asked for, and receive what this rank asked for, where it belongs if it can be.
+
+    What it asks of itself is not sent, but read; which can wait until the rest is on its way.
+    """
+    rank = wire.link.rank
+    before, after = stream.own(rank)
+    first, last = stream.own_received(rank)
+    received = stream.received
+    with wire.work.counted(len(received) - (last - first)):
+        outgoing = store.read(torch.cat([received[:first], received[last:]]))
+    if stream.cells is None:
+        units = vectors[stream.first : stream.first + len(stream.slots)]
+    else:
+        units = store.empty((len(stream.slots), store.dim), torch.float32)
+    handle = _swap("rows", outgoing, stream.came, units, stream.to, wire.link)
+    with wire.work.counted(last - first):
+        store.read(received[first:last], out=units[before:after])
+
+    def finish() -> None:
+        handle.wait()
+        if stream.cells is not None:
+            stream.cells.put(units, vectors)
+
+    return Handle(finish)
+
+
+def _swap(
+    what: str, send: Tensor, send_counts: Sequence[int], recv: Tensor, recv_counts: Sequence[int], link: Link
+) -> Handle[None]:
+    """Send rows, of which none are for this rank, and receive rows, with a gap for those of this rank."""
+    outgoing = send.split([0 if r == link.rank else n for r, n in enumerate(send_counts)])
+    incoming = list(recv.split(list(recv_counts)))
+    incoming[link.rank] = recv[:0]
+    return link.exchange(what, outgoing, incoming)
+
+
+def _fetch_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+    """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
+    with wire.work.counted(len(stream.received)):
+        answer = encode(store.read(stream.received), wire.forward)
+    handle = wire.link.all_to_all("rows", answer, stream.came, stream.to)
+    return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.forward)))
+
+
+def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
+    """Put the units of a stream ``[n, cols]`` where they belong."""
+    if stream.cells is None:
+        vectors[stream.first : stream.first + len(units)] = units
+    else:
+        stream.cells.put(units, vectors)
+
+
+def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
+    """Send the units of a stream, which are in a matrix from row ``first`` on, and receive into it from ``free`` on.
+
+    What is for this rank stays where it is.
+    """
+    link = wire.link
+    before, after = stream.own(link.rank)
+    outgoing = list(matrix[first : first + len(stream.slots)].split(stream.to))
+    outgoing[link.rank] = matrix[:0]
+    others = _from_others(stream, wire)
+    counts = [0 if r == link.rank else n for r, n in enumerate(stream.came)]
+    handle = link.exchange("gradients", outgoing, matrix[free : free + others].split(counts))
+    lower = sum(counts[: link.rank])
+    rows = torch.cat(
+        [
+            torch.arange(start, stop, device=matrix.device)
+            for start, stop in (
+                (free, free + lower),
+                (first + before, first + after),
+                (free + lower, free + others),
+            )
+        ]
+    )
+    return Handle(lambda: (handle.wait(), _Arrived(matrix, rows))[1])
+
+
+def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
+    """The same with a codec, which what stays here goes through, too; it arrives in a matrix of its own."""
+    values = encode(matrix[first : first + len(stream.slots)], wire.backward)
+    handle = wire.link.all_to_all("gradients", values, stream.to, stream.came)
+
+    def arrived() -> _Arrived:
+        grad = decode(handle.wait(), wire.backward)
+        return _Arrived(grad, torch.arange(len(grad), device=grad.device))
+
+    return Handle(arrived)

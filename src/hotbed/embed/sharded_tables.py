@@ -1,0 +1,314 @@
+"""Tables that are distributed by a plan: the tiles of this rank, and what the ranks tell each other about a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hotbed import ops
+from hotbed.comm import Link
+from hotbed.embed.arena import Arena, Held, Piece
+from hotbed.embed.column_sums import RowSums
+from hotbed.embed.gather import Holder, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
+from hotbed.embed.ids import BagPlaces
+from hotbed.embed.placement import KIND, Kind, Placement
+from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
+from hotbed.embed.replicas import Sync
+from hotbed.embed.route import Route, make_route, make_spread_route
+from hotbed.embed.row_exchange import Fetched
+from hotbed.embed.table_group import Part, Request, Source
+from hotbed.embed.wire import Wire
+from hotbed.errors import BatchError
+from hotbed.jagged import Jagged, Spread
+from hotbed.ops import BackendName, Occurrences, RuleStep
+from hotbed.ops.reference_rules import sums_rows
+from hotbed.optim import Moment
+from hotbed.plan import Plan
+from hotbed.specs import Feature, Table
+from hotbed.store import DenseStore, Span, Storage
+
+_Routes = list[Route | PooledRoute]
+
+
+class _Fetched(NamedTuple):
+    """Routes, and the rows that they ask for."""
+
+    routes: _Routes
+    sources: list[Source]
+
+
+class _LookedUp(NamedTuple):
+    """Features that are exchanged together, the output they go to, and whether their wire format is ``"pooled"``."""
+
+    places: BagPlaces
+    output: int
+    is_pooled: bool
+
+
+class ShardedPart(Part):
+    """Tables of one dim, distributed over ranks.
+
+    Parameters
+    ----------
+    tables, features
+        As in `Part`.
+    plan
+        Where tiles are.
+    wire
+        The ranks, and how vectors are encoded between them.
+    seed, device, backend
+        As in `Arena`.
+    storage
+        How rows are kept that are not in the device's memory; tiers and sizes of caches are the plan's.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        plan: Plan,
+        wire: Wire,
+        *,
+        seed: int,
+        device: torch.device,
+        backend: BackendName,
+        storage: Storage,
+    ) -> None:
+        super().__init__(tables[0].dim, tables, features)
+        self.wire = wire
+        self._storage = storage
+        self._plan = plan
+        self._backend: BackendName = backend
+        self.placement = Placement(tables, plan, wire.link.rank, device)
+        self._row_sums = RowSums(self.placement)
+
+        def arena(kind: Kind, tiles: list[int], where: Storage) -> Arena:
+            pieces = self.placement.pieces(tiles)
+            return Arena(pieces, kind.cols, seed=seed, device=device, backend=backend, storage=where)
+
+        def own(kind: Kind) -> Arena:
+            tiles = self.placement.owned(kind)
+            cache_rows = sum(self.placement.tiles[i].cache_rows for i in tiles)
+            return arena(kind, tiles, replace(self._storage, tier=kind.tier, cache_rows=cache_rows))
+
+        self.arenas = [own(kind) for kind in self.placement.kinds]
+        self.copies = [arena(kind, self.placement.copied(kind), Storage()) for kind in self.placement.kinds]
+        self._sync: Sync | None = None
+        if (replicas := wire.replicas) is not None:
+            self.is_first_replica = replicas.link.rank == 0
+            if not replicas.exact:
+                self.replicas = replicas.link.size
+                self._sync = Sync(replicas, self.arenas, self.copies)
+        firsts = self.placement.first_keys.tolist()
+        slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
+        by_name = {f.name: f for f in features}
+        pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
+        self._spread = _LookedUp(BagPlaces(pooled, slots), 0, True)
+        by_wire = {
+            form: {f: i for f, i in pooled.items() if plan.wire.get(f.table, "rows") == form}
+            for form in ("rows", "pooled")
+        }
+        self._looked_up = [_LookedUp(BagPlaces(f, slots), 0, form == "pooled") for form, f in by_wire.items() if f]
+        first = int(bool(pooled))
+        self._looked_up += [
+            _LookedUp(BagPlaces({f: 0}, slots, single=True), first + i, False) for i, f in enumerate(self.sequences)
+        ]
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return self.arenas[0].store.device
+
+    @property
+    def ops(self) -> ops.Backend:
+        """Kernels."""
+        return ops.select(self.device, self._backend)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(arena.store.nbytes for arena in (*self.arenas, *self.copies))
+
+    @override
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.arenas[0].store.empty(shape, dtype)
+
+    @override
+    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> _Routes:
+        found: _Routes = []
+        if isinstance(ids, Spread):
+            if ids.whole.weights is not None and ids.whole.weights.requires_grad:
+                raise BatchError(
+                    "per-id weights that are trained need every rank to have all ids of its samples; give the batch "
+                    "without hotbed.Spread"
+                )
+            if self.sequences:
+                raise BatchError(
+                    f"feature '{self.sequences[0].name}' is not pooled, so ids must be exchanged; give every rank all "
+                    "features of its samples"
+                )
+            return [
+                make_spread_route(
+                    list(self._spread.places.features), ids, self.placement, link, trained=trained(set(self.tables))
+                )
+            ]
+        for places, _, is_pooled in self._looked_up:
+            bags = places.layout(ids, len(self.pooled), 0)
+            make = make_pooled_route if is_pooled else make_route
+            found.append(make(bags, self.placement, self.ops, link, trained=trained(places.tables)))
+        return found
+
+    @override
+    def requests(
+        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
+    ) -> list[Request]:
+        found: list[Request] = []
+        if routes is None:
+            routes = self.routes(ids, self.wire.link, trained)
+        self.settle()
+        fetched = routes if isinstance(routes, _Fetched) else self.fetch(ids, routes, self.wire.link)
+        for (places, output, _), route, source in zip(self._looked_up_in(ids), *fetched, strict=True):
+            bags = route.bags
+            if not places.single:
+                bags = replace(bags, width=room + len(self.pooled), room=room)
+            wanted = route.trained and trained(places.tables)
+            found.append(Request(source, bags, output, wanted))
+        return found
+
+    @override
+    def fetch(self, ids: Jagged, routes: object, link: Link) -> _Fetched:
+        found = cast(_Routes, routes)
+        tables = [looked_up.places.tables for looked_up in self._looked_up_in(ids)]
+        return _Fetched(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
+
+    def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
+        return [self._spread] if isinstance(ids, Spread) else self._looked_up
+
+    @override
+    def prefetch(self, routes: object) -> None:
+        for route in cast(_Routes, routes):
+            for stream in route.streams:
+                slots = stream.asked.slots if isinstance(stream, PooledStream) else stream.received
+                if len(slots):
+                    self.arenas[stream.kind].store.prefetch(slots)
+
+    def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> Source:
+        if isinstance(route, PooledRoute):
+            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement, link)
+        return Fetched(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim, link)
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    @override
+    def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
+        self.settle()
+        step = next(iter(steps.values()))
+        cut: dict[int, Arena] = {}
+        if sums_rows(step.rule, step.uses) and not self.wire.sums_apart:
+            cut = {kind: self.arenas[kind] for kind in self._row_sums.kinds}
+        for arena, (occurrences, grad) in found.items():
+            if arena not in cut.values():
+                arena.updates += 1
+                with self.wire.work.counted():
+                    arena.store.update(steps[arena], occurrences, grad)
+        if cut:
+            self._row_sums.update(cut, steps, found, self.ops, self.wire.link)
+        if self.placement.has_readers:
+            touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
+            push_rows(self.placement, self.arenas, self.copies, touched, self.wire.link)
+        if self._sync is not None:
+            self._sync.stepped(steps, found, self.placement)
+
+    @override
+    def sync(self) -> None:
+        if self._sync is not None:
+            self._sync.finish()
+            self._sync.start(self.placement)
+            self._sync.finish()
+
+    @override
+    def settle(self) -> None:
+        if self._sync is not None:
+            self._sync.finish()
+
+    @override
+    def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        super().add_moment(table, moment, initial)
+        self.settle()
+        for arena in self.arenas:
+            arena.store.add_moment(moment)
+        for holder in self._holders(table):
+            if holder.owned is not None:
+                arena, piece = holder.owned
+                arena.store.fill(piece, moment.name, initial)
+
+    # -- whole tables ----------------------------------------------------------------------------------------------
+
+    def _holders(self, table: str) -> list[Holder]:
+        """Tiles of a table, when nobody writes to them."""
+        self.settle()
+        placement = self.placement
+        found: list[Holder] = []
+        for i, tile in enumerate(placement.tiles):
+            if tile.table == table:
+                kind = int(placement.entries[KIND, i])
+                owned, copied = placement.owned(placement.kinds[kind]), placement.copied(placement.kinds[kind])
+                found.append(
+                    Holder(
+                        Piece(self.tables[table], tile.rows, tile.cols),
+                        tile.owner,
+                        (self.arenas[kind], owned.index(i)) if i in owned else None,
+                        (self.copies[kind], copied.index(i)) if i in copied else None,
+                    )
+                )
+        return found
+
+    @override
+    def raw(self, table: str) -> dict[str, Tensor]:
+        return gathered_raw(self.tables[table], self._holders(table), self.wire.link, self.device)
+
+    @override
+    def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
+        scatter_raw(raw, self._holders(table))
+
+    @override
+    def held(self, table: str) -> list[Held]:
+        found: list[Held] = []
+        for holder in self._holders(table):
+            for place, owned in ((holder.owned, True), (holder.copied, False)):
+                if place is not None:
+                    found.append(Held(holder.piece, *place, owned))
+        return found
+
+    @override
+    def rows(self, table: str) -> Tensor:
+        spec = self.tables[table]
+        span = Span(spec.rows, spec.fp32_rows)
+        store = DenseStore([span], spec.dim, dtype=spec.dtype, device=self.device, backend=self._backend)
+        raw = self.raw(table)
+        store.load_raw(0, raw)
+        return store.read(torch.arange(spec.rows, device=self.device))
+
+    @override
+    def moment(self, table: str, name: str) -> Tensor:
+        spec, arena = self.tables[table], self.arenas[0]
+        per_row = arena.store.moment_is_per_row(name)
+        shape = (spec.rows,) if per_row else (spec.rows, spec.dim)
+        whole = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return gathered_moment(name, whole, self._holders(table), self.wire.link)
+
+    @override
+    def load_moment(self, table: str, name: str, values: Tensor) -> None:
+        scatter_moment(name, values, self._holders(table))
+
+    @override
+    def to(self, device: torch.device) -> None:
+        self.settle()
+        for arena in (*self.arenas, *self.copies):
+            arena.to(device)
+        self.placement = Placement(list(self.tables.values()), self._plan, self.wire.link.rank, device)

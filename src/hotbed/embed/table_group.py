@@ -1,0 +1,251 @@
+"""The tables of one dim of a collection: how they are held, looked up and updated on one rank that has them all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hotbed import ops
+from hotbed.comm import Link
+from hotbed.embed.arena import Arena, Held
+from hotbed.jagged import Jagged
+from hotbed.ops import BagLayout, Occurrences, RuleStep
+from hotbed.optim import Moment
+from hotbed.specs import Feature, Table
+
+CHANGED = (
+    "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is lost which rows "
+    "the gradients belong to; give every batch its own tensors, or step before reusing them"
+)
+"""What a user is told whose ids are not what they were."""
+
+
+class Vectors(Protocol):
+    """Rows that bags are pooled from: a store, or what was fetched from other ranks."""
+
+    def lookup(self, bags: BagLayout, out: Tensor) -> None:
+        """Pooled vectors into ``out [B, width, D]``."""
+        ...
+
+    def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
+        """Gradient of the per-id weights into ``out [N]``."""
+        ...
+
+
+class Contribution(Protocol):
+    """A gradient that waits for the step."""
+
+    @property
+    def tables(self) -> set[str]:
+        """Tables it may concern."""
+        ...
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether each row's gradients from one rank are one sum already."""
+        ...
+
+    def changed(self) -> bool:
+        """Whether the ids it belongs to were changed in place since the lookup."""
+        ...
+
+    def finite(self) -> Tensor:
+        """0-d bool: whether all of it is finite, on all ranks."""
+        ...
+
+    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        """By arena: slots, and the rows of the gradient that they receive."""
+        ...
+
+    def drop(self) -> None:
+        """It will not be used."""
+        ...
+
+
+class Source(Protocol):
+    """Where a request reads rows and leaves gradients."""
+
+    @property
+    def updates(self) -> int:
+        """How often its rows were updated."""
+        ...
+
+    @property
+    def store(self) -> Vectors:
+        """The rows."""
+        ...
+
+    def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
+        """A gradient, ready to wait for the step.
+
+        Parameters
+        ----------
+        bags
+            The bags that were looked up; ``width`` and ``room`` describe ``grad``.
+        versions
+            `BagLayout.versions` at the lookup.
+        grad
+            Gradient ``[…, D]`` of the pooled vectors.
+        """
+        ...
+
+
+class Request(NamedTuple):
+    """Bags that one launch pools into output ``output``; ``trained``: whether gradients are wanted."""
+
+    source: Source
+    bags: BagLayout
+    output: int
+    trained: bool
+
+
+class Part(ABC):
+    """The tables of one dim, and the features that are looked up in them.
+
+    Attributes
+    ----------
+    dim
+        Columns of the tables.
+    tables
+        By name.
+    pooled
+        Names of the pooled features, whose vectors share one output.
+    sequences
+        The other features; one output each.
+    arenas
+        What this rank updates.
+    replicas
+        How many copies of the tables are trained apart and averaged.
+    is_first_replica
+        Whether what is here is of the first copy.
+    """
+
+    replicas = 1
+    is_first_replica = True
+
+    def __init__(self, dim: int, tables: Sequence[Table], features: Sequence[Feature]) -> None:
+        self.dim = dim
+        self.tables = {t.name: t for t in tables}
+        own = [f for f in features if f.table in self.tables]
+        self.pooled = [f.name for f in own if f.pooling != "none"]
+        self.sequences = [f for f in own if f.pooling == "none"]
+        self.arenas: list[Arena] = []
+        self.initial_moments: dict[str, dict[str, float]] = {}
+        """What rows begin with, by table and moment."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the rows are."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of rows and moments on this rank."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialised tensor for an output."""
+
+    @abstractmethod
+    def requests(
+        self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
+    ) -> list[Request]:
+        """What to look up: output 0 is for all pooled features, if there are any; then one per sequence.
+
+        Parameters
+        ----------
+        ids
+            Checked ids.
+        room
+            Vectors per sample of output 0 that stay free before the others.
+        trained
+            Whether any of these tables is trained.
+        routes
+            What `routes` or `fetch` gave for these ids, if it was asked before.
+        """
+
+    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> object:
+        """Exchange ids before they are needed; None where there is nothing to exchange."""
+        return None
+
+    def fetch(self, ids: Jagged, routes: object, link: Link) -> object:
+        """Bring the rows of these routes here, before `requests` is called with what this returns."""
+        return routes
+
+    def prefetch(self, routes: object) -> None:
+        """Have rows read that these routes ask for here, where that takes time; the thread that calls does it."""
+        return
+
+    @abstractmethod
+    def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
+        """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Average replicas that steps have changed since they were averaged."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until nobody else reads or writes rows."""
+
+    def add_moment(self, table: str, moment: Moment, initial: float) -> None:
+        """Make room for a moment of a table, filled with a value."""
+        self.initial_moments.setdefault(table, {})[moment.name] = initial
+
+    def renew(self, table: str, rows: Tensor, ids: Tensor) -> None:
+        """Let rows of a dynamic table begin anew, with the initial values of these ids; moments, too."""
+        spec, own = self.tables[table], self.initial_moments.get(table, {})
+        for held in self.held(table):
+            piece, store = held.piece, held.arena.store
+            here = (rows >= piece.rows.start) & (rows < piece.rows.stop)
+            here &= (rows - piece.rows.start) % piece.rows.step == 0
+            if not bool(here.any()):
+                continue
+            slots = (rows[here] - piece.rows.start) // piece.rows.step + held.arena.first_slots[held.number]
+            slots = slots.to(store.device)
+            values = torch.empty(len(slots), len(piece.cols), device=store.device)
+            kernels = ops.select(store.device, held.arena.backend)
+            seed, own_ids = held.arena.seed_of(held.number), ids[here].to(store.device)
+            kernels.initial_values_(values, seed=seed, rows=own_ids, cols=piece.cols, bound=spec.bound)
+            store.write(slots, values)
+            for moment, initial in own.items() if held.owned else ():
+                shape = (len(slots),) if store.moment_is_per_row(moment) else values.shape
+                store.write(slots, torch.full(shape, initial, device=store.device), moment)
+
+    @abstractmethod
+    def raw(self, table: str) -> dict[str, Tensor]:
+        """What the rows of a table are stored as; see `RowStore.raw`."""
+
+    @abstractmethod
+    def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
+        """Overwrite a table with what `raw` gave."""
+
+    @abstractmethod
+    def held(self, table: str) -> list[Held]:
+        """Tiles of a table that are on this rank."""
+
+    @abstractmethod
+    def rows(self, table: str) -> Tensor:
+        """The rows of a table ``[R, D]`` float32."""
+
+    @abstractmethod
+    def moment(self, table: str, name: str) -> Tensor:
+        """A moment of a table ``[R]`` or ``[R, D]``."""
+
+    @abstractmethod
+    def load_moment(self, table: str, name: str, values: Tensor) -> None:
+        """Overwrite a moment of a table."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> None:
+        """Move everything."""
+
+    def outputs(self, requests: Sequence[Request], dtype: torch.dtype) -> list[Tensor]:
+        """Uninitialised ``[B, width, D]`` per output."""
+        shapes = {r.output: (r.bags.batch_size, r.bags.width, self.dim) for r in requests}
+        return [self.empty(shapes[i], dtype) for i in range(len(shapes))]

@@ -1,0 +1,102 @@
+"""`Clock`: the rate of training.
+
+How evenly ranks share the work of the tables, and what replicas of them cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hotbed.embed import Distributed, collections_of
+
+SETTLING_STEPS = 5
+"""First steps that the rate leaves out: kernels are compiled and buffers allocated in them."""
+
+
+class Clock:
+    """Counts training samples and the seconds they took."""
+
+    def __init__(self) -> None:
+        self._mark = time.perf_counter()
+        self._steps = 0
+        # Seconds and samples of the settling steps, and of those after them.
+        self._settling, self._settled = [0.0, 0], [0.0, 0]
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._mark = time.perf_counter()
+
+    def tick(self, samples: int) -> None:
+        """Count a step that is over."""
+        now = time.perf_counter()
+        self._steps += 1
+        total = self._settling if self._steps <= SETTLING_STEPS else self._settled
+        total[0] += now - self._mark
+        total[1] += samples
+        self._mark = now
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Leave out the time of the body."""
+        yield
+        self.start()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Rate without the settling steps; where there were no others, theirs."""
+        seconds, samples = self._settled if self._settled[1] else self._settling
+        return samples / seconds if seconds else 0.0
+
+
+_WORK = ("bytes", "lookups", "time")
+
+
+class Balance:
+    """Numbers of a distributed model since they were last asked for; nothing of any other.
+
+    Parameters
+    ----------
+    model
+        As it is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model if isinstance(model, Distributed) else None
+        self._last = [0.0] * 4
+
+    def record(self) -> dict[str, float]:
+        """What a record of training says; all ranks must call this.
+
+        Returns
+        -------
+        dict
+            ``imbalance_bytes``, ``imbalance_lookups`` and ``imbalance_time``: the largest rank's share over the mean,
+            of bytes that tables and moments take, of rows read, and of time spent on reading and updating them (1 where
+            nothing was done). Of replicas that are averaged also ``sync_s``, seconds of the slowest rank, and
+            ``sync_bytes``, sent by all ranks.
+        """
+        if self._model is None:
+            return {}
+        wire = self._model.wire
+        replicas = wire.replicas
+        syncs = (0.0, 0.0) if replicas is None else (replicas.sync_s, float(replicas.sync_bytes))
+        now = [float(wire.work.lookups), wire.work.seconds, *syncs]
+        collections = collections_of(self._model).values()
+        own = [float(sum(c.nbytes for c in collections)), *(a - b for a, b in zip(now, self._last, strict=True))]
+        self._last = now
+        link = self._model.link
+        values = torch.tensor(own, dtype=torch.float64, device=link.device)
+        columns: list[list[float]] = link.all_gather("work of ranks", values).wait().T.tolist()
+        found = {f"imbalance_{name}": _over_mean(of) for name, of in zip(_WORK, columns, strict=False)}
+        if replicas is not None and not replicas.exact:
+            found |= {"sync_s": max(columns[3]), "sync_bytes": sum(columns[4])}
+        return found
+
+
+def _over_mean(values: list[float]) -> float:
+    return max(values) * len(values) / sum(values) if sum(values) else 1.0
