@@ -43,20 +43,20 @@ def dlrm(workload: Workload) -> hb.nn.DLRM:
     return hb.nn.DLRM(tables(workload), features(workload), DENSE_FEATURES, bottom=BOTTOM, top=TOP)
 
 
-def distributed(make: Callable[[], nn.Module], scheme: str | None, sums_apart: bool) -> Any:
+def distributed(make: Callable[[], nn.Module], scheme: str | None, per_shard_statistics: bool) -> Any:
     """What ``make`` makes, whole; or with a scheme this rank's part of it, without its ever being whole."""
     if scheme is None:
         return make()
     with torch.device("meta"):
         model = make()
-    return hb.distribute(model, scheme, device="cpu", sums_apart=sums_apart)
+    return hb.distribute(model, scheme, device="cpu", per_shard_statistics=per_shard_statistics)
 
 
 class Embedding:
-    def __init__(self, workload: Workload, scheme: str | None = None, sums_apart: bool = False) -> None:
+    def __init__(self, workload: Workload, scheme: str | None = None, per_shard_statistics: bool = False) -> None:
         self.workload = workload
         self.collection = distributed(
-            lambda: hb.EmbeddingCollection(tables(workload), features(workload)), scheme, sums_apart
+            lambda: hb.EmbeddingCollection(tables(workload), features(workload)), scheme, per_shard_statistics
         )
         self.optimizer = hb.optim.RowWiseAdagrad(self.collection, lr=LR, eps=EPS)
 
@@ -93,9 +93,9 @@ class Embedding:
 
 
 class Step:
-    def __init__(self, workload: Workload, scheme: str | None = None, sums_apart: bool = False) -> None:
+    def __init__(self, workload: Workload, scheme: str | None = None, per_shard_statistics: bool = False) -> None:
         self.workload = workload
-        self.model = distributed(lambda: dlrm(workload), scheme, sums_apart)
+        self.model = distributed(lambda: dlrm(workload), scheme, per_shard_statistics)
         self.sparse = hb.optim.RowWiseAdagrad(self.model, lr=LR, eps=EPS)
         self.dense = torch.optim.SGD(self.model.parameters(), lr=LR)
 

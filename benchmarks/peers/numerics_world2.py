@@ -35,7 +35,7 @@ from benchmarks.peers.numerics import (
     largest_difference,
 )
 
-SCHEMES: Mapping[str, Mapping[str, bool]] = {"table": {}, "row": {}, "column": {"sums_apart": True}}
+SCHEMES: Mapping[str, Mapping[str, bool]] = {"table": {}, "row": {}, "column": {"per_shard_statistics": True}}
 """Schemes, with what makes hotbed compute what TorchRec does: column-wise, it keeps a moment per row and shard."""
 
 Shard = tuple[tuple[slice, ...], Tensor]
@@ -125,7 +125,7 @@ def compare(scheme: str, rank: int, count: int) -> dict[str, Any]:
         "outcome": "equal" if max(worst) <= TOLERANCE else "differs",
         "max_abs_diff": max(worst),
         "max_abs_diff_of": of_what,
-        **({"why": "hotbed with sums_apart=True"} if SCHEMES[scheme] else {}),
+        **({"why": "hotbed with per_shard_statistics=True"} if SCHEMES[scheme] else {}),
     }
 
 

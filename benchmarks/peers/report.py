@@ -98,10 +98,10 @@ DEFINITIONS = {
     "ratio_table_hugepages, ratio_row_hugepages, ratio_column*_hugepages": "TorchRec with THP_MEM_ALLOC_ENABLE=1",
     "ratio_column, ratio_column_hugepages, ratio_column_fp32*, ratio_column_bf16": "hotbed's row-wise AdaGrad is exact "
     "(a row has one moment, whoever holds its columns), TorchRec's has a moment per row and shard: NOT the same rule",
-    "ratio_column_apart*": "hotbed with sums_apart=True: a moment per row and shard, as in TorchRec",
+    "ratio_column_apart*": "hotbed with per_shard_statistics=True: a moment per row and shard, as in TorchRec",
     "numerics": "largest absolute difference of pooled vectors, rows and moments after the same steps in FBGEMM and in "
     "hotbed",
-    "numerics_world2": "the same for TorchRec and hotbed on 2 ranks, by scheme (`column`: with sums_apart=True)",
+    "numerics_world2": "the same for TorchRec and hotbed on 2 ranks, by scheme (`column`: per_shard_statistics=True)",
     "busy_cores": "processor seconds of all ranks ÷ seconds of the timed steps; threads that wait for each other are "
     "busy, too",
     "cpu_wait_share": "seconds that threads of a worker waited for a core ÷ seconds it measured; large where other "

@@ -82,7 +82,7 @@ SHARDED_EMBEDDING_SIDES = {
             f"torchrec_{scheme}_hugepages": Side("torchrec_side", {**ONE_THREAD, HUGE_PAGES: "1"}, {"scheme": scheme}),
         }.items()
     },
-    "hotbed_column_apart": Side("hotbed_side", ONE_THREAD, {"scheme": "column", "sums_apart": True}),
+    "hotbed_column_apart": Side("hotbed_side", ONE_THREAD, {"scheme": "column", "per_shard_statistics": True}),
 }
 """Tables are sharded over ranks; those with one scheme follow each other, for a ratio is of neighbours in time."""
 

@@ -12,7 +12,7 @@ from hotbed.config import Recipe
 from hotbed.data import Loader, Schema, Source, SplitBinarySource
 from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
 from hotbed.errors import HotbedError
-from hotbed.jagged import Jagged, Spread
+from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.lazy import lazy
 from hotbed.plan import Cut, Plan, Tile, make_plan
 from hotbed.specs import Dynamic, Feature, Table
@@ -33,13 +33,13 @@ __all__ = [
     "HotbedError",
     "Jagged",
     "Loader",
+    "ModelParallelInput",
     "ParquetSource",
     "Plan",
     "Recipe",
     "Schema",
     "Source",
     "SplitBinarySource",
-    "Spread",
     "Table",
     "Tile",
     "Trainer",

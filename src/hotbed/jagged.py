@@ -5,7 +5,7 @@ feature in sample order, then all of the second. A feature is either *fixed* (k 
 kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values is that of TorchRec's
 ``KeyedJaggedTensor``, which converts both ways without a copy of the ids.
 
-`Spread`: model-parallel input, some features for the samples of all ranks.
+`ModelParallelInput`: model-parallel input, some features for the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def _from_bags(bags: Mapping[str, Bags]) -> Jagged:
     )
 
 
-class Spread(Jagged):
+class ModelParallelInput(Jagged):
     """Ids of the features whose tables a rank owns, for the samples of all ranks.
 
     A distributed collection takes it in the place of ids of all features for this rank's samples: owners have the ids
@@ -388,5 +388,5 @@ class Spread(Jagged):
         self.rank = rank
 
     @override
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Spread:
-        return Spread(self.whole._map(change), self.sizes, self.rank)
+    def _map(self, change: Callable[[Tensor], Tensor]) -> ModelParallelInput:
+        return ModelParallelInput(self.whole._map(change), self.sizes, self.rank)

@@ -1,4 +1,4 @@
-"""`tables_apart`: states of modules and optimizers without embedding tables and their moments.
+"""`without_tables`: states of modules and optimizers without embedding tables and their moments.
 
 A checkpoint holds tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank.
 
@@ -14,11 +14,11 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-_apart = ContextVar("tables_apart", default=False)
+_apart = ContextVar("without_tables", default=False)
 
 
 @contextmanager
-def tables_apart() -> Generator[None]:
+def without_tables() -> Generator[None]:
     """Let ``state_dict()`` leave out tables and moments inside, and ``load_state_dict()`` not expect them."""
     token = _apart.set(True)
     try:
@@ -27,8 +27,8 @@ def tables_apart() -> Generator[None]:
         _apart.reset(token)
 
 
-def are_tables_apart() -> bool:
-    """Whether the caller is inside `tables_apart`."""
+def are_tables_left_out() -> bool:
+    """Whether the caller is inside `without_tables`."""
     return _apart.get()
 
 

@@ -26,7 +26,7 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.storage import LocalDirectory, RemoteDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.checkpointing import KeepLast
-from hotbed.train.directory_lock import OWNER, Claim
+from hotbed.train.directory_lock import OWNER, DirectoryLock
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
@@ -145,17 +145,17 @@ def test_damage_is_found_anywhere(place: Directory) -> None:
 
 
 def test_a_directory_belongs_to_one_run_anywhere(place: Directory) -> None:
-    with Claim(place):
+    with DirectoryLock(place):
         assert place.has(OWNER)
         if isinstance(place, LocalDirectory):
             with pytest.raises(CheckpointError, match="which is running"):
-                Claim(place).__enter__()
-    with Claim(place):
+                DirectoryLock(place).__enter__()
+    with DirectoryLock(place):
         pass
     if isinstance(place, RemoteDirectory):
         place.write(OWNER, '{"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00"}')
         with pytest.raises(CheckpointError, match=r"belongs to process 7 on elsewhere since .* if that run is dead"):
-            Claim(place).__enter__()
+            DirectoryLock(place).__enter__()
 
 
 def test_the_claim_of_a_dead_run_ends_where_it_can_be_known(place: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,17 +171,17 @@ def test_the_claim_of_a_dead_run_ends_where_it_can_be_known(place: Directory, mo
         dead.append({**me, "started": "1"})  # the number is another process's now
     for owner in dead:
         place.write(OWNER, json.dumps(owner))
-        with Claim(place):
+        with DirectoryLock(place):
             assert json.loads(place.read(OWNER))["pid"] == os.getpid()
             assert json.loads(place.read(OWNER))["job"] == "job-7"
     for owner in (me, {**me, "started": None}, {**elsewhere, "job": "job-8"}, {**elsewhere, "job": None}):
         place.write(OWNER, json.dumps(owner))
         with pytest.raises(CheckpointError, match="belongs to process"):
-            Claim(place).__enter__()
+            DirectoryLock(place).__enter__()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says where it was given no name
     place.write(OWNER, json.dumps({**elsewhere, "job": "none"}))
     with pytest.raises(CheckpointError, match="belongs to process"):
-        Claim(place).__enter__()
+        DirectoryLock(place).__enter__()
 
 
 def test_a_scheme_that_nothing_opens() -> None:

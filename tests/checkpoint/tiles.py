@@ -18,8 +18,8 @@ from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import TensorFiles
 from hotbed.checkpoint.writing import make_directory
-from hotbed.embed import Held
-from hotbed.embed.arena import Arena, Piece
+from hotbed.embed import LocalTile
+from hotbed.embed.arena import Arena, Shard
 from hotbed.optim import Moment
 from hotbed.specs import Table
 from hotbed.store import MOMENT
@@ -41,18 +41,18 @@ class Tiles:
 
     def __init__(self, table: Table, rectangles: Rectangles, *, seed: int = 0) -> None:
         self.table, self.seed = table, seed
-        self.tiles: list[Held] = []
+        self.tiles: list[LocalTile] = []
         for rows, cols in rectangles:
-            piece = Piece(table, rows, cols)
+            piece = Shard(table, rows, cols)
             arena = Arena([piece], len(cols), seed=seed, device=torch.device("cpu"), backend="auto")
             for moment in MOMENTS:
                 arena.store.add_moment(moment)
                 arena.store.fill(0, moment.name, SAVED_MOMENTS[moment.name].initial)
-            self.tiles.append(Held(piece, arena, 0, True))
+            self.tiles.append(LocalTile(piece, arena, 0, True))
 
     is_first_replica = True
 
-    def held(self, _: str) -> list[Held]:
+    def local_tiles(self, _: str) -> list[LocalTile]:
         return self.tiles
 
     @property

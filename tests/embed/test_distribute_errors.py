@@ -38,7 +38,7 @@ def warnings_of(group: dist.ProcessGroup) -> list[str]:
         assert found == []
         collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])
         plan = make_plan([Table("t", 9, 32)], SIZE, "grid", wire="pooled")
-        options = {"forward_codec": "bf16", "backward_codec": "int8", "sums_apart": True, "dense": "fsdp"}
+        options = {"forward_codec": "bf16", "backward_codec": "int8", "per_shard_statistics": True, "dense": "fsdp"}
         hb.distribute(collection, plan, group=group, **options)
     return found
 
@@ -50,7 +50,7 @@ def test_what_changes_results_is_said_once(ranks: Ranks):
         "dense='fsdp': gradients of dense parameters are summed in another order than in rank order",
         "forward_codec='bf16' rounds what crosses the wire: results differ from those of one rank",
         "backward_codec='int8' rounds what crosses the wire: results differ from those of one rank",
-        "sums_apart=True: row-wise rules see the columns of each tile by themselves",
+        "per_shard_statistics=True: row-wise rules see the columns of each tile by themselves",
         "wire='pooled': bags of several ids of t are summed in parts",
     ]
 
@@ -111,14 +111,14 @@ def part_of_the_ranks(group: dist.ProcessGroup) -> None:
 def spread_weights(group: dist.ProcessGroup) -> None:
     model = hb.distribute(one_table(), group=group)
     batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])}, {"f": torch.ones(3, requires_grad=True)})
-    model(hb.Spread(batch, [1, 1, 1], dist.get_rank(group)))
+    model(hb.ModelParallelInput(batch, [1, 1, 1], dist.get_rank(group)))
 
 
 def spread_sequences(group: dist.ProcessGroup) -> None:
     tables, features = [hb.Table("t", rows=9, dim=16)], [hb.Feature("f", table="t", pooling="none")]
     model = hb.distribute(hb.EmbeddingCollection(tables, features), group=group)
     batch = Jagged.from_dict({"f": torch.tensor([1, 2, 3])})
-    model(hb.Spread(batch, [1, 1, 1], dist.get_rank(group)))
+    model(hb.ModelParallelInput(batch, [1, 1, 1], dist.get_rank(group)))
 
 
 def replicas_of_dynamic(group: dist.ProcessGroup) -> None:
@@ -250,7 +250,7 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         spread_weights,
         BatchError,
         "per-id weights that are trained need every rank to have all ids of its samples; give the batch without "
-        "hotbed.Spread",
+        "hotbed.ModelParallelInput",
     ),
     "trained weights of pooled vectors": (
         lambda group: pooled(group, torch.ones(3, requires_grad=True)),

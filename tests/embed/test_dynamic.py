@@ -304,5 +304,5 @@ def test_negative_ids_are_refused_or_hashed_and_spread_batches_refused() -> None
     assert made_of(big)["f"].any(1).all()
     with pytest.raises(BatchError, match="is dynamic, so every rank must have all ids of its samples"):
         collection(made(None, dynamic_table(), CUTS[2])[0])(
-            hb.Spread(hb.Jagged.from_dict({"f": torch.tensor([1]), "g": [[2]]}), (1,), 0)
+            hb.ModelParallelInput(hb.Jagged.from_dict({"f": torch.tensor([1]), "g": [[2]]}), (1,), 0)
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 import hotbed as hb
 from hotbed.comm import Link
 from hotbed.embed import replicas
-from hotbed.embed.arena import Arena, Piece
+from hotbed.embed.arena import Arena, Shard
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.errors import CommError, PlanError, SpecError
 from hotbed.hops import NodeLink
@@ -140,7 +140,7 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     """Rows and moments after some were averaged, which rows exist, and how many the file had been given before."""
     link = Link(group)
     storage = Storage(tier="disk", cache_rows=8)
-    piece = Piece.whole(TABLE)
+    piece = Shard.whole(TABLE)
     arena = Arena([piece], TABLE.dim, seed=0, device=torch.device("cpu"), backend="auto", storage=storage)
     store = arena.store
     assert isinstance(store, LazyStore) and isinstance(store.records, CachedRecords)

@@ -74,7 +74,7 @@ def trained(
             own = {t.table for t in model.plan.tiles if t.owner == rank}
             ids = Jagged.from_dict({name: whole.sparse[name].values for name in sorted(own) or ["a"]})
             counts = sizes or tuple(size // world for _ in range(world))
-            batch = replace(batch, sparse=hb.Spread(ids, counts, rank))
+            batch = replace(batch, sparse=hb.ModelParallelInput(ids, counts, rank))
         assert batch.labels is not None
         total = F.binary_cross_entropy_with_logits(model(batch), batch.labels, reduction="sum")
         loss = hb.mean_over_ranks(total, len(batch), model)

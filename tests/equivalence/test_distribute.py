@@ -96,4 +96,4 @@ def test_model_parallel_input_needs_whole_rows_and_as_many_ranks(ranks: Ranks):
         run(ranks, 3, "table", steps=1, sizes=(24, 0, 1), spread=True)
     ids = samples(0, 4)
     with pytest.raises(BatchError, match="the batch is spread over ranks, the model is not"):
-        make_model()(replace(ids, sparse=hb.Spread(ids.sparse, (4,), 0)))
+        make_model()(replace(ids, sparse=hb.ModelParallelInput(ids.sparse, (4,), 0)))

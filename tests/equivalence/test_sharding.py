@@ -145,7 +145,7 @@ def test_codecs_change_results_by_no_more_than_they_round(ranks: Ranks, directio
 
 def test_sums_apart_change_rules_that_sum_over_columns_and_no_others(ranks: Ranks):
     jobs = {
-        f"{optimizer} {scheme} {apart}": Job(plan(scheme, 3), optimizer=optimizer, wire={"sums_apart": apart})
+        f"{optimizer} {scheme} {apart}": Job(plan(scheme, 3), optimizer=optimizer, wire={"per_shard_statistics": apart})
         for optimizer in ("SGD", "RowWiseAdagrad")
         for scheme in ("table", "column")
         for apart in (False, True)

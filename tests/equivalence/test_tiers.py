@@ -19,7 +19,7 @@ from hotbed.ops import launches
 from hotbed.optim import Adam, SparseOptimizer
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore
-from hotbed.store.crossing import Crossing
+from hotbed.store.crossing import DeviceStaging
 from tests.checkpoint.test_checkpoint import bits
 from tests.ranks import Ranks
 
@@ -71,8 +71,8 @@ def backward(model: Any, draw: torch.Generator, ahead: Any = None, size: int = 6
     drawn = {f: torch.randint(0, n, (size, 2), generator=draw) for f, n in rows.items()}
     ids = hb.Jagged.from_dict({f: t.to(embeddings.device) for f, t in drawn.items()})
     if ahead is not None:
-        embeddings.exchange_ahead(ids, ahead)
-        embeddings.fetch_ahead(ids, ahead)
+        embeddings.prefetch_ids(ids, ahead)
+        embeddings.prefetch_rows(ids, ahead)
     found = embeddings(ids)
     losses = [(found[t.name] - 1).square().mean() for t in TABLES]
     losses.append(found["walk"].to_padded_tensor(0.0).square().mean())
@@ -107,7 +107,7 @@ def test_gradients_of_many_ids_and_several_batches_are_added_in_one_order(cut: h
 
 
 def stores(model: Any) -> list[Any]:
-    return [held.arena.store for t in TABLES for held in model.module["e"].held(t.name) if held.owned]
+    return [held.arena.store for t in TABLES for held in model.module["e"].local_tiles(t.name) if held.owned]
 
 
 @pytest.mark.parametrize("cut", [c for c in CUTS.values() if c.tier != "device"], ids=list(CUTS)[1:])
@@ -168,7 +168,7 @@ def test_a_model_on_triton_with_a_cache_and_rows_read_in_place(monkeypatch: pyte
     """All of it as on a GPU, but for page-locking where there is none."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(Crossing, "crosses", True)
+    monkeypatch.setattr(DeviceStaging, "crosses", True)
 
     def trained(cut: hb.Cut | None, **options: Any) -> Any:
         collection = EmbeddingCollection(TABLES, FEATURES, seed=4, backend="triton")
@@ -268,10 +268,10 @@ def test_only_rows_that_were_trained_are_saved(tmp_path: Path) -> None:
     other: Any = hb.distribute(torch.nn.ModuleDict({"e": _on_meta(huge)}), plan)
     adam = Adam(other, lr=0.1)
     load_checkpoint(tmp_path / "c", {"model": other, "sparse": adam})
-    (held,) = other.module["e"].held("t")
+    (held,) = other.module["e"].local_tiles("t")
     assert held.arena.store.keys(0).tolist() == [5, 1 << 32, (1 << 33) - 1]
     rows = torch.tensor([0, 5, 1 << 32, (1 << 33) - 1])
-    (before,) = model.module["e"].held("t")
+    (before,) = model.module["e"].local_tiles("t")
     for moment in (None, "exp_avg", "exp_avg_sq"):
         assert torch.equal(held.arena.store.read(rows, moment), before.arena.store.read(rows, moment))
 

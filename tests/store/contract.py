@@ -36,7 +36,7 @@ class Format(NamedTuple):
         wide = [s.rows if self.dtype == "fp32" else s.fp32_rows for s in self.spans]
         return torch.tensor([row >= w for span, w in zip(self.spans, wide, strict=True) for row in range(span.rows)])
 
-    def held(self, values, slots):
+    def local_tiles(self, values, slots):
         """Float32 values rounded to what these slots, which were 0 before, can hold."""
         return torch.where(self.narrow()[slots, None], nearest(values, self.dtype), values)
 
@@ -143,7 +143,7 @@ class StoreContract:
         store.initialize(2, seed=9, **cells, bound=0.25)
         expected = torch.zeros(SLOTS, DIM)
         oracle.initial_values_(expected[2:22], seed=9, **cells, bound=0.25)
-        assert torch.equal(self.read_all(store), format.held(expected, torch.arange(SLOTS)))
+        assert torch.equal(self.read_all(store), format.local_tiles(expected, torch.arange(SLOTS)))
 
     def test_what_was_written_is_read_rounded_to_the_nearest(self, format):
         store = self.make(format.spans, DIM, format.dtype)
@@ -151,7 +151,7 @@ class StoreContract:
         values = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
         store.write(slots.to(store.device), values.to(store.device))
         expected = torch.zeros(SLOTS, DIM)
-        expected[slots] = format.held(values, slots)
+        expected[slots] = format.local_tiles(values, slots)
         assert torch.equal(self.read_all(store), expected)
 
     def test_writing_what_was_read_changes_no_bit(self, format):

@@ -21,7 +21,7 @@ from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.ahead import ReadAhead
-from hotbed.store.crossing import Crossing
+from hotbed.store.crossing import DeviceStaging
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.records import Traffic
 from tests.store.contract import DIM, OWN, Format, StoreContract
@@ -87,7 +87,7 @@ class TestLazyAsOnDevice(LazyContract):
 
     @pytest.fixture(autouse=True)
     def _crossing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Crossing, "crosses", True)
+        monkeypatch.setattr(DeviceStaging, "crosses", True)
 
 
 SPANS = [Span(9, 2, 5, 2, 0), Span(30, 0, 100, 1, 0), Span(21, 21, 0, 3, 0)]
@@ -203,7 +203,7 @@ def test_any_accesses_have_the_bits_of_a_dense_store(
 def test_a_cache_in_triton_is_the_cache_in_numba(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
 ) -> None:
-    monkeypatch.setattr(Crossing, "crosses", True)
+    monkeypatch.setattr(DeviceStaging, "crosses", True)
     moments = list(rule.moments)
     before = launches["triton.cache_find"]
     triton, numba = made(storage, dtype, moments, "triton", DEVICE), made(storage, dtype, moments, "cpu")
@@ -341,11 +341,11 @@ def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_records_cross_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     below = MemoryRecords(64, 100)
-    crossing = Crossing(below, torch.device("cpu"))
+    crossing = DeviceStaging(below, torch.device("cpu"))
     slots, values = torch.tensor([3, 50, 7]), torch.randint(0, 255, (3, 64), dtype=torch.uint8)
     crossing.write(slots, values)
     assert crossing.traffic == Traffic()
-    monkeypatch.setattr(Crossing, "crosses", True)
+    monkeypatch.setattr(DeviceStaging, "crosses", True)
     crossing.write(slots, values)
     crossing.write(slots[:0], values[:0])
     assert crossing.traffic == Traffic(from_device_bytes=3 * 64)
@@ -377,7 +377,7 @@ def test_a_cache_is_on_the_device_unless_it_is_to_be_in_host_memory() -> None:
     assert cached.device.type == "cpu" and cached.ops.NAME == "cpu"
     for tier, kept in (("host", "MemoryRecords"), ("disk", "FileRecords")):
         on_device = chain(Storage(tier, cache_rows=9), torch.device("meta"))
-        assert on_device == ["CachedRecords", "Crossing", "ReadAhead", kept]
+        assert on_device == ["CachedRecords", "DeviceStaging", "ReadAhead", kept]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -396,7 +396,7 @@ def test_a_store_moves_to_the_device_with_its_cache(storage: Storage) -> None:
 
 @pytest.mark.parametrize("storage", [*CACHED.values(), Storage("disk")], ids=[*CACHED, "no cache"])
 def test_another_thread_reads_ahead_while_rows_are_trained(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Crossing, "crosses", True)
+    monkeypatch.setattr(DeviceStaging, "crosses", True)
     moments = list(Adam.rule.moments)
     store, dense = made(storage, "int8", moments), made(None, "int8", moments)
     draw = torch.Generator().manual_seed(2)
@@ -417,7 +417,7 @@ def test_another_thread_reads_ahead_while_rows_are_trained(storage: Storage, mon
     assert everything(store, moments) == everything(dense, moments)
 
 
-class Held(FileRecords):
+class BlockedRecords(FileRecords):
     """Waits before it takes what is written, for a test to do something else meanwhile."""
 
     hold = False
@@ -434,7 +434,7 @@ class Held(FileRecords):
 
 
 def test_what_is_read_ahead_while_it_is_written_is_never_what_it_was_before(tmp_path: Path) -> None:
-    below = Held(tmp_path)
+    below = BlockedRecords(tmp_path)
     records = ReadAhead(below)
     slots, out = torch.arange(8), torch.empty(8, 64, dtype=torch.uint8)
     old, new = (torch.full((4, 64), value, dtype=torch.uint8) for value in (1, 2))

@@ -114,13 +114,13 @@ def test_where_rows_are_changes_nothing_and_split_batches_train_nearly_the_same(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
-    fetch = EmbeddingCollection.fetch_ahead
+    fetch = EmbeddingCollection.prefetch_rows
 
     def seen(self: EmbeddingCollection, *args: Any) -> None:
         threads.append(threading.current_thread().name)
         fetch(self, *args)
 
-    monkeypatch.setattr(EmbeddingCollection, "fetch_ahead", seen)
+    monkeypatch.setattr(EmbeddingCollection, "prefetch_rows", seen)
     _, split, run = train(packed, *SPLIT)
     assert split["memory"]["disk_bytes"] > 0
     assert 0.9 * split["steps"] < len(threads) <= split["steps"]  # few batches have one part only

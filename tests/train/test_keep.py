@@ -29,7 +29,7 @@ from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
 from hotbed.train.callbacks import EarlyStop, JsonLines, signals_to
 from hotbed.train.checkpointing import KeepBest, KeepLast, Saver
-from hotbed.train.directory_lock import OWNER, Claim, refuse_other_checkpoints
+from hotbed.train.directory_lock import OWNER, DirectoryLock, refuse_other_checkpoints
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses
@@ -159,13 +159,13 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monke
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
     place = directory(tmp_path / "c")
-    with Claim(place), pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*running"):
-        Claim(place).__enter__()
-    with Claim(place):
+    with DirectoryLock(place), pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*running"):
+        DirectoryLock(place).__enter__()
+    with DirectoryLock(place):
         pass
     keep = KeepLast(place, RECIPE)
     trainer = planted.trainer(TRAIN, callbacks=[keep])
-    with Claim(place), pytest.raises(CheckpointError, match="which is running; choose another"):
+    with DirectoryLock(place), pytest.raises(CheckpointError, match="which is running; choose another"):
         trainer.fit(planted.batches(2))
     trainer.fit(planted.batches(2))
     assert names(tmp_path / "c") == ["last-00000002"]
@@ -173,14 +173,14 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom hotbed.train.directory_lock import Claim\n"
+        "import os, signal, sys\nfrom hotbed.train.directory_lock import DirectoryLock\n"
         "from hotbed.checkpoint import directory\n"
-        "Claim(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+        "DirectoryLock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert json.loads((tmp_path / OWNER).read_text())["pid"]
-    with Claim(directory(tmp_path)):
+    with DirectoryLock(directory(tmp_path)):
         pass
 
 

@@ -98,7 +98,7 @@ def _trained_with_sgd(group: Group, scheme: str, steps: int, size: int) -> dict[
 
 def evaluated_while_ids_are_exchanged(group: Group, overlap: bool) -> tuple[list[float], dict[str, Tensor]]:
     """An evaluation after every step, and exchanges ahead that wait until it is under way."""
-    original = EmbeddingCollection.exchange_ahead
+    original = EmbeddingCollection.prefetch_ids
 
     def late(self: EmbeddingCollection, *args: Any) -> None:
         evaluating.wait(0.3)
@@ -116,11 +116,11 @@ def evaluated_while_ids_are_exchanged(group: Group, overlap: bool) -> tuple[list
 
     losses = Losses()
     trainer = make_trainer(group, "row", replace(TRAIN, eval_every=1), callbacks=[losses], overlap=overlap)
-    EmbeddingCollection.exchange_ahead = late  # type: ignore[method-assign]
+    EmbeddingCollection.prefetch_ids = late  # type: ignore[method-assign]
     try:
         trainer.fit(shares(planted.batches(5), group), Slow(shares(planted.batches(2, seed=5), group)))
     finally:
-        EmbeddingCollection.exchange_ahead = original  # type: ignore[method-assign]
+        EmbeddingCollection.prefetch_ids = original  # type: ignore[method-assign]
     return losses.losses, state_of(trainer)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hotbed.checkpoint.manifest import SavedMoment, SavedTable, Stateful
 from hotbed.checkpoint.snapshot import Snapshot, rows_of
 from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import Piece, rows_per_piece
+from hotbed.checkpoint.writing import Chunk, rows_per_chunk
 from hotbed.comm import Link
-from hotbed.embed import Distributed, EmbeddingCollection, Held
+from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
 from hotbed.embed.arena import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
@@ -89,7 +89,7 @@ def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
 def refuse_while_saved(tables: Mapping[str, TablePart]) -> None:
     """Raise `CheckpointError` for tables of which a checkpoint is being written."""
     for name, table in tables.items():
-        if any(held.arena.store.on_change is not None for held in table.collection.held(table.table.name)):
+        if any(held.arena.store.on_change is not None for held in table.collection.local_tiles(table.table.name)):
             raise CheckpointError(f"table '{name}' is being saved; call wait() of what save_checkpoint returned first")
 
 
@@ -114,9 +114,9 @@ def plan_of(parts: Mapping[str, Stateful]) -> Mapping[str, object] | None:
     return None if plan is None else cast("Mapping[str, object]", plan.to_dict())
 
 
-def lazy_pieces(
-    name: str, held: Held, moments: Collection[str], existing: ExistingRows, snapshot: Snapshot | None
-) -> Iterator[Piece]:
+def lazy_chunks(
+    name: str, held: LocalTile, moments: Collection[str], existing: ExistingRows, snapshot: Snapshot | None
+) -> Iterator[Chunk]:
     """The existing rows of a tile in pieces that fit into a file; together they cover the tile.
 
     Parameters
@@ -139,7 +139,7 @@ def lazy_pieces(
         for array, key in held.named(existing.of(held.number)).items()
         if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
     }
-    step = rows_per_piece(8 + sum(existing.arrays[key].row_bytes for key in arrays.values()))
+    step = rows_per_chunk(8 + sum(existing.arrays[key].row_bytes for key in arrays.values()))
     for first in range(0, max(len(keys), 1), step):
         last = min(first + step, len(keys))
         begin = 0 if first == 0 else int(keys[first])
@@ -150,7 +150,7 @@ def lazy_pieces(
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
-        yield Piece(name, rows[begin:end], held.piece.cols, found)
+        yield Chunk(name, rows[begin:end], held.piece.cols, found)
 
 
 def array_of(
@@ -166,7 +166,7 @@ def array_of(
     return Array(values.dtype, (last - first, *values.shape[1:]), rows)
 
 
-OwnedTile = tuple[str, TablePart, Held]
+OwnedTile = tuple[str, TablePart, LocalTile]
 """A tile that this rank writes: name of the table in checkpoints, and what holds it."""
 
 
@@ -175,12 +175,12 @@ def owned_tiles(tables: Mapping[str, TablePart]) -> list[OwnedTile]:
     return [
         (name, table, held)
         for name, table in tables.items()
-        for held in table.collection.held(table.table.name)
+        for held in table.collection.local_tiles(table.table.name)
         if held.owned and table.collection.is_first_replica
     ]
 
 
-def pieces_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Piece]:
+def chunks_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Chunk]:
     """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
     # Small stores first: what was kept of a store's rows is free when it has been read.
     stores = sorted(dict.fromkeys(held.arena.store for _, _, held in owned), key=lambda store: store.nbytes)
@@ -191,12 +191,12 @@ def pieces_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Pie
 
 
 def _pieces(
-    name: str, table: TablePart, held: Held, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
-) -> Iterator[Piece]:
+    name: str, table: TablePart, held: LocalTile, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
+) -> Iterator[Chunk]:
     """A tile in pieces that fit into a file."""
     store, rows = held.arena.store, held.piece.rows
     if isinstance(existing, ExistingRows):
-        yield from lazy_pieces(name, held, table.saved.moments, existing, snapshot)
+        yield from lazy_chunks(name, held, table.saved.moments, existing, snapshot)
         return
     extents = {
         key: extent
@@ -204,7 +204,7 @@ def _pieces(
         if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
     }
     of_rows, whole = stored_as(held.piece.table, rows), held.arrays()
-    step = rows_per_piece(sum(whole[e.array][:1].nbytes for e in extents.values()))
+    step = rows_per_chunk(sum(whole[e.array][:1].nbytes for e in extents.values()))
     for first in range(0, len(rows), step):
         last = min(first + step, len(rows))
         arrays: dict[str, Array] = {}
@@ -214,4 +214,4 @@ def _pieces(
             if start < stop:
                 tensor = whole[extent.array]
                 arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
-        yield Piece(name, rows[first:last], held.piece.cols, arrays)
+        yield Chunk(name, rows[first:last], held.piece.cols, arrays)

@@ -24,10 +24,9 @@ from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable, SavedTile
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import load_tile
 from hotbed.checkpoint.tensors import Array, TensorFiles
-from hotbed.checkpoint.writing import FileWriter, Piece, making
-from hotbed.embed import Held
-from hotbed.embed.arena import Arena, form
-from hotbed.embed.arena import Piece as ArenaPiece
+from hotbed.checkpoint.writing import Chunk, FileWriter, making
+from hotbed.embed import LocalTile
+from hotbed.embed.arena import Arena, Shard, form
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.tiling import column_unit
@@ -95,7 +94,7 @@ def convert(
         for name in kept:
             _copy_arrays(f"{name}.safetensors", old, files, writer)
         pieces = _pieces(tables, specs, compact, files, progress)
-        tiles = writer.write_pieces(pieces, "tables", PIECE_BYTES)
+        tiles = writer.write_chunks(pieces, "tables", PIECE_BYTES)
         made = {
             name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)))
             for name, table in tables.items()
@@ -113,7 +112,7 @@ class Rectangle(NamedTuple):
     saved: SavedTable
 
 
-def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[Held, dict[str, Tensor]]:
+def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[LocalTile, dict[str, Tensor]]:
     """A part of a saved table in memory.
 
     Parameters
@@ -127,12 +126,12 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
 
     Returns
     -------
-    tuple[Held, dict[str, Tensor]]
+    tuple[LocalTile, dict[str, Tensor]]
         A tile with its values, and what it is stored as: arrays under the names that files have for them.
     """
     rows, cols, saved = rectangle
-    arena = Arena([ArenaPiece(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
-    held = Held(arena.pieces[0], arena, 0, True)
+    arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
+    held = LocalTile(arena.pieces[0], arena, 0, True)
     for name, moment in saved.moments.items():
         arena.store.add_moment(Moment(name, moment.per))
     load_tile(held, saved, saved.moments, files)
@@ -185,7 +184,7 @@ def _pieces(
     compact: bool,
     files: TensorFiles,
     progress: Progress,
-) -> Iterator[Piece]:
+) -> Iterator[Chunk]:
     """All tables in pieces, each read when it is asked for."""
     done, total = 0, sum(spec.rows * spec.dim for spec in specs.values())
     for name, saved in tables.items():
@@ -201,7 +200,7 @@ def _pieces(
                     if changed.nbytes >= PIECE_BYTES:
                         yield changed.piece()
                 else:
-                    yield Piece(name, part.rows, part.cols, {key: Array.of(t) for key, t in arrays.items()})
+                    yield Chunk(name, part.rows, part.cols, {key: Array.of(t) for key, t in arrays.items()})
                 done += len(part.rows) * len(part.cols)
                 progress(done, total)
                 del held, arrays  # before the next are made
@@ -217,11 +216,11 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
     return [Rectangle(tile.rows, tile.cols, replace(saved, tiles=(tile,))) for tile in saved.tiles]
 
 
-def _changed_rows(held: Held, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
+def _changed_rows(held: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
     """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
     piece = held.piece
     arena = Arena([piece], len(piece.cols), seed=0, device=torch.device("cpu"), backend="auto")
-    untouched = Held(piece, arena, 0, True)
+    untouched = LocalTile(piece, arena, 0, True)
     changed = torch.zeros(len(piece.rows), dtype=torch.bool)
     for name, extent in untouched.extents().items():
         before = untouched.arrays()[extent.array][extent.start : extent.stop]
@@ -254,13 +253,13 @@ class _Changed:
         self.nbytes += sum(array.nbytes for array in found.values())
         self.rows = range(self.rows.start if self.rows else rows.start, rows[-1] + 1, rows.step)
 
-    def piece(self) -> Piece:
+    def piece(self) -> Chunk:
         """What was kept; begins anew."""
         names = dict.fromkeys(name for part in self._parts for name in part)
         arrays = {name: torch.cat([_bits(p[name]) for p in self._parts if name in p]) for name in names}
         dtypes = {name: part[name].dtype for part in self._parts for name in part}
         of_rows = {n: Array.of(t.view(dtypes[n])) for n, t in arrays.items() if len(t) or n == "keys"}
-        piece = Piece(self._table, self.rows, self._whole.cols, of_rows)
+        piece = Chunk(self._table, self.rows, self._whole.cols, of_rows)
         self._parts, self.rows, self.nbytes = [], range(0), 0
         return piece
 

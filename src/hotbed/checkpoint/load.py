@@ -26,7 +26,7 @@ from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tile, load_tile
 from hotbed.checkpoint.tensors import TensorFiles
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
-from hotbed.torch_hooks import tables_apart
+from hotbed.torch_hooks import without_tables
 
 _log = logging.getLogger("hotbed")
 
@@ -92,7 +92,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
 
 def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
     try:
-        with tables_apart():
+        with without_tables():
             part.load_state_dict(state)
     except (HotbedError, RuntimeError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
@@ -164,7 +164,7 @@ def _load_table(name: str, table: TablePart, saved: SavedTable, files: TensorFil
             *(name, saved.spec.dtype, saved.spec.fp32_rows, spec.dtype, spec.fp32_rows),
         )
     with torch.no_grad():
-        for held in table.collection.held(spec.name):
+        for held in table.collection.local_tiles(spec.name):
             load_tile(held, saved, table.saved.moments if held.owned else (), files)
     assert saved.spec.init_seed is not None
     table.collection.adopt_initial(spec.name, saved.spec.init_seed, saved.spec.bound)

@@ -23,9 +23,9 @@ from torch import Tensor
 from hotbed.checkpoint.blocks import Entry
 from hotbed.checkpoint.contents import (
     OwnedTile,
+    chunks_of,
     link_of,
     owned_tiles,
-    pieces_of,
     plan_of,
     refuse_parts_of_distributed,
     refuse_while_saved,
@@ -38,7 +38,7 @@ from hotbed.checkpoint.tensors import Array
 from hotbed.checkpoint.writing import UNFINISHED, FileWriter, make_directory
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError
-from hotbed.torch_hooks import tables_apart
+from hotbed.torch_hooks import without_tables
 
 PATIENCE_S = 600.0
 """How long the first rank waits for another that has written no further file."""
@@ -93,7 +93,7 @@ def save_checkpoint(
     for name in parts:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
-    with tables_apart():
+    with without_tables():
         states = {name: part.state_dict() for name, part in parts.items()}
     plains: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -247,8 +247,8 @@ class Saving:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
-            pieces = pieces_of(self._owned, self._snapshot)
-            tiles = writer.write_pieces(pieces, f"tables-{self._rank:05d}")
+            pieces = chunks_of(self._owned, self._snapshot)
+            tiles = writer.write_chunks(pieces, f"tables-{self._rank:05d}")
             if self._snapshot is not None:
                 self._snapshot.close()
             files = writer.entries()

@@ -12,7 +12,7 @@ from torch import Tensor
 from hotbed import ops
 from hotbed.checkpoint.manifest import SavedTable, SavedTile
 from hotbed.checkpoint.tensors import CHUNK_BYTES, TensorFiles
-from hotbed.embed import Held
+from hotbed.embed import LocalTile
 from hotbed.embed.arena import form, stored_as
 from hotbed.errors import CheckpointError
 from hotbed.ops.layout import SCALE_BLOCK
@@ -88,7 +88,7 @@ def check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
             )
 
 
-def load_tile(held: Held, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
+def load_tile(held: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
     """Overwrite a tile with what a checkpoint has of it; rows beyond the saved table's stay as they are.
 
     Parameters
@@ -224,7 +224,7 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
     return c.here[begin:end], values[:, c.cols.start - c.tile.cols.start : c.cols.stop - c.tile.cols.start]
 
 
-def _copy_raw(held: Held, found: Collection[Common], files: TensorFiles) -> None:
+def _copy_raw(held: LocalTile, found: Collection[Common], files: TensorFiles) -> None:
     """Copy rows as they are stored."""
     extents, arrays = held.extents(), held.arrays()
     for name, here in stored_as(held.piece.table, held.piece.rows).items():
@@ -237,7 +237,7 @@ def _copy_raw(held: Held, found: Collection[Common], files: TensorFiles) -> None
 
 
 def _load_existing(
-    held: Held,
+    held: LocalTile,
     store: LazyStore,
     saved: SavedTable,
     moments: Collection[str],
@@ -277,7 +277,7 @@ def _load_existing(
             store.put_stored(slots, held.unnamed(stored))
 
 
-def _copy_values(held: Held, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
+def _copy_values(held: LocalTile, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
     """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
     store, cols = held.arena.store, held.piece.cols
     keyed = any(c.tile.keyed for c in found)
@@ -312,7 +312,7 @@ def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
     return values[:, cols.start - blocks.start : cols.stop - blocks.start]
 
 
-def _initialize(held: Held, spec: Table, known: range) -> None:
+def _initialize(held: LocalTile, spec: Table, known: range) -> None:
     """Give ``known`` rows the initial values that they had in the saved table."""
     assert spec.init_seed is not None
     _lower_exponents(held, 0, len(known))
@@ -320,7 +320,7 @@ def _initialize(held: Held, spec: Table, known: range) -> None:
     held.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=held.piece.cols, bound=spec.bound)
 
 
-def _lower_exponents(held: Held, first: int, last: int) -> None:
+def _lower_exponents(held: LocalTile, first: int, last: int) -> None:
     """Let the exponents of some rows fit what is written next: they only grow, but these are of values that go."""
     extent = held.extents().get("exponents")
     if extent is not None:

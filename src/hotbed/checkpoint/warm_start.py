@@ -28,7 +28,7 @@ from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.store import DenseStore
-from hotbed.torch_hooks import tables_apart
+from hotbed.torch_hooks import without_tables
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _take_table(
     seed = saved.spec.init_seed
     assert seed is not None
     with torch.no_grad():
-        for held in table.collection.held(spec.name):
+        for held in table.collection.local_tiles(spec.name):
             rows = held.piece.rows
             known = len(range(rows.start, min(rows.stop, saved.spec.rows), rows.step))
             slot = held.arena.first_slots[held.number] + known
@@ -184,7 +184,7 @@ def _take_table(
 def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Taken]:
     """Copy parameters and buffers of equal name and shape."""
     report: list[Taken] = []
-    with tables_apart(), torch.no_grad():
+    with without_tables(), torch.no_grad():
         own: dict[str, Tensor] = {n: t for n, t in model.state_dict().items() if not _is_of_ids(n)}
         saved = {n: t for n, t in saved.items() if not _is_of_ids(n)}
         for name, tensor in own.items():
@@ -236,5 +236,5 @@ def _take_step(table: TablePart, parts: Mapping[str, Stateful], saved: SavedTabl
     for optimizer in parts.values():
         for trained in optimizer.trained() if isinstance(optimizer, SparseOptimizer) else ():
             if len(own) == 1 and trained.collection is table.collection and trained.table == table.table.name:
-                with tables_apart():
+                with without_tables():
                     trained.updater.load_state(trained.table, {"step": states[part]["state"][own[0]]["step"]})

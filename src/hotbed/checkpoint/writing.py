@@ -23,7 +23,7 @@ FILE_BYTES = 1 << 30
 """Most bytes of a file of tables."""
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A rectangle of a table as a group of arrays of a file; `SavedTile` says what the arrays are called.
 
     Attributes
@@ -60,8 +60,8 @@ class FileWriter:
         """Write a file of arrays."""
         self._entries[name] = write_arrays(self._place, name, arrays, self._threads)
 
-    def write_pieces(
-        self, pieces: Iterable[Piece], prefix: str, limit: int | None = None
+    def write_chunks(
+        self, pieces: Iterable[Chunk], prefix: str, limit: int | None = None
     ) -> dict[str, list[SavedTile]]:
         """Write pieces of tables into files ``PREFIX-NUMBER.safetensors``; by table, where each piece is.
 
@@ -89,14 +89,14 @@ class FileWriter:
         self._threads.close()
 
 
-def rows_per_piece(row_bytes: int) -> int:
+def rows_per_chunk(row_bytes: int) -> int:
     """How many rows of so many bytes fit into a file."""
     return max(FILE_BYTES // max(row_bytes, 1), 1)
 
 
-def _fill_files(pieces: Iterable[tuple[str, Piece]], most: int) -> Iterator[dict[str, Piece]]:
+def _fill_files(pieces: Iterable[tuple[str, Chunk]], most: int) -> Iterator[dict[str, Chunk]]:
     """Which named pieces go into one file of at most so many bytes, in their order."""
-    group: dict[str, Piece] = {}
+    group: dict[str, Chunk] = {}
     room = most
     for key, piece in pieces:
         size = sum(array.nbytes for array in piece.arrays.values())

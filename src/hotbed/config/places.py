@@ -31,7 +31,7 @@ class ParallelRecipe:
     """How rows cross the wire; all but fp32 round them."""
     backward_codec: Codec = "fp32"
     """How gradients of rows cross the wire; all but fp32 round them."""
-    sums_apart: bool = False
+    per_shard_statistics: bool = False
     """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns."""
     ranks_per_node: int | None = None
     """Exchange in two hops, inside nodes of so many processes and then between nodes; it does not change results."""

@@ -39,11 +39,11 @@ from hotbed.jagged import Jagged
 
 Array: TypeAlias = NDArray[Any]
 Order: TypeAlias = NDArray[np.int64]
-Part: TypeAlias = tuple[Batch, int, int]
+BatchSlice: TypeAlias = tuple[Batch, int, int]
 """Samples ``start … stop − 1`` of a batch."""
 
 
-def join(parts: Sequence[Part], order: Order | None = None) -> Batch:
+def join(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
     """Make a new batch of the samples of all parts, which have the same columns.
 
     Parameters
@@ -69,7 +69,7 @@ def join(parts: Sequence[Part], order: Order | None = None) -> Batch:
     )
 
 
-def _join_sparse(parts: Sequence[Part], order: Order | None) -> Jagged:
+def _join_sparse(parts: Sequence[BatchSlice], order: Order | None) -> Jagged:
     first = parts[0][0].sparse
     size = sum(stop - start for _, start, stop in parts)
     spans = [_id_spans(parts, i) for i in range(len(first.names))]
@@ -123,7 +123,7 @@ def _order_of_ids(lengths: Array, order: Order) -> Order:
     return np.arange(int(moved.sum())) + np.repeat(first - (np.cumsum(moved) - moved), moved)
 
 
-def _id_spans(parts: Sequence[Part], i: int) -> list[tuple[int, int]]:
+def _id_spans(parts: Sequence[BatchSlice], i: int) -> list[tuple[int, int]]:
     """Per part, where the ids of feature ``i`` are in the values of its batch."""
     spans: list[tuple[int, int]] = []
     for batch, start, stop in parts:

@@ -1,6 +1,6 @@
 """An arena: the parts of tables that a rank holds in one store, served by one launch.
 
-`Held`: a tile of a table as the rank has it that holds it, and what rows are stored as; for checkpoints.
+`LocalTile`: a tile of a table as the rank has it that holds it, and what rows are stored as; for checkpoints.
 
 Random bits of stochastic rounding for rows of an arena.
 """
@@ -20,7 +20,7 @@ from hotbed.specs import RowDtype, Table
 from hotbed.store import DenseStore, Extent, RowStore, Span, Storage
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """A rectangle of a table: all of it, or a tile of a plan."""
 
     table: Table
@@ -28,9 +28,9 @@ class Piece(NamedTuple):
     cols: range
 
     @staticmethod
-    def whole(table: Table) -> Piece:
+    def whole(table: Table) -> Shard:
         """All of a table."""
-        return Piece(table, range(table.rows), range(table.dim))
+        return Shard(table, range(table.rows), range(table.dim))
 
     @property
     def fp32_rows(self) -> int:
@@ -57,7 +57,7 @@ class Arena:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Shard],
         dim: int,
         *,
         seed: int,
@@ -109,7 +109,7 @@ class Arena:
         return torch.arange(self.first_slots[piece], self.first_slots[piece + 1], device=self.store.device)
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Piece of each slot ``[n]``, and which slot of the piece it is."""
+        """Shard of each slot ``[n]``, and which slot of the piece it is."""
         firsts = torch.tensor(self.first_slots[:-1], dtype=torch.int64, device=slots.device)
         piece = torch.searchsorted(firsts, slots, right=True) - 1
         return piece, slots - firsts[piece]
@@ -142,7 +142,7 @@ def raw_shapes(table: Table) -> dict[str, Tensor]:
 T = TypeVar("T")
 
 
-class Held(NamedTuple):
+class LocalTile(NamedTuple):
     """A tile of a table in an arena of this rank.
 
     Attributes
@@ -155,7 +155,7 @@ class Held(NamedTuple):
         Whether this rank updates it; else it is a copy of another rank's, which has no moments.
     """
 
-    piece: Piece
+    piece: Shard
     arena: Arena
     number: int
     owned: bool

@@ -19,12 +19,12 @@ from hotbed.embed.dense import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Renewed
 from hotbed.embed.gradients import PooledLookup, TableUpdater
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
-from hotbed.embed.sharded_tables import ShardedPart
-from hotbed.embed.table_group import Part
+from hotbed.embed.sharded_tables import ShardedTables
+from hotbed.embed.table_group import TableGroup
 from hotbed.embed.tables import TableModule
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError
-from hotbed.jagged import Jagged, Spread
+from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
 from hotbed.plan import Cut, Plan, make_plan
@@ -158,7 +158,7 @@ class EmbeddingCollection(TableModule):
                 found.add_sequence(feature.name, values[:, 0], ids[feature.name], feature.max_len)
         return found
 
-    def exchange_ahead(self, ids: Jagged, link: Link) -> None:
+    def prefetch_ids(self, ids: Jagged, link: Link) -> None:
         """Exchange ids of a batch that the next call of the collection with it is to use; all ranks must call this.
 
         Nothing is done for a collection that has dynamic tables.
@@ -182,16 +182,16 @@ class EmbeddingCollection(TableModule):
                 part.prefetch(of_part)
         ids.put_ahead(self, _Ahead(checked, routes, discarded))
 
-    def fetch_ahead(self, ids: Jagged, link: Link) -> None:
+    def prefetch_rows(self, ids: Jagged, link: Link) -> None:
         """Bring the rows here that the next call with these ids is to use; all ranks must call this.
 
-        After `exchange_ahead` and `settle`; no row may be updated until the call. Nothing is done for a collection that
+        After `prefetch_ids` and `settle`; no row may be updated until the call. Nothing is done for a collection that
         has dynamic tables.
 
         Parameters
         ----------
         ids, link
-            As in `exchange_ahead`.
+            As in `prefetch_ids`.
         """
         ahead = cast("_Ahead | None", ids.take_ahead(self))
         if ahead is not None:
@@ -217,9 +217,9 @@ class EmbeddingCollection(TableModule):
         return self._checked(ids, Discarded(self.bad_ids, self.truncated_ids))
 
     def _checked(self, ids: Jagged, discarded: Discarded) -> Jagged:
-        if isinstance(ids, Spread):
+        if isinstance(ids, ModelParallelInput):
             whole = checked_ids(ids.whole, self._features_in(ids), self._rows, discarded)
-            return ids if whole is ids.whole else Spread(whole, ids.sizes, ids.rank)
+            return ids if whole is ids.whole else ModelParallelInput(whole, ids.sizes, ids.rank)
         return checked_ids(ids, self.features, self._rows, discarded)
 
     def verify(self, ids: Jagged) -> bool:
@@ -230,11 +230,11 @@ class EmbeddingCollection(TableModule):
         BatchError
             For a missing feature, or an id out of range of a feature with ``on_bad_id="error"``.
         """
-        if isinstance(ids, Spread):
+        if isinstance(ids, ModelParallelInput):
             return verified_ids(ids.whole, self._features_in(ids), self._rows)
         return verified_ids(ids, self.features, self._rows)
 
-    def _features_in(self, ids: Spread) -> list[Feature]:
+    def _features_in(self, ids: ModelParallelInput) -> list[Feature]:
         """Features that model-parallel input brings: those of this collection."""
         if not self.is_distributed:
             raise BatchError("the batch is spread over ranks, the model is not; call hotbed.distribute first")
@@ -280,10 +280,10 @@ class EmbeddingCollection(TableModule):
                 "distribute the model first, then make its optimizers"
             )
         place = self.device if device is None else device
-        sharded: list[Part] = []
+        sharded: list[TableGroup] = []
         for part in self._parts:
             tables = list(part.tables.values())
-            new = ShardedPart(
+            new = ShardedTables(
                 tables,
                 self.features,
                 plan,

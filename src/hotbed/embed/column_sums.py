@@ -71,7 +71,7 @@ class Touched:
     slots
         ``[U]``, rising.
     piece, within
-        Piece of each ``[U]``, and which slot of the piece it is.
+        Shard of each ``[U]``, and which slot of the piece it is.
     gradient
         Summed and scaled ``[U, cols]``.
     """
@@ -115,7 +115,7 @@ class Touched:
         return start + common.nonzero()[:, 0]
 
 
-class RowSums:
+class ColumnSums:
     """Sums over the columns of rows that are cut.
 
     Parameters
@@ -172,7 +172,7 @@ class RowSums:
         arenas
             By kind, those of `kinds`.
         steps, found
-            As in `Part.update`.
+            As in `TableGroup.update`.
         ops
             Kernels that sum gradients.
         link

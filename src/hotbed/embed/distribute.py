@@ -42,7 +42,7 @@ def distribute(
     dense: Dense = "ddp",
     forward_codec: Codec = "fp32",
     backward_codec: Codec = "fp32",
-    sums_apart: bool = False,
+    per_shard_statistics: bool = False,
     ranks_per_node: int | None = None,
     directory: str | Path | None = None,
     cache_policy: Policy = "lru",
@@ -83,7 +83,7 @@ def distribute(
     forward_codec, backward_codec
         How rows and gradients cross the wire (see `hotbed.ops.rows`); all but ``"fp32"`` round, so they change the
         model, by at most the stated error.
-    sums_apart
+    per_shard_statistics
         Let row-wise rules and norms take the sums of each tile for those of the row, where rows are cut into columns.
         Saves an exchange per step and changes the model.
     ranks_per_node
@@ -179,7 +179,7 @@ def distribute(
     if replicas > 1:
         _refuse_replicas(plan_tables(model))
     if base.rank == 0:
-        _say_what_changes_results(plan, forward_codec, backward_codec, sums_apart, dense)
+        _say_what_changes_results(plan, forward_codec, backward_codec, per_shard_statistics, dense)
         if replicas > 1 and not exact:
             _log.warning(
                 "replicas=%d are averaged every %d steps: results differ from one group's", replicas, sync_every
@@ -190,7 +190,7 @@ def distribute(
     if ranks_per_node is not None and ranks_per_node not in (1, size):  # which would be one hop
         link = NodeLink(link, ranks_per_node)
     storage = Storage(directory=directory, policy=cache_policy, cache_tier=cache_tier, host=host)
-    wire = Wire(link, forward_codec, backward_codec, sums_apart, copies)
+    wire = Wire(link, forward_codec, backward_codec, per_shard_statistics, copies)
     names = names_in_plans(model)
     for path, collection in collections.items():
         own = {name: names[path, name] for name in collection.tables}
@@ -353,14 +353,16 @@ def _plan_of_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | C
     return plan
 
 
-def _say_what_changes_results(plan: Plan, forward: Codec, backward: Codec, sums_apart: bool, dense: Dense) -> None:
+def _say_what_changes_results(
+    plan: Plan, forward: Codec, backward: Codec, per_shard_statistics: bool, dense: Dense
+) -> None:
     if dense == "fsdp":
         _log.warning("dense='fsdp': gradients of dense parameters are summed in another order than in rank order")
     for name, codec in (("forward_codec", forward), ("backward_codec", backward)):
         if codec != "fp32":
             _log.warning("%s=%r rounds what crosses the wire: results differ from those of one rank", name, codec)
-    if sums_apart and any(len({t.cols for t in tiles}) > 1 for tiles in plan.by_table.values()):
-        _log.warning("sums_apart=True: row-wise rules see the columns of each tile by themselves")
+    if per_shard_statistics and any(len({t.cols for t in tiles}) > 1 for tiles in plan.by_table.values()):
+        _log.warning("per_shard_statistics=True: row-wise rules see the columns of each tile by themselves")
     pooled = [t for t, form in plan.wire.items() if form == "pooled" and len({x.rows for x in plan.by_table[t]}) > 1]
     if pooled:
         _log.warning("wire='pooled': bags of several ids of %s are summed in parts", ", ".join(pooled))

@@ -22,7 +22,7 @@ from hotbed.bags import Bags
 from hotbed.comm import Link
 from hotbed.embed.ids import kept
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, Spread
+from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.specs import DYNAMIC_WAYS, Feature, Table
@@ -271,10 +271,10 @@ class DynamicTables:
         train
             Whether ids that are not known are to be noted.
         """
-        if isinstance(ids, Spread):
+        if isinstance(ids, ModelParallelInput):
             raise BatchError(
                 f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
-                "give the batch without hotbed.Spread"
+                "give the batch without hotbed.ModelParallelInput"
             )
         changed: dict[str, Bags] = {}
         for table, vocabulary in self._vocabularies.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Link
-from hotbed.embed.arena import Arena, Piece, raw_shapes
+from hotbed.embed.arena import Arena, Shard, raw_shapes
 from hotbed.embed.placement import Placement
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.specs import Table
@@ -31,7 +31,7 @@ class Holder:
     """
 
     def __init__(
-        self, piece: Piece, owner: int, owned: tuple[Arena, int] | None, copied: tuple[Arena, int] | None
+        self, piece: Shard, owner: int, owned: tuple[Arena, int] | None, copied: tuple[Arena, int] | None
     ) -> None:
         self.piece, self.owner, self.owned, self.copied = piece, owner, owned, copied
 
@@ -78,28 +78,28 @@ def scatter_moment(name: str, whole: Tensor, holders: Sequence[Holder]) -> None:
             arena.store.load_moment(piece, name, _cells(whole, holder.piece))
 
 
-def _cells(whole: Tensor, piece: Piece) -> Tensor:
+def _cells(whole: Tensor, piece: Shard) -> Tensor:
     rows = whole[piece.rows.start : piece.rows.stop : piece.rows.step]
     return rows if whole.dim() == 1 else rows[:, piece.cols.start : piece.cols.stop]
 
 
-def _raw(arena: Arena, number: int, piece: Piece) -> dict[str, Tensor]:
+def _raw(arena: Arena, number: int, piece: Shard) -> dict[str, Tensor]:
     """`RowStore.raw` of a piece, with the names that its table has."""
     raw = arena.store.raw(number)
     return {"fp32_weight": raw["weight"]} if _is_prefix(piece) else raw
 
 
-def _own_names(piece: Piece, raw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _own_names(piece: Shard, raw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The inverse: with the names that the store has."""
     return {"weight": raw["fp32_weight"]} if _is_prefix(piece) else raw
 
 
-def _is_prefix(piece: Piece) -> bool:
+def _is_prefix(piece: Shard) -> bool:
     """Whether all of a piece is of the float32 rows of a table that has others."""
     return piece.fp32_rows == len(piece.rows) and set(raw_shapes(piece.table)) != {"weight"}
 
 
-def _regions(whole: Mapping[str, Tensor], piece: Piece) -> dict[str, Tensor]:
+def _regions(whole: Mapping[str, Tensor], piece: Shard) -> dict[str, Tensor]:
     """The parts of a whole table's raw tensors that a piece holds, those without rows left out."""
     table, rows, cols = piece.table, piece.rows, piece.cols
     fp32_rows = table.rows if "fp32_weight" not in whole and whole["weight"].dtype == torch.float32 else table.fp32_rows

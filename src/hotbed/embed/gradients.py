@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from hotbed import ops
 from hotbed.embed.arena import Arena, untied
-from hotbed.embed.table_group import CHANGED, Contribution, Part, Request
+from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import OWN
 from hotbed.ops.rows import step_seeds
 from hotbed.optim import COMMON, Rule
-from hotbed.torch_hooks import are_tables_apart
+from hotbed.torch_hooks import are_tables_left_out
 
 _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
 
@@ -58,7 +58,7 @@ class TableUpdater:
         self,
         rule: Rule,
         tables: Collection[str],
-        parts: Sequence[Part],
+        parts: Sequence[TableGroup],
         ranks: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
         on_stepped: Callable[[Collection[str]], None],
@@ -164,14 +164,14 @@ class TableUpdater:
     def state(self, table: str) -> dict[str, Tensor]:
         """A table's moments and its ``step``; where the whole table is here, moments are its memory, not a copy."""
         part = self._part_of[table]
-        moments = () if are_tables_apart() else self.rule.moments
+        moments = () if are_tables_left_out() else self.rule.moments
         found = {m.name: untied(part.moment(table, m.name)) for m in moments}
         return {**found, "step": self._steps[self._order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave."""
         part = self._part_of[table]
-        for moment in () if are_tables_apart() else self.rule.moments:
+        for moment in () if are_tables_left_out() else self.rule.moments:
             part.load_moment(table, moment.name, state[moment.name])
         self._steps[self._order[table]] = state["step"]
 

@@ -1,4 +1,4 @@
-"""`WholePart`: tables that are all on this rank, looked up and updated in place."""
+"""`LocalTables`: tables that are all on this rank, looked up and updated in place."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.embed.arena import Arena, Held, Piece
+from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.ids import BagPlaces
-from hotbed.embed.table_group import Contribution, Part, Request, Vectors
+from hotbed.embed.table_group import Contribution, Request, TableGroup, Vectors
 from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Feature, Table
 
 
-class WholePart(Part):
+class LocalTables(TableGroup):
     """Tables that are all here: an arena per dtype, looked up and updated directly.
 
     Parameters
     ----------
     dim, tables, features
-        As in `Part`; of the features those of these tables count.
+        As in `TableGroup`; of the features those of these tables count.
     seed, device, backend
         As in `Arena`.
     """
@@ -46,7 +46,7 @@ class WholePart(Part):
         of_sequences: dict[str, list[Feature]] = {}
         for dtype in dict.fromkeys(t.dtype for t in tables):
             members = [t for t in tables if t.dtype == dtype]
-            arena = Arena([Piece.whole(t) for t in members], dim, seed=seed, device=device, backend=backend)
+            arena = Arena([Shard.whole(t) for t in members], dim, seed=seed, device=device, backend=backend)
             names = {t.name: i for i, t in enumerate(members)}
             self._place.update({name: (arena, i) for name, i in names.items()})
             self.arenas.append(arena)
@@ -124,9 +124,9 @@ class WholePart(Part):
         arena.store.load_raw(piece, raw)
 
     @override
-    def held(self, table: str) -> list[Held]:
+    def local_tiles(self, table: str) -> list[LocalTile]:
         arena, piece = self._place[table]
-        return [Held(arena.pieces[piece], arena, piece, True)]
+        return [LocalTile(arena.pieces[piece], arena, piece, True)]
 
     @override
     def rows(self, table: str) -> Tensor:
@@ -150,7 +150,7 @@ class WholePart(Part):
 
 
 class _Whole:
-    """An arena of whole tables as a `Source`."""
+    """An arena of whole tables as a `RowSource`."""
 
     def __init__(self, arena: Arena, pooled: BagPlaces | None, sequences: list[BagPlaces]) -> None:
         self.arena, self.pooled, self.sequences = arena, pooled, sequences

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.embed.arena import Piece
+from hotbed.embed.arena import Shard
 from hotbed.plan import Plan, Tile
 from hotbed.plan.tiling import Tier
 from hotbed.specs import RowDtype, Table
@@ -173,10 +173,10 @@ class Placement:
         """Tiles of this kind that this rank reads a copy of, in the order of their slots."""
         return self._copied[kind]
 
-    def pieces(self, tiles: Sequence[int]) -> list[Piece]:
+    def pieces(self, tiles: Sequence[int]) -> list[Shard]:
         """These tiles as pieces of an arena."""
         by_name = {t.name: t for t in self.tables}
-        return [Piece(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
+        return [Shard(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
 
     def cells(self, kind: int, rows: Tensor, lane: Tensor) -> Cells:
         """Where units of a kind are in a matrix of whole rows, by row ``[n]`` and lane ``[n]``."""

@@ -299,7 +299,7 @@ def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
 
 
 class PooledVectors:
-    """Vectors of units, which bags are pooled from; a `Source` and its own `Vectors`.
+    """Vectors of units, which bags are pooled from; a `RowSource` and its own `Vectors`.
 
     Parameters
     ----------
@@ -314,11 +314,11 @@ class PooledVectors:
     placement
         Of the tables.
     link
-        Over which the vectors come; see `hotbed.embed.row_exchange.Fetched`.
+        Over which the vectors come; see `hotbed.embed.row_exchange.ExchangedRows`.
     """
 
     updates = 0
-    """Never updated, see `hotbed.embed.row_exchange.Fetched`."""
+    """Never updated, see `hotbed.embed.row_exchange.ExchangedRows`."""
 
     def __init__(
         self,

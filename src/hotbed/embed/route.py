@@ -27,7 +27,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Cells, Found, Placement
 from hotbed.embed.pooled_exchange import Asked, PooledRoute, PooledStream, within_group
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, Spread
+from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import OUT, renamed
 from hotbed.specs import Feature
@@ -182,8 +182,8 @@ def _tell_owners(streams: Sequence[Stream], device: torch.device, link: Link) ->
         stream.received = handle.wait()
 
 
-def make_spread_route(
-    features: Sequence[Feature], ids: Spread, placement: Placement, link: Link, *, trained: bool
+def make_model_parallel_route(
+    features: Sequence[Feature], ids: ModelParallelInput, placement: Placement, link: Link, *, trained: bool
 ) -> PooledRoute:
     """What vectors go where; nothing is exchanged.
 
@@ -226,7 +226,9 @@ def make_spread_route(
     return PooledRoute(within_group(bags, torch.arange(rows + 1, device=device), rows), rows, streams, trained)
 
 
-def _stream(kind: int, features: Sequence[Feature], ids: Spread, placement: Placement, link: Link) -> PooledStream:
+def _stream(
+    kind: int, features: Sequence[Feature], ids: ModelParallelInput, placement: Placement, link: Link
+) -> PooledStream:
     """Units of one kind: by owner, then tile, then feature, then sample."""
     size, device = len(ids), ids.values.device
     entries = placement.entries.tolist()
@@ -258,7 +260,7 @@ def _stream(kind: int, features: Sequence[Feature], ids: Spread, placement: Plac
     )
 
 
-def _asked(held: Sequence[tuple[Feature, int]], ids: Spread) -> Asked:
+def _asked(held: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> Asked:
     """What every rank would ask this one for: bags of these features, whose tables start at these slots."""
     whole, device = ids.whole, ids.values.device
     none = torch.empty(0, dtype=torch.int64, device=device)

@@ -21,8 +21,8 @@ from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.store import RowStore
 
 
-class Fetched:
-    """Rows of a batch by position, see `Route`; a `Source` and its own `Vectors`.
+class ExchangedRows:
+    """Rows of a batch by position, see `Route`; a `RowSource` and its own `Vectors`.
 
     Parameters
     ----------

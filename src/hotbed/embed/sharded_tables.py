@@ -12,19 +12,19 @@ from typing_extensions import override
 
 from hotbed import ops
 from hotbed.comm import Link
-from hotbed.embed.arena import Arena, Held, Piece
-from hotbed.embed.column_sums import RowSums
+from hotbed.embed.arena import Arena, LocalTile, Shard
+from hotbed.embed.column_sums import ColumnSums
 from hotbed.embed.gather import Holder, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.placement import KIND, Kind, Placement
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
 from hotbed.embed.replicas import Sync
-from hotbed.embed.route import Route, make_route, make_spread_route
-from hotbed.embed.row_exchange import Fetched
-from hotbed.embed.table_group import Part, Request, Source
+from hotbed.embed.route import Route, make_model_parallel_route, make_route
+from hotbed.embed.row_exchange import ExchangedRows
+from hotbed.embed.table_group import Request, RowSource, TableGroup
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, Spread
+from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.reference_rules import sums_rows
 from hotbed.optim import Moment
@@ -39,7 +39,7 @@ class _Fetched(NamedTuple):
     """Routes, and the rows that they ask for."""
 
     routes: _Routes
-    sources: list[Source]
+    sources: list[RowSource]
 
 
 class _LookedUp(NamedTuple):
@@ -50,13 +50,13 @@ class _LookedUp(NamedTuple):
     is_pooled: bool
 
 
-class ShardedPart(Part):
+class ShardedTables(TableGroup):
     """Tables of one dim, distributed over ranks.
 
     Parameters
     ----------
     tables, features
-        As in `Part`.
+        As in `TableGroup`.
     plan
         Where tiles are.
     wire
@@ -85,7 +85,7 @@ class ShardedPart(Part):
         self._plan = plan
         self._backend: BackendName = backend
         self.placement = Placement(tables, plan, wire.link.rank, device)
-        self._row_sums = RowSums(self.placement)
+        self._row_sums = ColumnSums(self.placement)
 
         def arena(kind: Kind, tiles: list[int], where: Storage) -> Arena:
             pieces = self.placement.pieces(tiles)
@@ -141,11 +141,11 @@ class ShardedPart(Part):
     @override
     def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> _Routes:
         found: _Routes = []
-        if isinstance(ids, Spread):
+        if isinstance(ids, ModelParallelInput):
             if ids.whole.weights is not None and ids.whole.weights.requires_grad:
                 raise BatchError(
                     "per-id weights that are trained need every rank to have all ids of its samples; give the batch "
-                    "without hotbed.Spread"
+                    "without hotbed.ModelParallelInput"
                 )
             if self.sequences:
                 raise BatchError(
@@ -153,7 +153,7 @@ class ShardedPart(Part):
                     "features of its samples"
                 )
             return [
-                make_spread_route(
+                make_model_parallel_route(
                     list(self._spread.places.features), ids, self.placement, link, trained=trained(set(self.tables))
                 )
             ]
@@ -187,7 +187,7 @@ class ShardedPart(Part):
         return _Fetched(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
 
     def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
-        return [self._spread] if isinstance(ids, Spread) else self._looked_up
+        return [self._spread] if isinstance(ids, ModelParallelInput) else self._looked_up
 
     @override
     def prefetch(self, routes: object) -> None:
@@ -197,10 +197,10 @@ class ShardedPart(Part):
                 if len(slots):
                     self.arenas[stream.kind].store.prefetch(slots)
 
-    def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> Source:
+    def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
         if isinstance(route, PooledRoute):
             return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement, link)
-        return Fetched(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim, link)
+        return ExchangedRows(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim, link)
 
     # -- updates ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class ShardedPart(Part):
         self.settle()
         step = next(iter(steps.values()))
         cut: dict[int, Arena] = {}
-        if sums_rows(step.rule, step.uses) and not self.wire.sums_apart:
+        if sums_rows(step.rule, step.uses) and not self.wire.per_shard_statistics:
             cut = {kind: self.arenas[kind] for kind in self._row_sums.kinds}
         for arena, (occurrences, grad) in found.items():
             if arena not in cut.values():
@@ -260,7 +260,7 @@ class ShardedPart(Part):
                 owned, copied = placement.owned(placement.kinds[kind]), placement.copied(placement.kinds[kind])
                 found.append(
                     Holder(
-                        Piece(self.tables[table], tile.rows, tile.cols),
+                        Shard(self.tables[table], tile.rows, tile.cols),
                         tile.owner,
                         (self.arenas[kind], owned.index(i)) if i in owned else None,
                         (self.copies[kind], copied.index(i)) if i in copied else None,
@@ -277,12 +277,12 @@ class ShardedPart(Part):
         scatter_raw(raw, self._holders(table))
 
     @override
-    def held(self, table: str) -> list[Held]:
-        found: list[Held] = []
+    def local_tiles(self, table: str) -> list[LocalTile]:
+        found: list[LocalTile] = []
         for holder in self._holders(table):
             for place, owned in ((holder.owned, True), (holder.copied, False)):
                 if place is not None:
-                    found.append(Held(holder.piece, *place, owned))
+                    found.append(LocalTile(holder.piece, *place, owned))
         return found
 
     @override

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotbed import ops
 from hotbed.comm import Link
-from hotbed.embed.arena import Arena, Held
+from hotbed.embed.arena import Arena, LocalTile
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
@@ -66,7 +66,7 @@ class Contribution(Protocol):
         ...
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Where a request reads rows and leaves gradients."""
 
     @property
@@ -97,13 +97,13 @@ class Source(Protocol):
 class Request(NamedTuple):
     """Bags that one launch pools into output ``output``; ``trained``: whether gradients are wanted."""
 
-    source: Source
+    source: RowSource
     bags: BagLayout
     output: int
     trained: bool
 
 
-class Part(ABC):
+class TableGroup(ABC):
     """The tables of one dim, and the features that are looked up in them.
 
     Attributes
@@ -200,7 +200,7 @@ class Part(ABC):
     def renew(self, table: str, rows: Tensor, ids: Tensor) -> None:
         """Let rows of a dynamic table begin anew, with the initial values of these ids; moments, too."""
         spec, own = self.tables[table], self.initial_moments.get(table, {})
-        for held in self.held(table):
+        for held in self.local_tiles(table):
             piece, store = held.piece, held.arena.store
             here = (rows >= piece.rows.start) & (rows < piece.rows.stop)
             here &= (rows - piece.rows.start) % piece.rows.step == 0
@@ -226,7 +226,7 @@ class Part(ABC):
         """Overwrite a table with what `raw` gave."""
 
     @abstractmethod
-    def held(self, table: str) -> list[Held]:
+    def local_tiles(self, table: str) -> list[LocalTile]:
         """Tiles of a table that are on this rank."""
 
     @abstractmethod

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.bags import describe
-from hotbed.embed.arena import Held, raw_shapes, untied
+from hotbed.embed.arena import LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater
-from hotbed.embed.local_tables import WholePart
-from hotbed.embed.sharded_tables import ShardedPart
-from hotbed.embed.table_group import Part
+from hotbed.embed.local_tables import LocalTables
+from hotbed.embed.sharded_tables import ShardedTables
+from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.store import Traffic
-from hotbed.torch_hooks import are_tables_apart
+from hotbed.torch_hooks import are_tables_left_out
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
@@ -64,8 +64,8 @@ class TableModule(nn.Module):
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
-        self._parts: list[Part] = [
-            WholePart(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
+        self._parts: list[TableGroup] = [
+            LocalTables(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
         self._summed_ranks = 1
@@ -85,7 +85,7 @@ class TableModule(nn.Module):
     @property
     def is_distributed(self) -> bool:
         """Whether ranks share the tables."""
-        return any(isinstance(part, ShardedPart) for part in self._parts)
+        return any(isinstance(part, ShardedTables) for part in self._parts)
 
     @property
     def replicas(self) -> int:
@@ -140,9 +140,9 @@ class TableModule(nn.Module):
         self._part(table)
         self.tables[table] = replace(self.tables[table], init_seed=seed, init_bound=bound)
 
-    def held(self, table: str) -> list[Held]:
+    def local_tiles(self, table: str) -> list[LocalTile]:
         """Tiles of a table that are on this rank; for checkpoints."""
-        return self._part(table).held(table)
+        return self._part(table).local_tiles(table)
 
     def freeze(self, *tables: str) -> Self:
         """Stop training these tables (all if none is named)."""
@@ -158,7 +158,7 @@ class TableModule(nn.Module):
             self.handles[name].requires_grad_(trained)
         return self
 
-    def _part(self, table: str) -> Part:
+    def _part(self, table: str) -> TableGroup:
         for part in self._parts:
             if table in part.tables:
                 return part
@@ -179,7 +179,7 @@ class TableModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._dynamic.save(destination, prefix)
-        if are_tables_apart():
+        if are_tables_left_out():
             return
         for table in self.tables:
             for name, tensor in self._part(table).raw(table).items():
@@ -196,7 +196,7 @@ class TableModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         expected = self._dynamic.load(state_dict, prefix, missing_keys, error_msgs)
-        for table in () if are_tables_apart() else self.tables:
+        for table in () if are_tables_left_out() else self.tables:
             shapes = raw_shapes(self.tables[table])
             keys = {name: f"{prefix}{table}.{name}" for name in shapes}
             expected.update(keys.values())

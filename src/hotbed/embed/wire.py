@@ -22,7 +22,7 @@ from hotbed.ops import Occurrences
 from hotbed.ops.rows import Codec
 
 
-class Work:
+class LoadCounters:
     """Counts of one rank.
 
     Attributes
@@ -58,7 +58,7 @@ class Wire:
         The ranks; of its own, because gradients travel while others compute.
     forward, backward
         Codecs of rows and of gradients; all but ``"fp32"`` change results.
-    sums_apart
+    per_shard_statistics
         Whether rules that sum over columns do so over the columns of each tile; it changes results.
     replicas
         Other groups that hold copies of the tables, if there are any.
@@ -69,9 +69,9 @@ class Wire:
     link: Link
     forward: Codec = "fp32"
     backward: Codec = "fp32"
-    sums_apart: bool = False
+    per_shard_statistics: bool = False
     replicas: Replicas | None = None
-    work: Work = field(default_factory=Work)
+    work: LoadCounters = field(default_factory=LoadCounters)
 
     @property
     def links(self) -> list[Link]:

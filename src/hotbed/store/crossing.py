@@ -1,4 +1,4 @@
-"""`Crossing`: records of the host as a device reads and writes them."""
+"""`DeviceStaging`: records of the host as a device reads and writes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotbed.store import memory
 from hotbed.store.records import Over, Records, Traffic, Use
 
 
-class Crossing(Over):
+class DeviceStaging(Over):
     """Records in the host's memory or in a file, given and taken as tensors of a device.
 
     They cross in page-locked memory. Copies to the device are asynchronous, those from it wait for the device.

@@ -17,7 +17,7 @@ from hotbed.specs import RowDtype
 from hotbed.store.ahead import ReadAhead
 from hotbed.store.base import RowStore, Span, Tier
 from hotbed.store.cached import CachedRecords, Policy
-from hotbed.store.crossing import Crossing
+from hotbed.store.crossing import DeviceStaging
 from hotbed.store.dense import DenseStore
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.lazy import LazyStore
@@ -90,7 +90,7 @@ class Storage:
         if self.tier == "disk" or (on_device and device.type != "cpu"):
             records = ReadAhead(records)
         if on_device:
-            records = Crossing(records, device)
+            records = DeviceStaging(records, device)
         elif self.cache_rows:
             backend = host_backend(backend, device)
         return (

@@ -18,7 +18,7 @@ from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.train.callbacks import BestSoFar, Callback
-from hotbed.train.directory_lock import Claim
+from hotbed.train.directory_lock import DirectoryLock
 from hotbed.train.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class Saver:
         self._saving: Saving | None = None
         self._step = 0
         self._waited_s = 0.0
-        self._claims: dict[str, Claim] = {}
+        self._claims: dict[str, DirectoryLock] = {}
         self.records: list[dict[str, Any]] = []
 
     def claim(self, where: Directory) -> None:
         """Hold a directory for this run until `release`; all ranks must call this."""
         with self._trainer.ranks.together(f"use {where}"):
             if self._trainer.ranks.is_first and where.path not in self._claims:
-                self._claims[where.path] = Claim(where).__enter__()
+                self._claims[where.path] = DirectoryLock(where).__enter__()
 
     def release(self) -> None:
         """Give directories up."""
@@ -177,7 +177,7 @@ class KeepLast(Callback):
         self._saved_at, self._own = time.monotonic(), -1
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Claim the directory, and remove what earlier runs left unfinished there."""
+        """Lock the directory, and remove what earlier runs left unfinished there."""
         self._saved_at, self._own = time.monotonic(), trainer.step
         claim(trainer, self._where)
 
@@ -229,7 +229,7 @@ class KeepBest(Callback):
         self._is_best = False
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Claim the directory, and remove what earlier runs left unfinished there."""
+        """Lock the directory, and remove what earlier runs left unfinished there."""
         claim(trainer, self._where)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:

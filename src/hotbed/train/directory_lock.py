@@ -1,4 +1,4 @@
-"""`Claim`: a directory of checkpoints belongs to one run at a time."""
+"""`DirectoryLock`: a directory of checkpoints belongs to one run at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hotbed.errors import CheckpointError
 OWNER = ".owner.json"
 
 
-class Claim:
+class DirectoryLock:
     """Holds a directory for this process while it is used as a context.
 
     Two runs in one directory would remove each other's checkpoints. On a local file system the claim ends with the

@@ -22,7 +22,7 @@ from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, collections_of, distribute, plan_for, plan_tables
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
-from hotbed.jagged import Spread
+from hotbed.jagged import ModelParallelInput
 from hotbed.machine import fit_threads
 from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
@@ -139,7 +139,7 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
         dense=parallel.dense,
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
-        sums_apart=parallel.sums_apart,
+        per_shard_statistics=parallel.per_shard_statistics,
         ranks_per_node=parallel.ranks_per_node,
         directory=recipe.memory.directory,
         cache_policy=recipe.memory.cache_policy,
@@ -355,12 +355,12 @@ class Ranks:
         return Path(self.names([] if path is None or not self.is_first else [str(path)])[0])
 
 
-def spread_batch(batch: Batch, rank: int, size: int) -> Batch:
-    """A rank's samples of a global batch, but the ids of all samples; see `Spread`."""
+def model_parallel_batch(batch: Batch, rank: int, size: int) -> Batch:
+    """A rank's samples of a global batch, but the ids of all samples; see `ModelParallelInput`."""
     shares = [share_of(len(batch), r, size) for r in range(size)]
     mine = shares[rank]
     return Batch(
-        sparse=Spread(batch.sparse, [s.stop - s.start for s in shares], rank),
+        sparse=ModelParallelInput(batch.sparse, [s.stop - s.start for s in shares], rank),
         dense=None if batch.dense is None else batch.dense[mine],
         labels=None if batch.labels is None else batch.labels[mine],
         weights=None if batch.weights is None else batch.weights[mine],

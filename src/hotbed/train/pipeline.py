@@ -1,4 +1,4 @@
-"""What is done while a batch is computed: for the next batch (`Ahead`), and for the rest of the batch (`Fetcher`).
+"""Prefetch while a batch is computed: the next batch (`Ahead`), and the rows of the rest of a batch (`RowPrefetcher`).
 
 Each has one thread over a process group of its own, so its exchanges overlap with those of the step; it takes batches
 in their order, so all ranks exchange in the same order. What a step computes is what it would compute without: rows
@@ -101,12 +101,12 @@ class Ahead:
         parts = [self._move(part) for part in self._divide(batch)]
         for part in parts:
             for collection in self._collections:
-                collection.exchange_ahead(part.sparse, self._link)
+                collection.prefetch_ids(part.sparse, self._link)
         self.exchange_s += time.perf_counter() - start
         return parts
 
 
-class Fetcher:
+class RowPrefetcher:
     """Brings the rows of one part of a batch here while another part is computed.
 
     Parameters
@@ -131,4 +131,4 @@ class Fetcher:
 
     def _fetch(self, batch: Batch) -> None:
         for collection in self._collections:
-            collection.fetch_ahead(batch.sparse, self._link)
+            collection.prefetch_rows(batch.sparse, self._link)

@@ -28,7 +28,7 @@ from hotbed.train.checkpointing import KeepBest, KeepLast
 from hotbed.train.directory_lock import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.metrics import Metrics, evaluate
-from hotbed.train.parallel import Ranks, spread_batch
+from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.progress import ShowProgress
 from hotbed.train.report import RunDirectory, environment, print_taken
 from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
@@ -388,7 +388,7 @@ def _training_loader(
                 )
         own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
         features = [c.name for c in source.schema.sparse if c.table_name in own]
-        return loader(source.only(features), 0, 1, lambda batch: spread_batch(batch, ranks.rank, ranks.size))
+        return loader(source.only(features), 0, 1, lambda batch: model_parallel_batch(batch, ranks.rank, ranks.size))
     return loader(source, ranks.rank, ranks.size)
 
 

@@ -29,7 +29,7 @@ from hotbed.train.checkpointing import Saver
 from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
 from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
-from hotbed.train.pipeline import Ahead, Divide, Fetcher, whole
+from hotbed.train.pipeline import Ahead, Divide, RowPrefetcher, whole
 from hotbed.train.throughput import Balance, Clock
 
 _COUNTERS = ("step", "epoch", "position", "samples")
@@ -123,7 +123,7 @@ class Trainer:
         self.numerics = Numerics(model, recipe, self.device, self.ranks)
         self._balance = Balance(model)
         self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap, divide=divide)
-        self._fetcher = Fetcher(model) if isinstance(model, Distributed) and divide is not whole else None
+        self._fetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
         self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
         self.schedules = {

@@ -21,7 +21,7 @@ from torch import Tensor
 from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable, Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import Piece, making, rows_per_piece
+from hotbed.checkpoint.writing import Chunk, making, rows_per_chunk
 from hotbed.errors import CheckpointError
 from hotbed.specs import Table
 
@@ -246,14 +246,14 @@ def write_peer(
     with making(target) as (place, writer):
         if tensors:
             writer.write("model.safetensors", {key: Array.of(tensor) for key, tensor in tensors.values()})
-        tiles = writer.write_pieces(_pieces(model, collection, progress), "tables")
+        tiles = writer.write_chunks(_pieces(model, collection, progress), "tables")
         tables = {name: replace(table, tiles=tuple(tiles[name])) for name, table in saved.items()}
         manifest = Manifest(parts=states, tables=tables, files=writer.entries())
         place.write(MANIFEST, manifest.to_json())
     return manifest
 
 
-def _pieces(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Piece]:
+def _pieces(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
     total = sum(rows.shape[0] * rows.shape[1] for rows in model.tables.values())
     done = 0
 
@@ -268,7 +268,7 @@ def _pieces(model: PeerModel, collection: str, progress: Callable[[int, int], No
 
     for name, array in model.tables.items():
         count, dim = array.shape
-        step = rows_per_piece(4 * dim)
+        step = rows_per_chunk(4 * dim)
         for first in range(0, count, step):
             last = min(first + step, count)
-            yield Piece(f"{collection}.{name}", range(first, last), range(dim), {"weight": part(array, first, last)})
+            yield Chunk(f"{collection}.{name}", range(first, last), range(dim), {"weight": part(array, first, last)})
