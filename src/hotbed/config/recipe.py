@@ -180,7 +180,7 @@ class InitRecipe:
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
     checkpoint: str | None = None
-    """Checkpoint, or a directory whose newest is meant, also of an earlier model; what does not fit is reinitialized."""
+    """Checkpoint, or a directory whose newest is meant, or of an earlier model; what does not fit is reinitialized."""
     rename: dict[str, str] = field(default_factory=dict)
     """What the checkpoint calls a table, by its name here."""
     leave: list[str] = field(default_factory=list)
