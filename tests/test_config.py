@@ -66,7 +66,7 @@ def test_former_names_work_and_warn_with_the_new_ones() -> None:
     with pytest.warns(FutureWarning, match=r"hot\.batches 'apart' is now called 'alternating'"):
         assert Recipe.from_dict(former).hot.batches == "alternating"
     both = values() | {"parallel": {"per_shard_statistics": False, "sums_apart": True}}
-    with pytest.raises(RecipeError, match="has both 'parallel.per_shard_statistics' and its former name"):
+    with pytest.raises(RecipeError, match=r"has both 'parallel\.per_shard_statistics' and its former name"):
         check_keys(both)
 
 
