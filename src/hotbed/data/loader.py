@@ -11,9 +11,10 @@ running task never waits for one that has not started: no deadlock at any number
 batches ahead of the consumer, which bounds memory: at most two windows more than the one being consumed, and
 ``prefetch`` batches.
 
-*The inner loop* cuts, joins and permutes batches. NumPy does the copying: it lets other threads run and, unlike torch, starts no threads of its own, so the loader's
-threads do not take cores from the training step. Every column is written once, where it ends up: fresh memory is what
-costs here, in page faults (3 × the time of the copies where whole windows were copied twice).
+*The inner loop* cuts, joins and permutes batches. NumPy does the copying: it lets other threads run and, unlike torch,
+starts no threads of its own, so the loader's threads do not take cores from the training step. Every column is written
+once, where it ends up: fresh memory is what costs here, in page faults (3 × the time of the copies where whole windows
+were copied twice).
 """
 
 from __future__ import annotations
