@@ -16,8 +16,8 @@ Batches are there already, so reading data is not counted. After `WARM_UP` steps
   told of the next, so with the loss, checks, schedules, and what is prepared ahead for the batch after it.
 
 `sys.setprofile` counts in the main thread, `threading.setprofile` in all that Python starts. Counting begins and ends
-when nothing has been called for `QUIET_S`, so what threads still do belongs to the step that asked for it. How a pool
-shares out work to its threads changes the moves by one or two.
+when nothing has been called for `QUIET_S`, so what threads still do belongs to the step that asked for it. Moves of
+the ``Trainer`` with rows in a file differ by some percent, by what of the read-ahead is there in time.
 
 - *call*: a ``call`` event of a Python function whose code is in a file of the package; going back into a generator is
   one, too. Comprehensions and generator expressions are no functions, so no calls. Functions of C and of Numba, and
