@@ -32,6 +32,7 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).with_name("faults.toml")
+PLUGINS = Path(__file__).with_name("plugins")
 SOURCE = Path("src/hotbed")
 ALL_TESTS = ("tests",)
 
@@ -132,9 +133,11 @@ def run_tests(arguments: Sequence[str], copy: Path, cache: Path, limit_s: float)
     FaultError
         If pytest could not run them.
     """
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "XDG_CACHE_HOME": str(cache)}
+    paths = os.pathsep.join(map(str, (copy / "src", PLUGINS)))
+    environment = {**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(cache)}
     environment.pop("NUMBA_CACHE_DIR", None)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", "-p", "no:cacheprovider", *arguments]
+    plugins = ["-p", "no:cacheprovider", "-p", "hotbed_unshrunk"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", *plugins, *arguments]
     process = subprocess.Popen(
         command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
