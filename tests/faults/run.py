@@ -223,4 +223,6 @@ def _line(result: Result) -> str:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):  # which a shell's background jobs are told to ignore
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())
