@@ -125,6 +125,26 @@ def copy_project(root: Path, work: Path) -> Path:
     return copy
 
 
+def environment(copy: Path, cache: Path) -> dict[str, str]:
+    """Make the environment in which the tests of a copy import the copy, with a cache of kernels of its own."""
+    paths = os.pathsep.join(map(str, (copy / "src", PLUGINS)))
+    inherited = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    return {**inherited, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(cache)}
+
+
+def refuse_another_source(copy: Path, cache: Path) -> None:
+    """Raise `FaultError` unless it is the copy that tests import, for in any other source no fault would be found."""
+    script = "import importlib.util; print(importlib.util.find_spec('hotbed').origin)"
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=copy, env=environment(copy, cache), check=True, capture_output=True
+    )
+    origin = Path(found.stdout.decode().strip())
+    if not origin.is_relative_to(copy / "src"):
+        raise FaultError(
+            f"hotbed is imported from {origin}, must be from {copy / 'src'}; what comes before PYTHONPATH?"
+        )
+
+
 def run_tests(arguments: Sequence[str], copy: Path, cache: Path, limit_s: float) -> tuple[Outcome, str | None]:
     """Run tests of a copy of the project until one fails; what came of them, and which one failed.
 
@@ -133,13 +153,15 @@ def run_tests(arguments: Sequence[str], copy: Path, cache: Path, limit_s: float)
     FaultError
         If pytest could not run them.
     """
-    paths = os.pathsep.join(map(str, (copy / "src", PLUGINS)))
-    environment = {**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(cache)}
-    environment.pop("NUMBA_CACHE_DIR", None)
     plugins = ["-p", "no:cacheprovider", "-p", "hotbed_unshrunk"]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-rfE", *plugins, *arguments]
     process = subprocess.Popen(
-        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=copy,
+        env=environment(copy, cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output = process.communicate(timeout=limit_s)[0].decode(errors="replace")
@@ -201,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work: Path = (asked.work or Path(temporary)).resolve()
         copy, cache = copy_project(ROOT, work), work / "cache"
         try:
+            refuse_another_source(copy, cache)
             for name in names:
                 fault = faults.get(name)
                 own = [t for f in faults.values() if fault in (f, None) for t in f.tests if (copy / t).exists()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -64,6 +65,15 @@ def test_a_fault_that_does_not_fit_one_place_is_refused(tmp_path: Path, find: st
 def test_one_of_several_edits_fits(tmp_path: Path):
     edits = (("sum(numbers)", "0"), ("sum(values)", "1"))
     assert locate(Fault("f", "", edits, ()), project(tmp_path))[2].endswith("return 1\n")
+
+
+def test_a_copy_that_is_not_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copy = project(tmp_path)
+    run.refuse_another_source(copy, tmp_path / "cache")
+    elsewhere = project(tmp_path / "elsewhere") / "src"
+    monkeypatch.setattr(run, "environment", lambda copy, cache: {**os.environ, "PYTHONPATH": str(elsewhere)})
+    with pytest.raises(FaultError, match=f"hotbed is imported from {elsewhere}.*, must be from {copy}/src"):
+        run.refuse_another_source(copy, tmp_path / "cache")
 
 
 def test_the_runner_tells_which_test_finds_a_fault(
