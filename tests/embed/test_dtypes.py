@@ -8,8 +8,7 @@ import torch
 
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.ops.narrow import round_stochastic
-from hotbed.ops.random import random_bits, step_seeds
+from hotbed.ops.rows import random_bits, round_stochastic, step_seeds
 from hotbed.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from hotbed.specs import Feature, Table
 
