@@ -25,9 +25,9 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 WAYS = {
-    "import": "import hotbed",
-    "command": "import sys; sys.argv = ['hotbed', '--help']; from hotbed.cli import main; main()",
-    "module": "import sys, runpy; sys.argv = ['hotbed', '--help']; runpy.run_module('hotbed')",
+    "import": "import hotbed; hotbed.Trainer",
+    "command": "import sys; sys.argv = ['hotbed', 'prepare', '--help']; from hotbed.cli import main; main()",
+    "module": "import sys, runpy; sys.argv = ['hotbed', 'prepare', '--help']; runpy.run_module('hotbed')",
     "rank": "import hotbed.train.promise_worker",
 }
 KERNEL = """
