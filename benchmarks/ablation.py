@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotbed as hb
+from hotbed.commands.demo import demo_recipe
 from hotbed.data import write_synthetic_log
 from hotbed.data.prepare import prepare
-from hotbed.train.demo import demo_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)

@@ -97,9 +97,9 @@ def make_recipe(folder: Path, samples: int) -> Path:
     """The demo's recipe, on a log that is made here; it never ends by itself."""
     import yaml
 
+    from hotbed.commands.demo import demo_recipe
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
-    from hotbed.train.demo import demo_recipe
 
     write_synthetic_log(folder / "log.tsv", samples, seed=0)
     made = prepare(folder / "log.tsv", folder / "data")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 
 
 def run(*argv: object) -> None:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
+from hotbed.commands.pack import pack_by_popularity
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import SplitBinaryWriter, ZipfSource
 from hotbed.data.hot_loader import HotColdLoader
@@ -35,7 +36,6 @@ from hotbed.data.pack import hot_inputs
 from hotbed.files import write_json
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.hot_rows import pack_by_popularity
 from hotbed.train.parallel import process_group
 from hotbed.train.report import environment
 from hotbed.train.run import _training_loader

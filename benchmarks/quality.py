@@ -35,9 +35,9 @@ from benchmarks.quality_planted import ROWS, PlantedLog
 from benchmarks.quality_report import draw, print_results, render
 from benchmarks.quality_results import BASELINE, CONFIGS, LOGS, Config, Log, Results
 from benchmarks.quality_training import PlantedSettings, RealSettings, Trained, train_planted, train_real
+from hotbed.commands.demo import TEST_FRACTION, THRESHOLD
 from hotbed.data import SplitBinarySource
 from hotbed.data.prepare import prepare
-from hotbed.train.demo import TEST_FRACTION, THRESHOLD
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).parent.parent

@@ -22,10 +22,10 @@ import hotbed as hb
 from benchmarks.quality_planted import DENSE, PIECE, ROWS, PlantedLog
 from benchmarks.quality_results import Config
 from benchmarks.quality_stats import Scores
+from hotbed.commands.demo import demo_recipe
 from hotbed.config import Recipe, ScheduleRecipe
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.train.build import build_trainer
-from hotbed.train.demo import demo_recipe
 
 OTHER_SEED = 1_000_000
 """Added to the seed of initial values by the configuration that tells the noise between seeds."""

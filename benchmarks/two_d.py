@@ -36,9 +36,9 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from benchmarks.quality_planted import PlantedLog
+from hotbed.commands.demo import TEST_FRACTION, THRESHOLD
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.prepare import prepare
-from hotbed.train.demo import TEST_FRACTION, THRESHOLD
 from hotbed.train.metrics import evaluate
 from hotbed.train.report import environment
 

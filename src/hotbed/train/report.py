@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -17,14 +16,10 @@ from rich.table import Table as RichTable
 from hotbed.checkpoint import Taken, directory, runs_in
 from hotbed.config import Recipe
 from hotbed.files import read_yaml, write_json, write_text, yaml_text
-from hotbed.machine import cpu, usable_cores
+from hotbed.machine import cpu, release, usable_cores
 from hotbed.plan import Plan
 from hotbed.train.directory_lock import are_same
 from hotbed.train.parallel import Ranks
-
-if TYPE_CHECKING:
-    from hotbed.data.prepare import PrepareReport
-
 
 RECIPE = "recipe.yaml"
 SUMMARY = "summary.json"
@@ -121,14 +116,7 @@ def environment(device: torch.device) -> dict[str, str]:
     hardware = f"{cpu().name}, {usable_cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
-    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": _release()}
-
-
-def _release() -> str:
-    try:
-        return version("hotbed")
-    except PackageNotFoundError:  # imported from src/, never installed
-        return "unknown (source checkout)"
+    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": release()}
 
 
 # -- the final table -----------------------------------------------------------------------------------------------
@@ -146,7 +134,8 @@ def print_metrics(
     console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
 ) -> None:
     """Print metrics, beside the best that any model could reach where that is known."""
-    table = RichTable(title=title, title_justify="left")
+    console.print(title, style="table.title", soft_wrap=True)
+    table = RichTable()
     table.add_column("metric")
     table.add_column("reached", justify="right")
     if best:
@@ -190,19 +179,6 @@ def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> N
     console.print(table)
     parameters = sum(entry.what == "parameter" and entry.taken for entry in report)
     console.print(f"{parameters} parameters of the dense part were taken")
-
-
-def print_prepared(console: Console, report: PrepareReport) -> None:
-    """Print what `hotbed.prepare` made."""
-    table = RichTable(title=f"{report.path}", title_justify="left")
-    for name in ("split", "samples"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for split, samples in report.samples.items():
-        table.add_row(split, f"{samples:,}")
-    console.print(table)
-    console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
-    for reason, count in report.skipped.items():
-        console.print(f"{count:,} lines were left out: bad {reason}")
 
 
 def _number(value: float | None) -> str:

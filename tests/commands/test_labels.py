@@ -1,4 +1,4 @@
-"""What `hotbed train` and `hotbed eval` do with labels that cannot be trained on or evaluated."""
+"""Protects that labels which cannot be trained on or evaluated are refused, with the place where they are."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import DataError
 from hotbed.train.build import build_trainer, open_source
-from tests.cli_cases import Output, refused, train, wide_output_fixture
+from tests.commands.cases import Output, refused, train
 from tests.ranks import Ranks
-
-__all__ = ["wide_output_fixture"]
 
 
 def made(path: Path, labels: Any, **data: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Recipes that `hotbed init` drafts: they load, name what is there, test on test data, and scale numericals."""
+"""Protects that recipes drafted by `hotbed init` load, name what is there, test on test data, and scale numericals."""
 
 import datetime
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotbed.cli import main
-from hotbed.cli_recipe import add_recipe, recipe_of
+from hotbed.commands.arguments import RecipeParser, add_recipe, recipe_of
+from hotbed.commands.init import draft_recipe
+from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import DataError
 from hotbed.files import read_yaml
 from hotbed.train.build import open_source
-from hotbed.train.draft import draft_recipe
 from hotbed.train.report import recipe_yaml
-from tests.cli_cases import Output, train
+from tests.commands.cases import Output, train
 
 NAMES = [
     *("10", "1e3", "0x1F", "-1", ".5", ".nan", "null", "Null", "~", "None", "yes", "on", "true", "NaN", "2024-01-01"),
@@ -33,11 +33,7 @@ NAMES = [
 
 def loaded(file: Path) -> Recipe:
     """What ``hotbed train FILE`` makes of a recipe, which is what the library makes of it, too."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False, default_env=False)
-    add_recipe(parser)
-    recipe = recipe_of(parser.parse_args([f"--recipe={file}"]))
+    recipe = recipe_of(RecipeParser(add_recipe).parse_args([str(file)]).as_dict())
     assert recipe == Recipe.from_dict(read_yaml(file))
     return recipe
 

@@ -1,4 +1,4 @@
-"""``hotbed pack`` on the command line."""
+"""Protects that `hotbed pack` makes rows hot within a budget, and splits samples by them."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
 from hotbed.embed import plan_tables
@@ -16,15 +16,7 @@ from hotbed.plan.cost import tile_bytes
 from hotbed.train.build import new_model, open_source
 from hotbed.train.parallel import moments_by_table, planned
 from hotbed.train.table_file import read_hot_rows
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    inspected,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, inspected, refused
 
 ROW = 4 * (8 + 1)  # bytes of a row and its moment
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hotbed.data import ParquetSource, Schema, draft_schema
-from hotbed.errors import SpecError
-from hotbed.files import yaml_text
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.errors import RecipeError, SpecError
+from hotbed.files import local, location, write_text, yaml_text
+
+if TYPE_CHECKING:
+    from hotbed.data import ParquetSource, Schema
 
 _TEMPLATE = """\
 # Drafted by `hotbed init` from the column names, types and a sample of the data. Check the schema, then:
@@ -51,6 +56,26 @@ _SCALING = """\
 _LONGEST_NAME = 100
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the data, its label and the recipe's file."""
+    parser.usage = "hotbed init PATH [options]"
+    parser.add_argument("path", type=str, help="Parquet file or folder; a path or a URI.")
+    parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
+    parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
+
+
+def run(parsed: Namespace) -> None:
+    """Draft a recipe, and write or print it."""
+    out = None if parsed.out is None else local("--out", parsed.out)
+    if out is not None and out.exists():
+        raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
+    text = draft_recipe(location(parsed.path), parsed.label)
+    if out is None:
+        print(text, end="")
+    else:
+        write_text(out, text)
+
+
 def draft_recipe(path: str | Path, label: str | None = None) -> str:
     """Write a commented recipe for a Parquet file or folder, as YAML.
 
@@ -67,6 +92,8 @@ def draft_recipe(path: str | Path, label: str | None = None) -> str:
     DataError
         If there is no Parquet data, label or column to embed, or a label is not from 0 to 1.
     """
+    from hotbed.data import ParquetSource, draft_schema
+
     schema = draft_schema(path, label=label)
     plain = schema.to_dict()
     source = ParquetSource(path, plain)
@@ -98,6 +125,8 @@ def _left_out(source: ParquetSource, schema: Schema) -> str:
 
 def _splits(path: str | Path, source: ParquetSource, schema: dict[str, object]) -> tuple[str, str]:
     """Lines for the splits to evaluate and test on, and the line that cuts one off where there is none."""
+    from hotbed.data import ParquetSource
+
     valid = "  valid_split: valid\n" if "valid" in source.splits else ""
     if "test" in source.splits:
         return f"{valid}  test_split: test\n", ""

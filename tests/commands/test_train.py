@@ -1,3 +1,5 @@
+"""Protects that `hotbed train` does what the recipe and the options say, and refuses what cannot be."""
+
 import json
 import os
 from pathlib import Path
@@ -12,23 +14,14 @@ from torch import Tensor, nn
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, checkpoints_in, read_manifest
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.data import write_synthetic_log
 from hotbed.data.prepare import prepare
 from hotbed.embed import EmbeddingCollection
 from hotbed.plan import make_plan
 from hotbed.train.build import build_model, open_source, tables_of
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    inspected,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, inspected, refused, train
 
 
 @pytest.mark.parametrize(
@@ -287,7 +280,14 @@ class Linear(nn.Module):
 
 
 def test_a_model_of_the_user_works(recipe: Path) -> None:
-    args = ["--model.class_path", "tests.test_cli_train.Linear", "--model.init_args", "{scale: 0.5}", "--data.dim", "1"]
+    args = [
+        "--model.class_path",
+        f"{__name__}.Linear",
+        "--model.init_args",
+        "{scale: 0.5}",
+        "--data.dim",
+        "1",
+    ]
     status, summary, run = train(recipe, *args)
     assert status == 0
     assert summary["test"]["auc"] > 0.5
@@ -322,7 +322,7 @@ class Stubborn(nn.Module):
 
 
 def test_a_model_that_ignores_the_default_device_is_moved(recipe: Path) -> None:
-    values = yaml.safe_load(recipe.read_text()) | {"model": {"class_path": "tests.test_cli_train.Stubborn"}}
+    values = yaml.safe_load(recipe.read_text()) | {"model": {"class_path": f"{__name__}.Stubborn"}}
     made = Recipe.from_dict(values)
     model = build_model(made, open_source(made.data), torch.device("meta"))
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -394,7 +394,7 @@ def test_a_model_larger_than_memory_is_said_to_be_so(recipe: Path, capsys: Outpu
     rows.write_text("rows: {C1: 20000000000}\ndense: 13\n")
     source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", str(rows), "--data.dim", "1024"]
     source += ["--data.source.init_args.train_samples", "100", "--data.test_split", "null"]
-    model = ["--model.class_path", "tests.test_cli_train.Linear", "--model.init_args", "{}"]
+    model = ["--model.class_path", f"{__name__}.Linear", "--model.init_args", "{}"]
     message = refused(["train", str(recipe), *source, *model], capsys)
     assert "bytes of cpu memory are needed for rows or moments at once, but" in message
     assert "memory.tier disk (Cut(tier='disk')) would hold them" in message

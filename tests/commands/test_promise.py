@@ -1,4 +1,4 @@
-"""`hotbed demo --promise`: every plan, a run that is killed, and what is said if a process fails."""
+"""Protects `hotbed demo --promise`: every plan, a run that is killed, and what is said if a process fails."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hotbed.cli import main
+from hotbed.commands import promise
+from hotbed.commands.main import main
+from hotbed.commands.promise import KILLED, PLANS, RESUMED, run_promise
 from hotbed.errors import CommError, RecipeError
-from hotbed.train import promise
-from hotbed.train.promise import KILLED, PLANS, RESUMED, run_promise
 
 
 def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,15 +7,46 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, verify_checkpoint
+from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet import find_parquet
-from hotbed.errors import DataError
+from hotbed.errors import DataError, RecipeError
+from hotbed.files import location
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the path, and the options of `inspect_skew`."""
+    parser.usage = "hotbed inspect PATH [options]"
+    parser.add_argument(
+        "path", type=str, help="Dataset, Parquet file or folder, run, checkpoint; or --skew of a recipe."
+    )
+    parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
+    parser.add_function_arguments(inspect_skew, skip={"path", "console"})
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Show what a path holds, or how skewed the lookups of its samples are."""
+    options = parsed.as_dict()
+    path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
+    if skew:
+        found = inspect_skew(path, console(stderr=True), **options)
+        print_skew(console(), found)
+    else:
+        for name, default in SKEW_DEFAULTS.items():
+            if options[name] != default:
+                raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
+        found = describe(path)
+        print_description(console(), found)
+    write_json(json, found)
 
 
 def describe(path: str | Path) -> dict[str, Any]:

@@ -6,30 +6,70 @@ import math
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
+from jsonargparse import ArgumentParser, Namespace
 
+from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.config import Recipe
-from hotbed.data import write_synthetic_log
-from hotbed.data.prepare import prepare
-from hotbed.data.synthetic import Attainable
-from hotbed.errors import DataError
-from hotbed.train.progress import StageProgress
-from hotbed.train.report import RunDirectory, size
-from hotbed.train.run import train
+from hotbed.errors import CommError, DataError
+from hotbed.files import local
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hotbed.data.synthetic import Attainable
 
 TEST_FRACTION = 0.1
 THRESHOLD = 2
 
 
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the log, and the options of the demo and of the promise."""
+    parser.usage = "hotbed demo [DATA] [options]"
+    parser.add_argument("data", type=str | None, nargs="?", help="Raw Criteo log (.tsv, .tsv.gz); none makes one.")
+    parser.add_argument("--samples", type=int, default=200_000, help="Lines of the log that is made.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of that log and of the training.")
+    parser.add_argument("--promise", action="store_true", help="One model under every plan, and what came out.")
+    parser.add_argument("--ranks", type=int, default=3, help="Processes of the promise.")
+    parser.add_argument("--steps", type=int, default=100, help="Steps of the promise.")
+    parser.add_argument(
+        "--out",
+        type=str,
+        default="runs",
+        help="Everything goes into a new directory OUT/demo/TIME, or OUT/promise/TIME.",
+    )
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Run the demo, or the promise, and print what came out."""
+    data, root = None if parsed.data is None else local("DATA", parsed.data), local("--out", parsed.out)
+    if parsed.promise:
+        from hotbed.commands.promise import print_promise, run_promise
+
+        options = {"ranks": parsed.ranks, "steps": parsed.steps, "seed": parsed.seed}
+        result = run_promise(data, root, console(stderr=True), **options)
+        print_promise(console(), result)
+        write_json(parsed.json, result)
+        if not result["equal"]:
+            raise CommError("a plan changed the model; please report this with the run's directory")
+        return
+    from hotbed.train.report import print_summary
+
+    summary = run_demo(data, root, console(stderr=True), samples=parsed.samples, seed=parsed.seed)
+    print_summary(console(), summary)
+    write_json(parsed.json, summary)
+
+
 def demo_recipe(path: str | Path, samples: int, seed: int = 0) -> Recipe:
-    """The recipe of the demo (``src/hotbed/demo.yaml``) for a prepared dataset of so many training samples.
+    """Make the demo's recipe (``demo.yaml`` beside this file) for a prepared dataset of so many training samples.
 
     The learning rate falls to 0 over the epoch, whatever its length.
     """
-    recipe = Recipe.from_dict(yaml.safe_load(files("hotbed").joinpath("demo.yaml").read_text(encoding="utf-8")))
+    text = files("hotbed.commands").joinpath("demo.yaml").read_text(encoding="utf-8")
+    recipe = Recipe.from_dict(yaml.safe_load(text))
     warmup, steps = recipe.schedule.warmup_steps, -(-samples // recipe.train.batch_size)
     schedule = replace(recipe.schedule, decay_start=warmup, decay_end=max(steps, warmup) + 1)
     return replace(
@@ -61,6 +101,12 @@ def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, s
     dict
         The summary, with ``best_attainable`` where the click model is known.
     """
+    from hotbed.data import write_synthetic_log
+    from hotbed.data.prepare import prepare
+    from hotbed.train.progress import StageProgress
+    from hotbed.train.report import RunDirectory, size
+    from hotbed.train.run import train
+
     if data is not None and not data.exists():
         raise DataError(f"{data} does not exist; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
     run = RunDirectory(root, "demo")

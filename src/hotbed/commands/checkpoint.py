@@ -5,15 +5,37 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.cli_recipe import add_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, console, write_json
 from hotbed.errors import RecipeError
 
 Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
 Form = Literal["hotbed", "safetensors", "torch"]
+
+
+class Command(NamedTuple):
+    """One command on checkpoints: what it is for, its arguments, and what it does with them."""
+
+    help: str
+    usage: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the commands."""
+    parser.usage = "hotbed checkpoint COMMAND …"
+    parser.add_commands(
+        {name: Parser(c.add_arguments, description=c.help, usage=c.usage) for name, c in COMMANDS.items()}
+    )
+
+
+def run(parsed: Namespace) -> None:
+    """Run one of them."""
+    COMMANDS[parsed.command].run(parsed[parsed.command])
 
 
 def add_inspect(parser: ArgumentParser) -> None:
@@ -25,7 +47,7 @@ def add_inspect(parser: ArgumentParser) -> None:
 def inspect_checkpoint(parsed: Namespace) -> None:
     """Show what a checkpoint's manifest says."""
     from hotbed.checkpoint import find_checkpoint, read_manifest
-    from hotbed.train.describe import describe_manifest, print_description
+    from hotbed.commands.inspect import describe_manifest, print_description
 
     place = find_checkpoint(parsed.path)
     description = describe_manifest(place, read_manifest(place))
@@ -98,7 +120,7 @@ def convert(parsed: Namespace) -> None:
 
 def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mapping[str, Any]:
     from hotbed.checkpoint import find_checkpoint
-    from hotbed.train.describe import describe_manifest
+    from hotbed.commands.inspect import describe_manifest
 
     target = parsed.target
     if parsed["from"] != "hotbed":
@@ -108,7 +130,7 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
         options: dict[str, Any] = {"names": names, "collection": parsed.collection, "progress": progress}
         return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
     if parsed.to == "torch":
-        from hotbed.train.export import export_model
+        from hotbed.commands.export import export_model
 
         return export_model(parsed.source, target, parsed.data)
     source = find_checkpoint(parsed.source)
@@ -154,3 +176,19 @@ def _progress(what: str) -> Generator[Callable[[int, int], None]]:
     with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+COMMANDS: Mapping[str, Command] = {
+    "inspect": Command(
+        "Show what a checkpoint holds.", "hotbed checkpoint inspect PATH [options]", add_inspect, inspect_checkpoint
+    ),
+    "verify": Command(
+        "Compare all of a checkpoint with its hashes.", "hotbed checkpoint verify PATH [options]", add_verify, verify
+    ),
+    "convert": Command(
+        "Convert from and to other libraries, dtypes and forms.",
+        "hotbed checkpoint convert SOURCE TARGET [options]",
+        add_convert,
+        convert,
+    ),
+}

@@ -1,5 +1,8 @@
 """``hotbed inspect --skew``: how unevenly the rows of tables are looked up, and what a cache of them would serve."""
 
+# matplotlib is an extra, which need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import time
@@ -18,11 +21,10 @@ from hotbed.config import Recipe
 from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
 from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
-from hotbed.errors import DataError
+from hotbed.errors import DataError, RecipeError
 from hotbed.files import new_directory, read_yaml, write_json
 from hotbed.train.build import open_source
 from hotbed.train.progress import StageProgress
-from hotbed.train.skew_chart import draw, need_matplotlib
 
 CURVES = ("accesses_of_top_rows", "lru", "static")
 
@@ -111,7 +113,7 @@ def inspect_skew(
     if out is None:
         return _measure(path, console, split, batch_size, sampled_rows)[0]
     if picture:
-        need_matplotlib()
+        _need_matplotlib()
     with new_directory(out, marker="skew.json", overwrite=overwrite) as directory:
         found, tables = _measure(path, console, split, batch_size, sampled_rows)
         write_json(directory / "skew.json", found)
@@ -119,7 +121,7 @@ def inspect_skew(
         for table in tables:
             write_hot_order(directory / "hot_order", {table.table: table.hot_order})
         if picture:
-            draw(found, directory / "skew.png")
+            _draw(found, directory / "skew.png")
     return found
 
 
@@ -210,3 +212,41 @@ def print_skew(console: Console, found: Mapping[str, Any]) -> None:
 
 def _percent(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.1%}"
+
+
+# -- skew.png ------------------------------------------------------------------------------------------------------
+
+
+def _need_matplotlib() -> None:
+    """Raise `RecipeError` if matplotlib cannot be imported."""
+    try:
+        import matplotlib.figure  # noqa: F401 # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise RecipeError(
+            f"skew.png needs matplotlib, which cannot be imported ({error}); pip install 'hotbed[plot]', or pass "
+            f"--picture false"
+        ) from None
+
+
+def _draw(found: Mapping[str, Any], path: Path) -> None:
+    """Draw two panels over the share of rows: accesses, and hit rates; a thin line per table, a bold one for all."""
+    from matplotlib.figure import Figure
+
+    shares = [100 * share for share in found["shares"]]
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    accesses, hits = figure.subplots(1, 2, sharey=True)
+    panels = ((accesses, "accesses_of_top_rows", "C0", "their accesses"), (hits, "lru", "C0", "LRU"))
+    for axes, curve, color, label in (*panels, (hits, "static", "C1", "hottest rows placed")):
+        for table in found["tables"]:
+            axes.plot(shares, table[curve], color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(shares, found["all"][curve], color=color, linewidth=2, label=f"{label}, all tables")
+    accesses.set_title("accesses of the most accessed rows", loc="left", fontsize="medium")
+    hits.set_title(f"hit rate, batches of {found['batch_size']:,} samples", loc="left", fontsize="medium")
+    for axes in (accesses, hits):
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("% of the rows of each table")
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{found['path']}, split {found['split']}, {found['samples']:,} samples", fontsize=10)
+    figure.savefig(path, dpi=120)

@@ -1,3 +1,5 @@
+"""Protects that help is there at once, mistakes get one clear message, and every command does what it says."""
+
 import gzip
 import json
 import os
@@ -11,53 +13,64 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hotbed.cli import COMMANDS, main
+from hotbed.commands.main import COMMANDS, main
 from hotbed.config import Recipe
 from hotbed.errors import DataError
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    inspected,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from hotbed.machine import release
+from tests.commands.cases import Output, inspected, refused, train
 
-REAL_LOG = Path(__file__).parents[2] / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
+REAL_LOG = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_110k.tsv.gz"
 
 
 # -- help and errors -----------------------------------------------------------------------------------------------
 
 
+LIGHT = (
+    *("demo", "init", "train", "eval"),
+    *("checkpoint", "checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench", "completion"),
+)
+"""Commands whose help needs no torch; that of the others shows arguments of functions that do."""
+HEAVY = ("prepare", "pack", "inspect", "bench ops", "bench step")
+
+
 def test_help_lists_every_command(capsys: Output) -> None:
     assert main([]) == main(["--help"]) == 0
     text = capsys.readouterr().out
-    one_word = ("demo", "init", "prepare", "pack", "train", "eval", "inspect")
-    two_words = ("checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench ops", "bench step")
-    for name in (*one_word, *two_words):
+    for name in COMMANDS:
         assert f"  {name} " in text
-    assert len(COMMANDS) == 12
+    assert {command.split()[0] for command in (*LIGHT, *HEAVY)} == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("argv", [["bench"], ["bench", "--help"], ["bench", "-h"]])
-def test_a_command_of_two_words_has_help_for_the_first(argv: list[str], capsys: Output) -> None:
-    assert main(argv) == 0
-    assert "  bench step " in capsys.readouterr().out
+@pytest.mark.parametrize("more", [[], ["--help"], ["-h"]])
+def test_a_command_of_two_words_has_help_for_the_first(more: list[str], capsys: Output) -> None:
+    for name, others in {"bench": ("ops", "step"), "checkpoint": ("inspect", "verify", "convert")}.items():
+        assert main([name, *more]) == 0
+        text = capsys.readouterr().out
+        assert all(f"  {other} " in text for other in others)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", (*LIGHT, *HEAVY))
 def test_every_command_has_help(command: str, capsys: Output) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([*command.split(), "--help"])
-    assert caught.value.code == 0
+    assert main([*command.split(), "--help"]) == 0
     assert f"hotbed {command}" in capsys.readouterr().out
 
 
+def test_the_version_is_that_which_is_installed(capsys: Output) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hotbed {release()}\n"
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    asked = [["--help"], ["--version"], *([*command.split(), "--help"] for command in LIGHT)]
+    code = (
+        f"from hotbed.commands.main import main; import sys; assert not any(map(main, {asked})); "
+        "slow = {'torch', 'numpy', 'numba', 'pyarrow', 'polars', 'rich'} & sys.modules.keys(); assert not slow, slow"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
+    assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "Samples per step, over all processes." in text
     assert "Short for --parallel.plan: table, row, column, grid, dp, FILE." in text
@@ -69,11 +82,12 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
     [
         (
             ["trian"],
-            "there is no command 'trian'; there are demo, init, prepare, pack, train, eval, inspect, checkpoint ",
+            "there is no command 'trian'; there are demo, init, prepare, pack, train, eval, inspect, checkpoint,",
         ),
-        (["trian"], "bench step; did you mean 'train'?"),
-        (["bench", "opps"], "there is no command 'bench opps'; there are demo, init"),
-        (["bench", "opps"], "bench step; did you mean 'bench ops'?"),
+        (["trian"], "; did you mean 'train'?"),
+        (["bench", "opps"], "no command 'bench opps'; there are bench ops, bench step; did you mean 'bench ops'?"),
+        (["--vresion"], "unknown argument --vresion; did you mean '--version'?"),
+        (["eval"], "these arguments are required: checkpoint"),
         (["bench", "ops", "--tables", "x"], "tables is 'x', must be int"),
         (["bench", "ops", "--bottom", "[8]"], "unknown argument --bottom"),
         (["bench", "step", "--botom", "[8]"], "unknown argument --botom; did you mean '--bottom'?"),
@@ -249,6 +263,19 @@ def test_inspect_of_something_else_says_what_it_looks_for(tmp_path: Path, capsys
     )
 
 
+def test_what_is_piped_is_not_wrapped(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the width of any terminal, nor coloured."""
+    monkeypatch.setenv("COLUMNS", "40")
+    path, column = tmp_path / ("long" * 40) / "clicks.parquet", "column " * 20
+    path.parent.mkdir()
+    pq.write_table(pa.table({column: [1, 2]}), path)
+    assert main(["inspect", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(str(path) in line for line in lines)
+    assert any(f" {column} " in line and "int64" in line for line in lines)
+    assert not any("\x1b" in line for line in lines)
+
+
 # -- bench ---------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +301,9 @@ def test_bench_prints_tables_and_writes_figures(
 
 
 def test_import_hotbed_imports_no_benchmarks() -> None:
-    check = "import hotbed, hotbed.cli, sys; assert not any(m.startswith('hotbed.bench') for m in sys.modules)"
+    check = (
+        "import hotbed, hotbed.commands.main, sys; assert not any(m.startswith('hotbed.bench') for m in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", check], check=True)
 
 

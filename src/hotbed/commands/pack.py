@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
@@ -21,7 +23,7 @@ from hotbed.data.pack import pack
 from hotbed.embed import plan_tables, tables_on_meta
 from hotbed.embed.collection import names_in_plans
 from hotbed.errors import RecipeError
-from hotbed.files import read_yaml
+from hotbed.files import local, read_yaml
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows
@@ -31,6 +33,26 @@ from hotbed.train.build import new_model, tables_of
 from hotbed.train.parallel import moments_by_table, moments_of
 from hotbed.train.progress import StageProgress
 from hotbed.train.report import size
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe, the dataset, and the options of `pack_by_popularity`."""
+    parser.usage = "hotbed pack RECIPE.yaml OUT --budget BYTES [options]"
+    parser.add_argument("recipe", type=str, help="Recipe: names the data, and says what a row of each table takes.")
+    parser.add_argument("out", type=str, help="Dataset directory to make.")
+    parser.add_argument("--data", type=str | None, help="Another dataset than the recipe's.")
+    parser.add_function_arguments(pack_by_popularity, skip={"recipe", "out", "console"})
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Pack, and print which rows are hot."""
+    options = parsed.as_dict()
+    file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
+    recipe = recipe_in(local("RECIPE", file), data)
+    found = pack_by_popularity(recipe, local("OUT", out), console(stderr=True), **options)
+    print_packed(console(), found)
+    write_json(json, found)
 
 
 def pack_by_popularity(
@@ -167,7 +189,8 @@ def recipe_in(file: Path, data: str | None = None) -> Recipe:
 
 def print_packed(console: Console, found: Mapping[str, Any]) -> None:
     """Print what `pack_by_popularity` made."""
-    table = RichTable(title=f"{found['path']}", title_justify="left")
+    console.print(found["path"], style="table.title", soft_wrap=True)
+    table = RichTable()
     table.add_column("table", overflow="fold")
     for name in ("rows", "hot rows"):
         table.add_column(name, justify="right")

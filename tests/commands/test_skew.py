@@ -1,4 +1,4 @@
-"""``hotbed inspect --skew`` on the command line."""
+"""Protects what `hotbed inspect --skew` counts, prints and writes."""
 
 import json
 import sys
@@ -12,18 +12,10 @@ import pytest
 import yaml
 
 from hotbed.checkpoint import checkpoints_in
-from hotbed.cli import main
+from hotbed.commands.main import main
+from hotbed.commands.skew import SKEW_DEFAULTS
 from hotbed.data import SplitBinarySource, read_hot_order
-from hotbed.train.skew import SKEW_DEFAULTS
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, refused, train
 
 
 def skew(path: Path, tmp_path: Path, *options: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``hotbed checkpoint …`` on the command line."""
+"""Protects that checkpoints are inspected, verified and converted on the command line as by the library."""
 
 import json
 import logging
@@ -10,22 +10,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from hotbed import cli_checkpoint
 from hotbed.checkpoint import find_checkpoint, read_manifest, save_checkpoint
 from hotbed.checkpoint.importers import Peer
-from hotbed.cli import main
+from hotbed.commands.checkpoint import Origin, _progress
+from hotbed.commands.main import main
 from hotbed.embed import EmbeddingCollection
 from hotbed.optim import RowWiseAdagrad
 from hotbed.specs import Feature, Table
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, refused, train
 
 
 @pytest.fixture(name="checkpoint")
@@ -145,9 +137,9 @@ def test_what_cannot_be_is_refused(
 
 def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Console, "is_terminal", True)
-    with cli_checkpoint._progress("converting") as progress:
+    with _progress("converting") as progress:
         progress(1, 2)
 
 
 def test_all_importers_are_offered() -> None:
-    assert get_args(cli_checkpoint.Origin) == ("hotbed", *get_args(Peer))
+    assert get_args(Origin) == ("hotbed", *get_args(Peer))

@@ -1,4 +1,4 @@
-"""Commands take Parquet data and checkpoints from object stores as from local disks; others say that they do not."""
+"""Protects that commands take Parquet data and checkpoints from object stores; others say that they do not."""
 
 from __future__ import annotations
 
@@ -10,18 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.files import local, location, opened
 from tests.checkpoint.test_storage import s3  # noqa: F401
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, refused, train
 
 
 @pytest.fixture(params=["s3", "file", "memory"])

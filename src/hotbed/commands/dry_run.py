@@ -1,4 +1,4 @@
-"""What a recipe would take, before any table is allocated."""
+"""``hotbed train --dry_run``: what a recipe would take, before any table is allocated."""
 
 from __future__ import annotations
 
