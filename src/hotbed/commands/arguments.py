@@ -25,8 +25,9 @@ from hotbed.config import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.recipe import RENAMED_KEYS, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
-from hotbed.files import local, read_text, read_yaml
+from hotbed.files import local, read_text, read_yaml, yaml_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,9 +133,8 @@ class RecipeParser(Parser):
         self.fill()
         rest, deep = split_deep(args or ())
         rest, recipes = split_recipes(rest, [o for a in self._actions if a.nargs == 0 for o in a.option_strings])
-        with readable_twice(recipes) as files:
-            for file in files:
-                check_keys(read_yaml(Path(file)), complete=False)
+        rest = [_with_new_name(arg) for arg in rest]
+        with checked_copies(recipes) as files:
             parsed = super().parse_args([f"--recipe={file}" for file in files] + rest, *others, **options)
         for key, text in deep:
             self._set_deep(parsed, key, text)
@@ -221,18 +221,34 @@ def split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str],
     return rest, recipes
 
 
+def _with_new_name(arg: str) -> str:
+    """Replace an option's former name, with a warning."""
+    name, equals, value = arg.partition("=")
+    if (new := RENAMED_KEYS.get(name.removeprefix("--"))) is None:
+        return arg
+    warn_renamed(name, f"--{new}")
+    return f"--{new}{equals}{value}"
+
+
 @contextmanager
-def readable_twice(recipes: Sequence[str]) -> Generator[list[str]]:
-    """Recipes as files that can be read again; of a pipe, as ``<(…)`` is one, a copy."""
+def checked_copies(recipes: Sequence[str]) -> Generator[list[str]]:
+    """Check keys of recipes, and give them as files to be read once more.
+
+    Of a pipe, as ``<(…)`` is one, and of a recipe with former names that is a copy.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        copies = list[str]()
+        files = list[str]()
         for number, recipe in enumerate(recipes):
-            path = local("the recipe", recipe)
+            path, copy = local("the recipe", recipe), Path(folder) / f"{number}.yaml"
             if path.is_fifo() or path.is_char_device():
-                path = Path(folder) / f"{number}.yaml"
-                path.write_text(read_text(Path(recipe)), encoding="utf-8")
-            copies.append(str(path))
-        yield copies
+                copy.write_text(read_text(path), encoding="utf-8")
+                path = copy
+            check_keys(values := read_yaml(path), complete=False)
+            if (renamed := with_new_names(values)) != values:
+                copy.write_text(yaml_text(renamed), encoding="utf-8")
+                path = copy
+            files.append(str(path))
+        yield files
 
 
 def _value_of(option: str, remaining: Iterator[str]) -> str:

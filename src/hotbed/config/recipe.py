@@ -319,17 +319,18 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
             name = new.split(".")[1]
             if name in of:
                 raise RecipeError(f"the recipe has both '{new}' and its former name '{old}'; remove '{old}'")
-            _warn_renamed(old, new)
+            warn_renamed(old, new)
             changed[section] = {name if k == key else k: v for k, v in of.items()}
     for where, names in RENAMED_VALUES.items():
         section, key = where.split(".")
         if isinstance(of := changed.get(section), Mapping) and isinstance(value := of.get(key), str) and value in names:
-            _warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
+            warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
             changed[section] = {**of, key: names[value]}
     return changed
 
 
-def _warn_renamed(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
+    """Warn of a former name."""
     warnings.warn(f"{old} is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=4)
 
 
