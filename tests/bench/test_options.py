@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hotbed import optim
-from hotbed.bench import memory
-from hotbed.bench.memory import check_memory, table_bytes
+from hotbed.bench import limits
+from hotbed.bench.limits import check_memory, table_bytes
 from hotbed.bench.options import OpsOptions, StepOptions, sparse_optimizers
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BackendError, HotbedError, RecipeError
@@ -75,13 +75,14 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     options = OpsOptions()
     rule = optim.RowWiseAdagrad.rule
     check_memory(OpsOptions(rows=10), rule, CPU, 0)
-    monkeypatch.setattr(memory, "available_bytes", lambda _: 8 << 30)
+    monkeypatch.setattr(limits, "available_bytes", lambda _: 8 << 30)
+    monkeypatch.setattr(limits, "COPY_BYTES", 256 << 20)
     with pytest.raises(RecipeError) as caught:
         check_memory(options, rule, CPU, 1 << 30)
     assert "26 tables of 26,000,000 rows in all × 128 columns (fp32)" in str(caught.value)
     assert "take 12.5 GiB, and measuring 2.0 GiB more, but 8.0 GiB of cpu memory is free" in str(caught.value)
     assert "lower --rows or --tables, or choose a narrower --dtype" in str(caught.value)
-    monkeypatch.setattr(memory, "available_bytes", lambda _: None)
+    monkeypatch.setattr(limits, "available_bytes", lambda _: None)
     check_memory(options, rule, CPU, 0)
 
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""How fast this machine moves rows and streams: the limits that kernels are held against.
+"""Measure how fast this machine moves rows and streams: the limits that kernels are compared with.
 
 A lookup has to read each row that a batch names and write pooled vectors (*gather*); an update has to read a gradient
 per bag and read, change and write each distinct row and its moments (*scatter*). The kernels below do that and nothing
@@ -20,12 +20,19 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from hotbed.bench.meter import Limit, Way, buffer
+from hotbed.bench.meter import EVICT_BYTES, Limit, Way, buffer
+from hotbed.bench.options import OpsOptions
+from hotbed.errors import RecipeError
 from hotbed.ops import Rows, cpu_memory
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_line, streams_end
 from hotbed.ops.cpu_lookup import streams
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
 from hotbed.ops.rows import places
+from hotbed.optim import Rule
+from hotbed.plan.cost import tile_bytes
+from hotbed.plan.tiling import Tile
+from hotbed.store.memory import available_bytes
+from hotbed.train.report import size
 
 COPY_BYTES = 256 << 20
 """Size of what the streaming copy copies."""
@@ -140,6 +147,46 @@ def copy_way(device: torch.device) -> Way:
 def copy_limit(copy: Way, nbytes: int) -> Limit:
     """As many bytes, streamed."""
     return Limit("copy", [copy._replace(scale=copy.scale * nbytes)])
+
+
+# -- of memory ---------------------------------------------------------------------------------------------------
+
+
+def table_bytes(options: OpsOptions, rule: Rule) -> int:
+    """Bytes of all rows and moments."""
+    tables, _ = options.specs()
+    return sum(tile_bytes(t, Tile(t.name, range(t.rows), range(t.dim), 0), rule.moments) for t in tables)
+
+
+def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
+    """Refuse what does not fit.
+
+    Parameters
+    ----------
+    options
+        Tables.
+    rule
+        Whose moments there are.
+    device
+        Where they go.
+    batch_bytes
+        What else is needed, besides what measuring takes.
+
+    Raises
+    ------
+    RecipeError
+        If it is more than is free.
+    """
+    tables = table_bytes(options, rule)
+    needed = tables + batch_bytes + EVICT_BYTES + 2 * COPY_BYTES
+    free = available_bytes(device)
+    if free is not None and needed > free:
+        raise RecipeError(
+            f"{options.tables} tables of {sum(options.rows_per_table):,} rows in all × {options.dim} columns "
+            f"({options.dtype}) with the moments of {options.optimizer} take {size(tables)}, and measuring "
+            f"{size(needed - tables)} more, but {size(free)} of {device.type} memory is free; lower --rows or "
+            "--tables, or choose a narrower --dtype"
+        )
 
 
 # -- by torch ------------------------------------------------------------------------------------------------------

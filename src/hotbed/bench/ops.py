@@ -1,4 +1,4 @@
-"""Kernel by kernel: time, bytes, and the share of what the memory of this machine can do."""
+"""Time every kernel, and compare each with what the memory of this machine can do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from hotbed import ops
-from hotbed.bench.limits import copy_limit, copy_way, gather_limit, row_parts, scatter_limit
-from hotbed.bench.memory import check_memory
+from hotbed.bench.limits import check_memory, copy_limit, copy_way, gather_limit, row_parts, scatter_limit
 from hotbed.bench.meter import Limit, Meter
 from hotbed.bench.options import OpsOptions
-from hotbed.bench.traffic import Traffic, interaction_bytes
-from hotbed.bench.workload import Workload
+from hotbed.bench.workload import KernelBytes, Workload, interaction_bytes
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.updater import TableUpdater
 from hotbed.errors import RecipeError
@@ -186,30 +184,30 @@ def _embedding_jobs(
     bags, slots = workload.layout(ids), workload.slots(ids)
     found = store.occurrences(bags)
     groups = store.ops.group(found)
-    traffic = Traffic.of(store.rows, store.moments, bags, groups)
+    moved = KernelBytes.of(store.rows, store.moments, bags, groups)
     out = store.empty((options.batch_size, options.tables, options.dim), torch.float32)
     grad = torch.randn(options.batch_size * options.tables, options.dim, device=store.device).mul_(1e-3)
 
     def job(kernel: str, nbytes: int, limit: Limit, call: Callable[[], object]) -> Job:
-        return Job(kernel, kind, traffic.distinct, nbytes, limit, call)
+        return Job(kernel, kind, moved.distinct, nbytes, limit, call)
 
     read = row_parts(store.rows, slots, options.pooling)
-    gather = gather_limit(read, options.pooling, traffic.lookup)
-    yield job("lookup", traffic.lookup, gather, lambda: store.lookup(bags, out))
-    yield job("occurrences", traffic.occurrences, streamed(traffic.occurrences), lambda: store.occurrences(bags))
-    yield job("group", traffic.group, streamed(traffic.group), lambda: store.ops.group(found))
-    scatter = scatter_limit(read, store.moments, traffic.update)
+    gather = gather_limit(read, options.pooling, moved.lookup)
+    yield job("lookup", moved.lookup, gather, lambda: store.lookup(bags, out))
+    yield job("occurrences", moved.occurrences, streamed(moved.occurrences), lambda: store.occurrences(bags))
+    yield job("group", moved.group, streamed(moved.group), lambda: store.ops.group(found))
+    scatter = scatter_limit(read, store.moments, moved.update)
     yield job(
         "update",
-        traffic.update,
+        moved.update,
         scatter,
         lambda: store.ops.update(step, store.rows, store.moments, found, groups, grad),
     )
     if options.weighted:
         of_weights = torch.empty(len(slots), device=store.device)
-        gather = gather_limit(read, options.pooling, traffic.weight_gradient)
+        gather = gather_limit(read, options.pooling, moved.weight_gradient)
         yield job(
-            "weight_gradient", traffic.weight_gradient, gather, lambda: store.weight_gradient(bags, grad, of_weights)
+            "weight_gradient", moved.weight_gradient, gather, lambda: store.weight_gradient(bags, grad, of_weights)
         )
 
 

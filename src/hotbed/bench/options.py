@@ -1,4 +1,4 @@
-"""Options of ``hotbed bench ops`` and ``hotbed bench step``."""
+"""State the options of ``hotbed bench ops`` and ``hotbed bench step``, each once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class OpsOptions:
-    """Tables, batches, and what is to work on them."""
+    """Tables, batches, and what is measured on them."""
 
     tables: int = 26
     """Number of tables, with one feature each."""
@@ -127,7 +127,7 @@ class OpsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(OpsOptions):
-    """Tables, batches, a DLRM around the tables, and what is to work on it."""
+    """Tables, batches, a DLRM around the tables, and what is measured on it."""
 
     dense_features: int = 13
     """Numerical inputs."""
