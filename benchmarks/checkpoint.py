@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import hotbed as hb
+from hotbed.data.zipf import Zipf
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,8 +97,8 @@ class Model:
         self.module = hb.nn.DLRM(tables, features, DENSE, bottom=(512, 256, DIM), top=(1024, 1024, 512, 256, 1))
         self.sparse = hb.optim.RowWiseAdagrad(self.module, lr=0.01)
         self.dense = torch.optim.SGD(self.module.parameters(), lr=0.01)
-        draw = np.random.default_rng(0)
-        self._batches = [self._batch(draw, rows, batch) for _ in range(32)]
+        draw, law = np.random.default_rng(0), Zipf(1 << 52, 1.05)
+        self._batches = [self._batch(draw, law, i, rows, batch) for i in range(32)]
         self._next = 0
 
     @property
@@ -108,8 +109,10 @@ class Model:
     def nbytes(self) -> int:
         return self.module.embeddings.nbytes
 
-    def _batch(self, draw: np.random.Generator, rows: int, batch: int) -> hb.Batch:
-        ids = {f"t{i}": torch.from_numpy((draw.zipf(1.05, batch) - 1) % rows) for i in range(TABLES)}
+    def _batch(self, draw: np.random.Generator, law: Zipf, number: int, rows: int, batch: int) -> hb.Batch:
+        """Ranks beyond the rows wrap round: about half of the ids are popular ones, the others any rows."""
+        counters = np.arange(number * batch, (number + 1) * batch, dtype=np.uint64)
+        ids = {f"t{i}": torch.from_numpy(law.draw((i,), counters) % rows) for i in range(TABLES)}
         dense = torch.from_numpy(draw.random((batch, DENSE), dtype=np.float32))
         labels = torch.from_numpy(draw.integers(0, 2, (batch, 1)).astype(np.float32))
         return hb.Batch(sparse=hb.Jagged.from_dict(ids), dense=dense, labels=labels)

@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
         ({"repeats": -1}, "repeats is -1, must be at least 1"),
         ({"zipf": -0.5}, "zipf is -0.5, must not be negative"),
         ({"zipf": float("nan")}, "zipf is nan, must not be negative"),
+        ({"zipf": 16.5}, "zipf is 16.5, must be at most 16, where all ids are the same row"),
         ({"rows": [5, 6]}, "rows has 2 entries, but there are 26 tables; give one number per table"),
         ({"rows": 0}, "rows is 0, must be at least 1"),
         ({"tables": 2, "rows": [3, 0]}, "rows is 0, must be at least 1"),

@@ -10,6 +10,7 @@ from torch import nn
 
 from hotbed import optim
 from hotbed.config import Component, Device, Precision
+from hotbed.data.zipf import MAX_EXPONENT
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
@@ -63,6 +64,8 @@ class OpsOptions:
         for name in ("fp32_rows", "zipf", "seed"):
             if not getattr(self, name) >= 0:
                 raise RecipeError(f"{name} is {getattr(self, name)}, must not be negative")
+        if self.zipf > MAX_EXPONENT:
+            raise RecipeError(f"zipf is {self.zipf}, must be at most {MAX_EXPONENT}, where all ids are the same row")
         if isinstance(self.rows, list) and len(self.rows) != self.tables:
             raise RecipeError(
                 f"rows has {len(self.rows)} entries, but there are {self.tables} tables; give one number per table, or "

@@ -28,34 +28,15 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hotbed.bench.options import OpsOptions
+from hotbed.data.zipf import Zipf
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout, Groups, Rows
 from hotbed.ops.rows import places
-
-
-def zipf_ranks(rows: int, exponent: float, count: int, generator: torch.Generator) -> Tensor:
-    """Ranks ``[count]`` int64, 0 the most frequent.
-
-    Parameters
-    ----------
-    rows
-        Ranks are below this.
-    exponent
-        Rank k is drawn in proportion to ``(k + 1)^−exponent``; 0 is uniform.
-    count
-        How many to draw.
-    generator
-        On the CPU.
-    """
-    u = torch.rand(count, generator=generator, dtype=torch.float64)
-    if exponent == 0:
-        return (u * rows).long().clamp_(max=rows - 1)
-    mass = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-exponent).cumsum_(0)
-    return torch.searchsorted(mass, u.mul_(mass[-1])).clamp_(max=rows - 1)
 
 
 def scatter_ranks(ranks: Tensor, rows: int) -> Tensor:
@@ -80,6 +61,7 @@ class Workload:
 
     def __init__(self, options: OpsOptions) -> None:
         self.options = options
+        self._drawn = 0
         self._generator = torch.Generator().manual_seed(options.seed)
 
     @property
@@ -93,9 +75,14 @@ class Workload:
         return [0, *accumulate(self.options.rows_per_table)][:-1]
 
     def draw(self, exponent: float, batches: int = 1) -> list[Jagged]:
-        """Ids of several batches, in host memory; see `zipf_ranks`."""
+        """Ids of the next batches, in host memory, by Zipf's law with an exponent; 0 is uniform."""
         o = self.options
-        per_table = [zipf_ranks(r, exponent, batches * self._count, self._generator) for r in o.rows_per_table]
+        counters = np.arange(self._drawn, self._drawn + batches * self._count, dtype=np.uint64)
+        self._drawn += len(counters)
+        per_table = [
+            torch.from_numpy(Zipf(rows, exponent).draw((o.seed, table), counters))
+            for table, rows in enumerate(o.rows_per_table)
+        ]
         if not o.fp32_rows:
             per_table = [scatter_ranks(ranks, r) for ranks, r in zip(per_table, o.rows_per_table, strict=True)]
         values = torch.stack(per_table).to(torch.int32 if o.ids == "int32" else torch.int64)
