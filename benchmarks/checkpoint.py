@@ -29,6 +29,7 @@ from rich.table import Table as RichTable
 
 import hotbed as hb
 from hotbed.data.zipf import Zipf
+from hotbed.plan.cost import table_bytes
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="A hundredth of a gigabyte, once.")
     options = parser.parse_args()
     gigabytes, rounds, batch = (0.01, 1, 64) if options.quick else (options.gigabytes, options.rounds, 4096)
-    rows = int(gigabytes * 1e9 / (TABLES * (DIM + 1) * 4))
+    rows = int(gigabytes * 1e9 / (TABLES * table_bytes(hb.Table("t", 1, DIM), hb.optim.RowWiseAdagrad.rule.moments)))
     console = Console()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         model = Model(rows, batch)

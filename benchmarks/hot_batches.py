@@ -27,12 +27,14 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
+import hotbed as hb
 from benchmarks.net.hosts import Hosts, available, run_ranks
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import SplitBinaryWriter, ZipfSource
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import hot_inputs
 from hotbed.files import write_json
+from hotbed.plan.cost import table_bytes
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_rows import pack_by_popularity
@@ -103,7 +105,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         base["memory"] = {"tier": "disk", "directory": str(folder / "rows")}
     else:
         base["parallel"] = {"plan": "row"}
-    budget = int(args.budget_share * args.rows * args.tables * 4 * (args.dim + 1))
+    table = hb.Table("t", args.rows, args.dim)
+    budget = int(args.budget_share * args.tables * table_bytes(table, hb.optim.RowWiseAdagrad.rule.moments))
     packed = pack_by_popularity(Recipe.from_dict(base), folder / "packed", Console(stderr=True), budget=budget)
     base["data"]["path"] = str(folder / "packed")
     hot = {"rows": str(folder / "packed" / "hot_rows.json")}

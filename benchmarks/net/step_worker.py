@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import hotbed as hb
 from hotbed.data.zipf import Zipf
 from hotbed.embed import sync
+from hotbed.plan.cost import table_bytes
 from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
@@ -79,7 +80,7 @@ def sync_bytes(size: int, replicas: int, every: int, ids: Ids, *, dense: bool) -
     shards = size // replicas
     slots = TABLES * ROWS / shards
     own, all_touched = (TABLES * ids.distinct(BATCH * every * n) / shards for n in (shards, size))
-    others, row = replicas - 1, 4 * (DIM + 1)
+    others, row = replicas - 1, table_bytes(hb.Table("t", 1, DIM), hb.optim.RowWiseAdagrad.rule.moments)
     told = 0.0 if dense else others * min(4 * own, slots / 8)
     return (told + 2 * others / replicas * row * (slots if dense else all_touched)) / every
 

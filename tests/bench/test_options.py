@@ -5,10 +5,11 @@ import torch
 
 from hotbed import optim
 from hotbed.bench import limits
-from hotbed.bench.limits import check_memory, table_bytes
+from hotbed.bench.limits import check_memory
 from hotbed.bench.options import OpsOptions, StepOptions, sparse_optimizers
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BackendError, HotbedError, RecipeError
+from hotbed.plan.cost import table_bytes
 from hotbed.store import DenseStore, Span
 
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def test_table_bytes_are_those_of_the_store(name: str, dtype: Any) -> None:
     store = DenseStore([Span(t.rows, t.fp32_rows) for t in options.specs()[0]], 8, dtype=dtype)
     for moment in rule.moments:
         store.add_moment(moment)
-    assert table_bytes(options, rule) == store.nbytes
+    assert sum(table_bytes(t, rule.moments) for t in options.specs()[0]) == store.nbytes
 
 
 def test_every_optimizer_is_known_by_its_name() -> None:

@@ -29,8 +29,7 @@ from hotbed.ops.cpu_lookup import streams
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
 from hotbed.ops.rows import places
 from hotbed.optim import Rule
-from hotbed.plan.cost import tile_bytes
-from hotbed.plan.tiling import Tile
+from hotbed.plan.cost import table_bytes
 from hotbed.store.memory import available_bytes
 from hotbed.train.report import size
 
@@ -152,12 +151,6 @@ def copy_limit(copy: Way, nbytes: int) -> Limit:
 # -- of memory ---------------------------------------------------------------------------------------------------
 
 
-def table_bytes(options: OpsOptions, rule: Rule) -> int:
-    """Bytes of all rows and moments."""
-    tables, _ = options.specs()
-    return sum(tile_bytes(t, Tile(t.name, range(t.rows), range(t.dim), 0), rule.moments) for t in tables)
-
-
 def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
     """Refuse what does not fit.
 
@@ -177,7 +170,7 @@ def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_by
     RecipeError
         If it is more than is free.
     """
-    tables = table_bytes(options, rule)
+    tables = sum(table_bytes(table, rule.moments) for table in options.specs()[0])
     needed = tables + batch_bytes + EVICT_BYTES + 2 * COPY_BYTES
     free = available_bytes(device)
     if free is not None and needed > free:
