@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import INCOMPLETE, Sizes
+from benchmarks.gpu import INCOMPLETE, Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_FOLDERS = ("ops", "store", "embed", "nn", "equivalence")

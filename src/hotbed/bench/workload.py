@@ -205,7 +205,9 @@ class KernelBytes:
         return self.ids * (self.id_bytes + 4) + self.row_bytes + self.vector_bytes
 
 
-def interaction_bytes(batch_size: int, vectors: int, dim: int, width: int) -> tuple[int, int]:
-    """Bytes of the dot interaction and of its backward; float32."""
-    inputs, outputs = 4 * batch_size * vectors * dim, 4 * batch_size * width
+def interaction_bytes(
+    batch_size: int, vectors: int, dim: int, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[int, int]:
+    """Bytes of the dot interaction and of its backward."""
+    inputs, outputs = (dtype.itemsize * batch_size * n for n in (vectors * dim, width))
     return inputs + outputs, 2 * inputs + outputs
