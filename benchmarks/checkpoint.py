@@ -1,4 +1,4 @@
-"""Saving and restoring against plain copying of files, and what saving in the background costs training.
+"""Compare saving and restoring with plain copying of files, and measure what saving in the background costs training.
 
     python -m benchmarks.checkpoint [--gigabytes 10] [--rounds 3] [--folder DIR] [--json FILE] [--quick]
 

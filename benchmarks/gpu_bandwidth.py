@@ -1,4 +1,4 @@
-"""How close does each kernel come to the memory's own speed?
+"""Measure how close each kernel comes to the memory's own speed.
 
 The kernels of ``hotbed bench ops``, by Triton, on tables of Criteo 1TB: of every dtype, every optimizer, uniform and
 Zipf-distributed ids; lookups into float32 and bfloat16. Each is measured in turn with what it cannot beat, and given as

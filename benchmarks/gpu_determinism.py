@@ -1,4 +1,4 @@
-"""Is the same training the same, bit for bit? Lookup, interaction, its backward and updates, run twice.
+"""Check that the same training is the same, bit for bit: lookup, interaction, its backward and updates, run twice.
 
 The second run shares the device with a stream of matrix products, so programs are scheduled in another order: a sum
 whose order depends on the schedule would show.

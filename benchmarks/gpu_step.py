@@ -1,4 +1,4 @@
-"""Whole training steps of DLRM: samples per second, where the time goes, and how far from the limit.
+"""Measure whole training steps of DLRM: samples per second, where the time goes, and how far from the limit.
 
 ``hotbed bench step`` by Triton's kernels, of the model that NVIDIA published (bottom 13-512-256-128, 26 tables of 128
 columns, top 1024-1024-512-256-1) on its tables of Criteo 1TB, batch 65,536, Zipf-distributed ids. Batches lie on the

@@ -1,4 +1,4 @@
-"""Rows outside the device's memory: read in place over the bus, or brought to a cache on the device.
+"""Measure rows outside the device's memory: read in place over the bus, or brought to a cache on the device.
 
 Each is measured in turn with its limit: a streaming copy from page-locked memory of the host (for what crosses the bus)
 or one inside the device's memory (for the cache). Bytes are what must move, as in gpu_bandwidth.py:

@@ -1,4 +1,4 @@
-"""What hot rows, pure hot batches and split batches are worth where other rows take longer to come.
+"""Measure what hot rows, pure hot batches and split batches are worth where other rows take longer to read.
 
     python -m benchmarks.hot_batches                            # one process, the other rows in files
     python -m benchmarks.hot_batches --ranks 2 --limit 1000     # processes, the other rows behind a link, Mbit/s

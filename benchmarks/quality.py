@@ -1,4 +1,4 @@
-"""What do narrow rows and bf16 compute cost in quality? ΔAUC with intervals, on planted logs and on real ones.
+"""Measure what narrow rows and bf16 compute cost in AUC, with intervals, on planted logs and on real ones.
 
     python -m benchmarks.quality --real_log LOG --json benchmarks/results/quality_cpu.json  # from the repository's root
 

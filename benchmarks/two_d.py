@@ -1,4 +1,4 @@
-"""What do replicas cost in quality? M = 1, 2, 4, 8 at one global batch, with scaled moments, without, and exact.
+"""Measure what replicas cost in quality: M = 1, 2, 4, 8 at one global batch, with scaled moments, without, and exact.
 
     python -m benchmarks.two_d --real_log LOG --json benchmarks/results/two_d.json     # from the repository's root
 

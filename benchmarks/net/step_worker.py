@@ -1,4 +1,4 @@
-"""A rank that trains a DLRM of many small tables on random ids; prints seconds and bytes of a step as JSON.
+"""Train a DLRM of many small tables on random ids, as one rank; print seconds and bytes of a step as JSON.
 
 python -m benchmarks.net.step_worker '{"scheme": "row", "forward": "fp32", "backward": "fp32", "steps": 8}'
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hotbed import ops
-from hotbed.bench.limits import check_memory, copy_limit, copy_way, gather_limit, row_parts, scatter_limit
+from hotbed.bench.limits import check_memory, copy_limit, copy_way, gather_limit, rows_by_matrix, scatter_limit
 from hotbed.bench.meter import Limit, Meter, Way
 from hotbed.bench.options import OpsOptions
 from hotbed.bench.workload import KernelBytes, Workload, interaction_bytes
@@ -229,7 +229,7 @@ def embedding_jobs(
     def job(kernel: str, nbytes: int, limit: Limit, call: Callable[[], object]) -> Job:
         return Job(kernel, kind, moved.distinct, nbytes, limit, call)
 
-    read = row_parts(store.rows, slots, options.pooling, vectors)
+    read = rows_by_matrix(store.rows, slots, options.pooling, vectors)
     gather = gather_limit(read, options.pooling, moved.lookup)
     yield job("lookup", moved.lookup, gather, lambda: store.lookup(bags, out))
     yield job("occurrences", moved.occurrences, streamed(moved.occurrences), lambda: store.occurrences(bags))

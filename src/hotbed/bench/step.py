@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from hotbed import ops
 from hotbed.batch import Batch
-from hotbed.bench.limits import check_memory, gather_limit, row_parts, scatter_limit
+from hotbed.bench.limits import check_memory, gather_limit, rows_by_matrix, scatter_limit
 from hotbed.bench.meter import Meter, spread
 from hotbed.bench.options import LEARNING_RATE, StepOptions
 from hotbed.bench.workload import KernelBytes, Workload
@@ -258,7 +258,7 @@ class _Roofline:
         bags, slots = workload.layout(batch.sparse), workload.slots(batch.sparse)
         vectors = _dtype(options)
         moved = KernelBytes.of(rows, moments, bags, arena.store.ops.group(arena.store.ops.occurrences(bags)), vectors)
-        parts = row_parts(rows, slots, options.pooling, vectors)
+        parts = rows_by_matrix(rows, slots, options.pooling, vectors)
         self._gather = gather_limit(parts, options.pooling, moved.lookup)
         self._scatter = scatter_limit(parts, moments, moved.update)
         self._meter = Meter(model.embeddings.device, options.repeats)
