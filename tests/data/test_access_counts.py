@@ -55,7 +55,7 @@ def test_tables_with_many_rows_are_estimated() -> None:
     [
         ({"sample": 0.0}, "sample is 0.0, must be above 0 and at most 1, a share of the samples; 0.05 is 5 %"),
         ({"sample": 5.0}, "sample is 5.0, must be above 0 and at most 1"),
-        ({"sample": 1e-9}, "of the samples of split 'train' none was drawn with sample 1e-09; raise it"),
+        ({"sample": 1e-9}, "of the 100 samples of split 'train' none was drawn with sample 1e-09; raise it"),
         ({"counted_rows": 0}, "counted_rows is 0, must be at least 1"),
         ({"seed": -1}, "seed is -1, must be at least 0"),
     ],

@@ -176,5 +176,6 @@ def count_accesses(
             else:
                 np.add.at(counted[column.table_name], ids, 1)
     if not samples:
-        raise SpecError(f"of the samples of split '{split}' none was drawn with sample {sample}; raise it")
+        total = sum(source.chunks(split))
+        raise SpecError(f"of the {total:,} samples of split '{split}' none was drawn with sample {sample}; raise it")
     return AccessCounts(samples=samples, counted=counted, estimated=estimated)
