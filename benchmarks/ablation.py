@@ -1,4 +1,4 @@
-"""What each thing is worth that NVIDIA's 113-billion-parameter DLRM reports a gain for, here beside there.
+"""Measure here what NVIDIA's 113-billion-parameter DLRM reports a gain for, and show both gains.
 
     python -m benchmarks.ablation [--only mixed_precision fused_tables compile host_tables broadcast] [--rounds 5]
                                   [--json FILE] [--quick]

@@ -1,4 +1,4 @@
-"""What does training do beside other processes? The demo's rate on idle and busy cores, by how OpenMP's threads wait.
+"""Measure the demo's rate on idle cores and beside other processes, by how OpenMP's threads wait.
 
     python -m benchmarks.busy [--seconds 8] [--samples 100000] [--json FILE]
 

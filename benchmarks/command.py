@@ -1,4 +1,4 @@
-"""Running hotbed's commands from benchmarks."""
+"""Run hotbed's commands from benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-from hotbed.bench.report import bar
+from hotbed.bench.run import bar
 
 
 def test_bars_are_full_at_1_and_never_longer() -> None:
