@@ -1,4 +1,4 @@
-"""What commands share: parsers, recipes with options that override them, ``--json``, and where results are printed."""
+"""Share what commands need: parsers, recipes with options that override them, ``--json``, and a console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hotbed bench ops | step``: how fast it is here, against what this machine can do."""
+"""Measure how fast it is here, against what this machine can do: ``hotbed bench ops | step``."""
 
 from __future__ import annotations
 

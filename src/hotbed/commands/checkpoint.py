@@ -1,4 +1,4 @@
-"""``hotbed checkpoint inspect | verify | convert``."""
+"""Inspect, verify and convert checkpoints: ``hotbed checkpoint inspect | verify | convert``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hotbed completion``: a script by which a shell completes commands, options and their values."""
+"""Print a script by which a shell completes commands, options and their values: ``hotbed completion``."""
 
 # shtab is an extra, which need not be installed where types are checked.
 # pyright: reportMissingImports=false

@@ -1,4 +1,4 @@
-"""``hotbed demo``: from a raw log to a tested model, in one directory."""
+"""Go from a raw log to a tested model, in one directory: ``hotbed demo``."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, s
     """
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
-    from hotbed.train.progress import StageProgress
-    from hotbed.train.report import RunDirectory, size
+    from hotbed.train.report import RunDirectory, StageProgress, size
     from hotbed.train.run import train
 
     if data is not None and not data.exists():

@@ -1,4 +1,4 @@
-"""``hotbed eval``: the metrics of a checkpoint's model."""
+"""Evaluate a checkpoint's model: ``hotbed eval``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hotbed checkpoint convert --to torch``: the model of a checkpoint as a program that needs torch only."""
+"""Write the model of a checkpoint as a program that needs torch only: ``hotbed checkpoint convert --to torch``."""
 
 from __future__ import annotations
 

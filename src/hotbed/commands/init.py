@@ -1,4 +1,4 @@
-"""``hotbed init``: a first recipe for a Parquet dataset."""
+"""Draft a first recipe for a Parquet dataset: ``hotbed init``."""
 
 from __future__ import annotations
 

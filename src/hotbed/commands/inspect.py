@@ -1,4 +1,4 @@
-"""``hotbed inspect``: what a path holds."""
+"""Show what a dataset, Parquet file, run or checkpoint holds: ``hotbed inspect``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``hotbed`` program: its commands, and which exit status an error has.
+"""Run the ``hotbed`` program: its commands, and which exit status an error has.
 
 A command's file is imported when the command is called: help and the version are there before torch could be loaded.
 Results go to stdout, progress and errors to stderr.

@@ -1,4 +1,4 @@
-"""``hotbed pack``: which rows are worth the fast memory, and the data in hot and cold batches of them."""
+"""Choose the rows that are worth the fast memory, and pack data into hot and cold samples: ``hotbed pack``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.train.build import new_model, tables_of
 from hotbed.train.parallel import moments_by_table, moments_of
-from hotbed.train.progress import StageProgress
-from hotbed.train.report import size
+from hotbed.train.report import StageProgress, size
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``hotbed prepare``: a dataset of raw Criteo logs."""
+"""Prepare a dataset from raw Criteo logs: ``hotbed prepare``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> None:
     """Prepare, and print what was made."""
     from hotbed.data.prepare import prepare
-    from hotbed.train.progress import StageProgress
+    from hotbed.train.report import StageProgress
 
     options = parsed.as_dict()
     raw, out, json = (options.pop(name) for name in ("raw", "out", "json"))

@@ -1,4 +1,4 @@
-"""``hotbed demo --promise``: one model under every kind of plan, and the hash of everything it learned.
+"""Train one model under every kind of plan, and compare hashes of everything it learned: ``hotbed demo --promise``.
 
 The processes of each world are started by this one, on this machine: each runs this file, as a program whose argument
 says in JSON what it trains.

@@ -1,4 +1,4 @@
-"""``hotbed inspect --skew``: how unevenly the rows of tables are looked up, and what a cache of them would serve."""
+"""Measure how unevenly rows are looked up, and what a cache of them would serve: ``hotbed inspect --skew``."""
 
 # matplotlib is an extra, which need not be installed where types are checked.
 # pyright: reportMissingImports=false
@@ -24,7 +24,7 @@ from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_pop
 from hotbed.errors import DataError, RecipeError
 from hotbed.files import new_directory, read_yaml, write_json
 from hotbed.train.build import open_source
-from hotbed.train.progress import StageProgress
+from hotbed.train.report import StageProgress
 
 CURVES = ("accesses_of_top_rows", "lru", "static")
 

@@ -1,4 +1,4 @@
-"""``hotbed train``: train and test by a recipe."""
+"""Train and test by a recipe: ``hotbed train``."""
 
 from __future__ import annotations
 
