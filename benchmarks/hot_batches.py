@@ -36,7 +36,7 @@ from hotbed.files import write_json
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_rows import pack_by_popularity
-from hotbed.train.parallel import process_group
+from hotbed.train.process_group import process_group
 from hotbed.train.report import environment
 from hotbed.train.run import _training_loader
 

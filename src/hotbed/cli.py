@@ -154,7 +154,7 @@ def _explained(message: str, known: Sequence[str]) -> str:
 
 
 def _train(parsed: Namespace) -> None:
-    from hotbed.train.parallel import process_group, started
+    from hotbed.train.process_group import process_group, started
     from hotbed.train.report import RunDirectory, print_summary
     from hotbed.train.run import train
 

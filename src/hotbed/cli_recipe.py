@@ -35,6 +35,13 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
     for key in _COMPONENTS:
         _add_component(parser, key)
+    for key, names in (("dense_optimizer_groups", "parameters"), ("sparse_optimizer_groups", "tables")):
+        parser.add_argument(
+            f"--{key}",
+            type=dict[str, Any],
+            default={},
+            help=f"Optimizers of some {names}: .GROUP.{names} has patterns of names, .GROUP.optimizer the class.",
+        )
     parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
     parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
     parser.add_class_arguments(InitRecipe, "init", instantiate=False)
@@ -128,7 +135,9 @@ def _value_of(option: str, remaining: Iterator[str]) -> str:
 
 
 # jsonargparse would replace all of `schema` by {group: user}, so what lies within an init_arg is set here.
-_DEEP = re.compile(r"--((?:\w+\.)+init_args\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
+_DEEP = re.compile(
+    r"--((?:\w+\.)+init_args\.\w+\.[\w.]+|(?:dense|sparse)_optimizer_groups\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL
+)
 
 
 def split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

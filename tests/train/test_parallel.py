@@ -42,7 +42,7 @@ def trained(
         "auc": losses.aucs,
         "state": state_of(trainer),
         "samples": trainer.samples,
-        "hidden": (trainer.ahead.exchange_s, trainer.ahead.hidden_share),
+        "hidden": (trainer.prefetcher.exchange_s, trainer.prefetcher.hidden_share),
     }
 
 

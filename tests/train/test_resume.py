@@ -17,7 +17,7 @@ from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_i
 from hotbed.cli import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.directory_lock import DirectoryLock
+from hotbed.train.checkpointing import DirectoryLock
 from tests.cli_cases import (  # noqa: F401
     Output,
     log_fixture,

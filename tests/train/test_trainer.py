@@ -17,7 +17,7 @@ from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.errors import BatchError, CheckpointError, NonFiniteError, RecipeError
 from hotbed.train import Callback, Trainer
-from hotbed.train.trainer import resolve_device
+from hotbed.train.numerics import resolve_device
 from tests.train import planted
 from tests.train.planted import Losses
 

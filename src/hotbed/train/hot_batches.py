@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,12 +23,9 @@ from hotbed.config import HotRecipe
 from hotbed.data import Schema
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import by_feature, hot_inputs
-from hotbed.train.callbacks import Callback
 from hotbed.train.metrics import Metrics
 from hotbed.train.table_file import read_hot_rows
-
-if TYPE_CHECKING:
-    from hotbed.train.trainer import Trainer
+from hotbed.train.trainer import Callback, Trainer
 
 
 class HotSplit:

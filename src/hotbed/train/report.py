@@ -19,7 +19,7 @@ from hotbed.config import Recipe
 from hotbed.files import read_yaml, write_json, write_text, yaml_text
 from hotbed.machine import cpu, usable_cores
 from hotbed.plan import Plan
-from hotbed.train.directory_lock import are_same
+from hotbed.train.checkpointing import are_same
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:

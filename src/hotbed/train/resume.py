@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -34,9 +34,7 @@ from hotbed.errors import DamagedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
-
-if TYPE_CHECKING:
-    from hotbed.train.trainer import Trainer
+from hotbed.train.trainer import Trainer
 
 AUTO = "auto"
 """What ``--resume`` takes in the place of a path."""
@@ -172,7 +170,7 @@ def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: 
     Returns
     -------
     Directory or None
-        The checkpoint; its directory is claimed (see `Saver.claim`).
+        The checkpoint; its directory is locked (see `Saver.lock`).
 
     Raises
     ------
@@ -192,7 +190,7 @@ def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: 
     place = directory(recipe.train.checkpoint_dir or earlier[0] / "checkpoints")
     names, unfinished = _names(place, trainer)
     if names:
-        trainer.saver.claim(place)
+        trainer.saver.lock(place)
         names, unfinished = _names(place, trainer)
     damage: dict[str, str] = {}
     for name in names:
