@@ -1,3 +1,5 @@
+"""Protects: callbacks log, keep, restore and stop as they say, and do not change training."""
+
 import io
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Training over several ranks: the plan and what is done ahead change no bit."""
+"""Training over several ranks: neither the plan nor prefetching changes a bit."""
 
 from __future__ import annotations
 

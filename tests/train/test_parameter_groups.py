@@ -1,4 +1,4 @@
-"""Promise: every parameter and every table has exactly one optimizer, which a recipe's groups choose by name."""
+"""Protects: every parameter and every table has exactly one optimizer, which a recipe's groups choose by name."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a process knows of the others from its environment, and what is said when it cannot be."""
+"""Protects: processes that torchrun started meet, also when started again, or errors say why they cannot."""
 
 from __future__ import annotations
 

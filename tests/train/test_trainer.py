@@ -1,3 +1,5 @@
+"""Protects: a step is exact, a run repeats itself to the bit, and a resumed one is one that was not stopped."""
+
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -20,7 +20,7 @@ from hotbed.checkpoint import (
     snapshot,
     verify_checkpoint,
 )
-from hotbed.checkpoint.writing import FileWriter
+from hotbed.checkpoint.tensor_files import FileWriter
 from hotbed.comm import Link
 from hotbed.data import Loader
 from hotbed.embed.replicas import Sync

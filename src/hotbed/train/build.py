@@ -115,7 +115,7 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Raise unless the labels of all splits of the recipe are in range, and its best evaluation can be told."""
+    """Raise unless the labels of all splits of the recipe are in range, and the monitored metric is defined."""
     data, train = recipe.data, recipe.train
     kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else []
     named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}

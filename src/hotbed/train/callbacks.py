@@ -204,7 +204,7 @@ class EarlyStop(Callback):
 class KeepLast(Callback):
     """Keep the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
 
-    One is saved whenever training is told to stop, or ``trainer.ask_save`` is set, as a signal does.
+    One is saved whenever a stop is requested, or ``trainer.ask_save`` is set, as a signal does.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ from hotbed.bags import Bags
 from hotbed.batch import Embeddings
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.storage import LocalDirectory, directory
-from hotbed.checkpoint.writing import making
+from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe, ParallelRecipe, Recipe
 from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
@@ -90,7 +90,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
         "ids": {c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling} for c in origin.schema.sparse},
         "tables": origin.schema.rows,
     }
-    with making(target) as (place, _):
+    with new_directory(target) as (place, _):
         torch.export.save(program, Path(place.path) / MODEL)
         place.write(INPUTS, json.dumps(found, indent=1))
     return found

@@ -347,8 +347,8 @@ class Trainer:
         return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
-        asked, self.evaluate_now = self.evaluate_now, False
-        return asked or (last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0)
+        requested, self.evaluate_now = self.evaluate_now, False
+        return requested or (last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0)
 
     def _call(self, event: str, *args: object) -> None:
         for callback in self.callbacks:

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which are kept, and who may use a directory of them."""
+"""Protects: checkpoints are saved when due, the right ones are kept, and one run uses a directory at a time."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
     keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})
-    assert "is gone; the best is looked for anew" in caplog.text
+    assert "is gone; later evaluations decide which is the best" in caplog.text
     assert keep.state_dict()["path"] is None
 
 
