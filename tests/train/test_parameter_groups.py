@@ -15,6 +15,7 @@ from hotbed.config import (
     Component,
     DataRecipe,
     DenseOptimizerGroup,
+    MemoryRecipe,
     Recipe,
     ScheduleRecipe,
     SparseOptimizerGroup,
@@ -22,6 +23,7 @@ from hotbed.config import (
 )
 from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
+from hotbed.embed import Distributed
 from hotbed.errors import CheckpointError, RecipeError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import WideDeep
@@ -318,6 +320,21 @@ def test_each_parameter_is_trained_by_the_optimizer_of_its_group_to_the_bit() ->
         of_sgd = name.endswith(".bias")
         assert torch.equal(tensor, states[1 + of_sgd][name]), name
         assert not torch.equal(tensor, states[2 - of_sgd][name]), name
+
+
+def test_groups_train_the_same_bits_wherever_rows_are() -> None:
+    some = groups(wide=("wide", "hotbed.optim.FTRL", {"lr": 0.1}), some=("embeddings.user", *SGD))
+    biases = dense_groups(biases=("*.bias", *DENSE_SGD))
+    recipe = replace(RECIPE, sparse_optimizer_groups=some, dense_optimizer_groups=biases)
+    states: list[dict[str, Tensor]] = []
+    for memory in (MemoryRecipe(), MemoryRecipe(tier="host")):
+        made = build_trainer(replace(recipe, memory=memory), InMemory())
+        assert isinstance(made.model, Distributed) == (memory.tier == "host")
+        assert list(made.optimizers) == ["dense", "sparse", "biases", "wide", "some"]
+        made.fit(planted.batches(3))
+        states.append(made.model.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
 
 
 def test_moments_and_memory_are_those_of_each_tables_optimizer() -> None:

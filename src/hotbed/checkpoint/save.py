@@ -92,16 +92,7 @@ def save_checkpoint(
     for name in parts:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
-    with without_tables():
-        states = {name: part.state_dict() for name, part in parts.items()}
-    plains: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name, state in states.items():
-        found: Tensors = {}
-        plains[name] = plain(state, found, "")
-        tensors[name] = {key: t.detach() for key, t in found.values()}
-        if len(tensors[name]) < len(found):
-            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
+    plains, tensors = _states_of(parts)
     place = directory(path)
     token = _first_ranks(link, lambda: make_directory(place))
     if background:
@@ -319,6 +310,24 @@ class Saving:
             report = {"token": self._token, "error": str(error) or type(error).__name__}
             with suppress(OSError):
                 self._place.write(f"rank-{self._rank}.json", json.dumps(report))
+
+
+def _states_of(parts: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return the states of parts, without tables, as plain values and as tensors by name.
+
+    The state ``{"lr": 0.1, "m": t}`` of the part ``dense`` is ``{"lr": 0.1, "m": {"$tensor": "m"}}`` and ``{"m": t}``.
+    """
+    with without_tables():
+        states = {name: part.state_dict() for name, part in parts.items()}
+    plains: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, state in states.items():
+        found: Tensors = {}
+        plains[name] = plain(state, found, "")
+        tensors[name] = {key: t.detach() for key, t in found.values()}
+        if len(tensors[name]) < len(found):
+            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
+    return plains, tensors
 
 
 def _first_ranks(link: Link | None, first: Callable[[], str]) -> str:
