@@ -391,8 +391,7 @@ def test_a_run_of_a_former_recipe_goes_on_with_the_group(tmp_path: Path) -> None
     wide = stored.pop("sparse_optimizer_groups")["wide"]["optimizer"]
     del stored["dense_optimizer_groups"]
     save_checkpoint(tmp_path / "former", {}, recipe=stored | {"wide_optimizer": wide})
-    with pytest.warns(FutureWarning, match=r"wide_optimizer is now called"):
-        refuse_another_recipe(tmp_path / "former", RECIPE)
+    refuse_another_recipe(tmp_path / "former", RECIPE)
 
 
 def test_a_resumed_run_may_not_change_or_drop_a_group(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class InitRecipe:
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
     checkpoint: str | None = None
-    """Checkpoint, or a directory whose newest is meant, also of an earlier model; what does not fit is initialized."""
+    """Checkpoint, or a directory whose newest is meant, or of an earlier model; what does not fit is reinitialized."""
     rename: dict[str, str] = field(default_factory=dict)
     """What the checkpoint calls a table, by its name here."""
     leave: list[str] = field(default_factory=list)
@@ -254,6 +254,13 @@ class Recipe:
         """
         check_keys(values)
         return cast("Self", _from_mapping(cls, with_new_names(values), ""))
+
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any]) -> Self:
+        """Make a recipe from the plain values that a checkpoint or a run directory holds: nothing to rename there."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return cls.from_dict(values)
 
 
 RENAMED_KEYS = {"parallel.sums_apart": "parallel.per_shard_statistics"}
