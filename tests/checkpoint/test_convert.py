@@ -14,7 +14,7 @@ from torch import nn
 from hotbed.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint, verify_checkpoint
 from hotbed.checkpoint import convert as convert_module
 from hotbed.checkpoint import tables as tables_module
-from hotbed.checkpoint import tensors as tensors_module
+from hotbed.checkpoint import tensor_files as tensors_module
 from hotbed.checkpoint.convert import convert
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
@@ -28,7 +28,7 @@ from tests.checkpoint.tiles import Tiles, load, save
 @pytest.fixture(autouse=True)
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     Tiles(Table("t", 3, 16), [(range(3), range(16))]).fill(0)  # compiles kernels
-    monkeypatch.setattr(convert_module, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(convert_module, "MEMORY_BYTES", 2000)
     monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 700)
     monkeypatch.setattr(tables_module, "CHUNK_BYTES", 700)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed.checkpoint import tables as tables_module
-from hotbed.checkpoint import tensors as tensors_module
-from hotbed.checkpoint import writing as writing_module
+from hotbed.checkpoint import tensor_files as tensors_module
+from hotbed.checkpoint import tensor_files as writing_module
 from hotbed.errors import CheckpointError
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import RowDtype, Table

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import VerifiedFiles
-from hotbed.checkpoint.contents import TablePart, owned_tiles
+from hotbed.checkpoint.contents import ModelTable, owned_tiles
 from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
-from hotbed.checkpoint.tensors import TensorFiles
-from hotbed.checkpoint.writing import make_directory
+from hotbed.checkpoint.tensor_files import TensorFiles, make_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard
 from hotbed.optim import Moment
@@ -56,9 +55,9 @@ class Tiles:
         return self.tiles
 
     @property
-    def part(self) -> TablePart:
+    def part(self) -> ModelTable:
         spec = replace(self.table, init_seed=self.table.seed(self.seed), init_bound=self.table.bound)
-        return TablePart(self, self.table, SavedTable(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
+        return ModelTable(self, self.table, SavedTable(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
 
     def fill(self, seed: int, rows: Sequence[int] | None = None) -> None:
         """Give rows (all by default) random values and moments that do not depend on the tiles."""

@@ -86,7 +86,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def hotbed_threads() -> list[str]:
     """Threads of iterations; that of the dense gradients lives as long as its model."""
     names = [thread.name for thread in threading.enumerate()]
-    return [n for n in names if n.startswith(("hotbed-ahead", "hotbed-broadcast", "hotbed-loader"))]
+    return [n for n in names if n.startswith(("hotbed-prefetch", "hotbed-broadcast", "hotbed-loader"))]
 
 
 class InMemory(Source):

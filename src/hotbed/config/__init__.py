@@ -11,6 +11,7 @@ Importing this module is cheap and loads no class that a recipe names.
 """
 
 from hotbed.config.component import Component
+from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.config.recipe import (
     DataRecipe,
@@ -20,7 +21,6 @@ from hotbed.config.recipe import (
     Monitor,
     Precision,
     Recipe,
-    ScheduleRecipe,
     TrainRecipe,
     check_keys,
 )
@@ -28,6 +28,7 @@ from hotbed.config.recipe import (
 __all__ = [
     "Component",
     "DataRecipe",
+    "DenseOptimizerGroup",
     "Device",
     "HotRecipe",
     "InitRecipe",
@@ -38,6 +39,7 @@ __all__ = [
     "Precision",
     "Recipe",
     "ScheduleRecipe",
+    "SparseOptimizerGroup",
     "TrainRecipe",
     "check_keys",
 ]

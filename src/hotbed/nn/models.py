@@ -88,7 +88,8 @@ class WideDeep(nn.Module):
     in the ids: beside every table one with a column per label, computed in float32 also under autocast. The logits are
     the sum of both parts.
 
-    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe: ``wide_optimizer``)::
+    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe:
+    ``sparse_optimizer_groups``)::
 
         RowWiseAdagrad(model.embeddings, lr=0.08)
         FTRL(model.wide, lr=0.02, beta=0.0)  # its tables start at 0, as FTRL wants
