@@ -41,3 +41,11 @@ def test_importing_hotbed_leaves_the_slow_libraries_for_later():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_names_of_earlier_versions_warn_and_serve():
+    with pytest.warns(
+        DeprecationWarning, match="hotbed.Spread is now hotbed.ModelParallelInput; the earlier name goes"
+    ):
+        assert hotbed.Spread is hotbed.ModelParallelInput  # pyright: ignore[reportAttributeAccessIssue]
+    assert "Spread" not in dir(hotbed)

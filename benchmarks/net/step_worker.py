@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
+from hotbed.embed import replicas as sync
 from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
@@ -90,18 +91,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     warmup = -(-WARMUP // every) * every
     steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
-        replicas.choose = lambda *_: "nothing"
+        sync.choose_message = lambda *_: "nothing"
     model, plan = model_and_plan(job["scheme"], size // replicas)
-    codecs = {"forward": job["forward"], "backward": job["backward"]}
     dense_values = sum(p.numel() for p in model.parameters())
-    model = hb.distribute(
-        model,
-        plan,
-        forward_codec=codecs["forward"],
-        backward_codec=codecs["backward"],
-        replicas=replicas,
-        sync_every=every,
+    options = hb.ParallelOptions(
+        forward_codec=job["forward"], backward_codec=job["backward"], replicas=replicas, sync_every=every
     )
+    model = hb.distribute(model, plan, options)
     dense = torch.optim.SGD(model.parameters(), lr=0.01)
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     seconds: list[float] = []
@@ -130,7 +126,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         dict.fromkeys(tables, distinct),
         touched=dict.fromkeys(tables, touched),
         row_sums=1,
-        **codecs,
+        forward=job["forward"],
+        backward=job["backward"],
     )
     dist.barrier()
     return {

@@ -8,7 +8,7 @@ from hotbed import machine as machine  # before anything loads torch, and torch 
 from hotbed import nn, optim
 from hotbed.batch import Batch, Embeddings
 from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
-from hotbed.config import Recipe
+from hotbed.config import MemoryOptions, ParallelOptions, Recipe
 from hotbed.data import Loader, Schema, Source, SplitBinarySource
 from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
 from hotbed.errors import HotbedError
@@ -33,7 +33,9 @@ __all__ = [
     "HotbedError",
     "Jagged",
     "Loader",
+    "MemoryOptions",
     "ModelParallelInput",
+    "ParallelOptions",
     "ParquetSource",
     "Plan",
     "Recipe",
@@ -55,4 +57,8 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazy(__name__, {"ParquetSource": "hotbed.data.parquet", "prepare": "hotbed.data.prepare"})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {"ParquetSource": "hotbed.data.parquet", "prepare": "hotbed.data.prepare"},
+    renamed={"Spread": "ModelParallelInput"},
+)

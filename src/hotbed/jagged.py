@@ -50,8 +50,8 @@ class Jagged:
     """
 
     __slots__ = (
-        "_ahead",
         "_index",
+        "_prefetched",
         "_ragged_rows",
         "_verified",
         "batch_size",
@@ -84,7 +84,7 @@ class Jagged:
         self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
         self._index = {name: i for i, name in enumerate(self.names)}
         self._verified: tuple[Tensor, tuple[int, int], frozenset[tuple[str, int]]] | None = None
-        self._ahead: dict[object, object] = {}
+        self._prefetched: dict[object, object] = {}
         self._ragged_rows: tuple[int, ...] | None = None
 
     def _validated_starts(self) -> tuple[int, ...]:
@@ -161,13 +161,13 @@ class Jagged:
         if not self.values.is_inference():  # whose changes nobody counts
             self._verified = (self.values, self._versions(), self.verified.union(pairs))
 
-    def put_ahead(self, key: object, value: object) -> None:
+    def put_prefetched(self, key: object, value: object) -> None:
         """Keep what was worked out about these ids before they are needed."""
-        self._ahead[key] = value
+        self._prefetched[key] = value
 
-    def take_ahead(self, key: object) -> object | None:
-        """What `put_ahead` kept, once."""
-        return self._ahead.pop(key, None)
+    def take_prefetched(self, key: object) -> object | None:
+        """What `put_prefetched` kept, once."""
+        return self._prefetched.pop(key, None)
 
     def _versions(self) -> tuple[int, int]:
         """Counts of in-place changes of ids and offsets."""

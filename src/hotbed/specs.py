@@ -19,6 +19,13 @@ from typing import TYPE_CHECKING, Literal, TypeGuard, cast, get_args
 from hotbed.errors import SpecError, did_you_mean
 
 Pooling = Literal["sum", "mean", "none"]
+NO_DIVISOR, MEAN = 0, 1
+POOLING_CODE: dict[Pooling, int] = {"sum": NO_DIVISOR, "mean": MEAN, "none": NO_DIVISOR}
+"""By what the sum of a bag's rows is divided, as kernels tell poolings apart: by nothing, or by a function of the bag's
+number of ids. A new pooling is a name and a code here, and its divisor in `ops.reference`, `ops.cpu_lookup` and
+`ops.triton_lookup`."""
+POOLED: tuple[Pooling, ...] = tuple(mode for mode in get_args(Pooling) if mode != "none")
+"""Poolings that give a sample one vector."""
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate"]
 OnBadId = Literal["error", "drop", "hash"]
@@ -247,6 +254,11 @@ class Feature:
                 raise SpecError(f"feature '{self.name}': {field} is {value!r}, must be one of {', '.join(choices)}")
         if self.max_len is not None and not (is_int(self.max_len) and self.max_len >= 1):
             raise SpecError(f"feature '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1")
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a sample has one vector, not one per id."""
+        return self.pooling != "none"
 
 
 def check_specs(tables: Sequence[Table], features: Sequence[Feature]) -> None:

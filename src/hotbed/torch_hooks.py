@@ -14,22 +14,22 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-_apart = ContextVar("without_tables", default=False)
+_without_tables = ContextVar("without_tables", default=False)
 
 
 @contextmanager
 def without_tables() -> Generator[None]:
     """Let ``state_dict()`` leave out tables and moments inside, and ``load_state_dict()`` not expect them."""
-    token = _apart.set(True)
+    token = _without_tables.set(True)
     try:
         yield
     finally:
-        _apart.reset(token)
+        _without_tables.reset(token)
 
 
 def are_tables_left_out() -> bool:
     """Whether the caller is inside `without_tables`."""
-    return _apart.get()
+    return _without_tables.get()
 
 
 P = ParamSpec("P")

@@ -170,7 +170,7 @@ def test_occurrences(backend, name):
     assert found.slots.dtype == found.bags.dtype == torch.int64
     assert found.slots.tolist() == slots
     assert found.bags.tolist() == owners
-    if bags.weights is None and not bags.has_mean:
+    if bags.weights is None and not bags.has_divisors:
         assert found.scale is None
     else:
         assert found.scale.dtype == torch.float32

@@ -132,7 +132,7 @@ def lazy_chunks(
     snapshot
         Where they are read as they were; None: as they are.
     """
-    store, rows = held.arena.store, held.piece.rows
+    store, rows = held.arena.store, held.shard.rows
     keys = existing.slots[held.number] - held.arena.first_slots[held.number]
     arrays = {
         array: key
@@ -150,7 +150,7 @@ def lazy_chunks(
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
-        yield Chunk(name, rows[begin:end], held.piece.cols, found)
+        yield Chunk(name, rows[begin:end], held.shard.cols, found)
 
 
 def array_of(
@@ -194,7 +194,7 @@ def _pieces(
     name: str, table: TablePart, held: LocalTile, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
     """A tile in pieces that fit into a file."""
-    store, rows = held.arena.store, held.piece.rows
+    store, rows = held.arena.store, held.shard.rows
     if isinstance(existing, ExistingRows):
         yield from lazy_chunks(name, held, table.saved.moments, existing, snapshot)
         return
@@ -203,7 +203,7 @@ def _pieces(
         for key, extent in held.extents().items()
         if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
     }
-    of_rows, whole = stored_as(held.piece.table, rows), held.arrays()
+    of_rows, whole = stored_as(held.shard.table, rows), held.arrays()
     step = rows_per_chunk(sum(whole[e.array][:1].nbytes for e in extents.values()))
     for first in range(0, len(rows), step):
         last = min(first + step, len(rows))
@@ -214,4 +214,4 @@ def _pieces(
             if start < stop:
                 tensor = whole[extent.array]
                 arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
-        yield Chunk(name, rows[first:last], held.piece.cols, arrays)
+        yield Chunk(name, rows[first:last], held.shard.cols, arrays)

@@ -131,7 +131,7 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
     """
     rows, cols, saved = rectangle
     arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
-    held = LocalTile(arena.pieces[0], arena, 0, True)
+    held = LocalTile(arena.shards[0], arena, 0, True)
     for name, moment in saved.moments.items():
         arena.store.add_moment(Moment(name, moment.per))
     load_tile(held, saved, saved.moments, files)
@@ -218,7 +218,7 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
 
 def _changed_rows(held: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
     """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
-    piece = held.piece
+    piece = held.shard
     arena = Arena([piece], len(piece.cols), seed=0, device=torch.device("cpu"), backend="auto")
     untouched = LocalTile(piece, arena, 0, True)
     changed = torch.zeros(len(piece.rows), dtype=torch.bool)

@@ -102,12 +102,12 @@ def load_tile(held: LocalTile, saved: SavedTable, moments: Collection[str], file
     files
         The checkpoint's files.
     """
-    known = held.piece.rows[: len(range(held.piece.rows.start, saved.spec.rows, held.piece.rows.step))]
-    found = list(common(held.piece.rows, held.piece.cols, saved, files))
+    known = held.shard.rows[: len(range(held.shard.rows.start, saved.spec.rows, held.shard.rows.step))]
+    found = list(common(held.shard.rows, held.shard.cols, saved, files))
     if isinstance(held.arena.store, LazyStore):
         _load_existing(held, held.arena.store, saved, moments, found, files)
         return
-    if form(saved.spec) == form(held.piece.table):
+    if form(saved.spec) == form(held.shard.table):
         if any(c.tile.keyed for c in found):
             _initialize(held, saved.spec, known)
         _copy_raw(held, found, files)
@@ -119,9 +119,9 @@ def load_tile(held: LocalTile, saved: SavedTable, moments: Collection[str], file
         target = arrays[e.array][e.start : e.stop]
         # Of a row that is cut into columns each tile has its value: that of the first columns is taken, last.
         for c in sorted(found, key=lambda c: -c.tile.cols.start):
-            columns = _columns(c, held.piece.cols) if target.dim() > 1 else None
+            columns = _columns(c, held.shard.cols) if target.dim() > 1 else None
             if c.tile.keyed:
-                of_tile = _at(target, common_places(held.piece.rows, c.tile.rows))
+                of_tile = _at(target, common_places(held.shard.rows, c.tile.rows))
                 (of_tile if columns is None else of_tile[:, columns[1]]).fill_(saved.moments[name].initial)
             copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
@@ -227,12 +227,12 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
 def _copy_raw(held: LocalTile, found: Collection[Common], files: TensorFiles) -> None:
     """Copy rows as they are stored."""
     extents, arrays = held.extents(), held.arrays()
-    for name, here in stored_as(held.piece.table, held.piece.rows).items():
+    for name, here in stored_as(held.shard.table, held.shard.rows).items():
         e = extents[name]
         unit = SCALE_BLOCK if name == "exponents" else 1
         for c in found:
             if name in c.arrays:
-                columns = _columns(c, held.piece.cols, unit)
+                columns = _columns(c, held.shard.cols, unit)
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
 
 
@@ -245,12 +245,12 @@ def _load_existing(
     files: TensorFiles,
 ) -> None:
     """Load into a tile whose rows come to be when they are trained: none but rows that differ from initial ones do."""
-    spec, cols, first_slot = saved.spec, held.piece.cols, held.arena.first_slots[held.number]
+    spec, cols, first_slot = saved.spec, held.shard.cols, held.arena.first_slots[held.number]
     assert spec.init_seed is not None
-    store.initialize(first_slot, seed=spec.init_seed, rows=held.piece.rows, cols=cols, bound=spec.bound)
+    store.initialize(first_slot, seed=spec.init_seed, rows=held.shard.rows, cols=cols, bound=spec.bound)
     for name in moments:
         store.fill(held.number, name, saved.moments[name].initial)
-    alike = form(spec) == form(held.piece.table)
+    alike = form(spec) == form(held.shard.table)
     # Of a row that is cut into columns each tile has its value of a moment per row: that of the first columns is last.
     for c in sorted(found, key=lambda c: -c.tile.cols.start):
         for start in range(0, len(c.here), ROWS_AT_ONCE):
@@ -279,7 +279,7 @@ def _load_existing(
 
 def _copy_values(held: LocalTile, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
     """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
-    store, cols = held.arena.store, held.piece.cols
+    store, cols = held.arena.store, held.shard.cols
     keyed = any(c.tile.keyed for c in found)
     # Each chunk reads of every saved tile, so many of them get larger chunks.
     step = max(CHUNK_BYTES * min(len(found), MOST_CHUNKS) // (4 * len(cols)), 1)
@@ -317,14 +317,14 @@ def _initialize(held: LocalTile, spec: Table, known: range) -> None:
     assert spec.init_seed is not None
     _lower_exponents(held, 0, len(known))
     slot = held.arena.first_slots[held.number]
-    held.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=held.piece.cols, bound=spec.bound)
+    held.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=held.shard.cols, bound=spec.bound)
 
 
 def _lower_exponents(held: LocalTile, first: int, last: int) -> None:
     """Let the exponents of some rows fit what is written next: they only grow, but these are of values that go."""
     extent = held.extents().get("exponents")
     if extent is not None:
-        wide = len(stored_as(held.piece.table, held.piece.rows).get("fp32_weight", ()))
+        wide = len(stored_as(held.shard.table, held.shard.rows).get("fp32_weight", ()))
         rows = slice(extent.start + max(first - wide, 0), extent.start + max(last - wide, 0))
         held.arrays()["exponents"][rows] = MIN_EXPONENT
 

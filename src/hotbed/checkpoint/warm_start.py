@@ -162,12 +162,12 @@ def _take_table(
     assert seed is not None
     with torch.no_grad():
         for held in table.collection.local_tiles(spec.name):
-            rows = held.piece.rows
+            rows = held.shard.rows
             known = len(range(rows.start, min(rows.stop, saved.spec.rows), rows.step))
             slot = held.arena.first_slots[held.number] + known
             new = rows[known:]
             if new and isinstance(held.arena.store, DenseStore):
-                held.arena.store.initialize(slot, seed=seed, rows=new, cols=held.piece.cols, bound=saved.spec.bound)
+                held.arena.store.initialize(slot, seed=seed, rows=new, cols=held.shard.cols, bound=saved.spec.bound)
             load_tile(held, saved, moments if held.owned else (), files)
     table.collection.adopt_initial(spec.name, seed, saved.spec.bound)
     notes = [f"{min(saved.spec.rows, spec.rows):,} rows" + (f" of '{there}'" if there != name else "")]

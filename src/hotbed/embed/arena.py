@@ -43,7 +43,7 @@ class Arena:
 
     Parameters
     ----------
-    pieces
+    shards
         What is here, of equally many columns and equal ``dtype``.
     dim
         Their number of columns.
@@ -57,7 +57,7 @@ class Arena:
 
     def __init__(
         self,
-        pieces: Sequence[Shard],
+        shards: Sequence[Shard],
         dim: int,
         *,
         seed: int,
@@ -65,30 +65,30 @@ class Arena:
         backend: BackendName,
         storage: Storage | None = None,
     ) -> None:
-        self.pieces = list(pieces)
-        self.tables = [piece.table.name for piece in pieces]
+        self.shards = list(shards)
+        self.tables = [shard.table.name for shard in shards]
         """Table of each piece, as `Rows.tables` and `RuleStep.hyper` number them."""
-        self.first_slots = [0, *accumulate(len(piece.rows) for piece in pieces)]
+        self.first_slots = [0, *accumulate(len(shard.rows) for shard in shards)]
         """First slot of each piece, and past the last."""
         self.updates = 0
         """How often rows were updated."""
         self.backend: BackendName = backend
-        self._seeds = [piece.table.seed(seed) for piece in pieces]
+        self._seeds = [shard.table.seed(seed) for shard in shards]
         self.store: RowStore = (storage or Storage()).make(
             [
-                Span(len(p.rows), p.fp32_rows, first_row=p.rows.start, row_step=p.rows.step, first_col=p.cols.start)
-                for p in pieces
+                Span(len(s.rows), s.fp32_rows, first_row=s.rows.start, row_step=s.rows.step, first_col=s.cols.start)
+                for s in shards
             ],
             dim,
-            dtype=pieces[0].table.dtype if pieces else "fp32",
+            dtype=shards[0].table.dtype if shards else "fp32",
             device=device,
             backend=backend,
         )
-        for piece, slot in zip(pieces, self.first_slots, strict=False):
-            table = piece.table
+        for shard, slot in zip(shards, self.first_slots, strict=False):
+            table = shard.table
             if device.type == "meta":
                 break  # no values yet
-            self.store.initialize(slot, seed=table.seed(seed), rows=piece.rows, cols=piece.cols, bound=table.bound)
+            self.store.initialize(slot, seed=table.seed(seed), rows=shard.rows, cols=shard.cols, bound=table.bound)
         self._placed(device)
 
     def to(self, device: torch.device) -> None:
@@ -100,38 +100,38 @@ class Arena:
         self.seeds = torch.tensor(self._seeds, dtype=torch.int64, device=device)
         """Seed of each piece's table ``[T]`` int64, 32 bits."""
 
-    def seed_of(self, piece: int) -> int:
+    def seed_of(self, number: int) -> int:
         """Seed of the initial values of a piece's table."""
-        return self._seeds[piece]
+        return self._seeds[number]
 
-    def slots(self, piece: int) -> Tensor:
+    def slots(self, number: int) -> Tensor:
         """Slots of a piece ``[R]``."""
-        return torch.arange(self.first_slots[piece], self.first_slots[piece + 1], device=self.store.device)
+        return torch.arange(self.first_slots[number], self.first_slots[number + 1], device=self.store.device)
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Shard of each slot ``[n]``, and which slot of the piece it is."""
         firsts = torch.tensor(self.first_slots[:-1], dtype=torch.int64, device=slots.device)
-        piece = torch.searchsorted(firsts, slots, right=True) - 1
-        return piece, slots - firsts[piece]
+        shard = torch.searchsorted(firsts, slots, right=True) - 1
+        return shard, slots - firsts[shard]
 
-    def rows(self, piece: int) -> Tensor:
+    def rows(self, number: int) -> Tensor:
         """The rows of a piece float32; shares memory where all of them are stored so."""
-        raw = self.store.raw(piece)
+        raw = self.store.raw(number)
         if set(raw) == {"weight"} and raw["weight"].dtype == torch.float32:
             return raw["weight"]
-        return self.store.read(self.slots(piece))
+        return self.store.read(self.slots(number))
 
 
-def untied(part: Tensor) -> Tensor:
+def untied(values: Tensor) -> Tensor:
     """The same memory as a tensor that has a storage of its own; a part of a store's tensor shares that of all.
 
     What saves states (``torch.save``, safetensors, Accelerate) writes whole storages, or takes tensors of one storage
     for one. No byte is copied: tables may take more than half of the memory.
     """
-    if part.untyped_storage().nbytes() == part.nbytes or part.device.type not in ("cpu", "cuda"):
-        return part
+    if values.untyped_storage().nbytes() == values.nbytes or values.device.type not in ("cpu", "cuda"):
+        return values
     # As bytes, for not every version of torch exchanges fp8.
-    return torch.from_dlpack(part.view(torch.uint8)).view(part.dtype)
+    return torch.from_dlpack(values.view(torch.uint8)).view(values.dtype)
 
 
 def raw_shapes(table: Table) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class LocalTile(NamedTuple):
 
     Attributes
     ----------
-    piece
+    shard
         The table and the rectangle of it.
     arena, number
         Where it is, and which of the arena's pieces.
@@ -155,7 +155,7 @@ class LocalTile(NamedTuple):
         Whether this rank updates it; else it is a copy of another rank's, which has no moments.
     """
 
-    piece: Shard
+    shard: Shard
     arena: Arena
     number: int
     owned: bool
@@ -176,13 +176,13 @@ class LocalTile(NamedTuple):
 
     def named(self, found: Mapping[str, T]) -> dict[str, T]:
         """What its store has under its own names, under those of the whole table."""
-        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+        if set(stored_as(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
             return {"fp32_weight" if name == "weight" else name: value for name, value in found.items()}
         return dict(found)
 
     def unnamed(self, found: Mapping[str, T]) -> dict[str, T]:
         """The inverse: under the names that its store has."""
-        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+        if set(stored_as(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
             return {"weight" if name == "fp32_weight" else name: value for name, value in found.items()}
         return dict(found)
 
@@ -216,11 +216,11 @@ def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
     seeds
         Of each piece ``[T]``, see `RuleStep.seeds`.
     """
-    if not arena.pieces or arena.pieces[0].table.dtype == "fp32":
+    if not arena.shards or arena.shards[0].table.dtype == "fp32":
         return None
-    piece, within = arena.locate(slots)
+    shard, within = arena.locate(slots)
     first, step, col = torch.tensor(
-        [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
-    )[piece].unbind(1)
+        [(s.rows.start, s.rows.step, s.cols.start) for s in arena.shards], device=slots.device
+    )[shard].unbind(1)
     cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
-    return random_bits(seeds[piece], first + within * step, cols)
+    return random_bits(seeds[shard], first + within * step, cols)

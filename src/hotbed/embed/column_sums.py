@@ -39,10 +39,10 @@ class Neighbour(NamedTuple):
 
     Attributes
     ----------
-    kind, piece
-        The own tile: its arena, and which piece of it.
+    kind, shard
+        The own tile: its arena, and which shard of it.
     rows
-        The common rows, as slots of the piece; None where these are all.
+        The common rows, as slots of the shard; None where these are all.
     owner
         Rank that owns the other tile.
     tile, other
@@ -54,7 +54,7 @@ class Neighbour(NamedTuple):
     """
 
     kind: int
-    piece: int
+    shard: int
     rows: range | None
     owner: int
     tile: int
@@ -63,15 +63,15 @@ class Neighbour(NamedTuple):
     first_block: int
 
 
-class Touched:
+class TouchedRows:
     """Rows of an arena that a step changes, and their gradients.
 
     Attributes
     ----------
     slots
         ``[U]``, rising.
-    piece, within
-        Shard of each ``[U]``, and which slot of the piece it is.
+    shard, within
+        Shard of each ``[U]``, and which slot of the shard it is.
     gradient
         Summed and scaled ``[U, cols]``.
     """
@@ -88,18 +88,18 @@ class Touched:
             gradient = arena.store.empty((len(slots), arena.store.dim), torch.float32)
             ops.segment_sum(occurrences, groups, grad, None, gradient)
             gradient *= step.inv_scale
-        piece, within = arena.locate(slots)
-        active = step.hyper[piece, ACTIVE] != 0
+        shard, within = arena.locate(slots)
+        active = step.hyper[shard, ACTIVE] != 0
         if not bool(active.all()):
-            slots, piece, within, gradient = slots[active], piece[active], within[active], gradient[active]
-        self.slots, self.piece, self.within, self.gradient = slots, piece, within, gradient
+            slots, shard, within, gradient = slots[active], shard[active], within[active], gradient[active]
+        self.slots, self.shard, self.within, self.gradient = slots, shard, within, gradient
         first_slots = torch.tensor(arena.first_slots, dtype=torch.int64, device=device)
         self._bounds = torch.searchsorted(slots, first_slots).cpu()
 
     def of(self, neighbours: Sequence[Neighbour]) -> tuple[Tensor, Tensor]:
         """Which of them each neighbour has, one after the other, and how many ``[neighbours]`` on the host."""
-        pieces = torch.tensor([n.piece for n in neighbours])
-        starts, counts = self._bounds[pieces], self._bounds[pieces + 1] - self._bounds[pieces]
+        shards = torch.tensor([n.shard for n in neighbours])
+        starts, counts = self._bounds[shards], self._bounds[shards + 1] - self._bounds[shards]
         if any(n.rows is not None for n in neighbours):
             found = [self._common(n, int(a), int(c)) for n, a, c in zip(neighbours, starts, counts, strict=True)]
             return torch.cat(found), torch.tensor([len(places) for places in found])
@@ -138,12 +138,12 @@ class ColumnSums:
             by_table[tile.table].append(i)
         neighbours: list[Neighbour] = []
         self._first_blocks: dict[int, list[int]] = {}
-        """Which block of a row is each piece's first, by kind."""
+        """Which block of a row is each shard's first, by kind."""
         kind_of: list[int] = placement.entries[KIND].tolist()
         for kind in self.kinds:
             owned = placement.owned(placement.kinds[kind])
             self._first_blocks[kind] = [placement.tiles[i].cols.start // BLOCK for i in owned]
-            for piece, i in enumerate(owned):
+            for shard, i in enumerate(owned):
                 tile = placement.tiles[i]
                 for j in by_table[tile.table]:
                     other = placement.tiles[j]
@@ -151,7 +151,7 @@ class ColumnSums:
                     if i != j and rows:
                         common = None if rows == range(len(tile.rows)) else rows
                         first_block = other.cols.start // BLOCK
-                        neighbours.append(Neighbour(kind, piece, common, other.owner, i, j, kind_of[j], first_block))
+                        neighbours.append(Neighbour(kind, shard, common, other.owner, i, j, kind_of[j], first_block))
         neighbours.sort(key=lambda n: (n.kind, n.other_kind, n.owner, n.tile, n.other))
         self._to = _by_kinds(neighbours, lambda n: (n.kind, n.other_kind))
         neighbours.sort(key=lambda n: (n.other_kind, n.kind, n.owner, n.other, n.tile))
@@ -179,7 +179,7 @@ class ColumnSums:
             The ranks.
         """
         touched = {
-            kind: Touched(arenas[kind], steps[arenas[kind]], found.get(arenas[kind]), ops) for kind in self.kinds
+            kind: TouchedRows(arenas[kind], steps[arenas[kind]], found.get(arenas[kind]), ops) for kind in self.kinds
         }
         step = steps[arenas[self.kinds[0]]]
         if step.rule.name == "rowwise_adagrad" and step.uses <= {"decay"}:
@@ -194,14 +194,14 @@ class ColumnSums:
         for t in touched.values():
             t.arena.updates += len(t.slots) > 0
 
-    def _any_rule(self, touched: Mapping[int, Touched], link: Link) -> None:
+    def _any_rule(self, touched: Mapping[int, TouchedRows], link: Link) -> None:
         """In plain PyTorch, with one exchange per sum that the rule asks for."""
         steps = {}
         moments = {}
         for kind, t in touched.items():
             store, rule = t.arena.store, t.step.rule
             moments[kind] = {m.name: store.read(t.slots, m.name, use="update") for m in rule.moments}
-            hyper = t.step.hyper[t.piece]
+            hyper = t.step.hyper[t.shard]
             rows = store.read(t.slots, use="update")
             steps[kind] = rule_steps(rule, rows, moments[kind], t.gradient, hyper, self._dim, t.step.uses)
         sums: Mapping[int, Tensor] | None = None
@@ -218,13 +218,13 @@ class ColumnSums:
         for kind, t in touched.items():
             _store(t, new[kind], moments[kind])
 
-    def _sums(self, touched: Mapping[int, Touched], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
+    def _sums(self, touched: Mapping[int, TouchedRows], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
         """Sums over all columns of each row ``[U]``, by kind, from the blocks that are here ``[U, blocks]``."""
         whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
         nothing = next(iter(blocks.values())).new_empty(0)
         for kind, own in blocks.items():
             firsts = torch.tensor(self._first_blocks[kind], dtype=torch.int64, device=own.device)
-            whole[kind].scatter_(1, _columns(firsts[touched[kind].piece], own.shape[1]), own)
+            whole[kind].scatter_(1, _columns(firsts[touched[kind].shard], own.shape[1]), own)
         outgoing: list[list[Tensor]] = [[nothing] for _ in range(link.size)]
         for (kind, _), neighbours in self._to.items():
             places, counts = touched[kind].of(neighbours)
@@ -238,9 +238,10 @@ class ColumnSums:
             kinds: [rows * widths[kinds[0]] for rows in _by_rank(self._from[kinds], counts, link)]
             for kinds, (_, counts) in expected.items()
         }
-        came = [sum(of_kinds[r] for of_kinds in sizes.values()) for r in range(link.size)]
+        recv_counts = [sum(of_kinds[r] for of_kinds in sizes.values()) for r in range(link.size)]
         sent = [torch.cat(values) for values in outgoing]
-        received = link.all_to_all("sums over columns", torch.cat(sent), list(map(len, sent)), came).wait().split(came)
+        exchange = link.all_to_all("sums over columns", torch.cat(sent), list(map(len, sent)), recv_counts)
+        received = exchange.wait().split(recv_counts)
         parts = [iter(values.split([of_kinds[r] for of_kinds in sizes.values()])) for r, values in enumerate(received)]
         for (other_kind, kind), (places, counts) in expected.items():
             values = torch.cat([next(of_rank) for of_rank in parts]).view(len(places), widths[other_kind])
@@ -268,14 +269,14 @@ def _columns(firsts: Tensor, width: int) -> Tensor:
     return firsts[:, None] + torch.arange(width, device=firsts.device)
 
 
-def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
+def _rowwise_adagrad(touched: TouchedRows, squares: Tensor, dim: int) -> None:
     """``v ← v + squares / dim``; what follows is gradient descent with a step size per row, and has a kernel."""
     store, step, slots = touched.arena.store, touched.step, touched.slots
     (moment,) = step.rule.moments
     before = store.read(slots, moment.name, use="update")
     v = before + squares / dim
     store.write(slots, v, moment.name)
-    hyper = step.hyper[touched.piece]
+    hyper = step.hyper[touched.shard]
     step_size = rowwise_step_size(before, v, hyper[:, LR], hyper[:, OWN:])
     descent = step.hyper[:, :OWN].clone()
     descent[:, LR] = 1
@@ -284,7 +285,7 @@ def _rowwise_adagrad(touched: Touched, squares: Tensor, dim: int) -> None:
     store.update(replace(step, rule=_SGD, hyper=descent, inv_scale=one), occurrences, touched.gradient)
 
 
-def _store(touched: Touched, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
+def _store(touched: TouchedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
     """Round and store rows; store their moments."""
     arena, slots = touched.arena, touched.slots
     arena.store.write(slots, rows, random=rounding_bits(arena, slots, touched.step.seeds))

@@ -19,23 +19,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hotbed.comm import Link
+from hotbed.comm import Link, OneRank
+from hotbed.config.places import DensePart
 from hotbed.errors import SpecError
 
 BUCKET_MIB = 25
 """Size of the buckets that gradients are averaged in; while one is, backward goes on."""
 
 
-def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
-    """The model in DDP, with `mean_over_ranks_` in the place of its all-reduce.
+def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
+    """Share a model's dense parameters over ranks, and return what to call: the model itself, or DDP around it.
 
     Parameters
     ----------
     model
-        On its device, with at least one parameter that is trained.
+        On its device.
     link
         The ranks, over a process group that nothing else uses on the host.
+    kind
+        ``"ddp"``: with `mean_over_ranks_` in the place of DDP's all-reduce. ``"fsdp"``: FSDP2, in place.
     """
+    if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
+        return model
+    if kind == "ddp":
+        return _in_ddp(model, link)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = next(p.device.type for p in model.parameters())
+    group = link.group if device == "cpu" else link.gpu_group
+    assert group is not None
+    fully_shard(model, mesh=DeviceMesh.from_group(group, device))
+    return model
+
+
+def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
+    """Wrap a model in DDP, with `mean_over_ranks_` in the place of its all-reduce."""
     on_host = all(p.device.type == "cpu" for p in model.parameters())
     parallel = DistributedDataParallel(
         model,

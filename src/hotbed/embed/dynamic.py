@@ -28,16 +28,16 @@ from hotbed.ops.cpu_runtime import launch
 from hotbed.specs import DYNAMIC_WAYS, Feature, Table
 
 
-class Renewed(NamedTuple):
+class Reinitialized(NamedTuple):
     """Rows that begin anew ``[n]``, and the ids that they now have ``[n]``."""
 
     rows: Tensor
     ids: Tensor
 
     @staticmethod
-    def none() -> Renewed:
+    def none() -> Reinitialized:
         """No rows."""
-        return Renewed(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+        return Reinitialized(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 
 
 class _Directory:
@@ -98,7 +98,7 @@ class Vocabulary:
         """Steps of the optimizer so far; what is looked up before the next one gives way to nothing."""
         self.evicted = self.unadmitted = 0
 
-    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Renewed]:
+    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Reinitialized]:
         """Rows of ids, which get some if they have none and this is training; all ranks must call this.
 
         Parameters
@@ -117,57 +117,57 @@ class Vocabulary:
         """
         distinct, inverse, seen = ids.cpu().unique(return_inverse=True, return_counts=True)
         if link is None or link.size == 1:
-            rows, renewed = self._local(distinct, seen, train)
-            return rows[inverse].to(ids.device), renewed
+            rows, reinitialized = self._local(distinct, seen, train)
+            return rows[inverse].to(ids.device), reinitialized
         sets = torch.empty_like(distinct)
         cpu_cache.sets_of(distinct.numpy(), self.sets, sets.numpy())
         owner = torch.bucketize(sets, torch.tensor(self._cuts[1:-1]), right=True)
         order = torch.argsort(owner, stable=True)
         to = torch.bincount(owner, minlength=link.size).tolist()
         ones = [1] * link.size
-        came: list[int] = link.all_to_all("numbers of ids", torch.tensor(to), ones, ones).wait().tolist()
-        asked = torch.stack([distinct, seen], 1)[order]
-        arrived = link.all_to_all("ids of dynamic tables", asked, to, came).wait()
+        recv_counts: list[int] = link.all_to_all("numbers of ids", torch.tensor(to), ones, ones).wait().tolist()
+        outgoing = torch.stack([distinct, seen], 1)[order]
+        arrived = link.all_to_all("ids of dynamic tables", outgoing, to, recv_counts).wait()
         known, at = arrived[:, 0].unique(return_inverse=True)
         sightings = torch.zeros_like(known).index_add_(0, at, arrived[:, 1])
-        rows, renewed = self._local(known, sightings, train)
-        back = link.all_to_all("rows of ids", rows[at], came, to).wait()
+        rows, reinitialized = self._local(known, sightings, train)
+        back = link.all_to_all("rows of ids", rows[at], recv_counts, to).wait()
         found = torch.empty_like(distinct)
         found[order] = back
-        return found[inverse].to(ids.device), _of_all(renewed, link)
+        return found[inverse].to(ids.device), _from_all_ranks(reinitialized, link)
 
     def stepped(self) -> None:
         """The optimizer has used all gradients of rows that were looked up: they may go to other ids."""
         self._now += 1
 
-    def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Renewed]:
+    def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Reinitialized]:
         """The same for distinct rising ids whose sets are kept here."""
         with self._lock:
             directory, options = self._rows, self.options
             now = self._now
             places = directory.find(ids)
             here = places >= 0
-            renewed = torch.zeros(len(ids), dtype=torch.bool)
+            reinitialized = torch.zeros(len(ids), dtype=torch.bool)
             if options.ttl_steps is not None:
                 late = now - directory.times[places.clamp(min=0)] > options.ttl_steps
-                renewed |= here & late
+                reinitialized |= here & late
                 if not train:
-                    places[renewed] = -1
-                    renewed &= False
+                    places[reinitialized] = -1
+                    reinitialized &= False
             if train:
                 known = places[here]
                 directory.times[known] = now
-                directory.counts[known] = torch.where(renewed[here], 0, directory.counts[known]) + seen[here]
+                directory.counts[known] = torch.where(reinitialized[here], 0, directory.counts[known]) + seen[here]
                 wanted = (~here).nonzero()[:, 0]
                 if self._candidates is not None:
                     wanted = wanted[self._admitted(ids[wanted], seen[wanted], now)]
                 places[wanted], evicted = directory.take(ids[wanted], now, options.evict == "lfu")
-                renewed[wanted] = places[wanted] >= 0
+                reinitialized[wanted] = places[wanted] >= 0
                 directory.counts[places[wanted[places[wanted] >= 0]]] = seen[wanted[places[wanted] >= 0]]
                 self.evicted += evicted
             self.unadmitted += int(seen[places < 0].sum())
             rows = torch.where(places >= 0, places + self._first_row, -1)
-            return rows, Renewed(rows[renewed], ids[renewed])
+            return rows, Reinitialized(rows[reinitialized], ids[reinitialized])
 
     def _admitted(self, ids: Tensor, seen: Tensor, now: int) -> Tensor:
         """Which of these ids, without a row, have been seen often enough now; the others are counted."""
@@ -193,7 +193,7 @@ class Vocabulary:
             if self._candidates is not None:
                 found |= {f"candidate_{name}": t.clone() for name, t in self._candidates.arrays().items()}
         if link is not None and link.size > 1:
-            found = {name: _joined(t, self._cuts, link) for name, t in found.items()}
+            found = {name: _gathered(t, self._cuts, link) for name, t in found.items()}
         return {**found, "now": torch.tensor(self._now)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -214,16 +214,16 @@ class Vocabulary:
         return {**dict.fromkeys(names, (self.table.rows,)), "now": ()}
 
 
-def _of_all(renewed: Renewed, link: Link) -> Renewed:
+def _from_all_ranks(reinitialized: Reinitialized, link: Link) -> Reinitialized:
     """What begins anew on any rank."""
-    count = len(renewed.rows)
+    count = len(reinitialized.rows)
     counts = link.all_gather("numbers of new ids", torch.tensor([count])).wait().flatten().tolist()
-    pairs = torch.stack([renewed.rows, renewed.ids], 1).repeat(link.size, 1)
-    came = link.all_to_all("new ids", pairs, [count] * link.size, counts).wait()
-    return Renewed(came[:, 0], came[:, 1])
+    pairs = torch.stack([reinitialized.rows, reinitialized.ids], 1).repeat(link.size, 1)
+    recv_counts = link.all_to_all("new ids", pairs, [count] * link.size, counts).wait()
+    return Reinitialized(recv_counts[:, 0], recv_counts[:, 1])
 
 
-def _joined(values: Tensor, cuts: list[int], link: Link) -> Tensor:
+def _gathered(values: Tensor, cuts: list[int], link: Link) -> Tensor:
     counts = [(b - a) * DYNAMIC_WAYS for a, b in pairwise(cuts)]
     whole = values.repeat(link.size)
     return link.all_to_all("ids of dynamic tables", whole, [len(values)] * link.size, counts).wait()
@@ -259,14 +259,14 @@ class DynamicTables:
     def __len__(self) -> int:
         return len(self._vocabularies)
 
-    def with_rows(self, ids: Jagged, renew: Callable[[str, Renewed], None], *, train: bool) -> Jagged:
+    def with_rows(self, ids: Jagged, reinitialize: Callable[[str, Reinitialized], None], *, train: bool) -> Jagged:
         """Rows in the place of ids; ids that have none are left out. All ranks must call this.
 
         Parameters
         ----------
         ids
             The batch.
-        renew
+        reinitialize
             Called with a table's rows that begin anew.
         train
             Whether ids that are not known are to be noted.
@@ -280,9 +280,9 @@ class DynamicTables:
         for table, vocabulary in self._vocabularies.items():
             features = self._features[table]
             values = [ids[name].values.long() for name in features]
-            rows, renewed = vocabulary.rows_of(torch.cat(values), self._link, train=train)
-            if len(renewed.rows):
-                renew(table, renewed)
+            rows, reinitialized = vocabulary.rows_of(torch.cat(values), self._link, train=train)
+            if len(reinitialized.rows):
+                reinitialize(table, reinitialized)
             for name, own in zip(features, rows.split([len(v) for v in values]), strict=True):
                 bags, missing = ids[name]._replace(values=own), own < 0
                 if bool(missing.any()):

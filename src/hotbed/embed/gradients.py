@@ -27,7 +27,7 @@ from hotbed.torch_hooks import are_tables_left_out
 _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
 
 
-class _Piece(NamedTuple):
+class _Gradient(NamedTuple):
     """A gradient of an arena's rows."""
 
     occurrences: Occurrences
@@ -44,7 +44,7 @@ class TableUpdater:
         Of the optimizer.
     tables
         Those it trains.
-    parts
+    groups
         Of the collection.
     ranks
         Number of ranks whose gradients add up; each counts ``1 / ranks``, for their losses are means.
@@ -58,19 +58,19 @@ class TableUpdater:
         self,
         rule: Rule,
         tables: Collection[str],
-        parts: Sequence[TableGroup],
+        groups: Sequence[TableGroup],
         ranks: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
         on_stepped: Callable[[Collection[str]], None],
     ) -> None:
         self.rule = rule
         self.tables = set(tables)
-        self._parts = [part for part in parts if not self.tables.isdisjoint(part.tables)]
-        self._part_of = {t: part for part in self._parts for t in part.tables if t in self.tables}
+        self._groups = [group for group in groups if not self.tables.isdisjoint(group.tables)]
+        self._group_of = {t: group for group in self._groups for t in group.tables if t in self.tables}
         self._ranks = ranks
         self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
-        self._order = {t: i for i, t in enumerate(self._part_of)}
+        self._order = {t: i for i, t in enumerate(self._group_of)}
         self._steps = torch.zeros(len(self._order), dtype=torch.int64, device="cpu")
         self._hyper: dict[Arena, tuple[object, Tensor, Tensor]] = {}
 
@@ -91,19 +91,19 @@ class TableUpdater:
                 )
         if any(waiting.changed() for waiting in self._waiting):
             raise OptimizerError(CHANGED)
-        found: dict[Arena, list[_Piece]] = defaultdict(list)
+        found: dict[Arena, list[_Gradient]] = defaultdict(list)
         for waiting in self._waiting:
-            for arena, occurrences, grad in waiting.pieces():
-                found[arena].append(_Piece(occurrences, grad, waiting.is_summed))
-        device = next(iter(self._part_of.values())).device if self._part_of else torch.device("cpu")
+            for arena, occurrences, grad in waiting.gradients():
+                found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
+        device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
         one = torch.ones((), dtype=torch.float32, device=device)
         inv_scale = one if inv_scale is None else inv_scale
         gate = one if gate is None else gate
         self._count(hyper, gate, device)
-        for part in self._parts:
-            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in part.arenas}
-            here = {arena: _joined(arena, found[arena]) for arena in part.arenas if arena in found}
-            part.update(steps, here)
+        for group in self._groups:
+            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in group.arenas}
+            here = {arena: _concatenated(arena, found[arena]) for arena in group.arenas if arena in found}
+            group.update(steps, here)
         self._waiting.clear()
         self._on_stepped(self.tables)
 
@@ -118,7 +118,7 @@ class TableUpdater:
         self._steps += (trained & (gate != 0)).long()
 
     def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
-        """What this step does to the pieces of an arena."""
+        """What this step does to the shards of an arena."""
         idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
         # Tables of a group have one list of hyperparameters, so there are few different lines.
         found = list(map(hyper.get, arena.tables))
@@ -163,38 +163,38 @@ class TableUpdater:
 
     def state(self, table: str) -> dict[str, Tensor]:
         """A table's moments and its ``step``; where the whole table is here, moments are its memory, not a copy."""
-        part = self._part_of[table]
+        group = self._group_of[table]
         moments = () if are_tables_left_out() else self.rule.moments
-        found = {m.name: untied(part.moment(table, m.name)) for m in moments}
+        found = {m.name: untied(group.moment(table, m.name)) for m in moments}
         return {**found, "step": self._steps[self._order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave."""
-        part = self._part_of[table]
+        group = self._group_of[table]
         for moment in () if are_tables_left_out() else self.rule.moments:
-            part.load_moment(table, moment.name, state[moment.name])
+            group.load_moment(table, moment.name, state[moment.name])
         self._steps[self._order[table]] = state["step"]
 
 
-def _joined(arena: Arena, found: Sequence[_Piece]) -> tuple[Occurrences, Tensor]:
+def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences, Tensor]:
     """Occurrences of several gradients, and these one after the other."""
     if len(found) == 1:
         return found[0].occurrences, found[0].grad
     # Summed one by one, as those are that ranks send each other, so that no plan changes the order of additions.
-    found = [piece if piece.is_summed else _summed(arena, piece) for piece in found]
-    grads = [piece.grad for piece in found]
+    found = [gradient if gradient.is_summed else _summed(arena, gradient) for gradient in found]
+    grads = [gradient.grad for gradient in found]
     return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
 
 
-def _summed(arena: Arena, piece: _Piece) -> _Piece:
+def _summed(arena: Arena, gradient: _Gradient) -> _Gradient:
     """The same with one row per slot."""
     kernels = ops.select(arena.store.device, arena.backend)
-    groups = kernels.group(piece.occurrences)
+    groups = kernels.group(gradient.occurrences)
     count = int(groups.counts[0])
     sums = arena.store.empty((count, arena.store.dim), torch.float32)
     here = torch.arange(count, device=sums.device)
-    kernels.segment_sum(piece.occurrences, groups, piece.grad, here, sums)
-    return _Piece(Occurrences(groups.rows[:count], here, None), sums, True)
+    kernels.segment_sum(gradient.occurrences, groups, gradient.grad, here, sums)
+    return _Gradient(Occurrences(groups.rows[:count], here, None), sums, True)
 
 
 class PooledLookup(torch.autograd.Function):

@@ -17,7 +17,7 @@ from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
 from hotbed.ops.layout import FIXED, RAGGED_ROW, START
-from hotbed.specs import ANY_ID, Feature
+from hotbed.specs import ANY_ID, POOLING_CODE, Feature
 
 
 class Discarded(NamedTuple):
@@ -214,11 +214,11 @@ class BagPlaces:
         self.single = single
         self._last: tuple[object, Tensor] | None = None
         self._at: tuple[tuple[str, ...], list[int]] | None = None
-        self._has_mean = not single and any(f.pooling == "mean" for f in features)
+        self._has_divisors = any(POOLING_CODE[f.pooling] for f in features)
         # `BagLayout.features`, with zeros where the batch decides.
         self._fixed = torch.tensor(
             [
-                [0, 0, 0, slots[f.table][0], f.pooling == "mean", position, slots[f.table][1]]
+                [0, 0, 0, slots[f.table][0], POOLING_CODE[f.pooling], position, slots[f.table][1]]
                 for f, position in features.items()
             ],
             dtype=torch.int64,
@@ -254,7 +254,7 @@ class BagPlaces:
             None if ids.weights is None else _values(ids.weights),
             batch_size,
             total,
-            self._has_mean,
+            self._has_divisors,
             1 if self.single else width,
             0 if self.single else room,
         )

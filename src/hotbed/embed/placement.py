@@ -69,7 +69,7 @@ class Kind(NamedTuple):
     cached: bool = False
 
 
-class Found(NamedTuple):
+class RowTiles(NamedTuple):
     """Tiles of some rows: a row has one in every range of columns its table is cut into.
 
     Attributes
@@ -173,7 +173,7 @@ class Placement:
         """Tiles of this kind that this rank reads a copy of, in the order of their slots."""
         return self._copied[kind]
 
-    def pieces(self, tiles: Sequence[int]) -> list[Shard]:
+    def shards(self, tiles: Sequence[int]) -> list[Shard]:
         """These tiles as pieces of an arena."""
         by_name = {t.name: t for t in self.tables}
         return [Shard(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
@@ -186,16 +186,16 @@ class Placement:
             first = (first[:, None] + torch.arange(cols // width, device=rows.device)).flatten()
         return Cells(first, width, cols)
 
-    def find(self, keys: Tensor) -> Found:
+    def find(self, keys: Tensor) -> RowTiles:
         """The tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""
         found = [layer.find(keys, self.first_keys, self.entries) for layer in self._layers]
         if len(found) == 1:
             return found[0]
-        return Found(torch.cat([f.at for f in found]), torch.cat([f.tile for f in found]))
+        return RowTiles(torch.cat([f.row for f in found]), torch.cat([f.tile for f in found]))
 
-    def slots(self, keys: Tensor, found: Found, column: int = SLOT) -> Tensor:
+    def slots(self, keys: Tensor, found: RowTiles, column: int = SLOT) -> Tensor:
         """Slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
-        within = keys[found.at] - self._row_keys[found.tile]
+        within = keys[found.row] - self._row_keys[found.tile]
         if self._strided:
             within = torch.div(within, self.entries[STEP][found.tile], rounding_mode="floor")
         return self.entries[column][found.tile] + within
@@ -223,10 +223,10 @@ class _Layer(NamedTuple):
     plain: bool
     complete: bool
 
-    def find(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> Found:
+    def find(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> RowTiles:
         if self.plain and self.complete:
             at = torch.searchsorted(self.keys, keys, right=True) - 1
-            return Found(torch.arange(len(keys), device=keys.device), self.tiles[at])
+            return RowTiles(torch.arange(len(keys), device=keys.device), self.tiles[at])
         table = torch.searchsorted(first_keys, keys, right=True) - 1
         row = keys - first_keys[table]
         step = self.step[table]
@@ -234,12 +234,12 @@ class _Layer(NamedTuple):
         at = torch.searchsorted(self.keys, self.base[table] + residue * self.span[table] + row, right=True) - 1
         tile = self.tiles[at.clamp(min=0)]
         if self.complete:
-            return Found(torch.arange(len(row), device=row.device), tile)
+            return RowTiles(torch.arange(len(row), device=row.device), tile)
         first = entries[FIRST][tile]
         inside = (at >= 0) & (step > 0) & (entries[TABLE][tile] == table) & (row >= first) & (row < entries[STOP][tile])
         inside &= (row - first) % entries[STEP][tile] == 0
         which = inside.nonzero()[:, 0]
-        return Found(which, tile[which])
+        return RowTiles(which, tile[which])
 
 
 def _layers(

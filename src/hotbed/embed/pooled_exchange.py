@@ -19,17 +19,18 @@ from torch import Tensor
 
 from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.placement import KIND, LANE, OWNER, Found, Placement
+from hotbed.embed.placement import KIND, LANE, OWNER, Placement, RowTiles
 from hotbed.embed.table_group import Contribution, Vectors
-from hotbed.embed.wire import Sent, Wire
+from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
-from hotbed.ops.layout import FIXED, MEAN, OUT, RAGGED_ROW, START, counts_of
+from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, counts_of
+from hotbed.ops.reference import divisors
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.store import RowStore
 
 
-class Asked(NamedTuple):
+class UnitRequest(NamedTuple):
     """Units of one arena kind: what a rank asks for, by owner, or what an owner is asked for, by rank.
 
     Attributes
@@ -41,7 +42,7 @@ class Asked(NamedTuple):
     weights
         Per-id weights ``[n]`` float32, or None.
     divisors
-        Ids of each unit's whole bag ``[m]`` float32, 1 where pooling is not mean; None where none is.
+        By what the sum of each unit's whole bag is divided ``[m]`` float32; None where no feature divides.
     ids, units
         How many of them by owner, or by rank.
     """
@@ -54,7 +55,7 @@ class Asked(NamedTuple):
     units: list[int]
 
 
-def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
+def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitRequest]:
     """Exchange what ranks ask for, by arena kind; all ranks must call this.
 
     Raises
@@ -62,17 +63,19 @@ def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
     BatchError
         If some ranks have per-id weights and others have none.
     """
-    device = asking[0].slots.device
-    weighted = asking[0].weights is not None
-    counts = torch.tensor([c for a in asking for c in (a.ids, a.units)] + [[int(weighted)] * link.size]).T.contiguous()
+    device = requests[0].slots.device
+    weighted = requests[0].weights is not None
+    counts = torch.tensor(
+        [c for r in requests for c in (r.ids, r.units)] + [[int(weighted)] * link.size]
+    ).T.contiguous()
     ones = [1] * link.size
-    came = link.all_to_all("numbers of ids", counts.to(device), ones, ones).wait().T.tolist()
-    if any(flag != weighted for flag in came[-1]):
-        ranks = [r for r, flag in enumerate(came[-1]) if flag]
+    recv_counts = link.all_to_all("numbers of ids", counts.to(device), ones, ones).wait().T.tolist()
+    if any(flag != weighted for flag in recv_counts[-1]):
+        ranks = [r for r, flag in enumerate(recv_counts[-1]) if flag]
         raise BatchError(f"ranks {ranks} have per-id weights and the others none; give all of them, or none")
     handles: list[list[Handle[Tensor] | None]] = []
-    for i, a in enumerate(asking):
-        ids, units = came[2 * i], came[2 * i + 1]
+    for i, a in enumerate(requests):
+        ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
         # As many ids as units: every unit has one id, and nobody need say so.
         sent = [0 if n == m else m for n, m in zip(a.ids, a.units, strict=True)]
         kept = torch.repeat_interleave(torch.tensor([s > 0 for s in sent]), torch.tensor(a.units)).to(device)
@@ -85,17 +88,17 @@ def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
                 None if a.divisors is None else link.all_to_all("lengths of whole bags", a.divisors, a.units, units),
             ]
         )
-    found: list[Asked] = []
-    for i, (slots, lengths, weights, divisors) in enumerate(handles):
-        ids, units = came[2 * i], came[2 * i + 1]
+    found: list[UnitRequest] = []
+    for i, (slots, lengths, weights, divided_by) in enumerate(handles):
+        ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
         assert slots is not None
         assert lengths is not None
         found.append(
-            Asked(
+            UnitRequest(
                 slots.wait(),
                 _with_ones(lengths.wait(), ids, units),
                 None if weights is None else weights.wait(),
-                None if divisors is None else divisors.wait(),
+                None if divided_by is None else divided_by.wait(),
                 ids,
                 units,
             )
@@ -116,17 +119,17 @@ def _with_ones(lengths: Tensor, ids: Sequence[int], units: Sequence[int]) -> Ten
     return torch.cat(parts)
 
 
-def pool(store: RowStore, asked: Asked, ops: Backend) -> Tensor:
-    """Vectors of units ``[m, cols]`` float32: the sum of their rows in bag order, over the length of the whole bag."""
-    out = store.empty((len(asked.lengths), 1, store.dim), torch.float32)
-    rows = store.read(asked.slots)  # one table for the kernel, whatever tables and dtypes the rows are of
-    ids = torch.arange(len(asked.slots), device=rows.device)
-    ops.lookup(rows_of(rows), _layout(asked, ids), out)
+def pool(store: RowStore, request: UnitRequest, ops: Backend) -> Tensor:
+    """Vectors of units ``[m, cols]`` float32: the sum of their rows in bag order, over the divisor of the whole bag."""
+    out = store.empty((len(request.lengths), 1, store.dim), torch.float32)
+    rows = store.read(request.slots)  # one table for the kernel, whatever tables and dtypes the rows are of
+    ids = torch.arange(len(request.slots), device=rows.device)
+    ops.lookup(rows_of(rows), _layout(request, ids), out)
     vectors = out[:, 0]
-    return vectors if asked.divisors is None else vectors / asked.divisors[:, None]
+    return vectors if request.divisors is None else vectors / request.divisors[:, None]
 
 
-def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
+def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
     """Sum the gradient of each row for each rank, from gradients of units ``[m, cols]``.
 
     Returns
@@ -135,15 +138,15 @@ def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tu
         Slots ``[u]``, rank by rank, and sums ``[u, cols]``.
     """
     device = grad.device
-    unit = torch.repeat_interleave(torch.arange(len(asked.lengths), device=device), asked.lengths)
+    unit = torch.repeat_interleave(torch.arange(len(request.lengths), device=device), request.lengths)
     rank = torch.repeat_interleave(
-        torch.arange(len(asked.ids), device=device), torch.tensor(asked.ids, device=device), output_size=len(unit)
+        torch.arange(len(request.ids), device=device), torch.tensor(request.ids, device=device), output_size=len(unit)
     )
-    scale = asked.weights
-    if asked.divisors is not None:
-        scale = (1 if scale is None else scale) / asked.divisors[unit]
-    starts = tuple(accumulate(asked.ids, initial=0))
-    occurrences = Occurrences(rank * store.slots + asked.slots, unit, scale, starts)
+    scale = request.weights
+    if request.divisors is not None:
+        scale = (1 if scale is None else scale) / request.divisors[unit]
+    starts = tuple(accumulate(request.ids, initial=0))
+    occurrences = Occurrences(rank * store.slots + request.slots, unit, scale, starts)
     groups = ops.group(occurrences)
     slots = groups.rows[: int(groups.counts[0])] % store.slots
     sums = torch.empty(len(slots), grad.shape[1], dtype=torch.float32, device=device)
@@ -151,10 +154,10 @@ def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tu
     return slots, sums
 
 
-def _layout(asked: Asked, ids: Tensor) -> BagLayout:
+def _layout(request: UnitRequest, ids: Tensor) -> BagLayout:
     features = torch.tensor([[0, -1, 0, 0, 0, 0, 0]], device=ids.device)
-    offsets = torch.nn.functional.pad(asked.lengths.cumsum(0), (1, 0))[None]
-    return BagLayout(ids, features, offsets, asked.weights, len(asked.lengths), len(ids), False, 1)
+    offsets = torch.nn.functional.pad(request.lengths.cumsum(0), (1, 0))[None]
+    return BagLayout(ids, features, offsets, request.weights, len(request.lengths), len(ids), False, 1)
 
 
 class PooledStream(NamedTuple):
@@ -168,9 +171,9 @@ class PooledStream(NamedTuple):
         Where vectors go when they arrive ``[m]``: row here, and lane.
     bags
         Bag of each unit ``[m]``, by owner: ``feature · B + sample``.
-    to
+    send_counts
         Units by owner.
-    asked
+    requested
         What the ranks asked for here.
     """
 
@@ -178,8 +181,8 @@ class PooledStream(NamedTuple):
     rows: Tensor
     lanes: Tensor
     bags: Tensor
-    to: list[int]
-    asked: Asked
+    send_counts: list[int]
+    requested: UnitRequest
 
 
 @dataclass(frozen=True)
@@ -209,46 +212,46 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     size, features = bags.batch_size, len(bags.features)
     order_of = bags.features.clone()
     order_of[:, OUT] = torch.arange(features, device=order_of.device)
-    ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_mean=False, width=features, room=0))
+    ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_divisors=False, width=features, room=0))
     bag = ids.bags % features * size + torch.div(ids.bags, features, rounding_mode="floor")
     found = placement.find(ids.slots)
     kind, owner, lane = (placement.entries[column] for column in (KIND, OWNER, LANE))
     message = ((kind * link.size + owner) * len(placement.lanes) + lane)[found.tile]
-    order = torch.argsort(found.at, stable=True)  # layers follow each other, but ids of a bag must keep their order
+    order = torch.argsort(found.row, stable=True)  # layers follow each other, but ids of a bag must keep their order
     order = order[torch.argsort(message[order], stable=True)]
-    at, tile, message = found.at[order], found.tile[order], message[order]
+    at, tile, message = found.row[order], found.tile[order], message[order]
     starts = _starts(message, bag[at])
     of_unit, kind, owner, lane = bag[at[starts]], kind[tile[starts]], owner[tile[starts]], lane[tile[starts]]
     lengths = torch.diff(starts, append=torch.tensor([len(at)], device=starts.device))
     row, first_rows = _rows(of_unit, placement.lines[tile[starts]], features * size)
-    slots = placement.slots(ids.slots, Found(at, tile))
+    slots = placement.slots(ids.slots, RowTiles(at, tile))
     weights = None if bags.weights is None else _by_occurrence(bags, bags.weights)[at]
-    divisors = None
-    if bags.has_mean:
+    divided_by = None
+    if bags.has_divisors:
         whole = torch.bincount(bag, minlength=features * size)[of_unit]
-        mean = bags.features[:, MEAN].bool()[torch.div(of_unit, max(size, 1), rounding_mode="floor")]
-        divisors = torch.where(mean, whole, 1).float()
-    asking: list[Asked] = []
+        pooling = bags.features[torch.div(of_unit, max(size, 1), rounding_mode="floor"), POOLING]
+        divided_by = divisors(pooling, whole)
+    requests: list[UnitRequest] = []
     parts: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     ends = torch.searchsorted(kind, torch.arange(len(placement.kinds) + 1, device=at.device)).tolist()
     for a, b in pairwise(ends):
         i, j = firsts[[a, b]].tolist()
         to = owner[a:b]
-        asking.append(
-            Asked(
+        requests.append(
+            UnitRequest(
                 slots[i:j],
                 lengths[a:b],
                 None if weights is None else weights[i:j],
-                None if divisors is None else divisors[a:b],
+                None if divided_by is None else divided_by[a:b],
                 torch.bincount(torch.repeat_interleave(to, lengths[a:b]), minlength=link.size).tolist(),
                 torch.bincount(to, minlength=link.size).tolist(),
             )
         )
         parts.append(slice(a, b))
     streams = [
-        PooledStream(i, row[part], lane[part], of_unit[part], asking[i].units, asked)
-        for (i, part), asked in zip(enumerate(parts), ask(asking, link), strict=True)
+        PooledStream(i, row[part], lane[part], of_unit[part], requests[i].units, asked)
+        for (i, part), asked in zip(enumerate(parts), exchange_requests(requests, link), strict=True)
     ]
     rows = int(first_rows[-1])
     return PooledRoute(within_group(bags, first_rows, rows), rows, streams, trained)
@@ -285,7 +288,7 @@ def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
 
 
 def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
-    """The bags as runs of neighbouring rows; what is mean has been divided already."""
+    """The bags as runs of neighbouring rows; owners have divided the sums already."""
     size, features = bags.batch_size, len(bags.features)
     first = first_rows[torch.arange(features, device=first_rows.device) * size]
     places = torch.zeros_like(bags.features)
@@ -334,14 +337,14 @@ class PooledVectors:
         self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, placement
         handles: list[Handle[Tensor]] = []
         for stream in route.streams:
-            with wire.work.counted(len(stream.asked.slots)):
-                answer = encode(pool(arenas[stream.kind].store, stream.asked, ops), wire.forward)
-            handles.append(link.all_to_all("pooled vectors", answer, stream.asked.units, stream.to))
+            with wire.load.counted(len(stream.requested.slots)):
+                answer = encode(pool(arenas[stream.kind].store, stream.requested, ops), wire.options.forward_codec)
+            handles.append(link.all_to_all("pooled vectors", answer, stream.requested.units, stream.send_counts))
         vectors = arenas[0].store.empty((route.rows, placement.dim), torch.float32)
         if sum(len(s.rows) * placement.kinds[s.kind].cols for s in route.streams) < vectors.numel():
             vectors.zero_()  # a bag may have more units of some columns than of others
         for stream, handle in zip(route.streams, handles, strict=True):
-            values = decode(handle.wait(), wire.forward)
+            values = decode(handle.wait(), wire.options.forward_codec)
             placement.cells(stream.kind, stream.rows, stream.lanes).put(values, vectors)
         self._rows = rows_of(vectors)
 
@@ -369,16 +372,16 @@ class PooledVectors:
             feature, sample = torch.div(stream.bags, size, rounding_mode="floor"), stream.bags % size
             of_bag = sample * bags.width + bags.room + bags.features[feature, OUT]
             units = self._placement.cells(stream.kind, of_bag, stream.lanes).take(grad)
-            values = encode(units.float(), self._wire.backward)
-            handles.append(link.all_to_all("gradients", values, stream.to, stream.asked.units))
-        return Sent(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))
+            values = encode(units.float(), self._wire.options.backward_codec)
+            handles.append(link.all_to_all("gradients", values, stream.send_counts, stream.requested.units))
+        return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []
         for stream, handle in zip(self.route.streams, handles, strict=True):
-            grad = decode(handle.wait(), self._wire.backward)
+            grad = decode(handle.wait(), self._wire.options.backward_codec)
             arena = self._arenas[stream.kind]
             if len(grad):
-                slots, sums = sum_by_rank(arena.store, stream.asked, grad, self._ops)
+                slots, sums = sum_by_rank(arena.store, stream.requested, grad, self._ops)
                 found.append((arena, Occurrences(slots, torch.arange(len(slots), device=slots.device), None), sums))
         return found

@@ -3,7 +3,7 @@
 Ranks form a mesh of M replicas × N shards. A row of it is a *group*, which shares one plan and exchanges ids, rows and
 gradients as if it were alone; a column holds the same tiles M times. What keeps the copies together is either an
 average every few steps (`hotbed.embed.replicas`), or, exactly, the gradients of all groups in every update
-(`gathered_pieces`). Dense parameters know nothing of it: they are data-parallel over all ranks.
+(`gather_gradients`). Dense parameters know nothing of it: they are data-parallel over all ranks.
 
 Source: "Two-dimensional Sparse Parallelism for Large Scale DLRM Training" (arXiv 2508.03854).
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hotbed.comm import Link
+from hotbed.config.places import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
 from hotbed.embed.placement import Placement
@@ -46,9 +47,6 @@ from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
 
-Layout = Literal["groups", "replicas"]
-"""What neighbouring ranks are: of one group, or replicas of the same tiles."""
-
 
 class Replicas:
     """The groups that hold copies of the tables, as one rank sees them; all processes must make it together.
@@ -57,14 +55,9 @@ class Replicas:
     ----------
     base
         All T ranks.
-    count
-        Replicas M, a divisor of T.
-    sync_every
-        Steps between averages.
-    layout
-        Which ranks are neighbours.
-    exact
-        Whether copies are updated alike, instead of averaged.
+    options
+        The number of replicas M, a divisor of T; steps between averages; which ranks are neighbours; whether copies are
+        updated by the gradients of all samples instead of averaged (``exact``).
 
     Attributes
     ----------
@@ -83,11 +76,12 @@ class Replicas:
         Seconds that it took, and seconds of these that steps waited for.
     """
 
-    def __init__(self, base: Link, count: int, sync_every: int, layout: Layout, *, exact: bool) -> None:
+    def __init__(self, base: Link, options: ParallelOptions) -> None:
         ranks = torch.arange(base.size)
-        mesh = ranks.view(count, -1) if layout == "groups" else ranks.view(-1, count).T
+        count = options.replicas
+        mesh = ranks.view(count, -1) if options.layout == "groups" else ranks.view(-1, count).T
         self.mesh = DeviceMesh(base.device.type, mesh, mesh_dim_names=("replica", "shard"))
-        self.exact, self.sync_every = exact, sync_every
+        self.exact, self.sync_every = options.exact, options.sync_every
         self.link = self._along("replica", base)
         self.shards = self._along("shard", base)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
@@ -107,8 +101,9 @@ class Replicas:
         return sum(sum(link.sent_bytes.values()) for link in (self.link, self.of_thread[0]))
 
 
-def check_replicas(size: int, replicas: int, sync_every: int, *, exact: bool) -> None:
-    """Raise `SpecError` for numbers that make no mesh of ``size`` ranks."""
+def check_replicas(size: int, options: ParallelOptions) -> None:
+    """Raise `SpecError` for options that make no mesh of ``size`` ranks."""
+    replicas, sync_every, exact = options.replicas, options.sync_every, options.exact
     if replicas < 1 or size % replicas:
         raise SpecError(
             f"replicas is {replicas}, must divide the {size} ranks; choose one of "
@@ -125,8 +120,8 @@ def check_replicas(size: int, replicas: int, sync_every: int, *, exact: bool) ->
         )
 
 
-def gathered_pieces(
-    pieces: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
+def gather_gradients(
+    gradients: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
 ) -> list[tuple[Arena, Occurrences, Tensor]]:
     """Gradients that arrived at the same tiles of any replica, at all of them; all ranks must call this.
 
@@ -135,14 +130,14 @@ def gathered_pieces(
 
     Parameters
     ----------
-    pieces
+    gradients
         By arena, what arrived here: slots and sums, by rank of the group.
     arenas
         Of this rank, by kind.
     link
         Replicas.
     """
-    here = {arena: (occurrences, grad) for arena, occurrences, grad in pieces}
+    here = {arena: (occurrences, grad) for arena, occurrences, grad in gradients}
     device = arenas[0].store.device
     own = torch.tensor([len(here[a][0].slots) if a in here else 0 for a in arenas], dtype=torch.int64, device=device)
     counts: list[list[int]] = link.all_gather("numbers of gradients", own).wait().T.tolist()
@@ -188,7 +183,7 @@ class Sync:
     def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
         self._replicas, self._arenas, self._copies = replicas, arenas, copies
         self._steps = 0
-        self._touched = {arena: Touched() for arena in arenas}
+        self._touched = {arena: TouchedSlots() for arena in arenas}
         self._seeds: dict[Arena, Tensor] = {}
         self._under_way: Future[None] | None = None
 
@@ -215,13 +210,13 @@ class Sync:
         device = placement.copies.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-        def work() -> None:
+        def average() -> None:
             begin = time.perf_counter()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self._average(placement)
             self._replicas.sync_s += time.perf_counter() - begin
 
-        self._under_way = self._replicas.thread.submit(work)
+        self._under_way = self._replicas.thread.submit(average)
         if not self._replicas.link.overlaps:
             self.finish()
 
@@ -253,24 +248,24 @@ class Sync:
         self._replicas.syncs += 1
 
 
-class Touched:
+class TouchedSlots:
     """Slots that were touched since the last average; memory for as many, not for all slots."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self._slots: list[Tensor] = []
         self._distinct = 0
 
     def add(self, slots: Tensor) -> None:
         """More slots ``[n]`` int64, of which some may have been touched before."""
-        self._parts.append(slots)
-        if sum(len(part) for part in self._parts) > 2 * max(self._distinct, 1 << 18):
-            self._parts = [torch.cat([part.to(slots.device) for part in self._parts]).unique()]
-            self._distinct = len(self._parts[0])
+        self._slots.append(slots)
+        if sum(len(part) for part in self._slots) > 2 * max(self._distinct, 1 << 18):
+            self._slots = [torch.cat([part.to(slots.device) for part in self._slots]).unique()]
+            self._distinct = len(self._slots[0])
 
     def take(self, device: torch.device) -> Tensor:
         """All of them, rising, and forget them."""
-        parts, self._parts, self._distinct = self._parts, [], 0
-        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(p.to(device) for p in parts)]).unique()
+        slots, self._slots, self._distinct = self._slots, [], 0
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(s.to(device) for s in slots)]).unique()
 
 
 def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
@@ -284,7 +279,7 @@ def row_bytes(store: RowStore) -> int:
     return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
 
 
-def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
+def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
     """How replicas say which of their rows they have touched: ``"nothing"`` where all rows are averaged.
 
     Parameters
@@ -321,7 +316,7 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
     slots = store.slots
     if not sum(counts):
         return touched
-    message = choose(counts, slots, row_bytes(store))
+    message = choose_message(counts, slots, row_bytes(store))
     if message == "nothing" and isinstance(store, DenseStore):  # in others not all rows exist
         return torch.arange(slots, device=touched.device)
     if message == "numbers":

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
-from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Cells, Found, Placement
-from hotbed.embed.pooled_exchange import Asked, PooledRoute, PooledStream, within_group
+from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Cells, Placement, RowTiles
+from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import OUT, renamed
-from hotbed.specs import Feature
+from hotbed.ops.reference import divisors
+from hotbed.specs import POOLING_CODE, Feature
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Stream:
         Slot of each unit in the arena of its owner ``[n]``, by owner.
     copies
         Slot of each unit among this rank's copies ``[n]``, where it holds them.
-    to
+    send_counts
         Units by owner.
     first
         First row of whole units, which lie here in order; −1 where units are parts of rows.
@@ -55,7 +56,7 @@ class Stream:
         Where units are parts of rows: which parts of which rows.
     received
         Slots that were asked for here ``[m]``, by rank.
-    came
+    recv_counts
         How many each rank asked for.
     """
 
@@ -63,19 +64,19 @@ class Stream:
     copied: bool
     slots: Tensor
     copies: Tensor | None
-    to: list[int]
+    send_counts: list[int]
     first: int
     cells: Cells | None
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    came: list[int] = field(default_factory=list)
+    recv_counts: list[int] = field(default_factory=list)
 
     def own(self, rank: int) -> tuple[int, int]:
         """First and past the last of the units that this rank asks of itself."""
-        return sum(self.to[:rank]), sum(self.to[: rank + 1])
+        return sum(self.send_counts[:rank]), sum(self.send_counts[: rank + 1])
 
     def own_received(self, rank: int) -> tuple[int, int]:
         """The same among what was asked for here."""
-        return sum(self.came[:rank]), sum(self.came[: rank + 1])
+        return sum(self.recv_counts[:rank]), sum(self.recv_counts[: rank + 1])
 
 
 @dataclass
@@ -127,11 +128,11 @@ def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, 
     found = placement.find(keys)
     streams, places, rows = _streams(placement, keys, found, link)
     route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
-    _tell_owners([s for s in streams if trained or not s.copied], placement.entries.device, link)
+    _exchange_slots([s for s in streams if trained or not s.copied], placement.entries.device, link)
     return route
 
 
-def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tuple[list[Stream], Tensor, int]:
+def _streams(placement: Placement, keys: Tensor, found: RowTiles, link: Link) -> tuple[list[Stream], Tensor, int]:
     """Streams, place of each distinct row, and number of places."""
     has_copies = placement.has_readers
     stream = placement.entries[KIND]
@@ -141,21 +142,21 @@ def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tu
     count = len(placement.kinds) * (2 if has_copies else 1)
     order = torch.argsort(key.to(torch.int32), stable=True)
     to = torch.bincount(key, minlength=count * link.size).view(count, link.size).tolist()
-    found = Found(found.at[order], found.tile[order])
+    found = RowTiles(found.row[order], found.tile[order])
     slots = placement.slots(keys, found)
     places = torch.full((len(keys),), -1, dtype=torch.int64, device=keys.device)
     streams: list[Stream] = []
-    parts: list[tuple[Stream, Found]] = []
+    parts: list[tuple[Stream, RowTiles]] = []
     rows = start = 0
     for number, sent in enumerate(to):
         stop = start + sum(sent)
         kind, is_copy = (number // 2, number % 2 == 1) if has_copies else (number, False)
-        part = Found(found.at[start:stop], found.tile[start:stop])
+        part = RowTiles(found.row[start:stop], found.tile[start:stop])
         copies = placement.slots(keys, part, COPY) if is_copy else None
         whole = placement.kinds[kind].cols == placement.dim
         streams.append(Stream(kind, is_copy, slots[start:stop], copies, sent, rows if whole else -1, None))
         if whole:
-            places[part.at] = torch.arange(rows, rows + stop - start, device=keys.device)
+            places[part.row] = torch.arange(rows, rows + stop - start, device=keys.device)
             rows += stop - start
         else:
             parts.append((streams[-1], part))
@@ -163,21 +164,21 @@ def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tu
     cut = (places < 0).nonzero()[:, 0]
     places[cut] = torch.arange(rows, rows + len(cut), device=keys.device)
     for s, part in parts:
-        s.cells = placement.cells(s.kind, places[part.at], placement.entries[LANE][part.tile])
+        s.cells = placement.cells(s.kind, places[part.row], placement.entries[LANE][part.tile])
     return streams, places, rows + len(cut)
 
 
-def _tell_owners(streams: Sequence[Stream], device: torch.device, link: Link) -> None:
+def _exchange_slots(streams: Sequence[Stream], device: torch.device, link: Link) -> None:
     """Exchange how many rows of each stream are asked for, and then which."""
     if not streams:
         return
-    counts = torch.tensor([s.to for s in streams], dtype=torch.int64, device=device).T.contiguous()
+    counts = torch.tensor([s.send_counts for s in streams], dtype=torch.int64, device=device).T.contiguous()
     ones = [1] * link.size
     came = link.all_to_all("numbers of ids", counts, ones, ones).wait().T.tolist()
     on_their_way: list[Handle[Tensor]] = []
     for stream, numbers in zip(streams, came, strict=True):
-        stream.came = numbers
-        on_their_way.append(link.all_to_all("ids", stream.slots, stream.to, numbers))
+        stream.recv_counts = numbers
+        on_their_way.append(link.all_to_all("ids", stream.slots, stream.send_counts, numbers))
     for stream, handle in zip(streams, on_their_way, strict=True):
         stream.received = handle.wait()
 
@@ -235,7 +236,7 @@ def _stream(
     lanes: list[Tensor] = []
     bags: list[Tensor] = []
     to = [0] * link.size
-    held: list[tuple[Feature, int]] = []
+    own: list[tuple[Feature, int]] = []
     for owner in range(link.size):
         for i, tile in enumerate(placement.tiles):
             if tile.owner != owner or entries[KIND][i] != kind:
@@ -244,7 +245,7 @@ def _stream(
                 if feature.table != tile.table:
                     continue
                 if owner == link.rank:
-                    held.append((feature, entries[SLOT][i]))
+                    own.append((feature, entries[SLOT][i]))
                 lanes.append(torch.full((size,), entries[LANE][i], device=device))
                 bags.append(torch.arange(f * size, (f + 1) * size, device=device))
                 to[owner] += size
@@ -256,19 +257,19 @@ def _stream(
         torch.cat([nothing, *lanes]),
         of_unit,
         to,
-        _asked(held, ids),
+        _requests_to_owner(own, ids),
     )
 
 
-def _asked(held: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> Asked:
+def _requests_to_owner(own: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> UnitRequest:
     """What every rank would ask this one for: bags of these features, whose tables start at these slots."""
     whole, device = ids.whole, ids.values.device
     none = torch.empty(0, dtype=torch.int64, device=device)
-    slots, lengths, weights, divisors = [none], [none], [none.float()], [none.float()]
+    slots, lengths, weights, divided_by = [none], [none], [none.float()], [none.float()]
     counts = [0] * len(ids.sizes)
-    any_mean = any(feature.pooling == "mean" for feature, _ in held)
+    any_divisor = any(POOLING_CODE[feature.pooling] for feature, _ in own)
     for rank, (start, stop) in enumerate(pairwise(accumulate(ids.sizes, initial=0))):
-        for feature, first_slot in held:
+        for feature, first_slot in own:
             bags = whole[feature.name]
             a, b = _span(whole, feature.name, start, stop)
             of_rank = bags.lengths()[start:stop]
@@ -277,14 +278,14 @@ def _asked(held: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> Aske
             counts[rank] += b - a
             if bags.weights is not None:
                 weights.append(bags.weights[a:b].detach().float())
-            divisors.append((of_rank.clamp(min=1) if feature.pooling == "mean" else torch.ones_like(of_rank)).float())
-    return Asked(
+            divided_by.append(divisors(POOLING_CODE[feature.pooling], of_rank))
+    return UnitRequest(
         torch.cat(slots),
         torch.cat(lengths),
         torch.cat(weights) if whole.weights is not None else None,
-        torch.cat(divisors) if any_mean else None,
+        torch.cat(divided_by) if any_divisor else None,
         counts,
-        [len(held) * size for size in ids.sizes],
+        [len(own) * size for size in ids.sizes],
     )
 
 

@@ -14,7 +14,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.route import Route, Stream
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
-from hotbed.embed.wire import Sent, Wire
+from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.rows import decode, encode, rows_of
@@ -57,12 +57,12 @@ class ExchangedRows:
         self.route, self.tables = route, tables
         self._arenas, self._wire, self._ops = arenas, wire, ops
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
-        fetch = _fetch if wire.forward == "fp32" else _fetch_encoded
+        exchange = _exchange if wire.options.forward_codec == "fp32" else _exchange_encoded
         over = replace(wire, link=link)
-        on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
+        on_their_way = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
-                with wire.work.counted(len(stream.copies)):
+                with wire.load.counted(len(stream.copies)):
                     _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
         for handle in on_their_way:
             handle.wait()
@@ -87,10 +87,10 @@ class ExchangedRows:
             raise OptimizerError(CHANGED)
         route, wire = self.route, self._wire
         whole = [s for s in route.streams if s.cells is None]
-        room = route.rows + (sum(_from_others(s, wire) for s in whole) if wire.backward == "fp32" else 0)
+        room = route.rows + (sum(_from_others(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
         sums = self._arenas[0].store.empty((room, self._vectors.shape[1]), torch.float32)
         self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.places, sums)
-        send = _send if wire.backward == "fp32" else _send_encoded
+        send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
         arriving: list[Handle[_Arrived]] = []
         for stream in route.streams:
@@ -103,7 +103,9 @@ class ExchangedRows:
                 units = store.empty((count + others, store.dim), torch.float32)
                 stream.cells.take(sums[: route.rows], out=units[:count])
                 arriving.append(send(stream, units, 0, count, wire))
-        return Sent(self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving]))
+        return SentGradient(
+            self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving])
+        )
 
     def _arrived(self, came: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
         """What the ranks sent to this one, by arena, in rank order."""
@@ -116,7 +118,7 @@ class ExchangedRows:
                 slots = torch.cat([s.received for s, _ in here])
                 rows = torch.cat([a.rows + firsts[id(a.matrix)] for _, a in here])
                 if len(here) > 1:
-                    ranks = torch.tensor([r for s, _ in here for r, n in enumerate(s.came) for _ in range(n)])
+                    ranks = torch.tensor([r for s, _ in here for r, n in enumerate(s.recv_counts) for _ in range(n)])
                     order = torch.argsort(ranks.to(slots.device), stable=True)
                     slots, rows = slots[order], rows[order]
                 matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
@@ -133,10 +135,10 @@ class _Arrived(NamedTuple):
 
 def _from_others(stream: Stream, wire: Wire) -> int:
     start, stop = stream.own_received(wire.link.rank)
-    return sum(stream.came) - (stop - start)
+    return sum(stream.recv_counts) - (stop - start)
 
 
-def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
     """Send the rows that others asked for, and receive what this rank asked for, where it belongs if it can be.
 
     What it asks of itself is not sent, but read; which can wait until the rest is on its way.
@@ -145,14 +147,14 @@ def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Hand
     before, after = stream.own(rank)
     first, last = stream.own_received(rank)
     received = stream.received
-    with wire.work.counted(len(received) - (last - first)):
+    with wire.load.counted(len(received) - (last - first)):
         outgoing = store.read(torch.cat([received[:first], received[last:]]))
     if stream.cells is None:
         units = vectors[stream.first : stream.first + len(stream.slots)]
     else:
         units = store.empty((len(stream.slots), store.dim), torch.float32)
-    handle = _swap("rows", outgoing, stream.came, units, stream.to, wire.link)
-    with wire.work.counted(last - first):
+    handle = _swap("rows", outgoing, stream.recv_counts, units, stream.send_counts, wire.link)
+    with wire.load.counted(last - first):
         store.read(received[first:last], out=units[before:after])
 
     def finish() -> None:
@@ -173,12 +175,12 @@ def _swap(
     return link.exchange(what, outgoing, incoming)
 
 
-def _fetch_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
     """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
-    with wire.work.counted(len(stream.received)):
-        answer = encode(store.read(stream.received), wire.forward)
-    handle = wire.link.all_to_all("rows", answer, stream.came, stream.to)
-    return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.forward)))
+    with wire.load.counted(len(stream.received)):
+        answer = encode(store.read(stream.received), wire.options.forward_codec)
+    handle = wire.link.all_to_all("rows", answer, stream.recv_counts, stream.send_counts)
+    return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.options.forward_codec)))
 
 
 def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
@@ -196,10 +198,10 @@ def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> 
     """
     link = wire.link
     before, after = stream.own(link.rank)
-    outgoing = list(matrix[first : first + len(stream.slots)].split(stream.to))
+    outgoing = list(matrix[first : first + len(stream.slots)].split(stream.send_counts))
     outgoing[link.rank] = matrix[:0]
     others = _from_others(stream, wire)
-    counts = [0 if r == link.rank else n for r, n in enumerate(stream.came)]
+    counts = [0 if r == link.rank else n for r, n in enumerate(stream.recv_counts)]
     handle = link.exchange("gradients", outgoing, matrix[free : free + others].split(counts))
     lower = sum(counts[: link.rank])
     rows = torch.cat(
@@ -217,11 +219,11 @@ def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> 
 
 def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
     """The same with a codec, which what stays here goes through, too; it arrives in a matrix of its own."""
-    values = encode(matrix[first : first + len(stream.slots)], wire.backward)
-    handle = wire.link.all_to_all("gradients", values, stream.to, stream.came)
+    values = encode(matrix[first : first + len(stream.slots)], wire.options.backward_codec)
+    handle = wire.link.all_to_all("gradients", values, stream.send_counts, stream.recv_counts)
 
     def arrived() -> _Arrived:
-        grad = decode(handle.wait(), wire.backward)
+        grad = decode(handle.wait(), wire.options.backward_codec)
         return _Arrived(grad, torch.arange(len(grad), device=grad.device))
 
     return Handle(arrived)

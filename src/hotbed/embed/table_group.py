@@ -57,7 +57,7 @@ class Contribution(Protocol):
         """0-d bool: whether all of it is finite, on all ranks."""
         ...
 
-    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
         """By arena: slots, and the rows of the gradient that they receive."""
         ...
 
@@ -131,8 +131,8 @@ class TableGroup(ABC):
         self.dim = dim
         self.tables = {t.name: t for t in tables}
         own = [f for f in features if f.table in self.tables]
-        self.pooled = [f.name for f in own if f.pooling != "none"]
-        self.sequences = [f for f in own if f.pooling == "none"]
+        self.pooled = [f.name for f in own if f.is_pooled]
+        self.sequences = [f for f in own if not f.is_pooled]
         self.arenas: list[Arena] = []
         self.initial_moments: dict[str, dict[str, float]] = {}
         """What rows begin with, by table and moment."""
@@ -173,11 +173,11 @@ class TableGroup(ABC):
         """Exchange ids before they are needed; None where there is nothing to exchange."""
         return None
 
-    def fetch(self, ids: Jagged, routes: object, link: Link) -> object:
+    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> object:
         """Bring the rows of these routes here, before `requests` is called with what this returns."""
         return routes
 
-    def prefetch(self, routes: object) -> None:
+    def read_ahead(self, routes: object) -> None:
         """Have rows read that these routes ask for here, where that takes time; the thread that calls does it."""
         return
 
@@ -197,23 +197,23 @@ class TableGroup(ABC):
         """Make room for a moment of a table, filled with a value."""
         self.initial_moments.setdefault(table, {})[moment.name] = initial
 
-    def renew(self, table: str, rows: Tensor, ids: Tensor) -> None:
+    def reinitialize(self, table: str, rows: Tensor, ids: Tensor) -> None:
         """Let rows of a dynamic table begin anew, with the initial values of these ids; moments, too."""
         spec, own = self.tables[table], self.initial_moments.get(table, {})
-        for held in self.local_tiles(table):
-            piece, store = held.piece, held.arena.store
-            here = (rows >= piece.rows.start) & (rows < piece.rows.stop)
-            here &= (rows - piece.rows.start) % piece.rows.step == 0
+        for tile in self.local_tiles(table):
+            shard, store = tile.shard, tile.arena.store
+            here = (rows >= shard.rows.start) & (rows < shard.rows.stop)
+            here &= (rows - shard.rows.start) % shard.rows.step == 0
             if not bool(here.any()):
                 continue
-            slots = (rows[here] - piece.rows.start) // piece.rows.step + held.arena.first_slots[held.number]
+            slots = (rows[here] - shard.rows.start) // shard.rows.step + tile.arena.first_slots[tile.number]
             slots = slots.to(store.device)
-            values = torch.empty(len(slots), len(piece.cols), device=store.device)
-            kernels = ops.select(store.device, held.arena.backend)
-            seed, own_ids = held.arena.seed_of(held.number), ids[here].to(store.device)
-            kernels.initial_values_(values, seed=seed, rows=own_ids, cols=piece.cols, bound=spec.bound)
+            values = torch.empty(len(slots), len(shard.cols), device=store.device)
+            kernels = ops.select(store.device, tile.arena.backend)
+            seed, own_ids = tile.arena.seed_of(tile.number), ids[here].to(store.device)
+            kernels.initial_values_(values, seed=seed, rows=own_ids, cols=shard.cols, bound=spec.bound)
             store.write(slots, values)
-            for moment, initial in own.items() if held.owned else ():
+            for moment, initial in own.items() if tile.owned else ():
                 shape = (len(slots),) if store.moment_is_per_row(moment) else values.shape
                 store.write(slots, torch.full(shape, initial, device=store.device), moment)
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Link
+from hotbed.config.places import ParallelOptions
 from hotbed.embed.arena import Arena
-from hotbed.embed.replicas import Replicas, gathered_pieces
+from hotbed.embed.replicas import Replicas, gather_gradients
 from hotbed.ops import Occurrences
-from hotbed.ops.rows import Codec
+
+_EXACT = ParallelOptions()
 
 
 class LoadCounters:
@@ -56,22 +58,18 @@ class Wire:
     ----------
     link
         The ranks; of its own, because gradients travel while others compute.
-    forward, backward
-        Codecs of rows and of gradients; all but ``"fp32"`` change results.
-    per_shard_statistics
-        Whether rules that sum over columns do so over the columns of each tile; it changes results.
+    options
+        Codecs of rows and of gradients, and whether rules sum over the columns of each tile only.
     replicas
         Other groups that hold copies of the tables, if there are any.
-    work
+    load
         What this rank's tables did.
     """
 
     link: Link
-    forward: Codec = "fp32"
-    backward: Codec = "fp32"
-    per_shard_statistics: bool = False
+    options: ParallelOptions = _EXACT
     replicas: Replicas | None = None
-    work: LoadCounters = field(default_factory=LoadCounters)
+    load: LoadCounters = field(default_factory=LoadCounters)
 
     @property
     def links(self) -> list[Link]:
@@ -85,7 +83,7 @@ class Wire:
         return math.prod(link.size for link in (self.links if exact else [self.link]))
 
 
-class Sent:
+class SentGradient:
     """A gradient on its way to the owners of its rows; a `Contribution`.
 
     Parameters
@@ -114,7 +112,7 @@ class Sent:
     ) -> None:
         self.tables = tables
         self._wire, self._arenas, self._device, self._arrived = wire, arenas, device, arrived
-        self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
+        self._gradients: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
 
     def changed(self) -> bool:
@@ -125,7 +123,7 @@ class Sent:
         """0-d bool: whether all that arrived anywhere is finite; all ranks must ask."""
         if self._agreed is None:
             finite = torch.ones((), dtype=torch.bool, device=self._device)
-            for _, _, grad in self.pieces():
+            for _, _, grad in self.gradients():
                 finite = finite & torch.isfinite(grad).all()
             for link in self._wire.links:
                 flags = link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
@@ -135,12 +133,12 @@ class Sent:
 
     def drop(self) -> None:
         """Receive what is on its way all the same: the other ranks wait until it has arrived."""
-        self.pieces()
+        self.gradients()
 
-    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
         """By arena: slots, and the rows of the gradient that they receive."""
-        if self._pieces is None:  # several optimizers may ask
-            self._pieces = self._arrived()
+        if self._gradients is None:  # several optimizers may ask
+            self._gradients = self._arrived()
             if self._wire.replicas is not None and self._wire.replicas.exact:
-                self._pieces = gathered_pieces(self._pieces, self._arenas, self._wire.replicas.link)
-        return self._pieces
+                self._gradients = gather_gradients(self._gradients, self._arenas, self._wire.replicas.link)
+        return self._gradients
