@@ -1,6 +1,7 @@
-"""Options of ranks, memories and hot rows: what `hotbed.distribute` takes, and the sections of a recipe that extend it.
+"""Define the options on ranks, memories and hot rows; nearly all change where bytes are, not results.
 
-Each option is stated once, here: `distribute` is given the sections ``parallel`` and ``memory`` of a recipe whole.
+Each option is stated once, here: `hotbed.distribute` takes `ParallelOptions` and `MemoryOptions`, which the recipe's
+sections ``parallel`` and ``memory`` extend, so that it can be given these whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
 CacheTier = Literal["device", "host"]
 HostRows = Literal["records", "uva"]
-Batches = Literal["mixed", "apart", "split"]
+Batches = Literal["mixed", "alternating", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ class MemoryRecipe(MemoryOptions):
 
     tier: Tier = "device"
     """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
-    on ``disk``, where they are materialized on their first update."""
+    on ``disk``, where a row is materialized on its first update."""
     device_bytes: int = 0
     """With another tier: bytes of the device's memory, per process, for the rows with the most accesses per byte. Rows
     have to be numbered by falling popularity, as hotbed prepare does."""
@@ -178,11 +179,11 @@ class HotRecipe:
     """``hot_rows.json`` of hotbed pack: these rows are in the memory of every process's device, the others where
     parallel.plan and memory.tier say; it does not change results."""
     batches: Batches = "mixed"
-    """``apart``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train split;
-    this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are computed
-    while the rows of its others come; gradients add up to the batch's, in another order of summands."""
+    """``alternating``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train
+    split; this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are
+    computed while the rows of its others are fetched; gradients add up to the batch's, in another order of summands."""
     rate: int = 50
-    """With ``apart``: percent of the cold batches, and then of the hot ones, before the next evaluation; at first."""
+    """With ``alternating``: percent of the cold batches, and then of the hot ones, before the first evaluation."""
     floor: int = 1
     """The least rate. It is halved when the loss of an evaluation is above the one before."""
     cap: int = 50

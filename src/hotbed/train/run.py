@@ -355,12 +355,13 @@ def _training_loader(
             world_size=world_size,
         )
 
-    if recipe.hot.batches == "apart":
+    if recipe.hot.batches == "alternating":
         kinds = {kind: f"{train}_{kind}" for kind in (HOT, COLD)}
         for split in kinds.values():
             if split not in source.splits:
                 raise RecipeError(
-                    f"hot.batches is 'apart', but the data has no split '{split}', only {', '.join(source.splits)}; "
+                    f"hot.batches is 'alternating', but the data has no split '{split}', only "
+                    f"{', '.join(source.splits)}; "
                     f"make it with hotbed pack, and set data.path to what that wrote"
                 )
         hot, cold = (
