@@ -1,4 +1,4 @@
-"""A model with two collections, distributed in several ways."""
+"""Cases: a model with two collections, distributed by several plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A collection that several replicas train, in processes."""
+"""Cases: a collection that several replicas train, in processes."""
 
 from __future__ import annotations
 

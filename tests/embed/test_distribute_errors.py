@@ -1,4 +1,4 @@
-"""What `hotbed.distribute` says and refuses."""
+"""`hotbed.distribute` logs what changes results and refuses what cannot be, naming the fix."""
 
 from __future__ import annotations
 

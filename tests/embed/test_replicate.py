@@ -1,4 +1,4 @@
-"""Parts of two-dimensional sparse parallelism: what is refused, what is chosen, and how rows are averaged."""
+"""Replicas: meshes that cannot be are refused, the fewest bytes are sent, and equal rows keep their bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DLRM trained by a user's own loop, in processes."""
+"""Cases: a DLRM trained by a user's own loop, in processes."""
 
 from __future__ import annotations
 

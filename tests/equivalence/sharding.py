@@ -1,4 +1,4 @@
-"""A small model trained under a plan, in processes: what every rank ends with, as bytes."""
+"""Cases: a small model trained under a plan, in processes: what every rank ends with, as bytes."""
 
 from __future__ import annotations
 

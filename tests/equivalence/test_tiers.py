@@ -1,4 +1,4 @@
-"""Where rows lie changes no bit: in memory, made when they are trained, in files, with caches of any size."""
+"""Where rows lie changes no bit: in memory, materialized on first update, in files, with caches of any size."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""`EmbeddingCollection`: the module that holds embedding tables.
+"""Look features up in embedding tables: `EmbeddingCollection`, the module that models are built with.
 
-Plans of a model: its collections, and what plans call their tables.
+The way of a call is `EmbeddingCollection.forward`: ids are checked (`hotbed.embed.ids`), each table group says what to
+look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.gradients`). `prefetch_ids`
+and `prefetch_rows` do the exchanges of a later call ahead of it. At the end: what plans call the tables of a model.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from hotbed.torch_hooks import untraced
 
 
 class _Prefetched(NamedTuple):
-    """Ids of a batch, checked and exchanged before they are needed, perhaps with their rows; what was discarded."""
+    """What `prefetch_ids` and `prefetch_rows` keep for the call: checked ids, by table group their routes or rows."""
 
     ids: Jagged
     routes: list[object]
@@ -48,7 +50,7 @@ class EmbeddingCollection(TableModule):
     Their values are in ``state_dict`` under ``<table>.weight``: the memory of the tables, not a copy, yet every tensor
     with a storage of its own, so that ``torch.save``, ``safetensors.torch.save_model`` and the like keep all of them.
     In ``eval()`` mode and under ``no_grad`` nothing is kept for an optimizer. Over several ranks, train what
-    `hotbed.distribute` returns: torch's ``DistributedDataParallel`` and FSDP do not know of tables.
+    `hotbed.distribute` returns: torch's ``DistributedDataParallel`` and FSDP average parameters only.
 
     Parameters
     ----------
@@ -159,7 +161,7 @@ class EmbeddingCollection(TableModule):
         return found
 
     def prefetch_ids(self, ids: Jagged, link: Link) -> None:
-        """Exchange ids of a batch that the next call of the collection with it is to use; all ranks must call this.
+        """Exchange the ids of a batch ahead of the collection's next call with it; all ranks must call this.
 
         Nothing is done for a collection that has dynamic tables.
 
@@ -171,11 +173,11 @@ class EmbeddingCollection(TableModule):
             Ranks, over a process group of its own: other exchanges may be under way.
         """
         if self._dynamic:
-            return  # which rows ids have is not known before the step that precedes them
+            return  # ids get their rows after the step that precedes the call
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
-        # As if all were trained: another thread may be evaluating the model, or about to unfreeze a table, and ranks
-        # must agree. The call itself decides whose gradients are sent.
+        # As if all tables were trained: another thread may be evaluating the model, or about to unfreeze a table, and
+        # ranks must agree. The call itself decides whose gradients are sent.
         routes = [group.routes(checked, link, lambda _: True) for group in self._groups]
         for group, of_group in zip(self._groups, routes, strict=True):
             if of_group is not None:
@@ -183,7 +185,7 @@ class EmbeddingCollection(TableModule):
         ids.put_prefetched(self, _Prefetched(checked, routes, discarded))
 
     def prefetch_rows(self, ids: Jagged, link: Link) -> None:
-        """Bring the rows here that the next call with these ids is to use; all ranks must call this.
+        """Exchange the rows of a batch ahead of the collection's next call with it; all ranks must call this.
 
         After `prefetch_ids` and `settle`; no row may be updated until the call. Nothing is done for a collection that
         has dynamic tables.
@@ -211,9 +213,9 @@ class EmbeddingCollection(TableModule):
         return any(self.handles[t].requires_grad for t in tables)
 
     def check(self, ids: Jagged) -> Jagged:
-        """Return ids that are all valid rows in bags that are not too long; remembered, so it is done once.
+        """Check ids: returns ids that are all valid rows, in bags that are not too long; done once per batch.
 
-        What breaks a limit is treated as each feature's ``on_bad_id`` and ``on_too_long`` say. On an accelerator this
+        What breaks a limit is treated by each feature's ``on_bad_id`` and ``on_too_long``. On an accelerator this
         waits for the device: `verify` batches on the host, before they are moved.
         """
         return self._checked(ids, Discarded(self.bad_ids, self.truncated_ids))
@@ -237,15 +239,17 @@ class EmbeddingCollection(TableModule):
         return verified_ids(ids, self.features, self._rows)
 
     def _features_in(self, ids: ModelParallelInput) -> list[Feature]:
-        """Features that model-parallel input brings: those of this collection."""
+        """Select the features of this collection that model-parallel input brings."""
         if not self.is_distributed:
-            raise BatchError("the batch is spread over ranks, the model is not; call hotbed.distribute first")
+            raise BatchError(
+                "the batch is model-parallel input, the model is not distributed; call hotbed.distribute first"
+            )
         return [f for f in self.features if f.name in ids.whole]
 
     def connect(
         self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
     ) -> TableUpdater:
-        """Let an optimizer train these tables; it takes them over from any earlier one. Called by the optimizer."""
+        """Connect an optimizer to its tables, which earlier ones lose; called by the optimizer."""
         for earlier in self._updaters:
             earlier.tables.difference_update(fill)
         for table, initial in fill.items():
@@ -258,14 +262,14 @@ class EmbeddingCollection(TableModule):
     def distribute(
         self, plan: Plan, wire: Wire, device: torch.device | None = None, storage: Storage | None = None
     ) -> None:
-        """Give up all but the tiles of this rank; see `hotbed.distribute`, which calls this. All ranks must.
+        """Replace all tables by the tiles of this rank; called by `hotbed.distribute`. All ranks must call this.
 
         Parameters
         ----------
         plan
             Where the tables' tiles are.
         wire
-            The ranks, and codecs.
+            Links, and options like codecs.
         device
             Where the tables are to be; default: where they are. Tables on ``meta`` get their initial values.
         storage

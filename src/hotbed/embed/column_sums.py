@@ -1,12 +1,17 @@
-"""Updates of rows that are cut into columns: sums over the columns of a row go from owner to owner.
+"""Update rows that are cut into columns: owners exchange sums over the columns of a row.
 
 Row-wise rules and norms need sums over all columns of a row. Each owner sums its columns in blocks of 16, sends the
 blocks to the owners of the row's other columns, and all add all blocks in column order: the bits of an uncut row.
 
-Nobody has to say which rows these are: every tile of a row was asked for the row by the same batch, so its owners
-touched the same rows, and both sides put them in the order of (kinds of the tile that sends and of the one that
-receives, the two tiles, row). All tiles of two kinds are read and written at once: thousands of tables take as many
-operations as one.
+A table of 48 columns, of which rank 0 has 0 … 31 and rank 1 has 32 … 47; a step updates rows 2 and 5::
+
+    rank 0's blocks   [[a₀ a₁] [c₀ c₁]]       of row 2 and row 5      rank 1's  [[b₂] [d₂]]
+    rank 0 sends      a₀ a₁ c₀ c₁                                     rank 1 sends  b₂ d₂
+    both have         [[a₀ a₁ b₂] [c₀ c₁ d₂]]  and add along each row, block 0 first
+
+Messages carry no row numbers: the batch requested a row of all its tiles, so their owners update the same rows, and
+both sides sort them by (kinds of the tile that sends and of the one that receives, the two tiles, row). All tiles of
+two kinds are read and written at once: thousands of tables take as many operations as one.
 """
 
 from __future__ import annotations
@@ -35,12 +40,12 @@ _ROWS_AT_ONCE = 1 << 12
 
 
 class Neighbour(NamedTuple):
-    """A tile of this rank, and another tile that has other columns of some of its rows.
+    """A tile of this rank, and another that has other columns of some of its rows.
 
     Attributes
     ----------
     kind, shard
-        The own tile: its arena, and which shard of it.
+        Arena of the own tile, and which shard of it the tile is.
     rows
         The common rows, as slots of the shard; None where these are all.
     owner
@@ -64,7 +69,7 @@ class Neighbour(NamedTuple):
 
 
 class TouchedRows:
-    """Rows of an arena that a step changes, and their gradients.
+    """Rows of an arena that a step updates, and their gradients.
 
     Attributes
     ----------
@@ -97,7 +102,7 @@ class TouchedRows:
         self._bounds = torch.searchsorted(slots, first_slots).cpu()
 
     def of(self, neighbours: Sequence[Neighbour]) -> tuple[Tensor, Tensor]:
-        """Which of them each neighbour has, one after the other, and how many ``[neighbours]`` on the host."""
+        """Find which of these rows each neighbour has, and how many ``[neighbours]``, on the host."""
         shards = torch.tensor([n.shard for n in neighbours])
         starts, counts = self._bounds[shards], self._bounds[shards + 1] - self._bounds[shards]
         if any(n.rows is not None for n in neighbours):
@@ -116,7 +121,7 @@ class TouchedRows:
 
 
 class ColumnSums:
-    """Sums over the columns of rows that are cut.
+    """The neighbours of this rank's tiles, and the updates of rows that need sums over columns of both.
 
     Parameters
     ----------
@@ -126,7 +131,7 @@ class ColumnSums:
     Attributes
     ----------
     kinds
-        Arenas that hold parts of rows.
+        Kinds whose tiles have not all columns of their rows.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -184,7 +189,7 @@ class ColumnSums:
         step = steps[arenas[self.kinds[0]]]
         if step.rule.name == "rowwise_adagrad" and step.uses <= {"decay"}:
             squares = {
-                kind: torch.cat([blocks_of(part * part) for part in t.gradient.split(_ROWS_AT_ONCE)])
+                kind: torch.cat([blocks_of(rows * rows) for rows in t.gradient.split(_ROWS_AT_ONCE)])
                 for kind, t in touched.items()
             }
             for kind, sums in self._sums(touched, squares, link).items():
@@ -195,7 +200,7 @@ class ColumnSums:
             t.arena.updates += len(t.slots) > 0
 
     def _any_rule(self, touched: Mapping[int, TouchedRows], link: Link) -> None:
-        """In plain PyTorch, with one exchange per sum that the rule asks for."""
+        """Apply a rule in plain PyTorch, with one exchange per sum that it needs."""
         steps = {}
         moments = {}
         for kind, t in touched.items():
@@ -219,7 +224,7 @@ class ColumnSums:
             _store(t, new[kind], moments[kind])
 
     def _sums(self, touched: Mapping[int, TouchedRows], blocks: Mapping[int, Tensor], link: Link) -> dict[int, Tensor]:
-        """Sums over all columns of each row ``[U]``, by kind, from the blocks that are here ``[U, blocks]``."""
+        """Sum over all columns of each row ``[U]``, by kind, from the blocks of this rank ``[U, blocks]``."""
         whole = {kind: b.new_zeros(len(b), -(-self._dim // BLOCK)) for kind, b in blocks.items()}
         nothing = next(iter(blocks.values())).new_empty(0)
         for kind, own in blocks.items():
@@ -242,9 +247,9 @@ class ColumnSums:
         sent = [torch.cat(values) for values in outgoing]
         exchange = link.all_to_all("sums over columns", torch.cat(sent), list(map(len, sent)), recv_counts)
         received = exchange.wait().split(recv_counts)
-        parts = [iter(values.split([of_kinds[r] for of_kinds in sizes.values()])) for r, values in enumerate(received)]
+        slices = [iter(values.split([of_kinds[r] for of_kinds in sizes.values()])) for r, values in enumerate(received)]
         for (other_kind, kind), (places, counts) in expected.items():
-            values = torch.cat([next(of_rank) for of_rank in parts]).view(len(places), widths[other_kind])
+            values = torch.cat([next(of_rank) for of_rank in slices]).view(len(places), widths[other_kind])
             firsts = torch.tensor([n.first_block for n in self._from[other_kind, kind]]).repeat_interleave(counts)
             columns = _columns(firsts.to(values.device), widths[other_kind])
             whole[kind][places[:, None], columns] = values
@@ -254,23 +259,23 @@ class ColumnSums:
 def _by_kinds(
     neighbours: Sequence[Neighbour], kinds: Callable[[Neighbour], tuple[int, int]]
 ) -> dict[tuple[int, int], list[Neighbour]]:
-    """Neighbours by the kinds of tile that sends and tile that receives; they are sorted by these."""
+    """Group neighbours by the kinds of tile that sends and tile that receives; they are sorted by these."""
     return {key: list(found) for key, found in groupby(neighbours, kinds)}
 
 
 def _by_rank(neighbours: Sequence[Neighbour], counts: Tensor, link: Link) -> list[int]:
-    """Number of rows of each rank, from that of each neighbour."""
+    """Count the rows of each rank, from those of each neighbour."""
     owners = torch.tensor([n.owner for n in neighbours])
     return torch.zeros(link.size, dtype=torch.int64).scatter_add_(0, owners, counts).tolist()
 
 
 def _columns(firsts: Tensor, width: int) -> Tensor:
-    """``width`` columns from each of ``firsts`` on ``[U, width]``."""
+    """List ``width`` columns from each of ``firsts`` on: ``[U, width]``."""
     return firsts[:, None] + torch.arange(width, device=firsts.device)
 
 
 def _rowwise_adagrad(touched: TouchedRows, squares: Tensor, dim: int) -> None:
-    """``v ← v + squares / dim``; what follows is gradient descent with a step size per row, and has a kernel."""
+    """Set ``v ← v + squares / dim``, then descend with a step size per row, for which there is a kernel."""
     store, step, slots = touched.arena.store, touched.step, touched.slots
     (moment,) = step.rule.moments
     before = store.read(slots, moment.name, use="update")
@@ -286,7 +291,7 @@ def _rowwise_adagrad(touched: TouchedRows, squares: Tensor, dim: int) -> None:
 
 
 def _store(touched: TouchedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:
-    """Round and store rows; store their moments."""
+    """Round and write rows; write their moments."""
     arena, slots = touched.arena, touched.slots
     arena.store.write(slots, rows, random=rounding_bits(arena, slots, touched.step.seeds))
     for name, moment in moments.items():

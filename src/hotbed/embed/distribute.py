@@ -236,16 +236,16 @@ class Distributed(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Call the model."""
         return self._call[0](*args, **kwargs)
 
     def sync(self) -> None:
-        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
+        """Average the replicas of the tables, if any step was taken since they were; all ranks must call this."""
         for collection in collections_of(self.module).values():
             collection.sync()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Do not sum gradients of dense parameters inside; for all but the last of accumulated batches."""
+        """Skip the sums of dense gradients inside; for all but the last of accumulated batches."""
         call = self._call[0]
         if isinstance(call, DistributedDataParallel):
             return call.no_sync()
@@ -263,39 +263,39 @@ class Distributed(nn.Module):
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Of the model."""
+        """Return those of the model."""
         return self.module.named_modules(*args, **kwargs)
 
     @override
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the model."""
+        """Return those of the model."""
         return self.module.named_parameters(*args, **kwargs)
 
     @override
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Of the model."""
+        """Return those of the model."""
         return self.module.named_buffers(*args, **kwargs)
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the model, with whole tables, of which replicas are averaged first; all ranks must call this."""
+        """Return that of the model, with whole tables, after averaging replicas; all ranks must call this."""
         self.sync()
         return self.module.state_dict(*args, **kwargs)
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the model, with whole tables, of which each rank takes its tiles."""
+        """Load that of the model, with whole tables, of which each rank takes its tiles."""
         return self.module.load_state_dict(*args, **kwargs)
 
 
 def _named_as_module(state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Where a module around it loads a state: names of the model, as those of the wrapper's only part."""
+    """Rename keys of a state that a module around the wrapper loads: the model is the wrapper's only submodule."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def mean_over_ranks(total: Tensor, count: int, model: nn.Module) -> Tensor:
-    """The loss to call ``backward`` on where ranks may have batches of different sizes.
+    """Scale a loss for ``backward`` where ranks may have batches of different sizes.
 
     Parameters
     ----------
@@ -318,7 +318,7 @@ def mean_over_ranks(total: Tensor, count: int, model: nn.Module) -> Tensor:
 
 
 def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where a model is to be."""
+    """Choose the device of a model: the given one, else that of its tables."""
     if device is not None:
         return torch.device(device)
     here = next((c.device for c in collections_of(model).values()), torch.device("cpu"))
@@ -326,14 +326,14 @@ def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
 
 
 def _refuse_replicas(tables: Sequence[Table]) -> None:
-    """Raise `PlanError` for tables that groups of ranks cannot hold copies of."""
+    """Raise `PlanError` for dynamic tables, which cannot have replicas."""
     for table in tables:
         if table.dynamic is not None:
             raise PlanError(f"table '{table.name}' is dynamic, of which there can be no replicas in this release")
 
 
 def _plan_of_one(model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut]) -> Plan:
-    """The plan for one rank; a `PlanError` for what would be no plan of this model, or is one for several ranks."""
+    """Make the plan for one rank, or raise `PlanError` for one that does not fit the model or is for several ranks."""
     if not isinstance(plan, Plan):
         plan = plan_for(model, 1, plan)
     if plan.world_size > 1:

@@ -1,6 +1,8 @@
-"""Whole tables out of the tiles of all ranks, and back: for checkpoints and tests, not for training steps.
+"""Copy rows from their owners to other ranks: whole tables for states and tests, updated rows for their readers.
 
-After an update the owners of rows send them to the ranks that read copies of them.
+Whole tables are gathered tile by tile (`gathered_raw`, `gathered_moment`) and scattered without any exchange
+(`scatter_raw`, `scatter_moment`). In training only `push_rows` is called, where a plan has readers: after an update,
+the owners of rows send them to the ranks that have copies of them.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ from hotbed.specs import Table
 
 
 class PlacedTile:
-    """A tile of a table: its owner, and where this rank has it, as owner or as reader.
+    """A tile of a table: its owner, and the shard of this rank's arenas that it is, as owner or as reader.
 
     Parameters
     ----------
     shard
-        The rectangle.
+        The rectangle of the table.
     owner
         Its rank.
     owned, copied
-        Arena and number of the piece in it, where it is here.
+        Arena and number of the shard in it, where this rank owns or reads it.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class PlacedTile:
 
 
 def gathered_raw(table: Table, tiles: Sequence[PlacedTile], link: Link, device: torch.device) -> dict[str, Tensor]:
-    """What the rows of a table are stored as, on every rank; see `RowStore.raw`."""
+    """Gather what the rows of a table are stored as, on every rank; see `RowStore.raw`."""
     whole = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in raw_shapes(table).items()}
     for tile in tiles:
         own = None if tile.owned is None else _raw(*tile.owned, tile.shard)
@@ -48,7 +50,7 @@ def gathered_raw(table: Table, tiles: Sequence[PlacedTile], link: Link, device: 
 
 
 def scatter_raw(whole: Mapping[str, Tensor], tiles: Sequence[PlacedTile]) -> None:
-    """Overwrite the tiles of a table that are here."""
+    """Overwrite the tiles of a table that are on this rank."""
     for tile in tiles:
         regions = _regions(whole, tile.shard)
         for place in (tile.owned, tile.copied):
@@ -58,10 +60,10 @@ def scatter_raw(whole: Mapping[str, Tensor], tiles: Sequence[PlacedTile]) -> Non
 
 
 def gathered_moment(name: str, whole: Tensor, tiles: Sequence[PlacedTile], link: Link) -> Tensor:
-    """A moment of a table ``[R]`` or ``[R, D]`` on every rank, filled into ``whole``.
+    """Gather a moment of a table ``[R]`` or ``[R, D]`` on every rank, into ``whole``.
 
-    Of a moment per row whose row is cut into columns, each owner has its own; they are equal unless they were declared
-    to differ, and then the last one's is taken.
+    Of a moment per row whose row is cut into columns, each owner has its own; they are equal, unless
+    `per_shard_statistics` lets them differ, and then the last one's is taken.
     """
     for tile in tiles:
         region = _cells(whole, tile.shard)
@@ -79,28 +81,29 @@ def scatter_moment(name: str, whole: Tensor, tiles: Sequence[PlacedTile]) -> Non
 
 
 def _cells(whole: Tensor, shard: Shard) -> Tensor:
+    """Select the values of a shard from those of its table ``[R]`` or ``[R, D]``; a view."""
     rows = whole[shard.rows.start : shard.rows.stop : shard.rows.step]
     return rows if whole.dim() == 1 else rows[:, shard.cols.start : shard.cols.stop]
 
 
 def _raw(arena: Arena, number: int, shard: Shard) -> dict[str, Tensor]:
-    """`RowStore.raw` of a piece, with the names that its table has."""
+    """Return `RowStore.raw` of a shard, with the names that its table has."""
     raw = arena.store.raw(number)
     return {"fp32_weight": raw["weight"]} if _is_prefix(shard) else raw
 
 
 def _own_names(shard: Shard, raw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The inverse: with the names that the store has."""
+    """Return raw arrays of a table with the names that the shard's store has."""
     return {"weight": raw["fp32_weight"]} if _is_prefix(shard) else raw
 
 
 def _is_prefix(shard: Shard) -> bool:
-    """Whether all of a piece is of the float32 rows of a table that has others."""
+    """Say whether all rows of a shard are among the float32 rows of a table that has others."""
     return shard.fp32_rows == len(shard.rows) and set(raw_shapes(shard.table)) != {"weight"}
 
 
 def _regions(whole: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
-    """The regions of a whole table's raw tensors that a piece holds, those without rows left out."""
+    """Select the regions of a whole table's raw tensors that a shard holds, those without rows left out; views."""
     table, rows, cols = shard.table, shard.rows, shard.cols
     fp32_rows = table.rows if "fp32_weight" not in whole and whole["weight"].dtype == torch.float32 else table.fp32_rows
     wide = range(rows.start, min(rows.stop, fp32_rows), rows.step)
@@ -119,7 +122,7 @@ def _regions(whole: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
 
 
 def _broadcast(what: str, values: Tensor, owner: int, link: Link) -> Tensor:
-    """One rank's values, which the others have the shape of; as bytes, because Gloo knows no fp8."""
+    """Broadcast one rank's values, whose shape the others have; as bytes, because Gloo knows no fp8."""
     sent = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
     link.broadcast(what, sent.view(torch.uint8), owner).wait()
     return sent
@@ -128,7 +131,10 @@ def _broadcast(what: str, values: Tensor, owner: int, link: Link) -> Tensor:
 def push_rows(
     placement: Placement, arenas: Sequence[Arena], copies: Sequence[Arena], touched: Mapping[Arena, Tensor], link: Link
 ) -> None:
-    """Bring the copies of rows up to date; all ranks must call this.
+    """Send updated rows to the ranks that have copies of them; all ranks must call this.
+
+    Of a table whose rows 0 … 4 rank 0 owns and ranks 1 and 2 read, a step updates slots 3, 1 and 3: rank 0 sends both
+    the rows of slots 1 and 3, and where these are among the reader's copies.
 
     Parameters
     ----------
@@ -158,7 +164,7 @@ def push_rows(
 
 
 def _messages(placement: Placement, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What is sent of an arena, by reader: slot here, slot there, reader."""
+    """List what is sent of an arena, by reader: slot here, slot there, reader."""
     tiles = torch.tensor(placement.owned(placement.kinds[kind]), dtype=torch.int64, device=placement.copies.device)
     if touched is None or not len(tiles):
         nothing = torch.empty(0, dtype=torch.int64, device=placement.copies.device)

@@ -1,4 +1,4 @@
-"""`LocalTables`: tables that are all on this rank, looked up and updated in place."""
+"""Look up and update tables that are all on this rank, in place: one arena, and one kernel launch, per dtype."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hotbed.specs import Feature, Table
 
 
 class LocalTables(TableGroup):
-    """Tables that are all here: an arena per dtype, looked up and updated directly.
+    """Tables that are all on this rank: an arena per dtype, looked up and updated directly.
 
     Parameters
     ----------
     dim, tables, features
-        As in `TableGroup`; of the features those of these tables count.
+        As in `TableGroup`; features of other tables are ignored.
     seed, device, backend
         As in `Arena`.
     """
@@ -150,7 +150,7 @@ class LocalTables(TableGroup):
 
 
 class _LocalSource:
-    """An arena of whole tables as a `RowSource`."""
+    """An arena of whole tables, and the places of their features' bags; a `RowSource`."""
 
     def __init__(self, arena: Arena, pooled: BagPlaces | None, sequences: list[BagPlaces]) -> None:
         self.arena, self.pooled, self.sequences = arena, pooled, sequences
@@ -169,7 +169,7 @@ class _LocalSource:
 
 
 class _LocalGradient(NamedTuple):
-    """A gradient of rows of one arena that are all here."""
+    """A gradient of rows of one arena of this rank; a `Contribution`."""
 
     source: _LocalSource
     bags: BagLayout

@@ -1,10 +1,22 @@
-"""The wire format ``"pooled"``: owners pool the rows of a bag that they hold, and one vector crosses the wire.
+"""Exchange pooled vectors: owners pool the rows of a bag that they hold, and one vector crosses the wire.
 
-A *unit* is what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same
-columns. Its owner is told the ids and answers with their pooled vector (below). Units of a bag are
-then added here, in the order of ranks; a bag of one unit has the bits of plain pooling.
+This is the wire format ``"pooled"`` of a plan; `hotbed.embed.row_exchange` is the format ``"rows"``. A *unit* here is
+what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same columns. Its owner
+gets their slots and answers with their pooled vector. The requester then adds the units of a bag, in rank order; a bag
+of one unit has the bits of plain pooling, one of several is summed in another order.
 
-The owner's side of the wire format ``"pooled"``: units it is asked for, their vectors, their gradients.
+The batch of `hotbed.embed.route`: rank 0 has bags [4 1] and [3 4 2], and rank r the rows r, r + 3, r + 6::
+
+    units, by owner        rank 0  │ rank 1          │ rank 2
+      bag                    1     │   0       1     │   1
+      ids                   [3]    │  [4 1]   [4]    │  [2]
+      slots there           [1]    │  [1 0]   [1]    │  [0]
+    counts of units          1     │   2             │   1         of ids  1 │ 3 │ 1
+    vectors that arrive    r₃      │ r₄ + r₁   r₄    │   r₂
+    position                 1     │   0       2     │   3         those of a bag follow each other, in rank order
+    bags of positions      [0] [1 2 3]                            pooled as in one process
+
+First come requests and what owners make of them, then the requester's side (`make_pooled_route`, `PooledVectors`).
 """
 
 from __future__ import annotations
@@ -31,7 +43,7 @@ from hotbed.store import RowStore
 
 
 class UnitRequest(NamedTuple):
-    """Units of one arena kind: what a rank asks for, by owner, or what an owner is asked for, by rank.
+    """Units of one arena kind: what a rank requests, by owner, or what is requested of an owner, by rank.
 
     Attributes
     ----------
@@ -56,7 +68,11 @@ class UnitRequest(NamedTuple):
 
 
 def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitRequest]:
-    """Exchange what ranks ask for, by arena kind; all ranks must call this.
+    """Exchange the requests of all ranks, one per arena kind; all ranks must call this.
+
+    Rank 1 of the example gets slots ``[1, 0, 1]`` with lengths ``[2, 1]`` from rank 0, and if its own bags are [1] and
+    [8], slot ``[0]`` from itself, without a length: ``slots [1, 0, 1, 0]``, ``lengths [2, 1, 1]``, ``ids [3, 1, 0]``,
+    ``units [2, 1, 0]``.
 
     Raises
     ------
@@ -76,7 +92,7 @@ def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitR
     handles: list[list[Handle[Tensor] | None]] = []
     for i, a in enumerate(requests):
         ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
-        # As many ids as units: every unit has one id, and nobody need say so.
+        # As many ids as units: every unit has one id, so no lengths are sent.
         sent = [0 if n == m else m for n, m in zip(a.ids, a.units, strict=True)]
         kept = torch.repeat_interleave(torch.tensor([s > 0 for s in sent]), torch.tensor(a.units)).to(device)
         expected = [0 if n == m else m for n, m in zip(ids, units, strict=True)]
@@ -107,20 +123,20 @@ def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitR
 
 
 def _with_ones(lengths: Tensor, ids: Sequence[int], units: Sequence[int]) -> Tensor:
-    """Lengths of all units, from those of the ranks that sent them."""
-    parts: list[Tensor] = []
+    """Return lengths of all units, from those of the ranks that sent them."""
+    by_rank: list[Tensor] = []
     first = 0
     for n, m in zip(ids, units, strict=True):
         if n == m:
-            parts.append(lengths.new_ones(m))
+            by_rank.append(lengths.new_ones(m))
         else:
-            parts.append(lengths[first : first + m])
+            by_rank.append(lengths[first : first + m])
             first += m
-    return torch.cat(parts)
+    return torch.cat(by_rank)
 
 
 def pool(store: RowStore, request: UnitRequest, ops: Backend) -> Tensor:
-    """Vectors of units ``[m, cols]`` float32: the sum of their rows in bag order, over the divisor of the whole bag."""
+    """Pool units into vectors ``[m, cols]`` float32: sums of rows in bag order, over the divisors of whole bags."""
     out = store.empty((len(request.lengths), 1, store.dim), torch.float32)
     rows = store.read(request.slots)  # one table for the kernel, whatever tables and dtypes the rows are of
     ids = torch.arange(len(request.slots), device=rows.device)
@@ -168,13 +184,13 @@ class PooledStream(NamedTuple):
     kind
         Number of the kind.
     rows, lanes
-        Where vectors go when they arrive ``[m]``: row here, and lane.
+        Where vectors go when they arrive ``[m]``: position, and lane.
     bags
         Bag of each unit ``[m]``, by owner: ``feature · B + sample``.
     send_counts
         Units by owner.
     requested
-        What the ranks asked for here.
+        What the ranks request of this one.
     """
 
     kind: int
@@ -187,14 +203,14 @@ class PooledStream(NamedTuple):
 
 @dataclass(frozen=True)
 class PooledRoute:
-    """Bags of one output, exchanged.
+    """The bags of one output after the exchange of their ids.
 
     Attributes
     ----------
     bags
-        The bags, with rows here in the place of ids: at least one for each unit.
+        The bags, with positions of units in the place of ids.
     rows
-        How many rows there are here.
+        Number of positions.
     streams
         What is exchanged, by arena kind.
     trained
@@ -208,7 +224,13 @@ class PooledRoute:
 
 
 def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, *, trained: bool) -> PooledRoute:
-    """Cut bags into units and tell the owners; all ranks must call this. See `hotbed.embed.route.make_route`."""
+    """Cut bags into units and exchange the requests for them; all ranks must call this.
+
+    Parameters are those of `hotbed.embed.route.make_route`. In the example at the top of this file ``bag`` is
+    ``[0, 0, 1, 1, 1]`` (of ids 4, 1, 3, 4, 2), sorted by ``message`` (the owner, as there is one kind and lane) the ids
+    are 3 │ 4 1 4 │ 2, ``starts`` of units ``[0, 1, 3, 4]``, ``of_unit`` (their bags) ``[1, 0, 1, 1]``, ``row`` (their
+    positions) ``[1, 0, 2, 3]``, and ``first_rows`` (first position of each bag, and past the last) ``[0, 1, 4]``.
+    """
     size, features = bags.batch_size, len(bags.features)
     order_of = bags.features.clone()
     order_of[:, OUT] = torch.arange(features, device=order_of.device)
@@ -232,7 +254,7 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
         pooling = bags.features[torch.div(of_unit, max(size, 1), rounding_mode="floor"), POOLING]
         divided_by = divisors(pooling, whole)
     requests: list[UnitRequest] = []
-    parts: list[slice] = []
+    slices: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     ends = torch.searchsorted(kind, torch.arange(len(placement.kinds) + 1, device=at.device)).tolist()
     for a, b in pairwise(ends):
@@ -248,17 +270,17 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
                 torch.bincount(to, minlength=link.size).tolist(),
             )
         )
-        parts.append(slice(a, b))
+        slices.append(slice(a, b))
     streams = [
-        PooledStream(i, row[part], lane[part], of_unit[part], requests[i].units, asked)
-        for (i, part), asked in zip(enumerate(parts), exchange_requests(requests, link), strict=True)
+        PooledStream(i, row[here], lane[here], of_unit[here], requests[i].units, requested)
+        for (i, here), requested in zip(enumerate(slices), exchange_requests(requests, link), strict=True)
     ]
     rows = int(first_rows[-1])
     return PooledRoute(within_group(bags, first_rows, rows), rows, streams, trained)
 
 
 def _starts(*keys: Tensor) -> Tensor:
-    """Positions where any of the keys differs from the one before."""
+    """Find the positions where any of the keys differs from the one before."""
     if not len(keys[0]):
         return torch.empty(0, dtype=torch.int64, device=keys[0].device)
     new = torch.ones(len(keys[0]), dtype=torch.bool, device=keys[0].device)
@@ -267,7 +289,7 @@ def _starts(*keys: Tensor) -> Tensor:
 
 
 def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
-    """Row of each unit, and first row of each bag: its units of a line have rows of their own, in their order."""
+    """Give each unit a position among those of its bag and line; return these, and the first one of each bag."""
     lanes = int(lane.max()) + 1 if len(lane) else 1
     key = bag * lanes + lane
     order = torch.argsort(key, stable=True)
@@ -282,13 +304,13 @@ def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
-    """Values that are parallel to the batch's ids, in the order of occurrences."""
+    """Sort values that are parallel to the batch's ids into the order of occurrences."""
     starts = bags.features[:, START].tolist()
     return torch.cat([values[start : start + count] for start, count in zip(starts, counts_of(bags), strict=True)])
 
 
 def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
-    """The bags as runs of neighbouring rows; owners have divided the sums already."""
+    """Return the bags as runs of neighbouring positions; owners have divided the sums already."""
     size, features = bags.batch_size, len(bags.features)
     first = first_rows[torch.arange(features, device=first_rows.device) * size]
     places = torch.zeros_like(bags.features)
@@ -304,24 +326,10 @@ def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
 class PooledVectors:
     """Vectors of units, which bags are pooled from; a `RowSource` and its own `Vectors`.
 
-    Parameters
-    ----------
-    route
-        What was exchanged.
-    arenas
-        Of this rank, by kind.
-    tables
-        Tables of the features.
-    wire, ops
-        Exchange and kernels.
-    placement
-        Of the tables.
-    link
-        Over which the vectors come; see `hotbed.embed.row_exchange.ExchangedRows`.
+    Parameters are those of `hotbed.embed.row_exchange.ExchangedRows`, and the placement of the tables.
     """
 
     updates = 0
-    """Never updated, see `hotbed.embed.row_exchange.ExchangedRows`."""
 
     def __init__(
         self,
@@ -354,18 +362,18 @@ class PooledVectors:
         return self
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Pooled vectors into ``out [B, width, D]``."""
+        """Pool vectors into ``out [B, width, D]``."""
         self._ops.lookup(self._rows, bags, out)
 
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Not here: the rows stayed with their owners."""
+        """Refuse: the rows stayed with their owners."""
         raise BatchError(
             f"per-id weights that are trained need the rows of {', '.join(sorted(self.tables))}, which stay with their "
             "owners where wire is 'pooled'; plan wire='rows' for these tables"
         )
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        """Send each unit the gradient of its bag."""
+        """Send each unit's owner the gradient of its bag."""
         link, size = self._wire.link, max(bags.batch_size, 1)
         handles: list[Handle[Tensor]] = []
         for stream in self.route.streams:

@@ -1,19 +1,20 @@
-"""Two-dimensional sparse parallelism: groups of ranks, each with a full copy of all tables.
+"""Keep several copies of all tables one model: groups of ranks, each with a full copy (2D sparse parallelism).
 
 Ranks form a mesh of M replicas × N shards. A row of it is a *group*, which shares one plan and exchanges ids, rows and
-gradients as if it were alone; a column holds the same tiles M times. What keeps the copies together is either an
-average every few steps (`hotbed.embed.replicas`), or, exactly, the gradients of all groups in every update
-(`gather_gradients`). Dense parameters know nothing of it: they are data-parallel over all ranks.
+gradients without the others; a column holds the same tiles M times. What keeps the copies together is either an average
+every few steps (`Sync`), or, exactly, the gradients of all groups in every update (`gather_gradients`). Dense
+parameters are data-parallel over all ranks. Four ranks in two replicas, ``layout="groups"``::
+
+    replica 0   ranks 0 1     each group: one plan for 2 ranks, one copy of every table
+    replica 1   ranks 2 3     the same tiles: ranks 0 and 2, ranks 1 and 3
 
 Source: "Two-dimensional Sparse Parallelism for Large Scale DLRM Training" (arXiv 2508.03854).
 
-The average of replicas: rows and moments of the same tiles, over the ranks that hold them.
-
-A thread does it, over process groups of its own: it begins when a step is over, and whoever next needs the rows waits
+A thread averages, over process groups of its own: it begins when a step is over, and the next reader of the rows waits
 for it (`Sync.finish`), which in training is after the exchange of the next batch's ids.
 
-Only rows that some replica has touched since the last sync can differ, so each replica says which it has touched (as
-numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has touched so many that this
+Only rows that some replica has updated since the last average can differ, so replicas exchange which these are (as
+numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has updated so many that this
 saves nothing, all are. The result is the same, to the bit, because of how the mean is taken:
 ``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M``, and x₀ itself where all are equal. (A plain mean of three equal values need
 not be that value.)
@@ -66,7 +67,7 @@ class Replicas:
     link, shards
         The ranks that hold the same tiles as this one, by replica; the ranks of the own group.
     thread
-        What averages in the background.
+        The thread that averages in the background.
     of_thread
         `link` and `shards` over process groups of its own.
     syncs, rows
@@ -90,7 +91,7 @@ class Replicas:
         self.sync_s = self.waited_s = 0.0
 
     def _along(self, dim: Literal["replica", "shard"], base: Link) -> Link:
-        """The link of this rank's line of the mesh, over a process group of its own."""
+        """Make the link of this rank's line of the mesh, over a process group of its own."""
         lines: list[list[int]] = (self.mesh.mesh if dim == "shard" else self.mesh.mesh.T).tolist()
         own = next(line for line in lines if base.rank in line)
         return Link(self.mesh.get_group(dim), base.timeout, of=base, names=own, beside=lines).clone()
@@ -123,15 +124,15 @@ def check_replicas(size: int, options: ParallelOptions) -> None:
 def gather_gradients(
     gradients: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
 ) -> list[tuple[Arena, Occurrences, Tensor]]:
-    """Gradients that arrived at the same tiles of any replica, at all of them; all ranks must call this.
+    """Gather the gradients that arrived at the same tiles of any replica; all ranks must call this.
 
-    Each rank's sums stay by themselves, replica after replica, so that they are added in the order of one group whose
-    ranks are numbered so.
+    Each rank's sums stay separate, replica after replica, so that they are added in the order of one group whose ranks
+    are numbered so.
 
     Parameters
     ----------
     gradients
-        By arena, what arrived here: slots and sums, by rank of the group.
+        By arena, what arrived on this rank: slots and sums, by rank of the group.
     arenas
         Of this rank, by kind.
     link
@@ -158,19 +159,19 @@ def gather_gradients(
 
 
 def gathered(what: str, values: Tensor, counts: Sequence[int], link: Link) -> Tensor:
-    """Rows of all replicas ``[Σ counts, …]``, of which each has so many."""
+    """Gather rows of all replicas ``[Σ counts, …]``, given how many each has."""
     found = values.new_empty(sum(counts), *values.shape[1:])
     link.exchange(what, [values.contiguous()] * link.size, list(found.split(list(counts)))).wait()
     return found
 
 
 BUCKET_BYTES = 8 << 20
-"""Size of what is averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
+"""Bytes that are averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
 Message = Literal["numbers", "bitmap", "nothing"]
 
 
 class Sync:
-    """The average of one part's tiles.
+    """The average of the tiles of one table group.
 
     Parameters
     ----------
@@ -193,7 +194,7 @@ class Sync:
         found: Mapping[Arena, tuple[Occurrences, Tensor]],
         placement: Placement,
     ) -> None:
-        """Note what a step has touched; begin to average if it is time."""
+        """Record the slots that a step has updated; begin to average every ``sync_every`` steps."""
         for arena in self._arenas:
             self._seeds[arena] = steps[arena].seeds
         for arena, (occurrences, _) in found.items():
@@ -221,7 +222,7 @@ class Sync:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun; raises what went wrong there, to everyone who waits."""
+        """Wait for an average that was begun; each call raises the error that it ended with."""
         if self._under_way is not None:
             begin = time.perf_counter()
             self._under_way.result()
@@ -249,7 +250,7 @@ class Sync:
 
 
 class TouchedSlots:
-    """Slots that were touched since the last average; memory for as many, not for all slots."""
+    """Slots that were updated since the last average; memory for as many, not for all slots."""
 
     def __init__(self) -> None:
         self._slots: list[Tensor] = []
@@ -258,34 +259,34 @@ class TouchedSlots:
     def add(self, slots: Tensor) -> None:
         """More slots ``[n]`` int64, of which some may have been touched before."""
         self._slots.append(slots)
-        if sum(len(part) for part in self._slots) > 2 * max(self._distinct, 1 << 18):
-            self._slots = [torch.cat([part.to(slots.device) for part in self._slots]).unique()]
+        if sum(map(len, self._slots)) > 2 * max(self._distinct, 1 << 18):
+            self._slots = [torch.cat([earlier.to(slots.device) for earlier in self._slots]).unique()]
             self._distinct = len(self._slots[0])
 
     def take(self, device: torch.device) -> Tensor:
-        """All of them, rising, and forget them."""
+        """Return all of them, rising, and forget them."""
         slots, self._slots, self._distinct = self._slots, [], 0
         return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(s.to(device) for s in slots)]).unique()
 
 
 def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
-    """Slots of tables that the step is of."""
+    """Select the slots of tables that the step updates."""
     active = step.hyper[:, ACTIVE] != 0
     return slots if bool(active.all()) else slots[active[arena.locate(slots)[0]]]
 
 
 def row_bytes(store: RowStore) -> int:
-    """Bytes of a row and its moments on the wire."""
+    """Count the bytes of a row and its moments on the wire."""
     return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
 
 
 def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
-    """How replicas say which of their rows they have touched: ``"nothing"`` where all rows are averaged.
+    """Choose how replicas exchange which rows they have updated: ``"nothing"`` where all rows are averaged.
 
     Parameters
     ----------
     counts
-        Rows touched, by replica: no fewer than the largest of these will be averaged.
+        Rows updated, by replica: no fewer than the largest of these will be averaged.
     slots
         Rows that each has.
     bytes_per_row
@@ -300,14 +301,14 @@ def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Mes
 
 
 def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], link: Link) -> Tensor:
-    """Slots that any replica has touched, rising; all slots where it would cost more to say which.
+    """Find the slots that any replica has updated, rising; all slots where exchanging which would cost more.
 
     Parameters
     ----------
     store
         Whose slots.
     touched
-        Those that were touched here, rising.
+        Those that were updated on this rank, rising.
     counts
         How many were, by replica.
     link
@@ -331,7 +332,7 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:
-    """Average rows and their moments over replicas.
+    """Average rows and their moments over replicas, in place.
 
     Parameters
     ----------
@@ -340,7 +341,7 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
     slots
         Which ``[n]``, the same on all replicas.
     seeds
-        Of each piece, for rounding.
+        Of each shard, for rounding.
     link
         Replicas.
     """
@@ -358,14 +359,14 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
 def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
     """Reduce a flat tensor over replicas, in place: each one reduces a share ``[M, n] → [n]`` and sends it to all."""
     share = -(-len(values) // link.size)
-    parts = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
-    theirs = values.new_empty(link.size, len(parts[link.rank]))
-    link.exchange(what, parts, list(theirs)).wait()
-    link.exchange(what, [reduced(theirs)] * link.size, parts).wait()
+    shares = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
+    theirs = values.new_empty(link.size, len(shares[link.rank]))
+    link.exchange(what, shares, list(theirs)).wait()
+    link.exchange(what, [reduced(theirs)] * link.size, shares).wait()
 
 
 def _mean(theirs: Tensor) -> Tensor:
-    """In replica order; the first where all are equal, also −0 and infinities."""
+    """Average ``[M, n]`` in replica order; the first where all are equal, also −0 and infinities."""
     first = theirs[0]
     change = theirs[1] - first
     for other in theirs[2:]:

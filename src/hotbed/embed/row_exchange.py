@@ -1,4 +1,17 @@
-"""The rows that a batch needs, brought here; and the gradients of these rows, sent back to who owns them."""
+"""Exchange rows and their gradients: rows of a batch from owners to requesters, sums of gradients back.
+
+This is the wire format ``"rows"`` of a plan. A `Route` says which slots each rank reads for which other; rows arrive at
+their positions in one matrix ``[rows, dim]``, which bags are then pooled from by the kernel that serves whole tables.
+Backward adds up the gradients of each position and sends the sums the way back.
+
+What a rank requests of itself is copied, not sent. The matrix that holds a stream's sums has room behind them for those
+that arrive; rank 1 of the example in `hotbed.embed.route` (its own rows 1 and 8, of ranks 1 and 2)::
+
+    row of the matrix      0       1    │   2        3
+    holds                 Σ row 1  Σ row 8 │  rank 0's Σ row 1, Σ row 4
+    sent to               itself   rank 2  │
+    arrived, in rank order [2, 3] of rank 0, [0] of itself, for slots [0, 1] and [0]
+"""
 
 from __future__ import annotations
 
@@ -22,12 +35,12 @@ from hotbed.store import RowStore
 
 
 class ExchangedRows:
-    """Rows of a batch by position, see `Route`; a `RowSource` and its own `Vectors`.
+    """The rows of a batch by position, exchanged by the constructor; a `RowSource` and its own `Vectors`.
 
     Parameters
     ----------
     route
-        What was exchanged.
+        Which rows, of which ranks.
     arenas, copies
         Of this rank, by kind.
     tables
@@ -41,7 +54,7 @@ class ExchangedRows:
     """
 
     updates = 0
-    """Never updated: what was fetched stays as it is, whatever the owners do to their rows."""
+    """Never updated: exchanged rows are copies, whatever the owners do to theirs."""
 
     def __init__(
         self,
@@ -59,12 +72,12 @@ class ExchangedRows:
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
         exchange = _exchange if wire.options.forward_codec == "fp32" else _exchange_encoded
         over = replace(wire, link=link)
-        on_their_way = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
+        handles = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
                 with wire.load.counted(len(stream.copies)):
                     _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
-        for handle in on_their_way:
+        for handle in handles:
             handle.wait()
         self._rows = rows_of(self._vectors)
 
@@ -74,11 +87,11 @@ class ExchangedRows:
         return self
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Pooled vectors into ``out [B, width, D]``."""
+        """Pool vectors into ``out [B, width, D]``."""
         self._ops.lookup(self._rows, bags, out)
 
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Gradient of the per-id weights into ``out [N]``."""
+        """Write the gradient of the per-id weights into ``out [N]``."""
         self._ops.weight_gradient(self._rows, bags, grad, out)
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
@@ -107,11 +120,11 @@ class ExchangedRows:
             self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving])
         )
 
-    def _arrived(self, came: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
-        """What the ranks sent to this one, by arena, in rank order."""
+    def _arrived(self, arrived: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
+        """Join what the ranks sent to this one, by arena, in rank order."""
         found: list[tuple[Arena, Occurrences, Tensor]] = []
         for kind, arena in enumerate(self._arenas):
-            here = [(s, a) for s, a in zip(self.route.streams, came, strict=True) if s.kind == kind and len(a.rows)]
+            here = [(s, a) for s, a in zip(self.route.streams, arrived, strict=True) if s.kind == kind and len(a.rows)]
             if here:
                 matrices = list({id(a.matrix): a.matrix for _, a in here}.values())
                 firsts = dict(zip(map(id, matrices), accumulate(map(len, matrices), initial=0), strict=False))
@@ -134,14 +147,15 @@ class _Arrived(NamedTuple):
 
 
 def _from_others(stream: Stream, wire: Wire) -> int:
+    """Count the units that other ranks request of this one."""
     start, stop = stream.own_received(wire.link.rank)
     return sum(stream.recv_counts) - (stop - start)
 
 
 def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
-    """Send the rows that others asked for, and receive what this rank asked for, where it belongs if it can be.
+    """Send the rows that others request, and receive what this rank requests, at their positions if they are whole.
 
-    What it asks of itself is not sent, but read; which can wait until the rest is on its way.
+    What it requests of itself is read after the rest is on its way.
     """
     rank = wire.link.rank
     before, after = stream.own(rank)
@@ -168,7 +182,7 @@ def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> H
 def _swap(
     what: str, send: Tensor, send_counts: Sequence[int], recv: Tensor, recv_counts: Sequence[int], link: Link
 ) -> Handle[None]:
-    """Send rows, of which none are for this rank, and receive rows, with a gap for those of this rank."""
+    """Send rows to the other ranks and receive theirs; what this rank has for itself stays a gap in ``recv``."""
     outgoing = send.split([0 if r == link.rank else n for r, n in enumerate(send_counts)])
     incoming = list(recv.split(list(recv_counts)))
     incoming[link.rank] = recv[:0]
@@ -176,7 +190,7 @@ def _swap(
 
 
 def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
-    """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
+    """Exchange rows with a codec; what a rank requests of itself goes through it, too, but not its copies."""
     with wire.load.counted(len(stream.received)):
         answer = encode(store.read(stream.received), wire.options.forward_codec)
     handle = wire.link.all_to_all("rows", answer, stream.recv_counts, stream.send_counts)
@@ -184,7 +198,7 @@ def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wi
 
 
 def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
-    """Put the units of a stream ``[n, cols]`` where they belong."""
+    """Write the units of a stream ``[n, cols]`` at their positions."""
     if stream.cells is None:
         vectors[stream.first : stream.first + len(units)] = units
     else:
@@ -192,7 +206,7 @@ def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
 
 
 def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
-    """Send the units of a stream, which are in a matrix from row ``first`` on, and receive into it from ``free`` on.
+    """Send the gradients of a stream, rows of a matrix from ``first`` on, and receive into it from ``free`` on.
 
     What is for this rank stays where it is.
     """
@@ -218,7 +232,7 @@ def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> 
 
 
 def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
-    """The same with a codec, which what stays here goes through, too; it arrives in a matrix of its own."""
+    """Send gradients with a codec, which those for this rank pass, too; they arrive in a matrix of their own."""
     values = encode(matrix[first : first + len(stream.slots)], wire.options.backward_codec)
     handle = wire.link.all_to_all("gradients", values, stream.send_counts, stream.recv_counts)
 

@@ -1,4 +1,9 @@
-"""Tables that are distributed by a plan: the tiles of this rank, and what the ranks tell each other about a batch."""
+"""Look up and update tables that a plan distributes: this rank's tiles, and the exchanges of a batch.
+
+A call exchanges ids (`routes`, see `hotbed.embed.route`), then rows or pooled vectors (`exchange_rows`), and returns
+`Request`s whose sources have what arrived. An update is applied to the tiles that this rank owns; rows that are cut
+into columns need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gather.push_rows`, and replicas an average.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +40,15 @@ from hotbed.store import DenseStore, Span, Storage
 _Routes = list[Route | PooledRoute]
 
 
-class _PrefetchedRows(NamedTuple):
-    """Routes, and the rows that they ask for."""
+class _RoutedRows(NamedTuple):
+    """Routes, and their rows or pooled vectors."""
 
     routes: _Routes
     sources: list[RowSource]
 
 
 class _LookedUp(NamedTuple):
-    """Features that are exchanged together, the output they go to, and whether their wire format is ``"pooled"``."""
+    """Features whose ids are exchanged together, their output, and whether their wire format is ``"pooled"``."""
 
     places: BagPlaces
     output: int
@@ -60,11 +65,11 @@ class ShardedTables(TableGroup):
     plan
         Where tiles are.
     wire
-        The ranks, and how vectors are encoded between them.
+        Links between the ranks, and options like codecs.
     seed, device, backend
         As in `Arena`.
     storage
-        How rows are kept that are not in the device's memory; tiers and sizes of caches are the plan's.
+        How rows are kept that are not in the device's memory; tiers and sizes of caches come from the plan.
     """
 
     def __init__(
@@ -104,19 +109,28 @@ class ShardedTables(TableGroup):
             if not replicas.exact:
                 self.replicas = replicas.link.size
                 self._sync = Sync(replicas, self.arenas, self.copies)
+        self._place_features(features)
+
+    def _place_features(self, features: Sequence[Feature]) -> None:
+        """Sort features by how their ids are exchanged.
+
+        Pooled "a" and "b" of wire ``"rows"``, pooled "c" of ``"pooled"`` and the sequence "d" are exchanged in three:
+        "a" and "b" (output 0, columns 0 and 1), "c" (output 0, column 2), "d" (output 1). As model-parallel input, "a",
+        "b" and "c" are in one.
+        """
         firsts = self.placement.first_keys.tolist()
-        slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
+        keys = {name: (first, 0) for name, first in zip(self.tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
-        self._model_parallel = _LookedUp(BagPlaces(pooled, slots), 0, True)
+        self._model_parallel = _LookedUp(BagPlaces(pooled, keys), 0, True)
         by_wire = {
-            form: {f: i for f, i in pooled.items() if plan.wire.get(f.table, "rows") == form}
+            form: {f: i for f, i in pooled.items() if self._plan.wire.get(f.table, "rows") == form}
             for form in ("rows", "pooled")
         }
-        self._looked_up = [_LookedUp(BagPlaces(f, slots), 0, form == "pooled") for form, f in by_wire.items() if f]
+        self._looked_up = [_LookedUp(BagPlaces(f, keys), 0, form == "pooled") for form, f in by_wire.items() if f]
         first = int(bool(pooled))
         self._looked_up += [
-            _LookedUp(BagPlaces({f: 0}, slots, single=True), first + i, False) for i, f in enumerate(self.sequences)
+            _LookedUp(BagPlaces({f: 0}, keys, single=True), first + i, False) for i, f in enumerate(self.sequences)
         ]
 
     @property
@@ -126,7 +140,7 @@ class ShardedTables(TableGroup):
 
     @property
     def ops(self) -> ops.Backend:
-        """Kernels."""
+        """The backend's kernels."""
         return ops.select(self.device, self._backend)
 
     @property
@@ -175,7 +189,7 @@ class ShardedTables(TableGroup):
         if routes is None:
             routes = self.routes(ids, self.wire.link, trained)
         self.settle()
-        exchanged = routes if isinstance(routes, _PrefetchedRows) else self.exchange_rows(ids, routes, self.wire.link)
+        exchanged = routes if isinstance(routes, _RoutedRows) else self.exchange_rows(ids, routes, self.wire.link)
         for (places, output, _), route, source in zip(self._looked_up_in(ids), *exchanged, strict=True):
             bags = route.bags
             if not places.single:
@@ -185,10 +199,10 @@ class ShardedTables(TableGroup):
         return found
 
     @override
-    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> _PrefetchedRows:
+    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> _RoutedRows:
         found = cast(_Routes, routes)
         tables = [looked_up.places.tables for looked_up in self._looked_up_in(ids)]
-        return _PrefetchedRows(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
+        return _RoutedRows(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
 
     def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
         return [self._model_parallel] if isinstance(ids, ModelParallelInput) else self._looked_up
@@ -254,7 +268,7 @@ class ShardedTables(TableGroup):
     # -- whole tables ----------------------------------------------------------------------------------------------
 
     def _placed_tiles(self, table: str) -> list[PlacedTile]:
-        """Tiles of a table, when nobody writes to them."""
+        """List the tiles of a table, after any average that is under way."""
         self.settle()
         placement = self.placement
         found: list[PlacedTile] = []

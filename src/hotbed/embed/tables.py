@@ -1,4 +1,4 @@
-"""`TableModule`: embedding tables as a module of PyTorch: where they are, their values and their state."""
+"""Make embedding tables a module of PyTorch: devices, values, ``state_dict``, freezing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
 @contextmanager
 def tables_on_meta() -> Generator[None]:
-    """Let collections that are made inside, and not told where to be, have their tables on ``meta``.
+    """Make tables on ``meta`` in the collections that are made inside without a device.
 
-    Then a rank makes only the rows that `hotbed.distribute` gives it, while everything else of a model is made as ever.
+    Then a rank makes only the rows that `hotbed.distribute` gives it, and everything else of a model as usual.
     """
     token = _tables_on_meta.set(True)
     try:
@@ -43,7 +43,7 @@ def tables_on_meta() -> Generator[None]:
 
 
 class TableModule(nn.Module):
-    """Tables and the features that are looked up in them; lookups are the matter of `EmbeddingCollection`."""
+    """Tables and the features that are looked up in them; `EmbeddingCollection` adds the lookup."""
 
     handles: dict[str, Tensor]
 
@@ -89,16 +89,16 @@ class TableModule(nn.Module):
 
     @property
     def replicas(self) -> int:
-        """How many copies of the tables are trained apart and averaged; 1 where there are none."""
+        """How many copies of the tables are trained separately and averaged; 1 where there are none."""
         return max(group.replicas for group in self._groups)
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank holds tiles of the first copy, or the only one, of the tables: that which is saved."""
+        """Whether this rank has tiles of the first copy of the tables, which is the one that is saved."""
         return all(group.is_first_replica for group in self._groups)
 
     def sync(self) -> None:
-        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
+        """Average the replicas of the tables, if any step was taken since they were; all ranks must call this."""
         for group in self._groups:
             group.sync()
 
@@ -124,24 +124,24 @@ class TableModule(nn.Module):
 
     @property
     def traffic(self) -> Traffic:
-        """What caches and files of this rank did so far."""
+        """Counts of what caches and files of this rank did so far."""
         return sum((arena.store.traffic for group in self._groups for arena in group.arenas), Traffic())
 
     def weight(self, table: str) -> Tensor:
-        """The rows of a table ``[R, D]`` float32.
+        """Return the rows of a table ``[R, D]`` float32.
 
-        They share the memory of a float32 table that is whole here, else they are a copy. Where the table is
+        They share the memory of a float32 table that is all on this rank, else they are a copy. Where the table is
         distributed, all ranks must call this.
         """
         return self._group_of(table).rows(table)
 
     def adopt_initial(self, table: str, seed: int, bound: float) -> None:
-        """Note what the initial values of a table were, where they came out of a checkpoint."""
+        """Record the seed and bound of a table's initial values, where they came out of a checkpoint."""
         self._group_of(table)
         self.tables[table] = replace(self.tables[table], init_seed=seed, init_bound=bound)
 
     def local_tiles(self, table: str) -> list[LocalTile]:
-        """Tiles of a table that are on this rank; for checkpoints."""
+        """List the tiles of a table that are on this rank; for checkpoints."""
         return self._group_of(table).local_tiles(table)
 
     def freeze(self, *tables: str) -> Self:
@@ -223,7 +223,7 @@ class TableModule(nn.Module):
         self._updaters = weakref.WeakSet()  # a copy has no optimizer yet
 
     def extra_repr(self) -> str:
-        """Tables and features, one per line."""
+        """List tables and features, one per line."""
         tables = [f"{t.name}: {t.rows:,} × {t.dim} {t.dtype}" for t in self.tables.values()]
         features = [f"{f.name} → {f.table} ({f.pooling})" for f in self.features]
         return "\n".join([*tables, *features])

@@ -1,6 +1,7 @@
-"""How vectors go from rank to rank, and gradients that are on their way.
+"""Connect the tables of all ranks: over which links and codecs vectors travel, how much, and gradients under way.
 
-What the tables of a rank are asked to do, to see whether ranks are asked alike.
+`Wire` is what all tables of a model share. `LoadCounters` counts lookups and seconds of this rank, by which a run
+reports whether ranks have equal loads. `SentGradient` is a gradient between backward and step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _EXACT = ParallelOptions()
 
 
 class LoadCounters:
-    """Counts of one rank.
+    """Lookups and seconds of one rank's tables.
 
     Attributes
     ----------
@@ -42,17 +43,17 @@ class LoadCounters:
 
     @contextmanager
     def counted(self, lookups: int = 0) -> Generator[None]:
-        """Count what happens inside."""
+        """Count the lookups and the time of the body."""
         start = time.perf_counter()
         yield
-        with self._lock:  # rows of a batch may be fetched by another thread
+        with self._lock:  # another thread may exchange rows of the next batch
             self.seconds += time.perf_counter() - start
             self.lookups += lookups
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How vectors go from rank to rank.
+    """Links, options and counters of a distributed model's tables.
 
     Attributes
     ----------
@@ -63,7 +64,7 @@ class Wire:
     replicas
         Other groups that hold copies of the tables, if there are any.
     load
-        What this rank's tables did.
+        Lookups and seconds of this rank.
     """
 
     link: Link
@@ -73,12 +74,12 @@ class Wire:
 
     @property
     def links(self) -> list[Link]:
-        """The ranks of the own group; and where there are replicas, those that hold the same tiles."""
+        """List the links of the own group, and where there are replicas, of the ranks that hold the same tiles."""
         return [self.link] if self.replicas is None else [self.link, self.replicas.link]
 
     @property
     def summed_ranks(self) -> int:
-        """How many ranks' gradients a row is updated by."""
+        """Count the ranks whose gradients a row is updated by."""
         exact = self.replicas is not None and self.replicas.exact
         return math.prod(link.size for link in (self.links if exact else [self.link]))
 
@@ -97,7 +98,7 @@ class SentGradient:
     device
         Where gradients are.
     arrived
-        Waits for what the ranks sent to this one; by arena, in rank order.
+        Waits for what the ranks sent to this one, and returns it by arena, in rank order.
     """
 
     is_summed = True
@@ -116,11 +117,11 @@ class SentGradient:
         self._agreed: Tensor | None = None
 
     def changed(self) -> bool:
-        """False: it was summed as soon as it was there."""
+        """Return False: the gradient was summed in backward."""
         return False
 
     def finite(self) -> Tensor:
-        """0-d bool: whether all that arrived anywhere is finite; all ranks must ask."""
+        """Return, as 0-d bool, whether all that arrived on any rank is finite; all ranks must call this."""
         if self._agreed is None:
             finite = torch.ones((), dtype=torch.bool, device=self._device)
             for _, _, grad in self.gradients():
@@ -132,12 +133,12 @@ class SentGradient:
         return self._agreed
 
     def drop(self) -> None:
-        """Receive what is on its way all the same: the other ranks wait until it has arrived."""
+        """Receive and forget it: the other ranks wait until it has arrived."""
         self.gradients()
 
     def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
-        """By arena: slots, and the rows of the gradient that they receive."""
-        if self._gradients is None:  # several optimizers may ask
+        """Return by arena: slots, and the rows of the gradient that they receive."""
+        if self._gradients is None:  # several optimizers may call this
             self._gradients = self._arrived()
             if self._wire.replicas is not None and self._wire.replicas.exact:
                 self._gradients = gather_gradients(self._gradients, self._arenas, self._wire.replicas.link)
