@@ -285,6 +285,13 @@ class Recipe:
         check_keys(values)
         return cast("Self", _from_mapping(cls, with_new_names(values), ""))
 
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any]) -> Self:
+        """Make a recipe from the plain values that a checkpoint or a run directory holds: nothing to rename there."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return cls.from_dict(values)
+
 
 RENAMED_KEYS = {"parallel.sums_apart": "parallel.per_shard_statistics"}
 """Former names of keys, by section and key; they work until version 0.3 and warn."""

@@ -249,7 +249,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     stored = read_manifest(checkpoint).recipe
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
-    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())  # this is one process
+    recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe())  # this is one process
     source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     check_split("--split", split, source)
     source.check_labels(split)
