@@ -217,7 +217,8 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         lambda group: train_in(lambda model: in_fsdp(model, group)),
         SpecError,
         "FSDP averages gradients of parameters only, so each of the 3 ranks would train tables of its own; call `model "
-        "= hotbed.distribute(model, dense='fsdp')` in its place, before making optimizers",
+        "= hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))` in its place, before making "
+        "optimizers",
     ),
     "a model in DDP": (
         lambda group: hb.distribute(in_ddp(Model(), group), group=group),

@@ -98,7 +98,7 @@ def refuse_data_parallel(tables: nn.Module) -> None:
     if isinstance(active, DistributedDataParallel) and any(m is tables for m in active.module.modules()):
         wrapper, ranks, call = "DistributedDataParallel", dist.get_world_size(active.process_group), "model"
     elif hasattr(tables, "_is_fsdp_managed_module") and dist.is_initialized():  # so fully_shard marks all modules
-        wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, dense='fsdp'"
+        wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, parallel=hotbed.ParallelOptions(dense='fsdp')"
     else:
         return
     if ranks > 1:
