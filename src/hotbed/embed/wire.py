@@ -22,7 +22,7 @@ from hotbed.embed.arena import Arena
 from hotbed.embed.replicas import Replicas, gather_gradients
 from hotbed.ops import Occurrences
 
-_EXACT = ParallelOptions()
+_DEFAULTS = ParallelOptions()
 
 
 class LoadCounters:
@@ -68,7 +68,7 @@ class Wire:
     """
 
     link: Link
-    options: ParallelOptions = _EXACT
+    options: ParallelOptions = _DEFAULTS
     replicas: Replicas | None = None
     load: LoadCounters = field(default_factory=LoadCounters)
 
