@@ -7,7 +7,7 @@ sections ``parallel`` and ``memory`` extend, so that it can be given these whole
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 from hotbed.config.component import at_least, one_of
 from hotbed.errors import HotbedError, RecipeError, SpecError
@@ -33,9 +33,6 @@ class ParallelOptions:
         If a value is none of those that an option has.
     """
 
-    _section: ClassVar[str] = ""
-    _error: ClassVar[type[HotbedError]] = SpecError
-
     dense: DensePart = "ddp"
     """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded (FSDP2), summed in another order."""
     forward_codec: Codec = "fp32"
@@ -59,20 +56,24 @@ class ParallelOptions:
     """Update every copy by the gradients of all samples instead: results of one group, for more bytes every step."""
 
     def __post_init__(self) -> None:
+        self._check_choices("", SpecError)
+
+    def _check_choices(self, section: str, error: type[HotbedError]) -> None:
         choices = {"dense": DensePart, "forward_codec": Codec, "backward_codec": Codec, "layout": Layout}
         for name, kind in choices.items():
-            one_of(f"{self._section}{name}", getattr(self, name), get_args(kind), self._error)
+            one_of(f"{section}{name}", getattr(self, name), get_args(kind), error)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelRecipe(ParallelOptions):
-    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
-
-    _section: ClassVar[str] = "parallel."
-    _error: ClassVar[type[HotbedError]] = RecipeError
-
+class _PlanChoice:
     plan: str = "table"
     """Sharding scheme of the tables (table, row, column, grid, dp), or a plan's JSON file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRecipe(ParallelOptions, _PlanChoice):  # keys are in the order of bases from right to left
+    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
+
     overlap: bool = True
     """Exchange the ids of the next batch while one is computed; it does not change results."""
     reader: Reader = "each"
@@ -82,7 +83,7 @@ class ParallelRecipe(ParallelOptions):
     """Seconds after which an exchange between processes fails."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._check_choices("parallel.", RecipeError)
         one_of("parallel.reader", self.reader, get_args(Reader))
         for key in ("replicas", "sync_every", "timeout_s"):
             at_least(f"parallel.{key}", getattr(self, key), 1)
@@ -107,9 +108,6 @@ class MemoryOptions:
         If a value is none of those that an option has.
     """
 
-    _section: ClassVar[str] = ""
-    _error: ClassVar[type[HotbedError]] = SpecError
-
     cache_policy: CachePolicy = "lru"
     """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
     cache_tier: CacheTier = "device"
@@ -122,18 +120,16 @@ class MemoryOptions:
     """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
 
     def __post_init__(self) -> None:
+        self._check_choices("", SpecError)
+
+    def _check_choices(self, section: str, error: type[HotbedError]) -> None:
         choices = {"cache_policy": CachePolicy, "cache_tier": CacheTier, "host": HostRows}
         for name, kind in choices.items():
-            one_of(f"{self._section}{name}", getattr(self, name), get_args(kind), self._error)
+            one_of(f"{section}{name}", getattr(self, name), get_args(kind), error)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRecipe(MemoryOptions):
-    """In which memory the rows of tables are; it does not change results."""
-
-    _section: ClassVar[str] = "memory."
-    _error: ClassVar[type[HotbedError]] = RecipeError
-
+class _TierChoice:
     tier: Tier = "device"
     """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
     on ``disk``, where a row is materialized on its first update."""
@@ -148,8 +144,13 @@ class MemoryRecipe(MemoryOptions):
     cache_rows: int = 0
     """With another tier: rows, per process, of a cache for those that are used."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecipe(MemoryOptions, _TierChoice):
+    """In which memory the rows of tables are; it does not change results."""
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self._check_choices("memory.", RecipeError)
         one_of("memory.tier", self.tier, get_args(Tier))
         for name in ("device_bytes", "host_bytes", "cache_rows"):
             at_least(f"memory.{name}", getattr(self, name), 0)
