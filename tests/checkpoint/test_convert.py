@@ -60,7 +60,7 @@ def test_a_compact_checkpoint_loads_as_the_one_it_was_made_of(data: st.DataObjec
             loaded[name] = Tiles(table, cut, seed=5)
             loaded[name].fill(2)  # what was there before does not matter
             load(root / name, loaded[name])
-        back = Tiles(table, [(t.piece.rows, t.piece.cols) for t in trained.tiles], seed=6)
+        back = Tiles(table, [(t.shard.rows, t.shard.cols) for t in trained.tiles], seed=6)
         load(root / "compact", back)
         assert rectangles_of(read_manifest(root / "compact again")) == rectangles_of(compact)
     assert back.bits() == trained.bits()

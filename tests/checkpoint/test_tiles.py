@@ -61,7 +61,7 @@ def test_any_tiles_load_what_any_tiles_saved(data: st.DataObject) -> None:
         assert_equal(loaded.values(), saved.values())
         # And back: what is stored is equal, not only the values.
         save(Path(folder) / "again", loaded)
-        back = Tiles(table, [(t.piece.rows, t.piece.cols) for t in saved.tiles], seed=6)
+        back = Tiles(table, [(t.shard.rows, t.shard.cols) for t in saved.tiles], seed=6)
         load(Path(folder) / "again", back)
     assert back.bits() == saved.bits()
 

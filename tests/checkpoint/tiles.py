@@ -66,7 +66,7 @@ class Tiles:
         values, moment = torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)
         sums = torch.rand(self.table.rows, generator=draw)
         for held in self.tiles:
-            store, own, cols = held.arena.store, held.piece.rows, held.piece.cols
+            store, own, cols = held.arena.store, held.shard.rows, held.shard.cols
             at = torch.tensor([i for i, row in enumerate(own) if rows is None or row in rows], dtype=torch.int64)
             picked = torch.tensor(list(own), dtype=torch.int64)[at]
             if len(at):
@@ -79,7 +79,7 @@ class Tiles:
         whole = torch.full((self.table.rows, self.table.dim), torch.nan)
         found = {"rows": whole, "m": whole.clone(), "sum": torch.full((self.table.rows,), torch.nan)}
         for held in self.tiles:
-            rows, cols = held.piece.rows, held.piece.cols
+            rows, cols = held.shard.rows, held.shard.cols
             at = slice(rows.start, rows[-1] + 1, rows.step)
             slots = held.arena.slots(0)
             found["rows"][at, cols.start : cols.stop] = held.arena.store.read(slots)

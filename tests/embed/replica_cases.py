@@ -1,4 +1,4 @@
-"""A collection that several replicas train, in processes."""
+"""Cases: a collection that several replicas train, in processes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ def made(group: dist.ProcessGroup | None, job: Job) -> tuple[Any, optim.SparseOp
         if job.pooled:
             size = dist.get_world_size(group) // job.replicas
             scheme = hb.make_plan(list(model.embeddings.tables.values()), size, job.scheme, wire="pooled")
-        model = hb.distribute(model, scheme, group=group, replicas=job.replicas, **job.options)
+        options = hb.ParallelOptions(replicas=job.replicas, **job.options)
+        model = hb.distribute(model, scheme, options, group=group)
     optimizer = getattr(optim, job.optimizer)(model, **{"lr": job.lr, **job.optimizer_options})
     return model, optimizer
 

@@ -133,7 +133,7 @@ def _materialized_chunks(
     snapshot
         Where rows are read as they were when it was taken; None: as they are now.
     """
-    store, rows = tile.arena.store, tile.piece.rows
+    store, rows = tile.arena.store, tile.shard.rows
     keys = existing.slots[tile.number] - tile.arena.first_slots[tile.number]
     arrays = {
         array: key
@@ -151,7 +151,7 @@ def _materialized_chunks(
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
-        yield Chunk(name, rows[begin:end], tile.piece.cols, found)
+        yield Chunk(name, rows[begin:end], tile.shard.cols, found)
 
 
 def array_of(
@@ -195,7 +195,7 @@ def _chunks(
     name: str, table: ModelTable, tile: LocalTile, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
     """Yield a tile in chunks that fit into a file."""
-    store, rows = tile.arena.store, tile.piece.rows
+    store, rows = tile.arena.store, tile.shard.rows
     if isinstance(existing, ExistingRows):
         yield from _materialized_chunks(name, tile, table.saved.moments, existing, snapshot)
         return
@@ -204,7 +204,7 @@ def _chunks(
         for key, extent in tile.extents().items()
         if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
     }
-    of_rows, whole = stored_as(tile.piece.table, rows), tile.arrays()
+    of_rows, whole = stored_as(tile.shard.table, rows), tile.arrays()
     step = rows_per_chunk(sum(whole[e.array][:1].nbytes for e in extents.values()))
     for first in range(0, len(rows), step):
         last = min(first + step, len(rows))
@@ -215,4 +215,4 @@ def _chunks(
             if start < stop:
                 tensor = whole[extent.array]
                 arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
-        yield Chunk(name, rows[first:last], tile.piece.cols, arrays)
+        yield Chunk(name, rows[first:last], tile.shard.cols, arrays)

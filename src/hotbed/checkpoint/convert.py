@@ -129,7 +129,7 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
     """
     rows, cols, saved = rectangle
     arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
-    tile = LocalTile(arena.pieces[0], arena, 0, True)
+    tile = LocalTile(arena.shards[0], arena, 0, True)
     for name, moment in saved.moments.items():
         arena.store.add_moment(Moment(name, moment.per))
     load_tile(tile, saved, saved.moments, files)
@@ -216,7 +216,7 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
 
 def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
     """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
-    shard = tile.piece
+    shard = tile.shard
     arena = Arena([shard], len(shard.cols), seed=0, device=torch.device("cpu"), backend="auto")
     untouched = LocalTile(shard, arena, 0, True)
     changed = torch.zeros(len(shard.rows), dtype=torch.bool)

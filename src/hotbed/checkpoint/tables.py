@@ -102,12 +102,12 @@ def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], file
     files
         The checkpoint's files.
     """
-    known = tile.piece.rows[: len(range(tile.piece.rows.start, saved.spec.rows, tile.piece.rows.step))]
-    found = list(common(tile.piece.rows, tile.piece.cols, saved, files))
+    known = tile.shard.rows[: len(range(tile.shard.rows.start, saved.spec.rows, tile.shard.rows.step))]
+    found = list(common(tile.shard.rows, tile.shard.cols, saved, files))
     if isinstance(tile.arena.store, LazyStore):
         _load_existing(tile, tile.arena.store, saved, moments, found, files)
         return
-    if form(saved.spec) == form(tile.piece.table):
+    if form(saved.spec) == form(tile.shard.table):
         if any(c.tile.keyed for c in found):
             _initialize(tile, saved.spec, known)
         _copy_raw(tile, found, files)
@@ -119,9 +119,9 @@ def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], file
         target = arrays[e.array][e.start : e.stop]
         # Of a row that is cut into columns each tile has its value: that of the first columns is taken, last.
         for c in sorted(found, key=lambda c: -c.tile.cols.start):
-            columns = _columns(c, tile.piece.cols) if target.dim() > 1 else None
+            columns = _columns(c, tile.shard.cols) if target.dim() > 1 else None
             if c.tile.keyed:
-                of_tile = _at(target, common_places(tile.piece.rows, c.tile.rows))
+                of_tile = _at(target, common_places(tile.shard.rows, c.tile.rows))
                 (of_tile if columns is None else of_tile[:, columns[1]]).fill_(saved.moments[name].initial)
             copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
@@ -227,12 +227,12 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
 def _copy_raw(tile: LocalTile, found: Collection[Common], files: TensorFiles) -> None:
     """Copy rows as they are stored."""
     extents, arrays = tile.extents(), tile.arrays()
-    for name, here in stored_as(tile.piece.table, tile.piece.rows).items():
+    for name, here in stored_as(tile.shard.table, tile.shard.rows).items():
         e = extents[name]
         unit = SCALE_BLOCK if name == "exponents" else 1
         for c in found:
             if name in c.arrays:
-                columns = _columns(c, tile.piece.cols, unit)
+                columns = _columns(c, tile.shard.cols, unit)
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
 
 
@@ -245,12 +245,12 @@ def _load_existing(
     files: TensorFiles,
 ) -> None:
     """Load into a tile whose rows are materialized on their first update: only rows that were saved are."""
-    spec, cols, first_slot = saved.spec, tile.piece.cols, tile.arena.first_slots[tile.number]
+    spec, cols, first_slot = saved.spec, tile.shard.cols, tile.arena.first_slots[tile.number]
     assert spec.init_seed is not None
-    store.initialize(first_slot, seed=spec.init_seed, rows=tile.piece.rows, cols=cols, bound=spec.bound)
+    store.initialize(first_slot, seed=spec.init_seed, rows=tile.shard.rows, cols=cols, bound=spec.bound)
     for name in moments:
         store.fill(tile.number, name, saved.moments[name].initial)
-    alike = form(spec) == form(tile.piece.table)
+    alike = form(spec) == form(tile.shard.table)
     # Of a row that is cut into columns each tile has its value of a moment per row: that of the first columns is last.
     for c in sorted(found, key=lambda c: -c.tile.cols.start):
         for start in range(0, len(c.here), ROWS_AT_ONCE):
@@ -279,7 +279,7 @@ def _load_existing(
 
 def _copy_values(tile: LocalTile, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
     """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
-    store, cols = tile.arena.store, tile.piece.cols
+    store, cols = tile.arena.store, tile.shard.cols
     keyed = any(c.tile.keyed for c in found)
     # Each chunk reads of every saved tile, so many of them get larger chunks.
     step = max(CHUNK_BYTES * min(len(found), MOST_CHUNKS) // (4 * len(cols)), 1)
@@ -317,14 +317,14 @@ def _initialize(tile: LocalTile, spec: Table, known: range) -> None:
     assert spec.init_seed is not None
     _lower_exponents(tile, 0, len(known))
     slot = tile.arena.first_slots[tile.number]
-    tile.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=tile.piece.cols, bound=spec.bound)
+    tile.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=tile.shard.cols, bound=spec.bound)
 
 
 def _lower_exponents(tile: LocalTile, first: int, last: int) -> None:
     """Reset the exponents of some rows before they are overwritten: exponents only grow."""
     extent = tile.extents().get("exponents")
     if extent is not None:
-        wide = len(stored_as(tile.piece.table, tile.piece.rows).get("fp32_weight", ()))
+        wide = len(stored_as(tile.shard.table, tile.shard.rows).get("fp32_weight", ()))
         rows = slice(extent.start + max(first - wide, 0), extent.start + max(last - wide, 0))
         tile.arrays()["exponents"][rows] = MIN_EXPONENT
 

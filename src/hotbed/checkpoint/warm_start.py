@@ -162,12 +162,12 @@ def _take_table(
     assert seed is not None
     with torch.no_grad():
         for tile in table.collection.local_tiles(spec.name):
-            rows = tile.piece.rows
+            rows = tile.shard.rows
             known = len(range(rows.start, min(rows.stop, saved.spec.rows), rows.step))
             slot = tile.arena.first_slots[tile.number] + known
             new = rows[known:]
             if new and isinstance(tile.arena.store, DenseStore):
-                tile.arena.store.initialize(slot, seed=seed, rows=new, cols=tile.piece.cols, bound=saved.spec.bound)
+                tile.arena.store.initialize(slot, seed=seed, rows=new, cols=tile.shard.cols, bound=saved.spec.bound)
             load_tile(tile, saved, moments if tile.owned else (), files)
     table.collection.adopt_initial(spec.name, seed, saved.spec.bound)
     notes = [f"{min(saved.spec.rows, spec.rows):,} rows" + (f" of '{there}'" if there != name else "")]

@@ -12,7 +12,7 @@ Importing this module is cheap and loads no class that a recipe names.
 
 from hotbed.config.component import Component
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
-from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
     DataRecipe,
     Device,
@@ -33,8 +33,10 @@ __all__ = [
     "HotRecipe",
     "InitRecipe",
     "LinearLibrary",
+    "MemoryOptions",
     "MemoryRecipe",
     "Monitor",
+    "ParallelOptions",
     "ParallelRecipe",
     "Precision",
     "Recipe",

@@ -15,7 +15,7 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.ops import BackendName
-from hotbed.specs import MAX_DIM, Feature, Table
+from hotbed.specs import MAX_DIM, POOLED, Feature, Table
 from hotbed.torch_hooks import untraced
 
 
@@ -173,9 +173,10 @@ class WideDeep(nn.Module):
 
 def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
     for feature in features:
-        if feature.pooling == "none":
+        if not feature.is_pooled:
             raise SpecError(
-                f"{type(model).__name__}: feature '{feature.name}' is not pooled; give it pooling='sum' or 'mean'"
+                f"{type(model).__name__}: feature '{feature.name}' is not pooled; give it pooling="
+                + " or ".join(map(repr, POOLED))
             )
 
 

@@ -20,7 +20,7 @@ BLOCK = 16
 SCALE_BLOCK = 128
 """Columns of an int8 row that share a scale."""
 
-START, FIXED, RAGGED_ROW, BASE, MEAN, OUT, TABLE = range(7)
+START, FIXED, RAGGED_ROW, BASE, POOLING, OUT, TABLE = range(7)
 """Columns of `BagLayout.features`."""
 
 FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW, FIRST_ROW, ROW_STEP, FIRST_COL = range(7)
@@ -77,7 +77,7 @@ class BagLayout:
         All ids of the batch, int32 or int64; features of other arenas may lie between.
     features
         ``[F, 7]`` int64, one row per feature: position of its first id; ids per sample, or −1 where it is ragged; its
-        row of ``offsets``; slot of its table's row 0; 1 for mean pooling; position of its vector among those of a
+        row of ``offsets``; slot of its table's row 0; its `POOLING_CODE`; position of its vector among those of a
         sample; its table, as in `Rows.tables`.
     offsets
         ``[ragged features, B + 1]`` int64, relative to the feature's first id.
@@ -87,8 +87,8 @@ class BagLayout:
         Samples ``B``.
     total
         Ids ``N`` of these features.
-    has_mean
-        Whether any feature uses mean pooling.
+    has_divisors
+        Whether the pooling of any feature divides the sum of a bag's rows.
     width
         Vectors per sample of the tensor that the bags are pooled into (or whose gradient is read), ``[B, width, D]``.
     room
@@ -101,7 +101,7 @@ class BagLayout:
     weights: Tensor | None
     batch_size: int
     total: int
-    has_mean: bool
+    has_divisors: bool
     width: int
     room: int = 0
 

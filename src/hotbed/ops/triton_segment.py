@@ -15,7 +15,19 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import RUN, BagLayout, Groups, Occurrences
-from hotbed.ops.triton_runtime import BASE, FEATURE, FIXED, MEAN, OUT, RAGGED_ROW, START, STRICT, ceil_div, power_of_two
+from hotbed.ops.triton_lookup import divisors
+from hotbed.ops.triton_runtime import (
+    BASE,
+    FEATURE,
+    FIXED,
+    OUT,
+    POOLING,
+    RAGGED_ROW,
+    START,
+    STRICT,
+    ceil_div,
+    power_of_two,
+)
 
 _BLOCK = 1024
 """Positions per program: eight per thread of four warps."""
@@ -25,7 +37,7 @@ _BLOCK = 1024
 def _occurrences_kernel(
     slots,  # [N]
     owners,  # [N]
-    scale,  # [N]; written where WEIGHTED or HAS_MEAN
+    scale,  # [N]; written where WEIGHTED or HAS_DIVISORS
     ids,
     features,  # [F, 7], see BagLayout
     offsets,  # [ragged features, B + 1]
@@ -37,7 +49,7 @@ def _occurrences_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
+    HAS_DIVISORS: tl.constexpr,
 ):
     """Slot ``ids[i] + base``, owner ``b · width + position``, scale ``weights[i] / count`` of every id i of bag (b, f).
 
@@ -84,14 +96,12 @@ def _occurrences_kernel(
         to = out_start + i
         tl.store(slots + to, tl.load(ids + start + i, mask=live, other=0).to(tl.int64) + base, mask=live)
         tl.store(owners + to, sample * width + position, mask=live)
-        if WEIGHTED or HAS_MEAN:
+        if WEIGHTED or HAS_DIVISORS:
             factor = tl.full([BLOCK], 1.0, tl.float32)
             if WEIGHTED:
                 factor = tl.load(weights + start + i, mask=live, other=0.0)
-            if HAS_MEAN:
-                factor = tl.div_rn(
-                    factor, tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1), 1).to(tl.float32)
-                )
+            if HAS_DIVISORS:
+                factor = tl.div_rn(factor, divisors(tl.load(feature + POOLING), length))
             tl.store(scale + to, factor, mask=live)
 
 
@@ -99,7 +109,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
     """List slot, bag and gradient factor of every id, see `hotbed.ops.reference.occurrences`."""
     launches["triton.occurrences"] += 1
     features = len(bags.features)
-    scaled = bags.weights is not None or bags.has_mean
+    scaled = bags.weights is not None or bags.has_divisors
     slots = torch.empty(bags.total, dtype=torch.int64, device=bags.ids.device)
     owners = torch.empty_like(slots)
     scale = torch.empty(bags.total, dtype=torch.float32, device=slots.device) if scaled else None
@@ -120,7 +130,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
                 BLOCK_F=power_of_two(features),
                 BLOCK=_BLOCK,
                 WEIGHTED=bags.weights is not None,
-                HAS_MEAN=bags.has_mean,
+                HAS_DIVISORS=bags.has_divisors,
                 **STRICT,
             )
     return Occurrences(slots, owners, scale)

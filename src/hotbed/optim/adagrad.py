@@ -73,14 +73,14 @@ class RowWiseAdagrad(AdagradBase):
     Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row;
     mean_d sums 16-column blocks in column order.
 
-    c is 1 but for tables that several replicas train apart and average (`hotbed.distribute` with ``replicas=M``): the
+    c is 1 but for tables that several replicas train separately and average (``ParallelOptions(replicas=M)``): the
     momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). There a replica sees B/M of the B samples of a
     batch. If a sample's gradient of a row has mean μ and variance σ², the mean over B samples adds ``|μ|² + σ²/B`` to v
     per step, that over B/M adds ``|μ|² + Mσ²/B``, and averaging v over replicas leaves it so. Hence v is too large by a
     factor between 1 (the replicas' gradients agree) and M (they are noise, or one replica alone has seen the row); its
     root makes steps too short by up to √M, and ``c = M`` makes them longer by √M. But by that much for *every* row:
     where replicas agree, which is where rows are popular, steps are then too long. So c is a hyperparameter in
-    ``[1, M]``, and no value of it gives the steps of one group; ``hotbed.distribute(…, exact=True)`` does. With
+    ``[1, M]``, and no value of it gives the steps of one group; ``ParallelOptions(exact=True)`` does. With
     ``eps_inside`` the rule is the plain one with ``lr · √c`` and ``ε · c``.
 
     Parameters

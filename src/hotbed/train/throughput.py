@@ -84,7 +84,7 @@ class Balance:
         wire = self._model.wire
         replicas = wire.replicas
         syncs = (0.0, 0.0) if replicas is None else (replicas.sync_s, float(replicas.sync_bytes))
-        now = [float(wire.work.lookups), wire.work.seconds, *syncs]
+        now = [float(wire.load.lookups), wire.load.seconds, *syncs]
         collections = collections_of(self._model).values()
         own = [float(sum(c.nbytes for c in collections)), *(a - b for a, b in zip(now, self._last, strict=True))]
         self._last = now
