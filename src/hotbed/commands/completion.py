@@ -41,7 +41,7 @@ def run(parsed: Namespace) -> None:
     print(parser.get_completion_script(f"shtab-{parsed.shell}"))
 
 
-def _complete_paths(parser: Parser, how: dict[str, str]) -> None:
+def _complete_paths(parser: Parser, how: Mapping[Any, Any]) -> None:
     """Add the arguments of a parser and of its commands, and offer files for paths."""
     parser.fill()
     if parser.words == "hotbed train":

@@ -183,25 +183,8 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
     plan = planned(model, recipe, size)
     if size > 1 and parallel.replicas == 1:
         _refuse_too_many(plan, plan_tables(model), device)
-    return distribute(
-        model,
-        plan,
-        device=device,
-        dense=parallel.dense,
-        forward_codec=parallel.forward_codec,
-        backward_codec=parallel.backward_codec,
-        per_shard_statistics=parallel.per_shard_statistics,
-        ranks_per_node=parallel.ranks_per_node,
-        directory=recipe.memory.directory,
-        cache_policy=recipe.memory.cache_policy,
-        cache_tier=recipe.memory.cache_tier,
-        host=recipe.memory.host,
-        replicas=parallel.replicas,
-        sync_every=parallel.sync_every,
-        layout=parallel.layout,
-        exact=parallel.exact,
-        timeout=timedelta(seconds=parallel.timeout_s),
-    )
+    timeout = timedelta(seconds=parallel.timeout_s)
+    return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
 
 
 def _refuse_too_many(plan: Plan, tables: Sequence[Table], device: torch.device) -> None:
@@ -229,7 +212,7 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     parallel, memory = recipe.parallel, recipe.memory
     plan = _plan_or_scheme(parallel)
     if world_size > 1:
-        check_replicas(world_size, parallel.replicas, parallel.sync_every, exact=parallel.exact)
+        check_replicas(world_size, parallel)
     size = max(world_size // parallel.replicas, 1)
     if recipe.hot.rows is not None:
         return _plan_of_hot_rows(model, recipe, size, Path(recipe.hot.rows))
