@@ -111,7 +111,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ways: dict[str, dict[str, Any]] = {"files" if args.ranks == 1 else "cut into rows": {}}
     if args.ranks == 1:
         ways["files, cached"] = {"memory": {**base["memory"], "cache_rows": rows}}
-    ways |= {f"hot rows, {batches}": {"hot": {**hot, "batches": batches}} for batches in ("mixed", "split", "apart")}
+    ways |= {
+        f"hot rows, {batches}": {"hot": {**hot, "batches": batches}} for batches in ("mixed", "split", "alternating")
+    }
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in track(range(args.rounds), "epochs", console=Console(stderr=True)):
         for way, more in ways.items():

@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     steps = -(-hot["samples"] // args.batch)
     decay = ["--schedule.decay_start", steps // 2, "--schedule.decay_end", steps + 2, "--schedule.decay_power", 1]
     runs: dict[tuple[str, bool], list[dict[str, float]]] = {}
-    ways = [(way, decayed) for decayed in (False, True) for way in ("mixed", "split", "apart")]
+    ways = [(way, decayed) for decayed in (False, True) for way in ("mixed", "split", "alternating")]
     for seed in track(args.seeds, "seeds", console=Console(stderr=True)):
         for way, decayed in ways:
             file = folder / "summary.json"

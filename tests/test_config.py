@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import hotbed.config
-from hotbed.config import Component, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe
+from hotbed.config import Component, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe, check_keys
 from hotbed.errors import RecipeError, SpecError
 from hotbed.specs import Table
 
@@ -51,6 +51,23 @@ def test_how_processes_share_the_work_is_part_of_a_recipe() -> None:
     recipe = Recipe.from_dict(values(checkpoint="none") | {"parallel": given})
     assert given.items() <= recipe.to_dict()["parallel"].items()
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+
+
+def test_former_names_work_and_warn_with_the_new_ones() -> None:
+    former = values(eval_every=None) | {"parallel": {"plan": "row", "sums_apart": True}}
+    check_keys(former)
+    with pytest.warns(
+        FutureWarning, match=r"parallel\.sums_apart is now called parallel\.per_shard_statistics; .*0\.3"
+    ):
+        recipe = Recipe.from_dict(former)
+    assert recipe.parallel == ParallelRecipe(plan="row", per_shard_statistics=True)
+    former = values() | {"hot": {"batches": "apart"}}
+    former["data"]["valid_split"] = "valid"
+    with pytest.warns(FutureWarning, match=r"hot\.batches 'apart' is now called 'alternating'"):
+        assert Recipe.from_dict(former).hot.batches == "alternating"
+    both = values() | {"parallel": {"per_shard_statistics": False, "sums_apart": True}}
+    with pytest.raises(RecipeError, match=r"has both 'parallel\.per_shard_statistics' and its former name"):
+        check_keys(both)
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.name)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
+from hotbed.embed import replicas as embed_replicas
 from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
@@ -90,7 +91,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     warmup = -(-WARMUP // every) * every
     steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
-        replicas.choose = lambda *_: "nothing"
+        embed_replicas.choose = lambda *_: "nothing"
     model, plan = model_and_plan(job["scheme"], size // replicas)
     codecs = {"forward": job["forward"], "backward": job["backward"]}
     dense_values = sum(p.numel() for p in model.parameters())

@@ -1,7 +1,4 @@
-"""Files that appear whole or not at all.
-
-Directories that appear whole or not at all.
-"""
+"""Write files and directories that appear whole or not at all, and read what a user names."""
 
 from __future__ import annotations
 

@@ -22,7 +22,11 @@ def test_ways_to_train_hot_and_cold_samples(tmp_path: Path) -> None:
     args = Namespace(**sizes, exponent=1.05, budget_share=0.2, rounds=1, ranks=1, limit=None, json=None)
     found = hot_batches.measure(args, tmp_path)
     assert 0 < found["hot_share"] < 1
-    assert set(found["ways"]) == {"files", "files, cached", *(f"hot rows, {b}" for b in ("mixed", "split", "apart"))}
+    assert set(found["ways"]) == {
+        "files",
+        "files, cached",
+        *(f"hot rows, {b}" for b in ("mixed", "split", "alternating")),
+    }
     assert all(way["epoch_s"] > 0 for way in found["ways"].values())
 
 
@@ -31,7 +35,7 @@ def test_what_ways_cost_in_quality(log: Path, tmp_path: Path) -> None:
     found = hot_quality.measure(args, tmp_path / "work")
     assert 0 < found["hot_share"] < 1
     assert [(r["batches"], r["learning rate"]) for r in found["results"]] == [
-        (way, rate) for rate in ("constant", "falls") for way in ("mixed", "split", "apart")
+        (way, rate) for rate in ("constant", "falls") for way in ("mixed", "split", "alternating")
     ]
     for result in found["results"]:
         assert result["batches"] != "mixed" or result["auc against mixed"] == 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import hotbed as hb
 from hotbed.comm import Link
-from hotbed.embed import replicas
+from hotbed.embed import replicas as embed_replicas
 from hotbed.embed.arena import Arena, Shard
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.errors import CommError, PlanError, SpecError
@@ -102,7 +102,7 @@ def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     ],
 )
 def test_replicas_tell_what_they_touched_in_the_fewest_bytes(counts: list[int], slots: int, message: str):
-    assert replicas.choose(counts, slots, 68) == message
+    assert embed_replicas.choose(counts, slots, 68) == message
 
 
 @pytest.mark.parametrize("message", ["numbers", "bitmap"])
@@ -120,14 +120,14 @@ def mask(rank: int, slots: int) -> Tensor:
 
 
 def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
-    link, chosen = Link(group), replicas.choose
+    link, chosen = Link(group), embed_replicas.choose
     own = mask(link.rank, slots).nonzero()[:, 0]
     counts = link.all_gather("counts", torch.tensor(len(own))).wait().tolist()
-    replicas.choose = lambda *_: message
+    embed_replicas.choose = lambda *_: message
     try:
-        return replicas.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
+        return embed_replicas.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
     finally:
-        replicas.choose = chosen
+        embed_replicas.choose = chosen
 
 
 # -- averages ------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     below = len(store.records.below.keys())
     calls = Calls(store.records)
     store.records = calls
-    replicas.average_rows(arena, own[1:3], arena.seeds, link)
+    embed_replicas.average_rows(arena, own[1:3], arena.seeds, link)
     assert calls.made == ["read", "write"]  # all of a row at once
     return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
 
@@ -190,7 +190,7 @@ def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
 
 
 def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
-    touched, expected = replicas.Touched(), set[int]()
+    touched, expected = embed_replicas.Touched(), set[int]()
     for seed in range(40):
         slots = torch.randint(0, 1 << 40, (20_000,), generator=torch.Generator().manual_seed(seed // 2))
         expected |= set(slots.tolist())
@@ -221,7 +221,7 @@ def broken(group: dist.ProcessGroup) -> str:
     def fail(*_: object) -> None:
         raise CommError("rank 3 of 4: the exchange of rows of replicas failed")
 
-    average, replicas.average_rows = replicas.average_rows, fail
+    average, embed_replicas.average_rows = embed_replicas.average_rows, fail
     try:
         model(batch(0, dist.get_rank(group)), 0.0).backward()
         optimizer.step()
@@ -230,7 +230,7 @@ def broken(group: dist.ProcessGroup) -> str:
         with pytest.raises(CommError):
             model.embeddings.settle()  # whoever waits next hears of it as well
     finally:
-        replicas.average_rows = average
+        embed_replicas.average_rows = average
     return str(caught.value)
 
 

@@ -69,7 +69,7 @@ def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]
             "train": {"batch_size": 30, "device": "cpu", "epochs": 2},
             "parallel": {"plan": "row", "timeout_s": TIMEOUT_S},
             "memory": {"tier": tier},
-            "hot": {"rows": str(packed / "hot_rows.json") if hot else None, "batches": "apart", "rate": 25},
+            "hot": {"rows": str(packed / "hot_rows.json") if hot else None, "batches": "alternating", "rate": 25},
         }
     )
     source = open_source(recipe.data)

@@ -39,7 +39,7 @@ class Told:
 
 
 def rates(losses: list[float], **constants: int) -> list[float]:
-    recipe = HotRecipe(batches="apart", **constants)
+    recipe = HotRecipe(batches="alternating", **constants)
     told, loader = Told(), SimpleNamespace(rate=float(recipe.rate))
     schedule: Any = HotSchedule(loader, recipe)  # type: ignore[arg-type]
     for loss in losses:
@@ -75,7 +75,7 @@ def packed_fixture(recipe: Path) -> Path:
     values = yaml.safe_load(recipe.read_text())
     values["data"] |= {"path": str(out), "valid_split": "valid"}
     values["train"]["batch_size"] = 64
-    values["hot"] = {"rows": str(out / "hot_rows.json"), "batches": "apart", "rate": 20}
+    values["hot"] = {"rows": str(out / "hot_rows.json"), "batches": "alternating", "rate": 20}
     values["memory"] = {"tier": "disk", "cache_rows": 50}
     recipe.write_text(yaml.safe_dump(values, sort_keys=False))
     return recipe
@@ -173,7 +173,7 @@ def test_a_budget_for_all_rows_needs_no_other_memory(recipe: Path) -> None:
     [
         (
             ["--data.valid_split", "null"],
-            "hot.batches is apart, but there is nothing to evaluate on; set data",
+            "hot.batches is alternating, but there is nothing to evaluate on; set data",
         ),
         (
             ["--train.eval_every", "5"],

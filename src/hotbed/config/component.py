@@ -1,7 +1,4 @@
-"""`Component`: a class that a recipe names by its import path, and what it is made with.
-
-What sections of a recipe say of a value that is out of range.
-"""
+"""Define `Component`, a class that a recipe names by its import path, and the checks that sections share."""
 
 from __future__ import annotations
 

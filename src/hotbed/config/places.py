@@ -1,4 +1,4 @@
-"""Sections of a recipe: ranks, memories and hot rows, of which all but a few say where things are and how fast."""
+"""Define the recipe's sections on ranks, memories and hot rows; nearly all change where bytes are, not results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 CachePolicy = Literal["lru", "lfu"]
 CacheTier = Literal["device", "host"]
 HostRows = Literal["records", "uva"]
-Batches = Literal["mixed", "apart", "split"]
+Batches = Literal["mixed", "alternating", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class MemoryRecipe:
 
     tier: Tier = "device"
     """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
-    on ``disk``, where they come to be when they are trained."""
+    on ``disk``, where a row is materialized on its first update."""
     device_bytes: int = 0
     """With another tier: bytes of the device's memory, per process, for the rows with the most accesses per byte. Rows
     have to be numbered by falling popularity, as hotbed prepare does."""
@@ -93,9 +93,9 @@ class MemoryRecipe:
     cache_tier: CacheTier = "device"
     """Where the cache is: in the compute device's memory, or in the ``host``'s."""
     host: HostRows = "records"
-    """How rows are in the host's memory: ``records`` come to be when they are trained, and are brought to the device
-    batch by batch; with ``uva`` all rows are there at once, and a GPU reads and writes them in place, without a cache.
-    """
+    """How rows are in the host's memory: ``records`` are materialized on their first update, and brought to
+    the device batch by batch; with ``uva`` all rows are there at once, and a GPU reads and writes them in place,
+    without a cache."""
     directory: str | None = None
     """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
 
@@ -133,11 +133,11 @@ class HotRecipe:
     """``hot_rows.json`` of hotbed pack: these rows are in the memory of every process's device, the others where
     parallel.plan and memory.tier say; it does not change results."""
     batches: Batches = "mixed"
-    """``apart``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train split;
-    this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are computed
-    while the rows of its others come; gradients add up to the batch's, in another order of summands."""
+    """``alternating``: pure hot and pure cold batches take turns, of the splits that hotbed pack has made of the train
+    split; this is another order of the same samples. ``split``: the samples of each batch that need hot rows only are
+    computed while the rows of its others are fetched; gradients add up to the batch's, in another order of summands."""
     rate: int = 50
-    """With ``apart``: percent of the cold batches, and then of the hot ones, before the next evaluation; at first."""
+    """With ``alternating``: percent of the cold batches, and then of the hot ones, before the first evaluation."""
     floor: int = 1
     """The least rate. It is halved when the loss of an evaluation is above the one before."""
     cap: int = 50

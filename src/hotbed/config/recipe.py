@@ -1,10 +1,12 @@
-"""`Recipe`: the whole, its plain values, and what is wrong with them.
+"""Define `Recipe`: everything that one training run is, as a tree of plain values that are checked when they are set.
 
-Sections of a recipe: the data, learning rates, how to train, and what to begin with.
+The sections on data, learning rates, training and the warm start are here; those on ranks, memories and hot rows, which
+change where bytes are and how fast, in `hotbed.config.places`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_type_hints
@@ -20,7 +22,6 @@ LinearLibrary = Literal["auto", "torch", "onednn"]
 Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
-Batches = Literal["mixed", "apart", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +180,11 @@ class InitRecipe:
     """What a new run begins with, if not with initial values; a resumed run goes on with its own."""
 
     checkpoint: str | None = None
-    """Checkpoint, or a directory whose newest is meant, also of an earlier model; what does not fit begins anew."""
+    """Checkpoint, or a directory whose newest is meant, or of an earlier model; what does not fit is reinitialized."""
     rename: dict[str, str] = field(default_factory=dict)
     """What the checkpoint calls a table, by its name here."""
     leave: list[str] = field(default_factory=list)
-    """Tables that begin anew."""
+    """Tables that are not taken, but reinitialized."""
     optimizers: bool = True
     """Take the moments of tables and parameters, too."""
 
@@ -235,11 +236,11 @@ class Recipe:
                 "hot.rows says which rows are in the device's memory, but memory.device_bytes or memory.host_bytes is "
                 "set, too; leave one of them out"
             )
-        if self.hot.batches == "apart":
+        if self.hot.batches == "alternating":
             for key, value in (("train.eval_every", self.train.eval_every), ("parallel.reader", self.parallel.reader)):
                 if value not in (None, "each"):
                     raise RecipeError(
-                        f"hot.batches is 'apart', which evaluates after its rounds and reads in each process, but "
+                        f"hot.batches is 'alternating', which evaluates after its rounds and reads in each process; "
                         f"{key} is {value}; leave it out"
                     )
         if self.hot.batches == "split":
@@ -262,7 +263,7 @@ class Recipe:
         for key, value in (
             ("train.eval_every", self.train.eval_every),
             ("train.patience", self.train.patience),
-            ("hot.batches", "apart" if self.hot.batches == "apart" else None),
+            ("hot.batches", "alternating" if self.hot.batches == "alternating" else None),
             ("train.checkpoint", "best" if self.train.checkpoint == "best" else None),
         ):
             if needs and value is not None:
@@ -274,7 +275,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a recipe from plain values.
+        """Make a recipe from plain values; former names are `with_new_names`.
 
         Raises
         ------
@@ -282,11 +283,62 @@ class Recipe:
             If a key is unknown (with the closest known one) or missing, or a value is out of range.
         """
         check_keys(values)
-        return cast("Self", _from_mapping(cls, values, ""))
+        return cast("Self", _from_mapping(cls, with_new_names(values), ""))
+
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any]) -> Self:
+        """Make a recipe from the plain values that a checkpoint or a run directory holds: nothing to rename there."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return cls.from_dict(values)
+
+
+RENAMED_KEYS = {"parallel.sums_apart": "parallel.per_shard_statistics"}
+"""Former names of keys, by section and key; they work until version 0.3 and warn."""
+
+RENAMED_VALUES = {"hot.batches": {"apart": "alternating"}}
+"""Former names of values, by key; they work until version 0.3 and warn."""
+
+
+def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace former names of keys and values in a recipe's plain values; a `FutureWarning` names the new ones.
+
+    >>> with_new_names({"hot": {"batches": "apart"}})  # doctest: +SKIP
+    FutureWarning: hot.batches 'apart' is now called 'alternating'; the former name works until hotbed 0.3
+    {'hot': {'batches': 'alternating'}}
+
+    Raises
+    ------
+    RecipeError
+        If a key is given by both of its names.
+    """
+    changed = dict(values)
+    for old, new in RENAMED_KEYS.items():
+        section, key = old.split(".")
+        if isinstance(of := changed.get(section), Mapping) and key in of:
+            name = new.split(".")[1]
+            if name in of:
+                raise RecipeError(f"the recipe has both '{new}' and its former name '{old}'; remove '{old}'")
+            _warn_renamed(old, new)
+            changed[section] = {name if k == key else k: v for k, v in of.items()}
+    for where, names in RENAMED_VALUES.items():
+        section, key = where.split(".")
+        if isinstance(of := changed.get(section), Mapping) and isinstance(value := of.get(key), str) and value in names:
+            _warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
+            changed[section] = {**of, key: names[value]}
+    return changed
+
+
+def _warn_renamed(old: str, new: str) -> None:
+    warnings.warn(f"{old} is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=4)
 
 
 def check_keys(values: object, *, complete: bool = True) -> None:
     """Raise `RecipeError` if a recipe's plain values have an unknown key, or lack one unless ``complete`` is False."""
+    if isinstance(values, Mapping):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # whoever makes the recipe of them is warned
+            values = with_new_names(cast("Mapping[str, Any]", values))
     _check_keys(Recipe, values, "", complete)
 
 

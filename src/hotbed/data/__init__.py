@@ -1,4 +1,4 @@
-"""From stored samples to batches: schemas, sources, preparation, and the loader.
+"""Turn stored samples into batches: schemas, sources, preparation, and the loader.
 
 What needs pyarrow, which takes a quarter of a second to import, is imported when it is first used.
 """

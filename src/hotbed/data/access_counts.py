@@ -1,10 +1,10 @@
-"""How often rows are looked up, by a sample of the inputs: what hot rows are chosen by.
+"""Count how often rows are looked up, by a sample of the inputs: what hot rows are chosen by.
 
 Cheaper than `hotbed.data.popularity`: nothing is followed through time, inputs may be sampled, and of tables with very
 many rows only some rows are counted. Memory is 8 bytes per row of the tables that are counted
 whole, and a chunk of the source.
 
-How many rows of a table are popular, estimated from few of its rows: for tables too large to count.
+*Tables too large to count.* How many of their rows are popular is estimated from few of the rows.
 
 *Formula* (Adnan et al., "Accelerating recommendation system training by leveraging popular choices", PVLDB 15(1), 2021,
 arXiv 2103.00686). Of the table's R rows, n = 35 chunks of m = 1024 rows are drawn and only these are counted. Let x_i

@@ -1,4 +1,4 @@
-"""Arrow columns to NumPy arrays: ids to rows, bags, numericals; and the checks that a column can play its role."""
+"""Convert Arrow columns to NumPy arrays (ids to rows, bags, numericals), and check that a column can play its role."""
 
 # pyarrow ships no types.
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""The raw Criteo log: what a line is, finding its files, and reading them block by block.
+"""Read the raw Criteo log: find its files, and parse them block by block.
 
 A line is 40 tab-separated fields and has no header: label (0 or 1), I1 … I13 (integers), C1 … C26 (up to 8 hexadecimal
 digits); an empty field is a missing value. Files are read in blocks of whole lines, so memory does not grow with the

@@ -1,4 +1,4 @@
-"""`draft_schema`: a first guess at what the columns of a Parquet dataset are."""
+"""Guess what the columns of a Parquet dataset are: `draft_schema`."""
 
 # pyarrow ships no types.
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""Reading ``feature_spec.yaml``, NVIDIA's description of a split-binary dataset.
+"""Read and write ``feature_spec.yaml``, NVIDIA's description of a split-binary dataset.
 
 Its four sections: ``feature_spec`` (dtype and cardinality by column), ``channel_spec`` (columns by role: categorical,
 numerical, label), ``source_spec`` (per split the files and the columns in them), ``metadata`` (free; hotbed keeps the

@@ -1,4 +1,4 @@
-"""Stable hashing of ids and strings to table rows: the same in every run, process and release.
+"""Hash ids and strings to table rows, the same in every run, process and release.
 
 - An integer, as 64 bits x: ``h = mix(x)``.
 - A string, as UTF-8 bytes padded with zeros to 8-byte little-endian words w₀, w₁, …: ``h = mix(length)``, then

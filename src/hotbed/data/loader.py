@@ -1,6 +1,6 @@
-"""`Loader`: batches of a source in a reproducible order, read ahead by threads.
+"""Make batches of a source in a reproducible order, read ahead by threads.
 
-Theory of operation. The order of an epoch is fixed before anything is read: chunks in order, or for a shuffled epoch
+*Theory of operation.* The order of an epoch is fixed before anything is read: chunks in order, or for a shuffled epoch
 chunks in a random order, taken ``window`` at a time, the samples of a window in a random order. All randomness comes
 from (seed, epoch, window), so it depends neither on threads nor on where the epoch was entered. Batch j is the samples
 j·B … (j + 1)·B − 1 of that order, whatever windows they fall in.
@@ -11,11 +11,10 @@ running task never waits for one that has not started: no deadlock at any number
 batches ahead of the consumer, which bounds memory: at most two windows more than the one being consumed, and
 ``prefetch`` batches.
 
-Cutting, joining and permuting batches: the loader's inner loop.
-
-NumPy does the copying: it lets other threads run and, unlike torch, starts no threads of its own, so the loader's
-threads do not take cores from the training step. Every column is written once, where it ends up: fresh memory is what
-costs here, in page faults (3 × the time of the copies where whole windows were copied twice).
+*The inner loop* cuts, joins and permutes batches. NumPy does the copying: it lets other threads run and, unlike torch,
+starts no threads of its own, so the loader's threads do not take cores from the training step. Every column is written
+once, where it ends up: fresh memory is what costs here, in page faults (3 × the time of the copies where whole windows
+were copied twice).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Hot and cold inputs: classified, and packed into splits of their own.
+"""Classify inputs as hot or cold, and pack them into splits of their own.
 
 An input is *hot* if and only if every id of all its bags is a hot row of its table (Adnan et al. 2021, arXiv
 2103.00686). As rows are numbered by falling popularity, hot rows are the first ones, and the test is one comparison per
 id.
 
-Files of the hot order: the rows of each table by falling number of accesses.
-
+*Files of the hot order* hold the rows of each table by falling number of accesses:
 ``DIRECTORY/TABLE.npy``, in NumPy's format: all rows of the table once, ``[R]``, the most accessed first, ties by row
 number; little-endian int32, or int64 where the table has more than 2³¹ rows. Characters of a table's name that a file's
 cannot have are percent-encoded.

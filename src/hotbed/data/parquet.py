@@ -1,6 +1,7 @@
-"""`ParquetSource`: samples from any Parquet file or folder, without a preparation step.
+"""Read samples from any Parquet file or folder, without a preparation step.
 
-Finding Parquet files and their row groups, on any filesystem that pyarrow knows.
+First files and their row groups are found, on any filesystem that pyarrow knows (`find_parquet`); then `ParquetSource`
+serves each row group as a chunk of a split.
 """
 
 from __future__ import annotations

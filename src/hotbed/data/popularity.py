@@ -1,4 +1,4 @@
-"""How unevenly the rows of each table are looked up, measured in one pass over a split.
+"""Measure how unevenly the rows of each table are looked up, in one pass over a split.
 
 Per table: how often every row occurs, in how many batches, and the stack distances of an LRU cache
 (`hotbed.data.stack_distance`). What follows from them is in `Popularity`: the hot order, skew curves, a Zipf exponent,

@@ -1,4 +1,4 @@
-"""`prepare`: a raw Criteo log becomes a dataset in split-binary format.
+"""Prepare a raw Criteo log as a dataset in split-binary format.
 
 Three stages, each with bounded memory:
 

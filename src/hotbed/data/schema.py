@@ -1,4 +1,4 @@
-"""`Schema`: which columns of a data source are labels, weights, dense and sparse inputs, and which tables they look up.
+"""Define `Schema`: which columns of a data source are labels, weights, dense and sparse inputs of which tables.
 
 A schema knows nothing about files. A source carries one, and a model is built from it::
 

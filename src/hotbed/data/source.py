@@ -1,4 +1,4 @@
-"""`Source`: what a `Loader` needs from stored samples.
+"""Define `Source`: what a `Loader` needs from stored samples; the contract of a data format.
 
 A source is cut into chunks that can be read alone, in any order and from several threads. Order, shuffling, batching
 and resuming belong to the loader, so they work alike for every source.

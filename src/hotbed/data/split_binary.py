@@ -1,4 +1,4 @@
-"""NVIDIA's split-binary format: one headerless little-endian file per column, described by ``feature_spec.yaml``.
+"""Read and write NVIDIA's split-binary format: one headerless little-endian file per column.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Hit rates of LRU caches of every size, from one pass over the rows that are looked up.
+"""Measure hit rates of LRU caches of every size, in one pass over the rows that are looked up.
 
 *Theory of operation.* LRU is a stack algorithm: a cache of C rows always holds the C most recently used ones (Mattson,
 Gecsei, Slutz and Traiger, "Evaluation techniques for storage hierarchies", IBM Systems Journal 9(2), 1970). So a lookup
@@ -15,9 +15,8 @@ threshold, a share ``rate`` of all. A distance among them counts ``rate`` of the
 sampled too often or too seldom; as in the paper's SHARDS-adj, the lookups that are missing from ``rate`` of all are
 counted as hits at the smallest distance. The hash is a bijection, so that sampled rows are numbered without a gap.
 
-Kernels that count lookups and follow stack distances; what they compute is told in the modules that use them.
-
-They are compiled by every process that uses them, which takes seconds: they serve measurements, not training.
+*Kernels.* Numba compiles them in every process that uses them, which takes seconds: they serve measurements, not
+training.
 """
 
 from __future__ import annotations

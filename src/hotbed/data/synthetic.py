@@ -1,4 +1,4 @@
-"""Raw logs in Criteo's layout from a click model that is known, so that the best attainable AUC is known too.
+"""Write raw logs in Criteo's layout from a known click model, so that the best attainable AUC is known too.
 
 The planted model is a logistic regression over what a model can learn from the log: an effect for each frequent value
 of each categorical column, for "missing", for some numericals, and for some pairs of values of two short columns.

@@ -1,4 +1,4 @@
-"""`ZipfSource`: samples that are computed, not stored, with tables of any size and ids by Zipf's law.
+"""Compute samples instead of storing them: `ZipfSource`, with tables of any size and ids by Zipf's law.
 
 For measurements on tables whose data is not at hand: lookups are skewed, as in real logs, and a label depends on some
 of the ids, so that training has something to learn. Sample i is a pure function of (seed, i).

@@ -1,4 +1,4 @@
-"""Layers of click models."""
+"""Define the layers of click models: MLP, dot interaction."""
 
 from __future__ import annotations
 

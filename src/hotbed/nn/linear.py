@@ -1,4 +1,4 @@
-"""`Linear`: a fully connected layer whose float32 products go to the library that is faster on this CPU.
+"""Define `Linear`: a fully connected layer whose float32 products go to the library that is faster on this CPU.
 
 torch sends float32 products on x86 CPUs to MKL, which runs on AMD's cores without their 512-bit instructions; oneDNN,
 which torch ships too, uses them. Which library computes a product follows from the kind of CPU and the shape of the

@@ -1,4 +1,4 @@
-"""Click models of the literature."""
+"""Define the click models of the literature: DLRM, Wide&Deep."""
 
 from __future__ import annotations
 

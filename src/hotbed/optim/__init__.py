@@ -1,4 +1,4 @@
-"""Sparse optimizers: they update the rows of embedding tables that a batch touched; see `hotbed.optim.base`."""
+"""Update the rows of embedding tables that a batch touched: sparse optimizers; see `hotbed.optim.base`."""
 
 from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
 from hotbed.optim.adam import LAMB, Adam, AdamW, PartialRowWiseAdam

@@ -1,4 +1,4 @@
-"""AdaGrad, with one moment per element or per row."""
+"""Train tables by AdaGrad, with one moment per element or per row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Adam and its kin.
-
-LAMB: Adam with a trust ratio.
-"""
+"""Train tables by Adam and its kin: AdamW, LAMB (Adam with a trust ratio), and their row-wise forms."""
 
 from __future__ import annotations
 

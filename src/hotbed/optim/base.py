@@ -1,4 +1,4 @@
-"""Sparse optimizers: they update the rows of embedding tables that a batch touched.
+"""Define `SparseOptimizer`: it updates the rows of embedding tables that a batch touched.
 
 ``loss.backward()`` leaves, per arena, the ids and the gradient of the pooled vectors; ``step()`` sums the gradients of
 each distinct row over everything that arrived since the last step, then applies the rule to that row once. So

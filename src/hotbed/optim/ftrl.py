@@ -1,4 +1,4 @@
-"""Follow the regularised leader."""
+"""Train tables by FTRL: follow the regularised leader."""
 
 from __future__ import annotations
 

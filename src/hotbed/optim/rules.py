@@ -1,4 +1,4 @@
-"""What passes between optimizers and the tables they train."""
+"""Define what passes between optimizers and the tables they train: rules, hyperparameters, moments."""
 
 from __future__ import annotations
 

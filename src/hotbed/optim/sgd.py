@@ -1,4 +1,4 @@
-"""Gradient descent, plain and with momentum."""
+"""Train tables by gradient descent, plain and with momentum."""
 
 from __future__ import annotations
 

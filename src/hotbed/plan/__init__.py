@@ -1,4 +1,4 @@
-"""Plans: where every cell of every table is."""
+"""Decide where every cell of every table is: plans, and the schemes and searches that make them."""
 
 from hotbed.plan.schemes import Cut, make_plan
 from hotbed.plan.tiling import Plan, Tile

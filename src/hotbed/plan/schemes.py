@@ -1,4 +1,4 @@
-"""The sharding schemes of the literature, as ways to cut a table into tiles; `make_plan` cuts and places them."""
+"""Cut tables into tiles by the sharding schemes of the literature; `make_plan` cuts and places them."""
 
 from __future__ import annotations
 

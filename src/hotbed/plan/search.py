@@ -1,4 +1,4 @@
-"""Placement: which rank gets which tile, so that the busiest has as little work as can be.
+"""Place tiles on ranks, so that the busiest rank has as little load as can be.
 
 Two heuristics, of which the better result is kept. *Greedy*: items in order of falling work, each to the place with the
 least work that has room for it. *Karmarkar-Karp*, k-way: every item starts as a partition (itself, nothing, …); again

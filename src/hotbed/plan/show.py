@@ -1,4 +1,4 @@
-"""A plan as people read it: what each table's tiles are, and what each rank holds."""
+"""Show a plan as people read it: each table's tiles, and what each rank has."""
 
 from __future__ import annotations
 

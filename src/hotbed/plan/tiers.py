@@ -1,4 +1,4 @@
-"""Which rows go into which memory: the more popular, the faster, as far as there is room."""
+"""Choose which rows go into which memory: the more popular, the faster, as far as there is room."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""A plan cuts tables into tiles and gives each tile a place: the one form that every sharding scheme has.
+"""Define `Plan`: tables cut into tiles, each tile with a place; the one form that every sharding scheme has.
 
 A `Tile` is a rectangle of a table, a strided range of its rows × a range of its columns, with the rank that owns it
 (that updates it and holds its moments) and the ranks that read it (that hold a copy of its rows). A `Plan` is all tiles
 of all tables; it is a plain value, JSON in and JSON out.
-
-Arithmetic of strided ranges.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 def _check_labels(recipe: Recipe, source: Source) -> None:
     """Raise unless the labels of all splits of the recipe are in range, and its best evaluation can be told."""
     data, train = recipe.data, recipe.train
-    kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "apart" else []
+    kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else []
     named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
     if train.monitor == "auc" and (train.patience is not None or train.checkpoint == "best"):

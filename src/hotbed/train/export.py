@@ -79,7 +79,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
         raise CheckpointError(
             f"{source} holds no recipe, so its model cannot be built; export its tables as safetensors instead"
         )
-    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe(), memory=MemoryRecipe())
+    recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe(), memory=MemoryRecipe())
     origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})

@@ -249,7 +249,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     stored = read_manifest(checkpoint).recipe
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
-    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())  # this is one process
+    recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe())  # this is one process
     source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     check_split("--split", split, source)
     source.check_labels(split)
@@ -355,12 +355,13 @@ def _training_loader(
             world_size=world_size,
         )
 
-    if recipe.hot.batches == "apart":
+    if recipe.hot.batches == "alternating":
         kinds = {kind: f"{train}_{kind}" for kind in (HOT, COLD)}
         for split in kinds.values():
             if split not in source.splits:
                 raise RecipeError(
-                    f"hot.batches is 'apart', but the data has no split '{split}', only {', '.join(source.splits)}; "
+                    f"hot.batches is 'alternating', but the data has no split '{split}', only "
+                    f"{', '.join(source.splits)}; "
                     f"make it with hotbed pack, and set data.path to what that wrote"
                 )
         hot, cold = (
