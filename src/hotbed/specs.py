@@ -29,6 +29,8 @@ POOLED: tuple[Pooling, ...] = tuple(mode for mode in get_args(Pooling) if mode !
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate"]
 OnBadId = Literal["error", "drop", "hash"]
+Tier = Literal["device", "host", "disk"]
+"""Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.storage`."""
 
 DYNAMIC_WAYS = 128
 """Rows of a set of a dynamic table: an id may have any of them, and is evicted for ids of its set only."""

@@ -20,8 +20,8 @@ from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
+from hotbed.store.base import Records, Use
 from hotbed.store.cached import CachedRecords
-from hotbed.store.records import Over, Use
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -156,12 +156,20 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
 
 
-class Calls(Over):
+class Calls(Records):
     """Notes what is asked of the records below."""
 
+    nbytes = 0
+
     def __init__(self, below: Any) -> None:
-        super().__init__(below)
-        self.made: list[str] = []
+        super().__init__(below.record_bytes)
+        self.below, self.made = below, list[str]()
+
+    def keys(self) -> Tensor:
+        return self.below.keys()
+
+    def clear(self) -> None:
+        self.below.clear()
 
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         self.made.append("read")

@@ -19,7 +19,6 @@ from hotbed.ops import launches
 from hotbed.optim import Adam, SparseOptimizer
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore
-from hotbed.store.crossing import DeviceStaging
 from tests.checkpoint.test_checkpoint import bits
 from tests.ranks import Ranks
 
@@ -169,7 +168,7 @@ def test_a_model_on_triton_with_a_cache_and_rows_read_in_place(monkeypatch: pyte
     """All of it as on a GPU, but for page-locking where there is none."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(DeviceStaging, "crosses", True)
+    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
 
     def trained(cut: hb.Cut | None, host: Any = "records") -> Any:
         collection = EmbeddingCollection(TABLES, FEATURES, seed=4, backend="triton")

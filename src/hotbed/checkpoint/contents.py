@@ -24,8 +24,7 @@ from hotbed.embed.arena import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
-from hotbed.store import MOMENT, DenseStore, ExistingRows, RowStore
-from hotbed.store.existing import ExistingArray
+from hotbed.store import MOMENT, DenseStore, ExistingArray, ExistingRows, RowStore
 
 
 class ModelTable(NamedTuple):

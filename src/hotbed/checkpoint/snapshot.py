@@ -19,8 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hotbed.store import DenseStore, ExistingRows, LazyStore, RowStore
-from hotbed.store.existing import ExistingArray
+from hotbed.store import DenseStore, ExistingArray, ExistingRows, LazyStore, RowStore
 
 KEPT_BYTES = 512 << 20
 """Limit of the rows that are kept, by default."""

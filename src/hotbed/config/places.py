@@ -11,12 +11,12 @@ from typing import Literal, get_args
 
 from hotbed.config.component import at_least, one_of
 from hotbed.errors import HotbedError, RecipeError, SpecError
+from hotbed.specs import Tier
 
 DensePart = Literal["ddp", "fsdp"]
 Reader = Literal["each", "first", "owners"]
 Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
-Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
 CacheTier = Literal["device", "host"]
 HostRows = Literal["records", "uva"]
@@ -169,7 +169,8 @@ class MemoryRecipe(MemoryOptions, _TierChoice):
     @property
     def cached_tiers(self) -> tuple[Tier, ...]:
         """Memories whose rows may have a cache before them."""
-        return ("disk",) if self.host == "uva" else ("host", "disk")
+        in_place = {"device", "host"} if self.host == "uva" else {"device"}
+        return tuple(tier for tier in get_args(Tier) if tier not in in_place)
 
 
 @dataclass(frozen=True, kw_only=True)

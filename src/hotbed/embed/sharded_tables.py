@@ -227,7 +227,7 @@ class ShardedTables(TableGroup):
         self.settle()
         step = next(iter(steps.values()))
         cut: dict[int, Arena] = {}
-        if sums_rows(step.rule, step.uses) and not self.wire.options.per_shard_statistics:
+        if self._column_sums.kinds and not self.wire.options.per_shard_statistics and sums_rows(step.rule, step.uses):
             cut = {kind: self.arenas[kind] for kind in self._column_sums.kinds}
         for arena, (occurrences, grad) in found.items():
             if arena not in cut.values():

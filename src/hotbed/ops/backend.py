@@ -1,4 +1,4 @@
-"""Which kernels run: chosen by device, or named explicitly; a backend that cannot run here is an error."""
+"""Choose the kernels: by device, or by name; a backend that cannot run here is an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ launches: Counter[str] = Counter()
 
 
 class Backend(Protocol):
-    """The operations every backend implements; `hotbed.ops.reference` defines what they compute."""
+    """List the operations every backend implements; `hotbed.ops.reference` defines what they compute."""
 
     NAME: str
 
@@ -36,7 +36,7 @@ class Backend(Protocol):
         ...
 
     def weight_gradient(self, rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Gradient of the per-id weights, into ``out [N]``."""
+        """Write the gradient of the per-id weights into ``out [N]``."""
         ...
 
     def occurrences(self, bags: BagLayout) -> Occurrences:
@@ -70,15 +70,15 @@ class Backend(Protocol):
         ...
 
     def interaction(self, vectors: Tensor, width: int) -> Tensor:
-        """Dot interaction: ``[B, n, D] → [B, width]``."""
+        """Compute the dot interaction: ``[B, n, D] → [B, width]``."""
         ...
 
     def interaction_backward(self, grad: Tensor, vectors: Tensor) -> Tensor:
-        """Gradient of the dot interaction ``[B, n, D]``."""
+        """Compute the gradient of the dot interaction ``[B, n, D]``."""
         ...
 
     def cache_find(self, tags: CacheTags, wanted: Tensor) -> Tensor:
-        """Place of each wanted key ``[n]``, −1 where it is not in the cache."""
+        """Find the place of each wanted key ``[n]``, −1 where it is not in the cache."""
         ...
 
     def cache_use(self, tags: CacheTags, places: Tensor, now: int) -> None:
@@ -98,6 +98,7 @@ class Backend(Protocol):
         ...
 
 
+@cache
 def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     """Return the kernels for a device.
 

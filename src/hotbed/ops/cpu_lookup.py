@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Pooled lookup on the CPU: one pass over the bags of an arena, feature by feature, rows prefetched ahead."""
+"""Pool the rows of bags on the CPU: one pass over the bags of an arena, feature by feature, rows prefetched ahead."""
 
 from __future__ import annotations
 

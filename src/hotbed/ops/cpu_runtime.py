@@ -1,12 +1,10 @@
-"""How Numba kernels are compiled, cached and launched.
+"""Compile, cache and launch Numba kernels, and allocate their memory.
 
 *Cache.* Numba's on-disk cache does not notice an edited helper in another module, so the cache directory is named after
 a hash of all kernel sources.
 
 *Threads.* Kernels use ``torch.get_num_threads()`` threads. Two Python threads may launch kernels at once under OpenMP;
 Numba's own ``workqueue`` layer would abort the process, so where OpenMP is missing launches take turns behind a lock.
-
-Host memory: huge pages for arenas, recycled blocks for the large results of kernels.
 
 *Huge pages.* Random rows of a large arena miss the TLB on 4 KiB pages; with transparent huge pages they rarely do.
 

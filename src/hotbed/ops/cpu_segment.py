@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Occurrences and groups on the CPU.
+"""List occurrences and group them by slot, on the CPU.
 
 Slots are sorted by a stable radix sort of at most 11 bits a pass. Where the occurrences lie table by table, each thread
 sorts whole tables in its own cache; else all threads sort all of them together. (`torch.sort` compares 64-bit keys and

@@ -1,4 +1,4 @@
-"""The definition of every operation, in plain PyTorch. Runs on any device; slow; the oracle of all kernel tests."""
+"""Define every operation, in plain PyTorch. Runs on any device; slow; the oracle of all kernel tests."""
 
 from __future__ import annotations
 

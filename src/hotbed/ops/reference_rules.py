@@ -1,4 +1,4 @@
-"""The definition of every optimizer's rule: what happens to rows once their gradients are summed, in plain PyTorch."""
+"""Define every optimizer's rule: what happens to rows once their gradients are summed, in plain PyTorch."""
 
 from __future__ import annotations
 

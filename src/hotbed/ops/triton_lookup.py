@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Pooled lookup in Triton, and the gradient of its weights: one launch per arena, whatever its features look like.
+"""Pool the rows of bags in Triton, and compute the gradient of their weights: one launch per arena.
 
 A program serves a block of consecutive samples of ONE feature. So everything that differs between features (fixed or
 ragged, where the table starts, how it is pooled) is a scalar of the program, ids are read side by side, and the rows of

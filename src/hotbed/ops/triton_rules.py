@@ -1,4 +1,4 @@
-"""The optimizers' formulas in Triton: what happens to a row once its gradient is summed.
+"""Apply an optimizer's rule to a tile of rows, in Triton: load rows and moments, compute, round, store.
 
 A rule is a pure function of a tile of ``R`` rows::
 
@@ -12,10 +12,8 @@ caller's. To add an optimizer, write its function and list it in `RULES`.
 Divisions and roots are correctly rounded (`_div`, ``sqrt_rn``), and each line adds in the order of
 `hotbed.ops.reference_rules`.
 
-An optimizer's step over a tile of rows in Triton: load row and moments, apply the rule, round, store.
-
-The steps and their order are `hotbed.ops.reference_rules.apply_rule`'s. Those that no table uses are left out at
-compile time; of the others each table's hyperparameters decide.
+`apply` is a whole step; its order is that of `hotbed.ops.reference_rules.apply_rule`. Steps that no table uses are left
+out at compile time; of the others each table's hyperparameters decide.
 """
 
 from __future__ import annotations
@@ -212,7 +210,7 @@ RULES: dict[str, Any] = {
 }
 
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# -- a whole step --------------------------------------------------------------------------------------------------
 
 
 _NONE, _PER_ROW, _PER_ELEMENT = 0, 1, 2
@@ -261,7 +259,12 @@ def apply(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Apply the rule to those of these slots whose table is active."""
+    """Apply the rule to those of these slots whose table is active.
+
+    Tile of slots 3, −1, 7 where the tables of 3 and 7 start at slots 0 and 5, and only the second is active::
+
+        table [0, 0, 1], slot [−1, −1, 7]: one row is loaded, changed and stored
+    """
     table = _table_of(target.rows.tables, tables, slot, BLOCK_T)
     line = target.hyper + table * HYPER
     slot = tl.where(tl.load(line + ACTIVE) != 0, slot, -1)

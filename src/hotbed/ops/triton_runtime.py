@@ -1,13 +1,9 @@
-"""What all Triton launches share: compiler options and the rules for tile sizes.
+"""Share among all Triton kernels: compiler options, tile sizes, constants and random bits.
 
 There is no autotuning: a configuration that depends on a timing would make the bits of a run depend on it too. Tiles
 are cut by two rules instead. A program works on about `TILE` elements, because four warps then have eight 16-byte loads
 per thread in flight, enough to cover the latency of a random row; and a row is never split over programs, because a
 reduction over its columns would then need a second launch.
-
-The numbers of `hotbed.ops.layout` as Triton constants.
-
-Random numbers by counter in Triton; bits equal to `hotbed.ops.rows`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Occurrences and groups in Triton; the host never learns a size that only the device knows.
+"""List occurrences and group them by slot, in Triton; the host never learns a size that only the device knows.
 
 `group` sorts, marks where groups and runs start, and numbers both by a cumulative sum; buffers have room for the worst
 case (N groups, N runs), and how much of them is valid stays on the device. So the whole step can be captured in a CUDA
@@ -55,7 +55,9 @@ def _occurrences_kernel(
 
     The programs of one feature take its ids in turn, so a feature with long bags keeps as many programs busy as one
     with single ids; which bag an id belongs to is a division where the feature is fixed, a binary search where it is
-    ragged.
+    ragged. One ragged feature, three samples, mean pooling, slots from 10 on::
+
+        ids [5, 6, 5], offsets [0, 2, 2, 3]   →   slots [15, 16, 15], owners [0, 0, 2], scale [0.5, 0.5, 1]
     """
     f = tl.program_id(1)
     others = tl.arange(0, BLOCK_F)
