@@ -95,7 +95,7 @@ def state(model: nn.Module, optimizer: optim.SparseOptimizer) -> dict[str, Tenso
     collection: EmbeddingCollection = model.embeddings
     found: dict[str, Tensor] = {}
     for table in collection.tables:
-        found |= {f"{table}.{n}": t for n, t in collection._part(table).raw(table).items()}
+        found |= {f"{table}.{n}": t for n, t in collection._group_of(table).raw(table).items()}
         found |= {f"{table}.{n}": m for n, m in optimizer._updaters["embeddings"].state(table).items()}
     return {name: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.clone() for name, t in found.items()}
 

@@ -204,9 +204,9 @@ def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
 def test_the_mean_of_equal_values_is_that_value(replicas: int):
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     values[:3] = torch.tensor([-0.0, torch.inf, -torch.inf])
-    assert torch.equal(replicas._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(embed_replicas._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
     different = torch.randn(replicas, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(replicas._mean(different), different.mean(0))
+    torch.testing.assert_close(embed_replicas._mean(different), different.mean(0))
 
 
 def test_the_plain_mean_of_three_equal_values_is_another():
