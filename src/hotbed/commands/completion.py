@@ -1,7 +1,7 @@
+# pyright: reportMissingImports=false
 """Print a script by which a shell completes commands, options and their values: ``hotbed completion``."""
 
 # shtab is an extra, which need not be installed where types are checked.
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

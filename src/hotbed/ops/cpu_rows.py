@@ -1,3 +1,4 @@
+# pyright: basic, reportCallIssue=false
 """Find rows of every dtype, hash their cells, and fill in initial values, in Numba; definitions in `hotbed.ops.rows`.
 
 Kernels take a `RowArrays`. What a narrow row's bits mean (`hotbed.ops.cpu_narrow`) is looked up at run time (``kind``),
@@ -18,9 +19,6 @@ from hotbed.ops.cpu_instructions import prefetch_bytes
 from hotbed.ops.cpu_narrow import BF16, FP8, FP16, INT8, WIDE
 from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import FIRST_NARROW, FIRST_WIDE, SCALE_BLOCK, WIDE_ROWS, Rows
-
-# pyright: basic, reportCallIssue=false
-
 
 # -- random bits ---------------------------------------------------------------------------------------------------
 

@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """Compile, cache and launch Numba kernels, and allocate their memory.
 
 *Cache.* Numba's on-disk cache does not notice an edited helper in another module, so the cache directory is named after
@@ -35,9 +36,6 @@ import numpy as np
 import torch
 from numba.core import event as numba_event
 from torch import Tensor
-
-# pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-
 
 PREFETCH_ROWS = 12
 """How many rows ahead kernels prefetch (8 to 32 measured equal within noise; see docs/log.md)."""

@@ -1,3 +1,4 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """Find rows, load them as float32, round into them, and fill in initial values, in Triton; see `hotbed.ops.rows`.
 
 The element type of ``narrow`` says what its bits mean; float8_e4m3fn travels as uint8, because it is decoded and
@@ -38,9 +39,6 @@ from hotbed.ops.triton_runtime import (
     random_bits,
     rows_per_program,
 )
-
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-
 
 _MIN_EXPONENT = tl.constexpr(rows.MIN_EXPONENT)
 _INT8_NAN = tl.constexpr(rows.INT8_NAN)

@@ -1,3 +1,4 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Apply an optimizer's rule to a tile of rows, in Triton: load rows and moments, compute, round, store.
 
 A rule is a pure function of a tile of ``R`` rows::
@@ -41,8 +42,6 @@ from hotbed.ops.triton_runtime import (
     power_of_two,
 )
 from hotbed.optim import COMMON
-
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
 
 
 class Hyper(NamedTuple):

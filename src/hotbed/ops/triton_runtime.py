@@ -1,3 +1,4 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
 """Share among all Triton kernels: compiler options, tile sizes, constants and random bits.
 
 There is no autotuning: a configuration that depends on a timing would make the bits of a run depend on it too. Tiles
@@ -79,9 +80,6 @@ OWN = tl.constexpr(layout.OWN)
 RUN = tl.constexpr(layout.RUN)
 BLOCK = tl.constexpr(layout.BLOCK)
 SCALE_BLOCK = tl.constexpr(layout.SCALE_BLOCK)
-
-
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
 
 
 @triton.jit
