@@ -24,7 +24,7 @@ class ParallelRecipe:
     """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
 
     plan: str = "table"
-    """Sharding scheme of the tables (table, row, column, grid, dp), or a plan's JSON file."""
+    """Sharding scheme of the tables, such as row (an unknown name is answered with all), or a plan's JSON file."""
     dense: DensePart = "ddp"
     """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded."""
     forward_codec: Codec = "fp32"
