@@ -119,7 +119,8 @@ class RuleContract(ABC):
             pytest.skip(f"this rule has no kernel of backend '{backend}'")
         device = _device_of(backend)
         found: list[tuple[list[Tensor], list[dict[str, Tensor]]]] = []
-        for name, place in ((backend, device), ("reference", "cpu")):
+        both: tuple[tuple[BackendName, str], ...] = ((backend, device), ("reference", "cpu"))
+        for name, place in both:
             model = Tower(name, dtype).to(place)
             optimizer = self.make(model)
             before = launches.copy()
