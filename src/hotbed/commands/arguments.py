@@ -179,9 +179,7 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_class_arguments(ParallelRecipe, "parallel", instantiate=False)
     parser.add_class_arguments(MemoryRecipe, "memory", instantiate=False)
     parser.add_class_arguments(HotRecipe, "hot", instantiate=False)
-    parser.add_argument(
-        "--plan", type=str | None, help="Short for --parallel.plan: table, row, column, grid, dp, FILE."
-    )
+    parser.add_argument("--plan", type=str | None, help="Short for --parallel.plan: a sharding scheme or FILE.")
     parser.add_argument("--init_from", type=str | None, help="Short for --init.checkpoint: what fits is taken from it.")
 
 

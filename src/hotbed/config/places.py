@@ -67,7 +67,7 @@ class ParallelOptions:
 @dataclass(frozen=True, kw_only=True)
 class _PlanChoice:
     plan: str = "table"
-    """Sharding scheme of the tables (table, row, column, grid, dp), or a plan's JSON file."""
+    """Sharding scheme of the tables, such as row (an unknown name is answered with all), or a plan's JSON file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,11 @@ from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.placement import KIND, Placement
 from hotbed.ops import Backend, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
-from hotbed.ops.reference_rules import blocks_of, rowwise_step_size, rule_steps, sum_of_blocks
-from hotbed.optim.rules import Rule
+from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
+from hotbed.optim.adagrad import rowwise_step_size
+from hotbed.optim.sgd import PLAIN
 from hotbed.plan.tiling import common_places
 
-_SGD = Rule("sgd")
 _ROWS_AT_ONCE = 1 << 12
 """Whose squares stay in a core's cache."""
 
@@ -282,12 +282,12 @@ def _rowwise_adagrad(touched: TouchedRows, squares: Tensor, dim: int) -> None:
     v = before + squares / dim
     store.write(slots, v, moment.name)
     hyper = step.hyper[touched.shard]
-    step_size = rowwise_step_size(before, v, hyper[:, LR], hyper[:, OWN:])
+    step_size = rowwise_step_size(before, v, hyper[:, LR], hyper[:, OWN:].unbind(1))
     descent = step.hyper[:, :OWN].clone()
     descent[:, LR] = 1
     one = torch.ones_like(step.inv_scale)
     occurrences = Occurrences(slots, torch.arange(len(slots), device=slots.device), step_size)
-    store.update(replace(step, rule=_SGD, hyper=descent, inv_scale=one), occurrences, touched.gradient)
+    store.update(replace(step, rule=PLAIN, hyper=descent, inv_scale=one), occurrences, touched.gradient)
 
 
 def _store(touched: TouchedRows, rows: Tensor, moments: Mapping[str, Tensor]) -> None:

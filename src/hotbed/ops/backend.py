@@ -8,13 +8,14 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
 from hotbed.errors import BackendError, did_you_mean
 from hotbed.ops.layout import BagLayout, CacheTags, Groups, Occurrences, Rows, RuleStep
+from hotbed.optim import Rule
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -130,6 +131,26 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendError("backend 'triton' needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1")
     return _load(name)
+
+
+Kernel = TypeVar("Kernel")
+
+
+def kernel_of(kernels: Mapping[str, Kernel], rule: Rule, backend: str) -> Kernel:
+    """Return a backend's kernel of an optimizer's rule.
+
+    Raises
+    ------
+    BackendError
+        If it has none: the rule was defined outside of hotbed.
+    """
+    if rule.name not in kernels:
+        raise BackendError(
+            f"backend '{backend}' has no kernel of the rule '{rule.name}', only of {', '.join(kernels)}; make the "
+            "EmbeddingCollection with backend='reference', which runs the rule's formula, or add a kernel "
+            "(docs/extending.md)"
+        )
+    return kernels[rule.name]
 
 
 def host_backend(name: BackendName, device: torch.device) -> BackendName:

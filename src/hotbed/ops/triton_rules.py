@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotbed.ops.backend import kernel_of
 from hotbed.ops.layout import Rows, RuleStep
 from hotbed.ops.triton_rows import load_rows, locate, row_pointers, store_rows
 from hotbed.ops.triton_runtime import (
@@ -234,7 +235,7 @@ def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[
     kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in step.rule.moments] + [_NONE] * unused
     pointers = Target(row_pointers(rows), *moments, step.hyper, step.seeds, step.inv_scale, step.gate)
     return pointers, {
-        "RULE": RULES[step.rule.name],
+        "RULE": kernel_of(RULES, step.rule, "triton"),
         "USES": tuple(name in step.uses for name in ("active", *COMMON)),
         "HYPER": step.hyper.shape[1],
         "KINDS": tuple(kinds),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.errors import SpecError
 from hotbed.optim.base import SparseOptimizer, WeightDecayMode
-from hotbed.optim.rules import Moment, Rule, SparseModule
+from hotbed.optim.rules import Moment, Rule, SparseModule, Steps, sqrt
 
 
 class AdagradBase(SparseOptimizer):
@@ -25,6 +26,12 @@ class AdagradBase(SparseOptimizer):
                 f"{type(self).__name__}: eps and initial_accumulator are both 0 as float32 for {tables}; "
                 "one must be positive"
             )
+
+
+def _adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:
+    v = moments["sum_of_squares"]
+    v.add_(g * g)
+    return w - h["lr"] * g / (sqrt(v) + h["eps"])
 
 
 class Adagrad(AdagradBase):
@@ -49,7 +56,9 @@ class Adagrad(AdagradBase):
         As for every `SparseOptimizer`.
     """
 
-    rule = Rule("adagrad", hyper=("eps",), moments=(Moment("sum_of_squares", "element", "initial_accumulator"),))
+    rule = Rule(
+        "adagrad", _adagrad, hyper=("eps",), moments=(Moment("sum_of_squares", "element", "initial_accumulator"),)
+    )
 
     def __init__(
         self,
@@ -65,6 +74,24 @@ class Adagrad(AdagradBase):
     ) -> None:
         options = {"lr": lr, "eps": eps, "initial_accumulator": initial_accumulator, "weight_decay": weight_decay}
         super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)
+
+
+def _rowwise_adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Steps:
+    v = moments["sum_of_squares"]
+    before = v.clone()
+    v.add_((yield g * g) / dim)
+    own = (h["eps"], h["eps_inside"], h["moment_scale"], h["delayed"])
+    return w - rowwise_step_size(before[:, None], v[:, None], h["lr"], own) * g
+
+
+def rowwise_step_size(before: Tensor, after: Tensor, lr: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """``lr / (√(v / c + ε_inside) + ε)``, v from after the step, or from before it where ``delayed``.
+
+    ``own`` are the rule's own hyperparameters in kernel order, of the same shape as the others.
+    """
+    eps, eps_inside, scale, delayed = own
+    v = torch.where(delayed == 0, after, before)
+    return lr / (sqrt(v / scale + eps_inside) + eps)
 
 
 class RowWiseAdagrad(AdagradBase):
@@ -111,6 +138,7 @@ class RowWiseAdagrad(AdagradBase):
 
     rule = Rule(
         "rowwise_adagrad",
+        _rowwise_adagrad,
         hyper=("eps", "eps_inside", "moment_scale", "delayed"),
         moments=(Moment("sum_of_squares", "row", "initial_accumulator"),),
     )
