@@ -18,7 +18,7 @@ import hotbed
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "extending.md"
 SOURCE = Path(hotbed.__file__).parent
-MOST_FILES = {"A sharding scheme": 1, "An optimizer rule": 4}
+MOST_FILES = {"A sharding scheme": 1, "A storage tier": 3, "An optimizer rule": 4, "A pooling mode": 5}
 """Files of src/hotbed that an extension may touch, by section."""
 
 
@@ -97,7 +97,7 @@ def run(script: str, at: Path, package: Path) -> str:
 
 
 PYTEST = "import pytest\nassert pytest.main(['-q', '-rs', '-p', 'no:cacheprovider', *{}]) == 0\n"
-INSIDE = ["test_halves.py", "test_lion_kernels.py"]
+INSIDE = ["test_halves.py", "test_sqrtn.py", "test_compressed_tier.py", "test_lion_kernels.py"]
 """Tests of what is added inside hotbed; all others are of what needs no change of it."""
 
 
@@ -154,6 +154,7 @@ def test_the_patches_of_the_page_fit(outside: Path, tmp_path: Path, page: dict[s
             assert not (SOURCE / path).exists() or text != (SOURCE / path).read_text(encoding="utf-8")
 
 
+@pytest.mark.full  # all kernels are compiled anew
 def test_what_is_added_inside_hotbed_needs_these_patches_alone(
     outside: Path, tmp_path: Path, page: dict[str, Section]
 ) -> None:
