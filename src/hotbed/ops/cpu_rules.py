@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Apply an optimizer's rule to one row, in place, in Numba; definitions in `hotbed.ops.reference_rules`.
+"""Apply an optimizer's rule to one row, in place, in Numba; definitions in `hotbed.optim`.
 
 All rules are one compiled function that switches at run time: a variant per rule would cost a second of compilation
 each, and one more predictable branch per row costs nothing (docs/decisions/0003).
