@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .matrix import FEWER_EXAMPLES
 from .ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -17,13 +18,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Times differ tenfold between machines and with cold caches; no test depends on them.
-settings.register_profile("hotbed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("hotbed")
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=FEWER_EXAMPLES)
+settings.register_profile("quick", quick)
+settings.register_profile("full", quick, max_examples=100)  # make test-all
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes joined by Gloo; tests that use them are marked ``xdist_group("ranks")``, so one worker has them all."""
+    """Processes joined by Gloo, a pool for each of pytest's workers."""
     pool = Ranks()
     yield pool
     pool.close()
