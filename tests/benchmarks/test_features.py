@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks import features
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     command = ["features", "--quick", "--only", "whole", "--json", str(tmp_path / "found.json")]

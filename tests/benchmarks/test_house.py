@@ -13,8 +13,6 @@ import pytest
 from benchmarks import house
 from benchmarks.house import CASES, PACKAGE, Walk, functions, has_example, source, step, walked
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 FILES = {
     "a.py": """
         import json
