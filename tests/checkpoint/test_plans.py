@@ -24,8 +24,6 @@ from hotbed.optim import Adam, RowWiseAdagrad, SparseOptimizer
 from tests.checkpoint.test_checkpoint import bits
 from tests.ranks import RankError, Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 TABLES = [
     hb.Table("a", rows=101, dim=48),
     hb.Table("b", rows=7, dim=48, dtype="bf16", fp32_rows=3),
