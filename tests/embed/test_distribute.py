@@ -34,8 +34,6 @@ from .distributed_cases import (
     step_all,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 # -- training ------------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,6 @@ from hotbed.optim import Adam, SparseOptimizer
 from hotbed.specs import DYNAMIC_WAYS, Dynamic
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 DIM = 32
 ROWS = 3 * DYNAMIC_WAYS
 BYTES = ROWS * DIM * 4

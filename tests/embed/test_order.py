@@ -22,7 +22,6 @@ from hotbed.embed import dense
 from hotbed.hops import NodeLink
 from tests.ranks import TIMEOUT_S, Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
 BATCH, STEPS = 12, 4
 
 

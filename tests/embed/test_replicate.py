@@ -25,8 +25,6 @@ from hotbed.store.records import Over, Use
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BAD = [
     ((8, 3, 1, False), "replicas is 3, must divide the 8 ranks; choose one of 1, 2, 4, 8, or start other processes"),
     ((4, 0, 1, False), "replicas is 0, must divide the 4 ranks"),

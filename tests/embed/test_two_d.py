@@ -15,8 +15,6 @@ from tests.embed.replica_cases import NEVER, TABLES, Job, Model, all_trained, sc
 from tests.optim_cases import OPTIMIZERS
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 MESHES = [(4, 2), (8, 4)]
 """Ranks and replicas."""
 Found = dict[str, Any]
