@@ -13,8 +13,6 @@ from tests.ranks import RankError, Ranks
 
 from .distributed_model import make_model, samples, trained
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SCHEMES = ("table", "row", "column", "grid", "dp", hb.Cut(rows=0, hot_rows=5))
 STEPS = 50
 

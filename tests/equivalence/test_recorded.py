@@ -15,8 +15,6 @@ import hotbed as hb
 from tests.fixtures.models import Case, adam, build, rowwise, sha256, state, train
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 TABLES = [
     hb.Table("bags", rows=90, dim=48),
     hb.Table("singles", rows=40, dim=48),

@@ -14,8 +14,6 @@ from tests.ranks import Ranks
 
 from .sharding import SIZES, TABLES, Job, all_trained, trained
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SCHEMES = {
     "table": "table",
     "row": "row",

@@ -23,8 +23,6 @@ from hotbed.store.crossing import DeviceStaging
 from tests.checkpoint.test_checkpoint import bits
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 TABLES = [
     hb.Table("a", rows=101, dim=48),
     hb.Table("b", rows=7, dim=48, dtype="bf16", fp32_rows=3),

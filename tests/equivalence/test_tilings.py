@@ -18,8 +18,6 @@ from tests.tilings import tilings
 from .sharding import SIZES, TABLES, Job
 from .test_sharding import WHOLE, differing, results
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 OPTIMIZERS = {"SGD": {}, "RowWiseAdagrad": {}, "LAMB": {"max_norm": 0.5}}
 ONE_HOT = {"big", "small"}
 """Tables whose pooled features have one id per bag."""
