@@ -23,7 +23,7 @@ from tests.train import planted
 
 from .parallel_cases import assert_equal, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOT = {"user": 42, "item": 25, "page": 3}
 

@@ -171,7 +171,6 @@ def trained(group: object, packed: Path, batches: str, tier: str, plan: str, rea
     return state_of(trainer)
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("budget", ["0", "16000"])
 def test_several_ranks(budget: str, packed: Path, ranks: Any) -> None:

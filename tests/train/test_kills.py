@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from hotbed.checkpoint import checkpoints_in, find_checkpoint, load_checkpoint, storage, verify_checkpoint
@@ -97,7 +96,6 @@ def main() -> None:
         print(json.dumps([os.waitstatus_to_exitcode(status), found]), flush=True)
 
 
-@pytest.mark.xdist_group("kills")
 def test_a_run_that_is_killed_twenty_times_ends_where_one_that_is_not_ends(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", "from tests.train.test_kills import main; main()"]

@@ -23,7 +23,7 @@ from tests.train.planted import Losses
 
 from .parallel_cases import FEATURES, TABLES, TIMEOUT, TRAIN, Group, assert_equal, make_trainer, place, shares, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(

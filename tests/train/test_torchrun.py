@@ -28,9 +28,6 @@ from hotbed.nn import DLRM
 from hotbed.plan import Plan
 from tests.cli_cases import log_fixture, prepared_fixture, recipe_fixture  # noqa: F401
 
-# One after the other: each has several processes.
-pytestmark = pytest.mark.xdist_group("torchrun")
-
 ROOT = Path(hotbed.__file__).parents[2]
 PATIENCE_S = 300
 """A process that takes longer hangs; the machine may be busy."""

@@ -32,7 +32,7 @@ from tests.train.planted import Losses
 
 from .parallel_cases import RECIPE, TRAIN, Group, InMemory, assert_equal, make_trainer, place, shares, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TWO = {"replicas": 2, "sync_every": 4}
 STEPS, STOPPED = 14, 9
