@@ -3,8 +3,8 @@ BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
 LOWEST := .venv-lowest
 TORCH ?= $(shell grep '^torch==' constraints.txt)
-JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/test_cli.py \
-	tests/test_cli_train.py tests/test_cli_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
+JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/commands/test_main.py \
+	tests/commands/test_train.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
 .PHONY: help setup demo test test-all test-lowest check format tutorials gpu-suite bench-peers bench-net bench-ablation clean

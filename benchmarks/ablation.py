@@ -1,4 +1,4 @@
-"""What each thing is worth that NVIDIA's 113-billion-parameter DLRM reports a gain for, here beside there.
+"""Measure here what NVIDIA's 113-billion-parameter DLRM reports a gain for, and show both gains.
 
     python -m benchmarks.ablation [--only mixed_precision fused_tables compile host_tables broadcast] [--rounds 5]
                                   [--json FILE] [--quick]
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hotbed as hb
+from hotbed.commands.demo import demo_recipe
 from hotbed.data import write_synthetic_log
 from hotbed.data.prepare import prepare
-from hotbed.train.demo import demo_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)

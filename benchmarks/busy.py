@@ -1,4 +1,4 @@
-"""What does training do beside other processes? The demo's rate on idle and busy cores, by how OpenMP's threads wait.
+"""Measure the demo's rate on idle cores and beside other processes, by how OpenMP's threads wait.
 
     python -m benchmarks.busy [--seconds 8] [--samples 100000] [--json FILE]
 
@@ -97,9 +97,9 @@ def make_recipe(folder: Path, samples: int) -> Path:
     """The demo's recipe, on a log that is made here; it never ends by itself."""
     import yaml
 
+    from hotbed.commands.demo import demo_recipe
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
-    from hotbed.train.demo import demo_recipe
 
     write_synthetic_log(folder / "log.tsv", samples, seed=0)
     made = prepare(folder / "log.tsv", folder / "data")

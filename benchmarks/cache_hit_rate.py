@@ -1,4 +1,4 @@
-"""The row cache on a real log against the exact curve: ``python -m benchmarks.cache_hit_rate LOG``.
+"""Compare the row cache on a real log with the exact curve: ``python -m benchmarks.cache_hit_rate LOG``.
 
 A raw log in the Criteo layout is prepared and trained on for an epoch, with all rows in files behind a cache of a share
 of the rows. What the cache counts is compared with what a fully associative LRU cache of as many rows would have served

@@ -1,4 +1,4 @@
-"""Saving and restoring against plain copying of files, and what saving in the background costs training.
+"""Compare saving and restoring with plain copying of files, and measure what saving in the background costs training.
 
     python -m benchmarks.checkpoint [--gigabytes 10] [--rounds 3] [--folder DIR] [--json FILE] [--quick]
 
@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import hotbed as hb
+from hotbed.data.zipf import Zipf
+from hotbed.plan.cost import table_bytes
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,8 +98,8 @@ class Model:
         self.module = hb.nn.DLRM(tables, features, DENSE, bottom=(512, 256, DIM), top=(1024, 1024, 512, 256, 1))
         self.sparse = hb.optim.RowWiseAdagrad(self.module, lr=0.01)
         self.dense = torch.optim.SGD(self.module.parameters(), lr=0.01)
-        draw = np.random.default_rng(0)
-        self._batches = [self._batch(draw, rows, batch) for _ in range(32)]
+        draw, law = np.random.default_rng(0), Zipf(1 << 52, 1.05)
+        self._batches = [self._batch(draw, law, i, rows, batch) for i in range(32)]
         self._next = 0
 
     @property
@@ -108,8 +110,10 @@ class Model:
     def nbytes(self) -> int:
         return self.module.embeddings.nbytes
 
-    def _batch(self, draw: np.random.Generator, rows: int, batch: int) -> hb.Batch:
-        ids = {f"t{i}": torch.from_numpy((draw.zipf(1.05, batch) - 1) % rows) for i in range(TABLES)}
+    def _batch(self, draw: np.random.Generator, law: Zipf, number: int, rows: int, batch: int) -> hb.Batch:
+        """Ranks beyond the rows wrap round: about half of the ids are popular ones, the others any rows."""
+        counters = np.arange(number * batch, (number + 1) * batch, dtype=np.uint64)
+        ids = {f"t{i}": torch.from_numpy(law.draw((i,), counters) % rows) for i in range(TABLES)}
         dense = torch.from_numpy(draw.random((batch, DENSE), dtype=np.float32))
         labels = torch.from_numpy(draw.integers(0, 2, (batch, 1)).astype(np.float32))
         return hb.Batch(sparse=hb.Jagged.from_dict(ids), dense=dense, labels=labels)
@@ -204,7 +208,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="A hundredth of a gigabyte, once.")
     options = parser.parse_args()
     gigabytes, rounds, batch = (0.01, 1, 64) if options.quick else (options.gigabytes, options.rounds, 4096)
-    rows = int(gigabytes * 1e9 / (TABLES * (DIM + 1) * 4))
+    rows = int(gigabytes * 1e9 / (TABLES * table_bytes(hb.Table("t", 1, DIM), hb.optim.RowWiseAdagrad.rule.moments)))
     console = Console()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         model = Model(rows, batch)

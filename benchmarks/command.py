@@ -1,8 +1,8 @@
-"""Running hotbed's commands from benchmarks."""
+"""Run hotbed's commands from benchmarks."""
 
 from __future__ import annotations
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 
 
 def run(*argv: object) -> None:

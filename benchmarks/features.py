@@ -1,4 +1,4 @@
-"""What a step costs by the number of tables, at as many ids: it should not grow.
+"""Measure what a step costs by the number of tables, at as many ids: it should not grow.
 
     python -m benchmarks.features [--only fixed one whole] [--json benchmarks/results/features.json]
 

@@ -1,4 +1,4 @@
-"""Is the same training the same, bit for bit? Lookup, interaction, its backward and updates, run twice.
+"""Check that the same training is the same, bit for bit: lookup, interaction, its backward and updates, run twice.
 
 The second run shares the device with a stream of matrix products, so programs are scheduled in another order: a sum
 whose order depends on the schedule would show.
@@ -10,14 +10,18 @@ import hashlib
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.workload import DTYPES, UPDATES, Sizes, draw_ids, make_moments, make_rows, make_step, one_hot
-from hotbed.ops import select
+from benchmarks.gpu import OPTIMIZERS, ZIPF, Sizes
+from hotbed.bench.ops import filled_store, rule_step
+from hotbed.bench.options import OpsOptions
+from hotbed.bench.workload import Workload
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -31,31 +35,36 @@ def digest(tensors: list[Tensor]) -> str:
 def train(sizes: Sizes, dim: int, update: str, dtype: str, steps: int, *, disturbed: bool) -> str:
     """Train for some steps from a fixed seed; SHA-256 of every output, gradient and the final state."""
     device = sizes.device
-    ops = select(device, "triton")
-    tables = tuple(min(rows, 100_000) for rows in sizes.rows)
-    batch, n = min(sizes.batch, 8192), len(tables) + 1
+    rows = [min(r, 100_000) for r in sizes.rows]
+    options = sizes.options(
+        OpsOptions, dim, rows=rows, batch_size=min(sizes.batch, 8192), dtype=dtype, fp32_rows=max(rows) // 10
+    )
+    batch, n = options.batch_size, len(rows) + 1
     side = torch.cuda.Stream() if disturbed and device.type == "cuda" else None
     noise = torch.randn(2048, 2048, device=device) if side else None
     gen = torch.Generator(device=device).manual_seed(2)
-    torch.manual_seed(1)
-    rows = make_rows(tables, dim, DTYPES[dtype], device, hot=0.1)
-    moments = make_moments(UPDATES[update].rule, sum(tables), dim, device)
-    step_of = make_step(UPDATES[update], len(tables), device, lr=0.1, inv_scale=0.5)
+    rule = replace(
+        rule_step(options, device, partial(OPTIMIZERS[update], lr=0.1)), inv_scale=torch.tensor(0.5, device=device)
+    )
+    store, workload = filled_store(options, rule, device), Workload(options)
+    for seed, (first, count) in enumerate(zip(workload.first_slots, rows, strict=True)):
+        store.initialize(first, seed=seed, rows=range(count), cols=range(dim), bound=0.1)
+    out = store.empty((batch, n - 1, dim), torch.float32)
     hashes: list[str] = []
-    for step in range(steps):
+    for _ in range(steps):
         with torch.cuda.stream(side) if side else nullcontext():
             for _ in range(8 if noise is not None else 0):
                 noise = torch.tanh(noise @ noise)  # pyright: ignore[reportOptionalOperand]
-        bags = one_hot(tables, batch, draw_ids(tables, batch, "zipf", step, device))
-        vectors = torch.empty(batch, n, dim, device=device)
-        vectors[:, 0] = torch.randn(batch, dim, generator=gen, device=device)
-        ops.lookup(rows, bags, vectors)
-        out = ops.interaction(vectors, dim + n * (n - 1) // 2 + 1)
-        grad = ops.interaction_backward(torch.tanh(out), vectors)
-        found = ops.occurrences(bags)
-        ops.update(step_of, rows, moments, found, ops.group(found), grad.view(-1, dim))
-        hashes.append(digest([out, grad[:, 0]]))
-    hashes.append(digest([rows.wide, rows.narrow, rows.exponents, *moments.values()]))
+        bags = workload.layout(workload.draw(ZIPF)[0].to(device))
+        store.lookup(bags, out)
+        vectors = torch.cat([torch.randn(batch, 1, dim, generator=gen, device=device), out], 1)
+        pairs = store.ops.interaction(vectors, dim + n * (n - 1) // 2 + 1)
+        grad = store.ops.interaction_backward(torch.tanh(pairs), vectors)
+        found = store.occurrences(bags)
+        of_rows = grad[:, 1:].reshape(-1, dim)
+        store.ops.update(rule, store.rows, store.moments, found, store.ops.group(found), of_rows)
+        hashes.append(digest([pairs, grad]))
+    hashes.append(digest([store.rows.wide, store.rows.narrow, store.rows.exponents, *store.moments.values()]))
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Everything worth knowing from a few minutes on a GPU: is it right, is it the same twice, how fast is it.
+"""Find out in a few minutes on a GPU whether it is right, whether it is the same twice, and how fast it is.
 
 Parts run one after the other, each in a process of its own with its own time budget (580 s together), and
 ``gpu_suite.json`` is written after each, so a part that hangs, crashes or runs out of time takes nothing else with it.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import INCOMPLETE, Sizes
+from benchmarks.gpu import INCOMPLETE, Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_FOLDERS = ("ops", "store", "embed", "nn", "equivalence")

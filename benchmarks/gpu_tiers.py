@@ -1,7 +1,7 @@
-"""Rows outside the device's memory: read in place over the bus, or brought to a cache on the device.
+"""Measure rows outside the device's memory: read in place over the bus, or brought to a cache on the device.
 
-Limits are measured in the same run: a streaming copy from page-locked memory of the host (for what crosses the bus) and
-one inside the device's memory (for the cache). Bytes are what must move, as in gpu_bandwidth.py:
+Each is measured in turn with its limit: a streaming copy from page-locked memory of the host (for what crosses the bus)
+or one inside the device's memory (for the cache). Bytes are what must move, as in gpu_bandwidth.py:
 
 =============== =======================================================================================================
 in_place        ids; each distinct row once over the bus, float32 and int8; the largest arena is up to 100 GiB
@@ -19,11 +19,10 @@ on the device. Nothing is read ahead here, so the time of misses shows; hit rate
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,13 +31,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hotbed as hb
-from benchmarks.gpu_bandwidth import Job, Meter
-from benchmarks.workload import INCOMPLETE, Sizes, draw_ids
+from benchmarks.gpu import INCOMPLETE, Record, Sizes, draw_ids
+from hotbed.bench.meter import Limit, Way
+from hotbed.bench.ops import Job
 from hotbed.data.zipf_source import CRITEO_1TB
 from hotbed.embed import tables_on_meta
 from hotbed.ops import BagLayout, CacheTags, select
-from hotbed.ops.layout import FREE, SCALE_BLOCK
+from hotbed.ops.layout import FREE
 from hotbed.plan.tiers import place_in_tiers
+from hotbed.specs import RowDtype, row_bytes
 from hotbed.store import Span, Storage, memory
 
 KEYS = 1 << 20
@@ -66,30 +67,35 @@ PLACEMENTS = {
 }
 
 
-def bus(sizes: Sizes) -> Iterator[Job]:
-    """Streaming copies between the host's page-locked memory and the device; the last is the limit of what follows."""
-    size = sizes.copy_bytes // 4
-    host = memory.staging((size,), torch.uint8, sizes.device)
-    own = torch.ones(size, dtype=torch.uint8, device=sizes.device)
-    yield "copy_from_device", {}, size, lambda: host.copy_(own, non_blocking=True)
-    yield "copy_to_device", {}, size, lambda: own.copy_(host, non_blocking=True)
+class Bus:
+    """Streaming copies between the host's page-locked memory and the device."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.nbytes = sizes.copy_bytes // 4
+        self._host = memory.staging((self.nbytes,), torch.uint8, sizes.device)
+        self._own = torch.ones(self.nbytes, dtype=torch.uint8, device=sizes.device)
+
+    def jobs(self, record: Record) -> Iterator[Job]:
+        """Both ways."""
+        for name, call in (("copy_from_device", self._from_device), ("copy_to_device", self._to_device)):
+            yield Job(name, None, None, self.nbytes, record.streamed(self.nbytes), call)
+
+    def limit(self, nbytes: int) -> Limit:
+        """As many bytes, streamed to the device."""
+        return Limit("copy_to_device", [Way(self._to_device, nbytes / self.nbytes)])
+
+    def _from_device(self) -> None:
+        self._host.copy_(self._own, non_blocking=True)
+
+    def _to_device(self) -> None:
+        self._own.copy_(self._host, non_blocking=True)
 
 
-def in_place(sizes: Sizes) -> Iterator[Job]:
-    """Random rows of arenas in the host's memory, read by the lookup kernel in place."""
-    for dtype in ("fp32", "int8"):
-        yield _in_place(sizes, dtype, 1 << (16 if sizes.tiny else 32))
-
-
-def largest(sizes: Sizes) -> Iterator[Job]:
-    """The same of all the memory that is to be had."""
-    yield _in_place(sizes, "fp32", 1 << 17 if sizes.tiny else min(LARGEST, _free() // 2))
-
-
-def _in_place(sizes: Sizes, dtype: Any, nbytes: int) -> Job:
+def in_place(record: Record, bus: Bus, dtype: RowDtype, nbytes: int) -> None:
+    """Random rows of an arena in the host's memory, read by the lookup kernel in place."""
+    sizes = record.sizes
     dim, count = max(sizes.dims), sizes.batch * (1 if sizes.tiny else 8)
-    row_bytes = 4 * dim if dtype == "fp32" else dim + -(-dim // SCALE_BLOCK)
-    rows = nbytes // row_bytes
+    rows = nbytes // row_bytes(dtype, dim)
     storage = Storage("host", host="uva")
     store = storage.make([Span(rows)], dim, dtype=dtype, device=sizes.device, backend="triton")
     ids = torch.randint(0, rows, (count,), device=sizes.device)
@@ -97,20 +103,23 @@ def _in_place(sizes: Sizes, dtype: Any, nbytes: int) -> Job:
     offsets = torch.empty(0, count + 1, dtype=torch.int64, device=sizes.device)
     bags = BagLayout(ids, features, offsets, None, count, count, False, 1)
     out = torch.empty(count, 1, dim, device=sizes.device)
-    about: dict[str, object] = {"dtype": dtype, "dim": dim, "arena_bytes": store.nbytes, "ids": count}
-    return "in_place", about, len(ids.unique()) * row_bytes, lambda: store.lookup(bags, out)
+    distinct = len(ids.unique())
+    moved = distinct * row_bytes(dtype, dim)
+    job = Job("in_place", "uniform", distinct, moved, bus.limit(moved), lambda: store.lookup(bags, out))
+    record.run([job], dtype=dtype, dim=dim, arena_bytes=store.nbytes)
 
 
-def cache(sizes: Sizes) -> Iterator[Job]:
+def cache(record: Record) -> None:
     """The operations of a cache on the device."""
+    sizes = record.sizes
     ops, device = select(sizes.device, "triton"), sizes.device
-    target = torch.empty(sizes.copy_bytes // 4, dtype=torch.uint8, device=device)
-    source = torch.ones_like(target)
-    yield "copy", {}, 2 * len(target), lambda to=target, source=source: to.copy_(source)
-    del target, source
     ways, keys = 32, 8 if sizes.tiny else KEYS
     record_bytes = 4 * max(sizes.dims) + 4
     places = -(-4 * keys // ways) * ways
+
+    def run(kernel: str, nbytes: int, call: Callable[[], object], **about: object) -> None:
+        record.run([Job(kernel, None, None, nbytes, record.streamed(nbytes), call)], keys=keys, **about)
+
     for policy in ("lru", "lfu"):
         tags = _tags(places, ways, policy == "lfu", device)
         wanted, now = torch.arange(keys, device=device), iter(range(1, 1 << 30))
@@ -120,17 +129,15 @@ def cache(sizes: Sizes) -> Iterator[Job]:
         def take(tags: CacheTags = tags, wanted: Tensor = wanted, now: Iterator[int] = now) -> None:
             ops.cache_take(tags, wanted.add_(keys), next(now))  # keys that were never there
 
-        yield "cache_take", {"policy": policy, "keys": keys, "ways": ways}, keys * (24 + 48 * ways), take
-    about: dict[str, object] = {"keys": keys, "ways": ways}
-    yield "cache_find", about, keys * (16 + 8 * ways), lambda: ops.cache_find(tags, wanted)
+        run("cache_take", keys * (24 + 48 * ways), take, ways=ways, policy=policy)
+    run("cache_find", keys * (16 + 8 * ways), lambda: ops.cache_find(tags, wanted), ways=ways)
     at = torch.randperm(places, device=device)[:keys]
-    yield "cache_use", {"keys": keys}, keys * 32, lambda: ops.cache_use(tags, at, 1 << 20)
+    run("cache_use", keys * 32, lambda: ops.cache_use(tags, at, 1 << 20))
     slab = torch.zeros(places, record_bytes, dtype=torch.uint8, device=device)
     records = torch.zeros(keys, record_bytes, dtype=torch.uint8, device=device)
-    about = {"keys": keys, "record_bytes": record_bytes}
     size = keys * (2 * record_bytes + 8)
-    yield "cache_read", about, size, lambda: ops.cache_read(slab, at, records)
-    yield "cache_write", about, size, lambda: ops.cache_write(slab, at, records)
+    run("cache_read", size, lambda: ops.cache_read(slab, at, records), record_bytes=record_bytes)
+    run("cache_write", size, lambda: ops.cache_write(slab, at, records), record_bytes=record_bytes)
 
 
 def _tags(places: int, ways: int, by_count: bool, device: torch.device) -> CacheTags:
@@ -161,7 +168,7 @@ def make_model(sizes: Sizes, where: Placement) -> Any:
     return hb.distribute(model, plan, device=sizes.device, host=where.host)
 
 
-def step(sizes: Sizes, name: str, deadline: float) -> dict[str, object]:
+def step(sizes: Sizes, name: str, deadline: float) -> dict[str, Any]:
     """Steps on batches that were not seen before, until time is up."""
     where, device = PLACEMENTS[name], sizes.device
     model = make_model(sizes, where)
@@ -171,7 +178,7 @@ def step(sizes: Sizes, name: str, deadline: float) -> dict[str, object]:
     seconds: list[float] = []
     least, before = 2 if sizes.tiny else 6, model.embeddings.traffic
     while len(seconds) < least or (not sizes.tiny and time.monotonic() < deadline):
-        ids = hb.Jagged(names, draw_ids(rows, sizes.batch, "zipf", len(seconds), device), batch_size=sizes.batch)
+        ids = hb.Jagged(names, draw_ids(rows, sizes.batch, len(seconds), device), batch_size=sizes.batch)
         model.embeddings.verify(ids)
         numbers, labels = torch.randn(sizes.batch, 13, device=device), torch.ones(sizes.batch, 1, device=device)
         _wait(device)
@@ -210,28 +217,28 @@ def _wait(device: torch.device) -> None:
 
 
 def main(out: Path, budget_s: float) -> None:
-    sizes = Sizes.choose()
+    sizes = Sizes.choose().begin()
     start = time.monotonic()
     deadline = start + budget_s
-    meter = Meter(sizes, out, start + 0.4 * budget_s)
-    for jobs in (bus, in_place, cache):
-        meter.run(jobs(sizes))
+    record, bus = Record(sizes, out, start + 0.4 * budget_s), Bus(sizes)
+    record.run(bus.jobs(record))
+    for dtype in ("fp32", "int8"):
+        in_place(record, bus, dtype, 1 << (16 if sizes.tiny else 32))
         gc.collect()
+    cache(record)
+    gc.collect()
     for i, name in enumerate(PLACEMENTS):
         left = deadline - LARGEST_S - time.monotonic()
         if left < 0:
             print(f"  time is up; left out: step {name} and what follows it")
-            meter.complete = False
+            record.complete = False
             break
         found = step(sizes, name, time.monotonic() + left / (len(PLACEMENTS) - i) / 2)
-        meter.results.append(found)
-        out.write_text(json.dumps(meter.results, indent=1))
-        print(f"  step {name}: {found['steps_per_s']:.2f} steps/s, hit rate {found['hit_rate']:.1%}", flush=True)
+        record.add(found, f"{name}: {found['steps_per_s']:.2f} steps/s, hit rate {found['hit_rate']:.1%}")
         gc.collect()
-    meter.deadline = deadline - LARGEST_S
-    meter.run(bus(sizes))
-    meter.run(largest(sizes))
-    if not meter.complete:
+    record.deadline = deadline - LARGEST_S
+    in_place(record, bus, "fp32", 1 << 17 if sizes.tiny else min(LARGEST, _free() // 2))
+    if not record.complete:
         sys.exit(INCOMPLETE)
 
 

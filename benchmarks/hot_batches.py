@@ -1,4 +1,4 @@
-"""What hot rows, pure hot batches and split batches are worth where other rows take longer to come.
+"""Measure what hot rows, pure hot batches and split batches are worth where other rows take longer to read.
 
     python -m benchmarks.hot_batches                            # one process, the other rows in files
     python -m benchmarks.hot_batches --ranks 2 --limit 1000     # processes, the other rows behind a link, Mbit/s
@@ -27,15 +27,17 @@ import yaml
 from rich.console import Console
 from rich.progress import track
 
+import hotbed as hb
 from benchmarks.net.hosts import Hosts, available, run_ranks
+from hotbed.commands.pack import pack_by_popularity
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import SplitBinaryWriter, ZipfSource
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import hot_inputs
 from hotbed.files import write_json
+from hotbed.plan.cost import table_bytes
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.hot_rows import pack_by_popularity
 from hotbed.train.parallel import process_group
 from hotbed.train.report import environment
 from hotbed.train.run import _training_loader
@@ -103,7 +105,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         base["memory"] = {"tier": "disk", "directory": str(folder / "rows")}
     else:
         base["parallel"] = {"plan": "row"}
-    budget = int(args.budget_share * args.rows * args.tables * 4 * (args.dim + 1))
+    table = hb.Table("t", args.rows, args.dim)
+    budget = int(args.budget_share * args.tables * table_bytes(table, hb.optim.RowWiseAdagrad.rule.moments))
     packed = pack_by_popularity(Recipe.from_dict(base), folder / "packed", Console(stderr=True), budget=budget)
     base["data"]["path"] = str(folder / "packed")
     hot = {"rows": str(folder / "packed" / "hot_rows.json")}

@@ -1,4 +1,4 @@
-"""Do split batches, and hot and cold batches in turns, train as good a model as whole batches do?
+"""Compare models trained on split batches, and on hot and cold batches in turns, with one of whole batches.
 
     python -m benchmarks.hot_quality LOG [--seeds 1 2 3] [--json FILE]
 

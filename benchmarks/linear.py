@@ -1,4 +1,4 @@
-"""Products of fully connected layers by torch's library and by oneDNN: ``python -m benchmarks.linear [--json FILE]``.
+"""Time products of fully connected layers by torch and by oneDNN: ``python -m benchmarks.linear [--json FILE]``.
 
 For each shape the forward product and the gradients of input and weight, float32, as `hotbed.nn.linear` computes them,
 both libraries in turns in one process: median GFLOP/s of each and the median ratio. This is what its limits were

@@ -1,11 +1,11 @@
-"""What do narrow rows and bf16 compute cost in quality? ΔAUC with intervals, on planted logs and on real ones.
+"""Measure what narrow rows and bf16 compute cost in AUC, with intervals, on planted logs and on real ones.
 
     python -m benchmarks.quality --real_log LOG --json benchmarks/results/quality_cpu.json  # from the repository's root
 
 For each seed, all configurations (row dtype × compute dtype) are trained on the same batches from the same initial
-values and scored on the same test samples, so that what they share cancels in the differences; `quality_stats` says how
-the intervals are made. The file is written after each seed, and runs that are in it are not repeated: the same command
-goes on where it was interrupted, and more ``--seeds`` or other ``--configs`` add to it.
+values and scored on the same test samples, so that what they share cancels in the differences; `quality_results` says
+how the intervals are made. The file is written after each seed, and runs that are in it are not repeated: the same
+command goes on where it was interrupted, and more ``--seeds`` or other ``--configs`` add to it.
 
     python -m benchmarks.quality --json benchmarks/results/quality_cpu.json --render     # the tables in docs/quality.md
 """
@@ -31,13 +31,19 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.quality_planted import ROWS, PlantedLog
-from benchmarks.quality_report import draw, print_results, render
-from benchmarks.quality_results import BASELINE, CONFIGS, LOGS, Config, Log, Results
-from benchmarks.quality_training import PlantedSettings, RealSettings, Trained, train_planted, train_real
+from benchmarks.quality_results import BASELINE, CONFIGS, LOGS, Config, Log, Results, draw, print_results, render
+from benchmarks.quality_training import (
+    ROWS,
+    PlantedLog,
+    PlantedSettings,
+    RealSettings,
+    Trained,
+    train_planted,
+    train_real,
+)
+from hotbed.commands.demo import TEST_FRACTION, THRESHOLD
 from hotbed.data import SplitBinarySource
 from hotbed.data.prepare import prepare
-from hotbed.train.demo import TEST_FRACTION, THRESHOLD
 from hotbed.train.report import environment
 
 ROOT = Path(__file__).parent.parent

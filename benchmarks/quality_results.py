@@ -1,19 +1,131 @@
-"""What is compared, the file that results are kept in, and the differences between its runs."""
+"""Keep scores of runs in a file, compare them with intervals for new seeds *and* new samples, show the differences.
+
+A difference ΔAUC = AUC(configuration) − AUC(fp32) is uncertain for two reasons:
+
+- *Seeds.* With other initial values, training samples and rounding, Δ comes out otherwise. All configurations of a seed
+  share the first two, so differences are taken seed by seed; their mean over S seeds has a t interval with S − 1
+  degrees of freedom. All of it is for this test set.
+- *Test set.* Other test samples would give another Δ for the very same models. The test set is cut into B blocks. Their
+  Δs, each averaged over the seeds, are independent draws, so their mean has a t interval with B − 1 degrees of freedom.
+  (An AUC is unbiased on a block as on the whole. DeLong's variance estimates the same without blocks, but needs every
+  prediction of every run; B numbers per run can be kept, so that seeds can be added later.)
+
+Neither interval alone is sound: the first ignores that all seeds are tested on the same samples, the second that only a
+few models were trained. The two errors are independent, so the half-widths are added as squares (MOVER: Zou and Donner
+2008, with symmetric intervals). Some of the seeds' noise is in the blocks as well, so the result errs on the wide side.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from benchmarks.quality_stats import Difference, Scores, paired_difference
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from hotbed.auc import auc
 from hotbed.config import Precision
 from hotbed.specs import RowDtype
 
 Log = Literal["planted", "real"]
 LOGS: tuple[Log, ...] = get_args(Log)
+
+_Z = 1.959964
+_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+
+RESOLUTION = 3e-4
+"""Loss of AUC that a run on the planted log is to resolve: the 95 % interval is at most this far from its middle."""
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+_HEADER = (
+    *("rows", "compute", "bytes per row", "seeds", "AUC"),
+    *("ΔAUC · 10⁴", "of seeds", "of test set", "Δlogloss · 10⁴", "loss of AUC"),
+)
+
+
+# -- scores and intervals ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good one model is on the test set, and on each of its blocks in order."""
+
+    auc: float
+    logloss: float
+    block_auc: list[float]
+    block_logloss: list[float]
+
+    @staticmethod
+    def of(logits: Tensor, labels: Tensor, blocks: int) -> Scores:
+        """Score logits ``[N]`` against labels ``[N]``; block k is the k-th of ``blocks`` equal parts in order."""
+        loss = F.binary_cross_entropy_with_logits(logits.double(), labels.double(), reduction="none")
+        pairs = zip(logits.tensor_split(blocks), labels.tensor_split(blocks), strict=True)
+        return Scores(
+            auc(logits, labels),
+            float(loss.mean()),
+            [round(auc(*pair), 8) for pair in pairs],
+            [round(float(part.mean()), 8) for part in loss.tensor_split(blocks)],
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean paired difference and the half-widths of its 95 % intervals; infinite where there is one seed or block."""
+
+    mean: float
+    seeds: float
+    test: float
+
+    @property
+    def half_width(self) -> float:
+        """Half-width of the interval for new seeds and new test samples."""
+        return math.hypot(self.seeds, self.test)
+
+
+def paired_difference(
+    whole: Sequence[tuple[float, float]], blocks: Sequence[tuple[Sequence[float], Sequence[float]]]
+) -> Difference:
+    """Difference between two configurations over the seeds that both have.
+
+    Parameters
+    ----------
+    whole
+        Per seed: the metric of the configuration and of what it is compared with, on the whole test set.
+    blocks
+        Per seed: the same on each block.
+    """
+    of_seed = [a - b for a, b in whole]
+    of_block = [statistics.mean(column) for column in zip(*(map(float.__sub__, a, b) for a, b in blocks), strict=True)]
+    return Difference(statistics.mean(of_seed), half_width(of_seed), half_width(of_block))
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half-width of the 95 % t interval of a mean: t · s / √n."""
+    if len(values) < 2:
+        return math.inf
+    return t_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def t_quantile(df: int) -> float:
+    """97.5 % quantile of Student's t; from 10 degrees of freedom on by its expansion (Abramowitz and Stegun 26.7.5)."""
+    if df <= len(_T):
+        return _T[df - 1]
+    z = _Z
+    g1 = (z**3 + z) / 4
+    g2 = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    g3 = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + g1 / df + g2 / df**2 + g3 / df**3
+
+
+# -- what is compared ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -151,3 +263,105 @@ def _difference(metric: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[st
         [(run[metric], base[metric]) for run, base in pairs],
         [(run[f"block_{metric}"], base[f"block_{metric}"]) for run, base in pairs],
     )
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------
+
+
+def verdict(difference: Difference) -> str:
+    """What the interval of a ΔAUC says about a loss."""
+    low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
+    if high < 0:
+        return "yes, below 3e-4" if low >= -RESOLUTION else "yes"
+    return "below 3e-4 if any" if low >= -RESOLUTION else "not resolved"
+
+
+def print_results(console: Console, results: Results) -> None:
+    """One table per log."""
+    for log in LOGS:
+        lines = compare(results.runs(log))
+        if lines:
+            table = Table(*_HEADER, title=f"{log} log", title_justify="left", caption=_caption(results, log))
+            for line in lines:
+                table.add_row(*_cells(line))
+            console.print(table)
+
+
+def markdown(results: Results) -> str:
+    """The same tables, with their captions."""
+    parts: list[str] = []
+    for log in LOGS:
+        lines = compare(results.runs(log))
+        if lines:
+            rows = [_HEADER, ("---",) * len(_HEADER), *map(_cells, lines)]
+            table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+            parts.append(f"### {log.capitalize()} log\n\n{_caption(results, log)}\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def render(results: Results, page: Path) -> None:
+    """Put the tables between the markers of a page."""
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n\n{END}{after}", encoding="utf-8")
+
+
+def draw(results: Results, path: Path) -> bool:
+    """Chart of ΔAUC with its intervals, one panel per log; False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    panels = [(log, lines) for log in LOGS if (lines := compare(results.runs(log)))]
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), layout="constrained")
+    for i, (log, lines) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), i + 1)
+        shown = [line for line in lines if line.config != BASELINE][::-1]
+        colours = ["tab:orange" if line.config.compute == "bf16" else "tab:blue" for line in shown]
+        for y, (line, colour) in enumerate(zip(shown, colours, strict=True)):
+            half = line.auc_difference.half_width
+            axes.errorbar(
+                line.auc_difference.mean * 1e4,
+                y,
+                xerr=half * 1e4 if math.isfinite(half) else None,
+                fmt="o",
+                color=colour,
+                capsize=3,
+            )
+        axes.set_yticks(range(len(shown)), [f"{line.config.rows} / {line.config.compute}" for line in shown])
+        axes.axvspan(-RESOLUTION * 1e4, 0, color="tab:green", alpha=0.15)
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set_xlabel("ΔAUC · 10⁴ against fp32 / fp32 (95 % interval)")
+        axes.set_title(f"{log} log")
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    first = line.config.rows, line.config.compute, f"{line.row_bytes:.1f}", str(line.seeds), f"{line.auc:.5f}"
+    if line.config == BASELINE:
+        return (*first, *"–––––")
+    auc, logloss = line.auc_difference, line.logloss_difference
+    return (*first, _interval(auc), _scaled(auc.seeds), _scaled(auc.test), _interval(logloss), verdict(auc))
+
+
+def _interval(difference: Difference) -> str:
+    return f"{_scaled(difference.mean, '+')} ± {_scaled(difference.half_width)}"
+
+
+def _scaled(value: float, sign: str = "") -> str:
+    """In units of 1e-4."""
+    return f"{value * 1e4:{sign}.2f}" if math.isfinite(value) else "?"
+
+
+def _caption(results: Results, log: Log) -> str:
+    section: dict[str, Any] = results.data[log]
+    facts = {**section["about"], **{k: v for k, v in section["settings"].items() if k in ("samples", "test_samples")}}
+    where = sorted({run["measured_on"] for run in section["runs"]})
+    return "; ".join([*(f"{key.replace('_', ' ')} {_fact(value)}" for key, value in facts.items()), *where])
+
+
+def _fact(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.5f}" if isinstance(value, float) else str(value)

@@ -1,10 +1,10 @@
-"""What do replicas cost in quality? M = 1, 2, 4, 8 at one global batch, with scaled moments, without, and exact.
+"""Measure what replicas cost in quality: M = 1, 2, 4, 8 at one global batch, with scaled moments, without, and exact.
 
     python -m benchmarks.two_d --real_log LOG --json benchmarks/results/two_d.json     # from the repository's root
 
 Eight processes train every case on the same samples from the same initial values: M groups of 8/M processes, averaged
 after every step. So M = 1 is one group, and the exact mode must have its numbers to the bit. Learning rates are those
-of M = 1. Logs: one with a known truth (`quality_planted`), and a real one in the Criteo layout, prepared first.
+of M = 1. Logs: one with a known truth (`quality_training`), and a real one in the Criteo layout, prepared first.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hotbed as hb
-from benchmarks.quality_planted import PlantedLog
+from benchmarks.quality_training import PlantedLog
+from hotbed.commands.demo import TEST_FRACTION, THRESHOLD
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.prepare import prepare
-from hotbed.train.demo import TEST_FRACTION, THRESHOLD
 from hotbed.train.metrics import evaluate
 from hotbed.train.report import environment
 

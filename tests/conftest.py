@@ -1,14 +1,19 @@
-"""What must be set before any test module is imported."""
+"""What must be set before any test module is imported, and what tests of many packages share."""
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Several test processes share the cores; OpenMP's idle threads would spin against them. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, settings
+
+from hotbed.commands.main import main
+from hotbed.data import write_synthetic_log
 
 from .matrix import FEWER_EXAMPLES
 from .ranks import Ranks
@@ -30,3 +35,36 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(name="log", scope="session")
+def _log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "log.tsv"
+    write_synthetic_log(path, 3000, seed=1)
+    return path
+
+
+@pytest.fixture(name="prepared", scope="session")
+def _prepared(log: Path) -> Path:
+    out = log.parent / "prepared"
+    argv = ["prepare", str(log), str(out), "--threshold", "5", "--valid_fraction", "0.1", "--json", str(out) + ".json"]
+    assert main(argv) == 0
+    return out
+
+
+@pytest.fixture(name="recipe")
+def _recipe(tmp_path: Path, prepared: Path) -> Path:
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "name": "small",
+                "data": {"path": str(prepared), "dim": 8},
+                "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}},
+                "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+                "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+                "train": {"batch_size": 128, "device": "cpu"},
+            }
+        )
+    )
+    return file

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hotbed import machine
-from hotbed.cli import main
+from hotbed.commands.main import main
 
 WATCH = """
 import os, sys
@@ -25,10 +25,10 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 """
 WAYS = {
-    "import": "import hotbed",
-    "command": "import sys; sys.argv = ['hotbed', '--help']; from hotbed.cli import main; main()",
-    "module": "import sys, runpy; sys.argv = ['hotbed', '--help']; runpy.run_module('hotbed')",
-    "rank": "import hotbed.train.promise_worker",
+    "import": "import hotbed; hotbed.Trainer",
+    "command": "import sys; sys.argv = ['hotbed', 'prepare', '--help']; from hotbed.commands.main import main; main()",
+    "module": "import sys, runpy; sys.argv = ['hotbed', 'prepare', '--help']; runpy.run_module('hotbed')",
+    "rank": "import hotbed.commands.promise",
 }
 KERNEL = """
 import torch

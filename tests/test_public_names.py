@@ -35,9 +35,29 @@ def test_names_imported_at_first_use(package: types.ModuleType):
         package.ParquetSauce  # noqa: B018
 
 
+def imported(script: str) -> set[str]:
+    """Which of the slow libraries a process has imported after a script."""
+    slow = {"torch", "numpy", "numba", "pyarrow", "polars", "jsonargparse", "matplotlib", "scipy"}
+    code = f"{script}; import sys; print(*({slow} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
 def test_importing_hotbed_leaves_the_slow_libraries_for_later():
-    script = (
-        "import hotbed, sys; print(*{'pyarrow', 'polars', 'jsonargparse', 'matplotlib', 'scipy'} & sys.modules.keys())"
+    assert imported("import hotbed, hotbed.config; hotbed.Table") == set()
+    assert not imported("import hotbed; hotbed.Trainer") & {"pyarrow", "polars", "jsonargparse", "matplotlib", "scipy"}
+
+
+def test_subpackages_are_names_too():
+    assert imported("import hotbed as hb; assert hb.nn.DLRM.__module__ == 'hotbed.nn.models'; hb.optim") >= {"torch"}
+    imported("from hotbed import *; assert {'Table', 'nn'} <= set(dir()), dir()")
+
+
+def test_a_name_at_its_first_use_in_a_compiled_function():
+    """In a process of its own, where no one has used it."""
+    imported(
+        "import pickle, torch, hotbed as hb; "
+        "f = torch.compile(lambda x: x * hb.Table('a', 3, 4).rows, backend='eager'); "
+        "assert 'Table' not in vars(hb) and f(torch.ones(1)).item() == 3; "
+        "assert pickle.loads(pickle.dumps(hb.Table('a', 3, 4))) == hb.Table('a', 3, 4)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

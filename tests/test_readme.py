@@ -15,9 +15,9 @@ def test_the_example_trains():
 
 
 def test_every_command_of_the_readme_exists():
-    from hotbed import cli
+    from hotbed.commands.main import COMMANDS
 
     text = README.read_text(encoding="utf-8")
     commands = set(re.findall(r"^hotbed (\w+)", text, re.MULTILINE))
-    assert commands == {"prepare", "pack", "train", "init", "inspect", "bench", "demo", "checkpoint"}
-    assert commands <= {name.split()[0] for name in cli.COMMANDS}
+    assert commands == {"prepare", "pack", "train", "init", "inspect", "bench", "demo", "checkpoint", "completion"}
+    assert commands <= COMMANDS.keys()

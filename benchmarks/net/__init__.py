@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces, joined by a switch, every link with the bandwidth asked for.
+"""Make several hosts on one machine: network namespaces, joined by a switch, every link with the bandwidth asked for.
 
     python -m benchmarks.net.check            # as root: what such a network carries, against its limits
 

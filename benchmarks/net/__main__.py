@@ -1,4 +1,4 @@
-"""Step time against bandwidth, for plans and codecs, on hosts joined by links with limits.
+"""Measure step time against bandwidth, for plans and codecs, on hosts joined by links with limits.
 
     python -m benchmarks.net [--limits 100 1000] [--ranks 2 4] [--plans table row column dp] [--json FILE] [--quick]
     python -m benchmarks.net --ranks 8 --plans row --codecs fp32 --groups 1 2 2:all 2/8   # one group against 2D
@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.net.chart import draw
 from benchmarks.net.hosts import Hosts, available, run_ranks
 from benchmarks.net.step_worker import BATCH, DIM, ROWS, TABLES
 from hotbed.train.report import environment
@@ -86,6 +86,41 @@ def as_predicted(result: dict[str, Any]) -> bool:
 def _commit() -> str:
     git = ["git", "rev-parse", "HEAD"]
     return subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def draw(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> bool:
+    """A panel per limit and codec, a line per plan; False where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    limits, codecs, ranks = (
+        list(dict.fromkeys(result[key] for result in results)) for key in ("limit_mbit", "codec", "ranks")
+    )
+    plans = list(dict.fromkeys(key(result)[2] for result in results))
+    figure = Figure(figsize=(3.2 * len(codecs) + 1, 2.6 * len(limits) + 0.8), layout="constrained")
+    panels = figure.subplots(len(limits), len(codecs), sharex=True, sharey="row", squeeze=False)
+    for row, limit in zip(panels, limits, strict=True):
+        for axes, codec in zip(row, codecs, strict=True):
+            for plan in plans:
+                line = {r["ranks"]: r["step_ms"] for r in results if key(r) == (limit, codec, plan)}
+                axes.plot(list(line), list(line.values()), marker="o", markersize=3, label=plan)
+            axes.set_title(f"{limit} Mbit/s, {codec}", loc="left", fontsize="medium")
+            axes.set_xticks(ranks)
+            axes.set_ylim(bottom=0)
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].legend(frameon=False, fontsize="small")
+    figure.suptitle(title, fontsize=10)
+    figure.supxlabel("ranks, each a host of its own", fontsize=10)
+    figure.supylabel("step, ms", fontsize=10)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def key(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Panel and line of a result."""
+    groups = result["groups"]
+    return result["limit_mbit"], result["codec"], result["plan"] + (f", {groups} groups" if groups != "1" else "")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What do links between namespaces carry, against their limits? TCP, and exchanges of Gloo between 2 and 4 hosts.
+"""Measure what links between namespaces carry, against their limits: TCP, and exchanges of Gloo between 2 and 4 hosts.
 
     python -m benchmarks.net.check [--limits 100 1000 10000 none] [--rounds 3] [--seconds 2] [--json FILE]
 

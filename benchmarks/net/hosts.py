@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces, joined by a bridge, with links of limited bandwidth; processes in them.
+"""Make hosts on one machine of network namespaces, a bridge and links of limited bandwidth; run processes in them.
 
     with Hosts(4, mbit_per_s=1000) as hosts:
         results = run_ranks(hosts, [sys.executable, "-m", "some.module"], timeout_s=60)

@@ -1,4 +1,4 @@
-"""A rank that trains a DLRM of many small tables on random ids; prints seconds and bytes of a step as JSON.
+"""Train a DLRM of many small tables on random ids, as one rank; print seconds and bytes of a step as JSON.
 
 python -m benchmarks.net.step_worker '{"scheme": "row", "forward": "fp32", "backward": "fp32", "steps": 8}'
 
@@ -16,12 +16,15 @@ import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 import hotbed as hb
+from hotbed.data.zipf import Zipf
 from hotbed.embed import replicas as embed_replicas
+from hotbed.plan.cost import table_bytes
 from hotbed.plan.traffic import step_traffic
 
 TABLES, ROWS, DIM, BATCH = 8, 50_000, 64, 512
@@ -41,21 +44,22 @@ def model_and_plan(scheme: str, world_size: int) -> tuple[hb.nn.DLRM, hb.Plan]:
 
 
 class Ids:
-    """How often the rows of a table are looked up: all alike, or by Zipf's law, in an order that no tile knows."""
+    """Ids of a table: all rows alike, or by Zipf's law, in an order that no tile knows."""
 
     def __init__(self, zipf: float) -> None:
+        self._law = Zipf(ROWS, zipf)
+        self._row_of_rank = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
         weights = torch.arange(1, ROWS + 1, dtype=torch.float64) ** -zipf
-        self.shares = (weights / weights.sum())[torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))]
-        self._ends = self.shares.cumsum(0)
+        self._shares = weights / weights.sum()
 
-    def draw(self, count: int, draw: torch.Generator) -> torch.Tensor:
-        """Random ids of a table."""
-        at = torch.rand(count, dtype=torch.float64, generator=draw)
-        return torch.searchsorted(self._ends, at, right=True).clamp_(max=ROWS - 1)
+    def draw(self, rank: int, table: int, batch: int) -> torch.Tensor:
+        """Random ids of a table in a batch of a rank."""
+        counters = np.arange(batch * BATCH, (batch + 1) * BATCH, dtype=np.uint64)
+        return self._row_of_rank[torch.from_numpy(self._law.draw((rank, table), counters))]
 
     def distinct(self, ids: int) -> float:
         """Expected distinct rows of a table among so many ids."""
-        return float((1 - (1 - self.shares) ** ids).sum())
+        return float((1 - (1 - self._shares) ** ids).sum())
 
 
 def batches(rank: int, count: int, ids: Ids) -> list[hb.Batch]:
@@ -63,11 +67,11 @@ def batches(rank: int, count: int, ids: Ids) -> list[hb.Batch]:
     draw = torch.Generator().manual_seed(rank)
     return [
         hb.Batch(
-            sparse=hb.Jagged.from_dict({f"t{i}": ids.draw(BATCH, draw) for i in range(TABLES)}),
+            sparse=hb.Jagged.from_dict({f"t{table}": ids.draw(rank, table, i) for table in range(TABLES)}),
             dense=torch.randn(BATCH, 13, generator=draw),
             labels=torch.rand(BATCH, 1, generator=draw).round(),
         )
-        for _ in range(count)
+        for i in range(count)
     ]
 
 
@@ -76,7 +80,7 @@ def sync_bytes(size: int, replicas: int, every: int, ids: Ids, *, dense: bool) -
     shards = size // replicas
     slots = TABLES * ROWS / shards
     own, all_touched = (TABLES * ids.distinct(BATCH * every * n) / shards for n in (shards, size))
-    others, row = replicas - 1, 4 * (DIM + 1)
+    others, row = replicas - 1, table_bytes(hb.Table("t", 1, DIM), hb.optim.RowWiseAdagrad.rule.moments)
     told = 0.0 if dense else others * min(4 * own, slots / 8)
     return (told + 2 * others / replicas * row * (slots if dense else all_touched)) / every
 

@@ -1,4 +1,4 @@
-"""One rank of one measurement; prints its seconds as one line of JSON.
+"""Measure exchanges as one rank; print its seconds as one line of JSON.
 
 python -m benchmarks.net.worker tcp BYTES
 python -m benchmarks.net.worker gloo BYTES_PER_PEER STEPS

@@ -24,12 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.peers import ranks, report
-from benchmarks.peers.ids import write_ids
 from benchmarks.peers.ranks import ROOT
 from benchmarks.peers.results import Results
 from benchmarks.peers.sides import HUGE_PAGES, ONE_THREAD, Side, sides_of
 from benchmarks.peers.worker import batches_needed
-from benchmarks.peers.workloads import STEPS, WORKLOADS, Workload, tiny
+from benchmarks.peers.workloads import STEPS, WORKLOADS, Workload, tiny, write_ids
 
 SECTIONS = {
     "embedding": ("embedding", "multi_hot", "narrow"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from benchmarks.peers.workloads import BOTTOM, DENSE_FEATURES, EPS, LR, TOP, Workload
-from hotbed.bench.limits import gather_limit, row_parts, scatter_limit
+from hotbed.bench.limits import gather_limit, rows_by_matrix, scatter_limit
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -84,7 +84,7 @@ class Embedding:
         scatters: list[float] = []
         for i, ids in enumerate(batches):
             slots = (ids.view(w.tables, -1) + first_slots).flatten()
-            parts = row_parts(store.rows, slots, w.pooling)
+            parts = rows_by_matrix(store.rows, slots, w.pooling)
             ways = gather_limit(parts, w.pooling, nbytes=0).ways  # how many bytes is of interest on GPUs only
             (scatter,) = scatter_limit(parts, store.moments, nbytes=0).ways
             gathers[i % len(ways)].append(seconds(ways[i % len(ways)].move))

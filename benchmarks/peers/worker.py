@@ -1,4 +1,4 @@
-"""One side of one comparison in a process of its own, or in one per rank; prints its median seconds as a line of JSON.
+"""Measure one side of a comparison in a process of its own, or in one per rank; print median seconds as a JSON line.
 
 python -m benchmarks.peers.worker embedding fbgemm_side WORKLOAD_AS_JSON OPTIONS_AS_JSON ids.npy
 """

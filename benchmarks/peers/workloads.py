@@ -1,6 +1,6 @@
-"""What is computed: sizes, ids and dense inputs, the same for all sides.
+"""Say what is computed, and draw ids and dense inputs, once for all sides.
 
-Imports no contender, so that every worker holds only its own.
+Imports no contender (but where ids are drawn), so that every worker holds only its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ BOTTOM = (512, 256, 128)
 TOP = (1024, 1024, 512, 256, 1)
 LR = 0.01
 EPS = 1e-8
+ZIPF = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,19 @@ STEPS = ("step", "world2_step")
 def tiny(workload: Workload) -> Workload:
     """Small enough to see in seconds whether everything runs; timings mean nothing."""
     return replace(workload, rows=500, tables=4, batch=64, warmup=1, steps=2, limit=min(4, workload.limit))
+
+
+def write_ids(workload: Workload, batches: int, path: Path) -> None:
+    """Draw ids ``[batches, tables, batch · pooling]`` int64 and save them as a ``.npy`` file.
+
+    Popular ids are scattered over the rows, as in hashed vocabularies.
+    """
+    from hotbed.data.zipf import Zipf
+
+    law = Zipf(workload.rows, 0.0 if workload.uniform else ZIPF)
+    shape = (batches, workload.tables, workload.batch * workload.pooling)
+    ranks = law.draw((1,), np.arange(np.prod(shape), dtype=np.uint64))
+    np.save(path, np.random.default_rng(0).permutation(workload.rows)[ranks].reshape(shape))
 
 
 def read_ids(path: Path, rank: int = 0, ranks: int = 1) -> list[Tensor]:

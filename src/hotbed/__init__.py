@@ -1,26 +1,28 @@
-"""Train recommendation models whose embedding tables outgrow the memory next to the compute."""
+"""Train recommendation models whose embedding tables outgrow the memory next to the compute.
+
+Every name is imported when it is first used, so that ``hotbed --help`` need not wait for torch.
+"""
 
 from typing import TYPE_CHECKING
 
 from hotbed import machine as machine  # before anything loads torch, and torch its OpenMP runtime
 
 # isort: split
-from hotbed import nn, optim
-from hotbed.batch import Batch, Embeddings
-from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
-from hotbed.config import Recipe
-from hotbed.data import Loader, Schema, Source, SplitBinarySource
-from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
-from hotbed.errors import HotbedError
-from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.lazy import lazy
-from hotbed.plan import Cut, Plan, Tile, make_plan
-from hotbed.specs import Dynamic, Feature, Table
-from hotbed.train import Callback, Trainer, evaluate
 
 if TYPE_CHECKING:
-    from hotbed.data import ParquetSource
+    from hotbed import nn, optim
+    from hotbed.batch import Batch, Embeddings
+    from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
+    from hotbed.config import Recipe
+    from hotbed.data import Loader, ParquetSource, Schema, Source, SplitBinarySource
     from hotbed.data.prepare import prepare
+    from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
+    from hotbed.errors import HotbedError
+    from hotbed.jagged import Jagged, ModelParallelInput
+    from hotbed.plan import Cut, Plan, Tile, make_plan
+    from hotbed.specs import Dynamic, Feature, Table
+    from hotbed.train import Callback, Trainer, evaluate
 
 __all__ = [
     "Batch",
@@ -55,4 +57,38 @@ __all__ = [
     "save_checkpoint",
 ]
 
-__getattr__, __dir__ = lazy(__name__, {"ParquetSource": "hotbed.data.parquet", "prepare": "hotbed.data.prepare"})
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Batch": "hotbed.batch",
+        "Callback": "hotbed.train",
+        "Cut": "hotbed.plan",
+        "Dynamic": "hotbed.specs",
+        "EmbeddingCollection": "hotbed.embed",
+        "Embeddings": "hotbed.batch",
+        "Feature": "hotbed.specs",
+        "HotbedError": "hotbed.errors",
+        "Jagged": "hotbed.jagged",
+        "Loader": "hotbed.data",
+        "ModelParallelInput": "hotbed.jagged",
+        "ParquetSource": "hotbed.data",
+        "Plan": "hotbed.plan",
+        "Recipe": "hotbed.config",
+        "Schema": "hotbed.data",
+        "Source": "hotbed.data",
+        "SplitBinarySource": "hotbed.data",
+        "Table": "hotbed.specs",
+        "Tile": "hotbed.plan",
+        "Trainer": "hotbed.train",
+        "distribute": "hotbed.embed",
+        "evaluate": "hotbed.train",
+        "init_from": "hotbed.checkpoint",
+        "load_checkpoint": "hotbed.checkpoint",
+        "make_plan": "hotbed.plan",
+        "mean_over_ranks": "hotbed.embed",
+        "nn": "hotbed",
+        "optim": "hotbed",
+        "prepare": "hotbed.data.prepare",
+        "save_checkpoint": "hotbed.checkpoint",
+    },
+)

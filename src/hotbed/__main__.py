@@ -2,6 +2,6 @@
 
 import sys
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 
 sys.exit(main())

@@ -15,12 +15,14 @@ def lazy(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], objec
     package
         Its ``__name__``.
     places
-        By name, the module that defines it.
+        By name, the module that defines it; the package itself for one of its subpackages.
     """
 
     def get(name: str) -> object:
         if name not in places:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        if places[name] == package:
+            return import_module(f"{package}.{name}")
         value = getattr(import_module(places[name]), name)
         setattr(sys.modules[package], name, value)
         return value

@@ -68,6 +68,16 @@ def cpu(root: Path = Path("/")) -> Cpu:
     return Cpu(name, kind, vendor == "AuthenticAMD", int(family) if family.isdecimal() else 0, frozenset(flags.split()))
 
 
+def release() -> str:
+    """Return the version of hotbed that is installed."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    try:
+        return version("hotbed")
+    except PackageNotFoundError:  # imported from src/, never installed
+        return "unknown (source checkout)"
+
+
 def spin_briefly(environment: MutableMapping[str, str]) -> None:
     """Let OpenMP's runtimes that are loaded later spin only shortly, unless the user has set how they wait."""
     if not any(name in environment for name in OF_USERS):

@@ -5,11 +5,11 @@ from torch import Tensor
 from hotbed.bench import limits
 from hotbed.bench.limits import (
     NO_MOMENT,
-    Part,
+    MatrixRows,
     copy_limit,
     copy_way,
     gather_limit,
-    row_parts,
+    rows_by_matrix,
     scatter_limit,
     torch_gather,
     torch_scatters,
@@ -56,7 +56,7 @@ def test_rows_are_gathered_past_the_caches(pieces: int) -> None:
 @pytest.mark.parametrize(("bags", "pooling", "ways"), [(100, 1, 2), (1 << 17, 1, 3), (1 << 17, 2, 1)])
 def test_a_large_gather_may_go_past_the_caches(bags: int, pooling: int, ways: int) -> None:
     store = DenseStore([Span(1000, 0)], 16, dtype="fp32")
-    parts = row_parts(store.rows, torch.randint(0, 1000, (bags * pooling,)), pooling)
+    parts = rows_by_matrix(store.rows, torch.randint(0, 1000, (bags * pooling,)), pooling)
     limit = gather_limit(parts, pooling, 0)
     assert len(limit.ways) == ways
     for way in limit.ways:
@@ -100,10 +100,10 @@ def test_parts_are_the_rows_that_ids_name(
     slots = torch.arange(20)
     store.write(slots, slots[:, None].expand(-1, 8).float())
     named = torch.tensor([11, 19, 0, 0])
-    parts = row_parts(store.rows, named, 1)
+    parts = rows_by_matrix(store.rows, named, 1)
     assert [p.matrix.shape[1] for p in parts] == words
     assert [tuple(p.vectors().shape) for p in parts] == vectors
-    assert [tuple(p.vectors().shape) for p in row_parts(store.rows, named, 1, torch.bfloat16)] == bf16_vectors
+    assert [tuple(p.vectors().shape) for p in rows_by_matrix(store.rows, named, 1, torch.bfloat16)] == bf16_vectors
     found = [
         p.matrix[p.at].view(store.rows.wide.dtype if width == 8 else store.rows.narrow.dtype)
         for p, width in zip(parts, words, strict=True)
@@ -125,7 +125,7 @@ def test_limits_leave_every_bit_as_it_is(dtype: str, fp32_rows: int, vectors: to
     tensors = [*vars(store.rows).values(), *store.moments.values()]
     before = [t.clone() for t in tensors]
     slots = torch.randint(0, 40, (60,))
-    parts = row_parts(store.rows, slots, 2, vectors)
+    parts = rows_by_matrix(store.rows, slots, 2, vectors)
     distinct = [p._replace(at=p.at.unique(), slots=p.slots.unique()) for p in parts]
     beside = [m.view(40, -1).view(torch.int32) for m in store.moments.values()]
     ways = [
@@ -140,7 +140,7 @@ def test_limits_leave_every_bit_as_it_is(dtype: str, fp32_rows: int, vectors: to
 
 
 def test_torch_ways_are_scaled_by_bytes() -> None:
-    part = Part(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 16)
+    part = MatrixRows(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 16)
     assert torch_gather([part], 1000).scale == 1000 / (2 * 16 + 3 * 16 + 3 * 8)
     distinct = part._replace(at=torch.tensor([1, 3]), slots=torch.tensor([1, 3]))
     add, copy = torch_scatters([distinct], [numbers(10, 1)], 1000)
@@ -150,7 +150,7 @@ def test_torch_ways_are_scaled_by_bytes() -> None:
 
 
 def test_index_select_competes_where_it_does_the_same() -> None:
-    part = Part(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 16)
+    part = MatrixRows(numbers(10, 4), torch.tensor([1, 1, 3]), torch.tensor([1, 1, 3]), 3, 16)
     assert len(gather_limit([part], 1, 1).ways) == 2
     assert len(gather_limit([part], 3, 1).ways) == 1
     assert len(gather_limit([part._replace(vector_bytes=32)], 1, 1).ways) == 1

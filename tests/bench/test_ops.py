@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hotbed.bench import memory
+from hotbed.bench import limits
 from hotbed.bench.ops import bench_ops
 from hotbed.bench.options import OpsOptions, sparse_optimizers
 from hotbed.bench.run import bench
@@ -75,7 +75,7 @@ def test_every_dtype_is_accepted(dtype: Any, fp32_rows: int) -> None:
 
 
 def test_tables_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr(limits, "available_bytes", lambda _: 1000)
     stages: list[str] = []
     with pytest.raises(RecipeError, match="1,000 B of cpu memory is free"):
         bench_ops(tiny(), stages.append)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from hotbed import optim
-from hotbed.bench import memory
-from hotbed.bench.memory import check_memory, table_bytes
+from hotbed.bench import limits
+from hotbed.bench.limits import check_memory
 from hotbed.bench.options import OpsOptions, StepOptions, sparse_optimizers
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BackendError, HotbedError, RecipeError
+from hotbed.plan.cost import table_bytes
 from hotbed.store import DenseStore, Span
 
 CPU = torch.device("cpu")
@@ -21,6 +22,7 @@ CPU = torch.device("cpu")
         ({"repeats": -1}, "repeats is -1, must be at least 1"),
         ({"zipf": -0.5}, "zipf is -0.5, must not be negative"),
         ({"zipf": float("nan")}, "zipf is nan, must not be negative"),
+        ({"zipf": 16.5}, "zipf is 16.5, must be at most 16, where all ids are the same row"),
         ({"rows": [5, 6]}, "rows has 2 entries, but there are 26 tables; give one number per table"),
         ({"rows": 0}, "rows is 0, must be at least 1"),
         ({"tables": 2, "rows": [3, 0]}, "rows is 0, must be at least 1"),
@@ -43,7 +45,7 @@ def test_table_bytes_are_those_of_the_store(name: str, dtype: Any) -> None:
     store = DenseStore([Span(t.rows, t.fp32_rows) for t in options.specs()[0]], 8, dtype=dtype)
     for moment in rule.moments:
         store.add_moment(moment)
-    assert table_bytes(options, rule) == store.nbytes
+    assert sum(table_bytes(t, rule.moments) for t in options.specs()[0]) == store.nbytes
 
 
 def test_every_optimizer_is_known_by_its_name() -> None:
@@ -75,13 +77,14 @@ def test_what_does_not_fit_is_refused_with_the_numbers(monkeypatch: pytest.Monke
     options = OpsOptions()
     rule = optim.RowWiseAdagrad.rule
     check_memory(OpsOptions(rows=10), rule, CPU, 0)
-    monkeypatch.setattr(memory, "available_bytes", lambda _: 8 << 30)
+    monkeypatch.setattr(limits, "available_bytes", lambda _: 8 << 30)
+    monkeypatch.setattr(limits, "COPY_BYTES", 256 << 20)
     with pytest.raises(RecipeError) as caught:
         check_memory(options, rule, CPU, 1 << 30)
     assert "26 tables of 26,000,000 rows in all × 128 columns (fp32)" in str(caught.value)
     assert "take 12.5 GiB, and measuring 2.0 GiB more, but 8.0 GiB of cpu memory is free" in str(caught.value)
     assert "lower --rows or --tables, or choose a narrower --dtype" in str(caught.value)
-    monkeypatch.setattr(memory, "available_bytes", lambda _: None)
+    monkeypatch.setattr(limits, "available_bytes", lambda _: None)
     check_memory(options, rule, CPU, 0)
 
 

@@ -3,10 +3,9 @@ from typing import Any
 import pytest
 import torch
 
-from hotbed.bench import memory
+from hotbed.bench import limits
 from hotbed.bench.options import StepOptions, sparse_optimizers
-from hotbed.bench.step import WARM_UP, _batches, _matmuls, _Step, _ways, bench_step
-from hotbed.bench.timeline import PARTS, Timeline
+from hotbed.bench.step import PARTS, WARM_UP, Timeline, _batches, _matmuls, _Step, _ways, bench_step
 from hotbed.bench.workload import Workload
 from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import HotbedError, RecipeError
@@ -133,7 +132,7 @@ def test_models_that_cannot_be_are_refused_before_they_are_made(monkeypatch: pyt
     stages: list[str] = []
     with pytest.raises(HotbedError, match="has dim 8 but the bottom MLP ends with 16"):
         bench_step(tiny(bottom=[16]), stages.append)
-    monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr(limits, "available_bytes", lambda _: 1000)
     with pytest.raises(RecipeError, match="1,000 B of cpu memory is free"):
         bench_step(tiny(), stages.append)
     assert not stages

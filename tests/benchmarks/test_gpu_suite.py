@@ -9,25 +9,32 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
 from benchmarks import gpu_suite
-from benchmarks.workload import DTYPES, UPDATES, Sizes
+from benchmarks.gpu import OPTIMIZERS as MEASURED
+from benchmarks.gpu import Sizes
+from hotbed.bench.ops import rule_step
+from hotbed.bench.options import OpsOptions
 from hotbed.optim import COMMON
 from hotbed.optim.sgd import MOMENTUM, PLAIN
+from hotbed.specs import RowDtype
 from tests.optim_cases import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_no_optimizer_and_no_option_is_missing():
-    assert {u.rule for u in UPDATES.values()} == {kind.rule for kind in OPTIMIZERS if hasattr(kind, "rule")} | {
-        *(PLAIN, MOMENTUM)
-    }
-    assert {name for u in UPDATES.values() for name in u.limits} == {*COMMON} - {"lr"}
+    options = OpsOptions(tables=1, rows=1, dim=4, device="cpu")
+    steps = {name: rule_step(options, torch.device("cpu"), make) for name, make in MEASURED.items()}
+    rules = {kind.rule for kind in OPTIMIZERS if hasattr(kind, "rule")}
+    assert {step.rule for step in steps.values()} == rules | {PLAIN, MOMENTUM}
+    assert set().union(*(step.uses for step in steps.values())) == {*COMMON} - {"lr"}
     decoupled = {kind.rule for kind in OPTIMIZERS if kind.weight_decay_mode == "decoupled"}
-    assert decoupled == {u.rule for u in UPDATES.values() if "decay" in u.limits}
+    assert decoupled == {step.rule for step in steps.values() if "decay" in step.uses}
 
 
 @pytest.mark.parametrize(("tiny", "budgets"), [("1", [math.inf, math.inf]), ("0", [150, 40])])
@@ -62,12 +69,11 @@ def test_tiny_suite(tmp_path):
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "ok")
     assert parts["tests"]["results"]["tests"] > 0 and parts["tests"]["results"]["failed"] == []
     assert all(r["equal"] for r in parts["determinism"]["results"])
-    measured = {r["kernel"] for r in parts["bandwidth"]["results"]}
-    assert measured == {
-        "copy", "gather", "initial_values", "lookup", "lookup_to_bf16", "weight_gradient", "occurrences", "group",
-        "interaction", "interaction_backward", *(f"update_{name}" for name in UPDATES),
+    bandwidth, tiers = parts["bandwidth"]["results"], parts["tiers"]["results"]
+    assert {r["kernel"] for r in bandwidth} == {
+        "copy", "initial_values", "lookup", "lookup_to_bf16", "weight_gradient", "occurrences", "group",
+        "interaction", "interaction_backward", *(f"update_{name}" for name in MEASURED),
     }  # fmt: skip
-    tiers = parts["tiers"]["results"]
     assert {r["kernel"] for r in tiers} == {
         "copy", "copy_to_device", "copy_from_device", "in_place", "step",
         "cache_find", "cache_take", "cache_use", "cache_read", "cache_write",
@@ -75,7 +81,11 @@ def test_tiny_suite(tmp_path):
     steps = {r["placement"]: r for r in tiers if r["kernel"] == "step"}
     assert set(steps) == {"in_place", "host_cached", "disk_cached"}
     assert all(r["steps_per_s"] > 0 and (r["misses"] > 0) == (name != "in_place") for name, r in steps.items())
-    updates = {(r["kernel"], r["dtype"]) for r in parts["bandwidth"]["results"] if r["kernel"].startswith("update")}
-    assert updates == {(f"update_{name}", dtype) for name in UPDATES for dtype in DTYPES}
-    assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_per_s"] > 0 for r in parts["bandwidth"]["results"])
-    assert all(r["samples_per_s"] > 0 and min(r["parts_s"].values()) > 0 for r in parts["step"]["results"])
+    updates = {(r["kernel"], r["dtype"]) for r in bandwidth if r["kernel"].startswith("update")}
+    assert updates == {(f"update_{name}", dtype) for name in MEASURED for dtype in get_args(RowDtype)}
+    of_kernels = [r for r in [*bandwidth, *tiers] if r["kernel"] not in ("copy", "step")]
+    assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_s"] > 0 and r["limit_s"] > 0 for r in of_kernels)
+    assert {r["limit"] for r in of_kernels} == {"gather", "scatter", "copy", "copy_to_device"}
+    for found in parts["step"]["results"]:
+        assert found["step"]["samples_per_s"] > 0 and found["roofline"]["median_share"] > 0
+        assert all(part["median_s"] > 0 for part in found["parts"])

@@ -12,11 +12,10 @@ from rich.console import Console
 
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import ranks, report
-from benchmarks.peers.ids import write_ids
 from benchmarks.peers.results import Results
 from benchmarks.peers.sides import SHARDED_EMBEDDING_SIDES, SHARDED_STEP_SIDES, sides_of
 from benchmarks.peers.worker import batches_needed
-from benchmarks.peers.workloads import SHARDED, STEPS, WORKLOADS, read_ids, tiny
+from benchmarks.peers.workloads import SHARDED, STEPS, WORKLOADS, read_ids, tiny, write_ids
 
 FAILING = """
 import os, sys, time

@@ -14,14 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quality_planted import PIECE, ROWS, PlantedLog
-from benchmarks.quality_report import BEGIN, END, verdict
-from benchmarks.quality_results import BASELINE, CONFIGS, Config, Results, compare
-from benchmarks.quality_stats import Difference, Scores, half_width, paired_difference, t_quantile
-from benchmarks.quality_training import PlantedSettings
+from benchmarks.quality_results import (
+    BASELINE,
+    BEGIN,
+    CONFIGS,
+    END,
+    Config,
+    Difference,
+    Results,
+    Scores,
+    compare,
+    half_width,
+    paired_difference,
+    t_quantile,
+    verdict,
+)
+from benchmarks.quality_training import PIECE, ROWS, PlantedLog, PlantedSettings
+from hotbed.auc import auc
 from hotbed.batch import Batch
 from hotbed.data import write_synthetic_log
-from hotbed.train.metrics import auc
 
 ROOT = Path(__file__).parents[2]
 SMALL = (3, 40, 500)

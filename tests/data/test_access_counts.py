@@ -5,16 +5,18 @@ import pytest
 import torch
 from data_cases import MIXED_SCHEMA, NUMBERED_SCHEMA, ListSource, mixed_batch, numbered_batch
 
+import hotbed.data.access_counts
 from hotbed.data.access_counts import count_accesses
 from hotbed.errors import DataError, SpecError
 
 
-def test_all_ids_of_all_features_of_a_table_are_counted() -> None:
+def test_all_ids_of_all_features_of_a_table_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = mixed_batch(500)
     seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(hotbed.data.access_counts, "_PIECE", 200)
     source = ListSource(batch, [200, 1, 299], MIXED_SCHEMA)
     found = count_accesses(source, "train", progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(200, 500), (201, 500), (500, 500)]
+    assert seen == [(200, 500), (400, 500), (500, 500)]
     assert found.samples == 500
     assert found.estimated == {}
     expected: dict[str, list[int]] = {"user": batch.sparse["user"].values.tolist()}
@@ -63,10 +65,11 @@ def test_arguments_out_of_range(options: dict[str, Any], message: str) -> None:
         count_accesses(ListSource(numbered_batch(100), [100]), "train", **options)
 
 
+@pytest.mark.parametrize("sample", [1.0, 0.9])
 @pytest.mark.parametrize("bad", [-1, 10_000])
-def test_an_id_that_is_no_row(bad: int) -> None:
+def test_an_id_that_is_no_row(bad: int, sample: float) -> None:
     batch = numbered_batch(100)
     batch.sparse["a"].values[7] = torch.tensor(bad)
-    message = rf"chunk 0, feature 'a': id {bad:,} is not within the 10,000 rows of table 'a'; raise its rows"
+    message = rf"split 'train', feature 'a': id {bad:,} at sample 7 is not within the 10,000 rows of table 'a'; raise"
     with pytest.raises(DataError, match=message):
-        count_accesses(ListSource(batch, [100], NUMBERED_SCHEMA), "train")
+        count_accesses(ListSource(batch, [100], NUMBERED_SCHEMA), "train", sample=sample)

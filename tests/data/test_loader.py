@@ -96,6 +96,13 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
     assert one[:100] != one[100:]
 
 
+def test_samples_of_a_window_are_in_another_order_every_epoch() -> None:
+    """There is one chunk, so that only the order within its window can differ."""
+    first, second = (ids(make_epochs(loader, 1)) for loader in [Loader(numbered(100, 1), "train", 8, shuffle=True)] * 2)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(100))
+
+
 def test_shuffling_mixes_chunks() -> None:
     first = next(iter(Loader(numbered(), "train", 30, shuffle=True, window=7)))
     chunk_of = [i // 15 for i in first.sparse["a"].values.tolist()]

@@ -45,6 +45,11 @@ def test_ids_by_falling_count_then_value(tmp_path: Path) -> None:
     assert (tmp_path / "out/vocabulary/C1.txt").read_text() == "0000000b\n0000000c\n0000000e\n"
 
 
+def test_a_missing_value_is_not_the_value_zero(tmp_path: Path) -> None:
+    prepare(c1_log(tmp_path / "log.tsv", "00  a"), tmp_path / "out", threshold=1, test_fraction=0)
+    assert ids_of(tmp_path / "out") == [1, 1, 0, 0, 2]
+
+
 def test_numericals_and_labels(tmp_path: Path) -> None:
     lines = [log_line(1, [0, -2, ""]), log_line(0, [100, 5, 20_000_000])]
     prepare(write_log(tmp_path / "log.tsv", lines), tmp_path / "out", test_fraction=0)
@@ -84,7 +89,7 @@ def test_tomorrow_keeps_yesterdays_ids(tmp_path: Path) -> None:
         prepare(tmp_path / "2.tsv", tmp_path / "three", vocabulary=tmp_path / "nowhere")
 
 
-columns = st.lists(st.sampled_from(["", "1", "2", "0000000a", "ffffffff"]), min_size=1, max_size=60)
+columns = st.lists(st.sampled_from(["", "0", "1", "2", "0000000a", "ffffffff"]), min_size=1, max_size=60)
 
 
 @settings(deadline=None, max_examples=20)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from data_cases import write_log
 
+from hotbed.auc import auc
 from hotbed.data import SplitBinarySource, write_synthetic_log
 from hotbed.data.prepare import prepare
-from hotbed.data.synthetic import _auc
 from hotbed.errors import SpecError
 
 
@@ -62,7 +63,7 @@ def test_the_planted_model_can_be_learnt_from_the_prepared_data(tmp_path: Path) 
         ids = train.sparse[column.name].values.numpy()
         shown, clicks = (np.bincount(ids, w, column.rows) for w in (None, clicked))
         score += np.log((clicks + 2.6) / (shown - clicks + 7.4))[test.sparse[column.name].values.numpy()]
-    reached = _auc(score, test.labels.numpy()[:, 0] > 0)
+    reached = auc(torch.from_numpy(score), test.labels[:, 0] > 0)
     assert 0.68 < reached < log.test.auc
 
 
@@ -70,8 +71,10 @@ def test_auc_against_all_pairs() -> None:
     rng = np.random.default_rng(0)
     scores, clicked = rng.integers(0, 20, 200).astype(np.float64), rng.random(200) < 0.3
     pairs = scores[clicked][:, None] - scores[~clicked]
-    assert _auc(scores, clicked) == pytest.approx(((pairs > 0) + 0.5 * (pairs == 0)).mean())
-    assert np.isnan(_auc(scores, np.zeros(200, dtype=bool)))
+    assert auc(torch.from_numpy(scores), torch.from_numpy(clicked)) == pytest.approx(
+        ((pairs > 0) + 0.5 * (pairs == 0)).mean()
+    )
+    assert np.isnan(auc(torch.from_numpy(scores), torch.zeros(200, dtype=torch.bool)))
 
 
 def test_a_failed_write_keeps_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from torch import nn
 
 import hotbed as hb
 from hotbed import ops, optim
+from hotbed.comm import Link
 from hotbed.embed import plan_for, plan_tables
+from hotbed.embed.dense import mean_over_ranks_
 from hotbed.errors import PlanError
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut, make_plan
@@ -363,6 +365,21 @@ def tables_only(group: dist.ProcessGroup) -> None:
 
 def test_a_model_without_dense_parameters_has_no_sync_too(ranks: Ranks):
     ranks.run(SIZE, tables_only)
+
+
+def mean_of_ranks(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    buffer = values[dist.get_rank(group)].clone()
+    mean_over_ranks_(buffer, Link(group))
+    return buffer
+
+
+def test_dense_gradients_are_added_in_rank_order(ranks: Ranks):
+    """Whatever share of them a rank adds up: the last one's is shorter."""
+    values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    expected = (values[0] + values[1] + values[2]) / 3
+    assert not torch.equal(expected, (values[0] + values[2] + values[1]) / 3)
+    for found in ranks.run(3, mean_of_ranks, values):
+        assert torch.equal(found, expected)
 
 
 def inside_another(group: dist.ProcessGroup) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
+from hotbed.ops.rows import random_bits, round_stochastic, step_seeds
 from hotbed.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from hotbed.specs import Feature, Table
 
@@ -120,6 +121,20 @@ def test_narrow_tables_train(optimizer):
     collection = make(ALL, fp32_rows=2)
     losses = train(collection, optimizer(collection), range(40))
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+
+def test_rows_are_rounded_with_the_random_bits_of_their_table_step_row_and_column():
+    """Fixed for good: a run that goes on after an upgrade has the bits that it would have had."""
+    table = Table("t", ROWS, DIM, init_bound=0.5, dtype="bf16", init_seed=7)
+    collection, rows = EmbeddingCollection([table], [Feature("t", table="t")]), torch.tensor([3, 8])
+    optimizer = SGD(collection, lr=0.01)
+    for step in (1, 2, 3):
+        new = collection.weight("t")[rows] - torch.tensor(0.01)
+        random = random_bits(step_seeds(torch.tensor(7), torch.tensor(step)), rows, torch.arange(DIM))
+        collection(Jagged.from_dict({"t": rows}))["t"].sum().backward()
+        optimizer.step()
+        rounded = round_stochastic(new, torch.bfloat16, torch.empty(0, dtype=torch.int8), random)
+        assert torch.equal(collection.weight("t")[rows], rounded.float())
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -142,6 +142,17 @@ def test_the_least_often_seen_ids_give_way() -> None:
     assert known(model) == {*range(100), *range(500, 528)}
 
 
+def test_ids_are_seen_as_often_as_a_batch_has_them() -> None:
+    model, optimizer = one_set(evict="lfu")
+    often, seldom = list(range(64)), list(range(64, 128))
+    fill(model, optimizer, range(128))
+    step(model, optimizer, often * 6, [[]] * (64 * 6))
+    for _ in range(2):  # more batches, fewer ids
+        step(model, optimizer, seldom, [[]] * 64)
+    fill(model, optimizer, range(500, 564))
+    assert known(model) == {*often, *range(500, 564)}
+
+
 def test_ids_that_begin_anew_were_seen_as_often_as_since_then() -> None:
     model, optimizer = one_set(evict="lfu", ttl_steps=2)
     for _ in range(5):

@@ -24,6 +24,7 @@ SEGMENTS = {
     "at_run_length": [7] * 32 + [8] * 33 + [9] * 31 + [0],
     "two_runs_each": [i % 3 for i in range(3 * 40)],
     "over_1024": [2] * 1100 + [5] * 40 + [3, 23],
+    "one_to_nine_runs": [slot for slot in range(9) for _ in range(32 * slot + 1)],
     "random": torch.randint(0, 24, (200,), generator=torch.Generator().manual_seed(3)).tolist(),
 }
 OFF = {"lr": 0.1, "max_grad_norm": torch.inf, "max_norm": torch.inf, "l2": 0.0, "decay": 0.0}

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hotbed.commands.dry_run import plan_view
 from hotbed.errors import PlanError
 from hotbed.optim import Moment, RowWiseAdagrad
 from hotbed.plan import Cut, Plan, make_plan
 from hotbed.plan.cost import rank_costs, tile_bytes
 from hotbed.plan.schemes import SCHEMES
-from hotbed.plan.show import plan_view
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 

@@ -14,7 +14,7 @@ from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, TensorBoard
 from hotbed.train.checkpointing import KeepBest, KeepLast
-from hotbed.train.progress import ShowProgress, StageProgress
+from hotbed.train.report import ShowProgress, StageProgress
 from tests.train import planted
 from tests.train.planted import Losses
 

@@ -11,21 +11,13 @@ import pytest
 import torch
 import yaml
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import HotRecipe
 from hotbed.data import Loader, SplitBinarySource
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSchedule
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, refused, train
 
 
 class Told:
@@ -117,7 +109,7 @@ def test_where_rows_are_changes_nothing(packed: Path) -> None:
 
 
 def test_the_same_batches_from_a_list_train_the_same_model(packed: Path, tmp_path: Path) -> None:
-    from hotbed.train.hot_rows import recipe_in
+    from hotbed.commands.pack import recipe_in
 
     recipe = recipe_in(packed)
     source = open_source(recipe.data)

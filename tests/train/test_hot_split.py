@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hotbed as hb
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import NonFiniteError
@@ -24,15 +24,7 @@ from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.run import _training_loader
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, refused, train
 from tests.ranks import TIMEOUT_S
 from tests.train import planted
 from tests.train.parallel_cases import assert_equal, state_of

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
 from hotbed.train.build import new_model, open_source
@@ -131,7 +131,7 @@ def test_a_run_goes_on_in_another_memory(tmp_path: Path) -> None:
 
 
 def test_dry_run_counts_moments_of_the_optimizer_as_it_is_made(tmp_path: Path) -> None:
-    from hotbed.train.dry_run import memory_plan
+    from hotbed.commands.dry_run import memory_plan
 
     plain = recipe_of(tmp_path, {}, "SGD")
     values = plain.to_dict()

@@ -15,13 +15,7 @@ from hotbed.nn.linear import Linear, has_onednn_linear
 from hotbed.train import Trainer, numerics
 from hotbed.train.numerics import Numerics, bf16_instructions
 from hotbed.train.parallel import Ranks
-from tests.cli_cases import (  # noqa: F401
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import train
 from tests.train import planted
 from tests.train.parallel_cases import make_trainer
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import hotbed as hb
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.store import memory

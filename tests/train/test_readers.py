@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
+from hotbed.commands.demo import demo_recipe
 from hotbed.config import Recipe
 from hotbed.data import write_synthetic_log
 from hotbed.data.prepare import prepare
 from hotbed.errors import RecipeError
-from hotbed.train.demo import demo_recipe
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
 from tests.ranks import TIMEOUT_S, Ranks

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from hotbed.config import Recipe
 from hotbed.files import write_json, write_text
-from hotbed.train.report import RunDirectory, environment, print_summary, size
+from hotbed.train.report import RunDirectory, environment, print_metrics, print_summary, size
 from tests.train.test_callbacks import RECIPE
 
 SUMMARY: dict[str, Any] = {
@@ -55,6 +55,13 @@ def test_metrics_that_are_not_defined_say_why() -> None:
     )
 
 
+def test_a_title_is_not_wrapped_to_the_width_of_its_table() -> None:
+    stream = io.StringIO()
+    title = f"{'runs/' * 30}checkpoints/last-00000007: test, 100 samples"
+    print_metrics(Console(file=stream, width=60), title, {"auc": 0.75})
+    assert stream.getvalue().splitlines()[0] == title
+
+
 def test_a_run_without_a_test_has_no_table() -> None:
     assert "reached" not in printed(SUMMARY | {"test": None})
 
@@ -80,7 +87,7 @@ def test_a_source_checkout_has_no_release(monkeypatch: pytest.MonkeyPatch) -> No
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("hotbed.train.report.version", absent)
+    monkeypatch.setattr("importlib.metadata.version", absent)
     assert environment(torch.device("cpu"))["hotbed"] == "unknown (source checkout)"
 
 

@@ -14,19 +14,11 @@ from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_in, save_checkpoint
-from hotbed.cli import main
+from hotbed.commands.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
 from hotbed.train.directory_lock import DirectoryLock
-from tests.cli_cases import (  # noqa: F401
-    Output,
-    log_fixture,
-    prepared_fixture,
-    recipe_fixture,
-    refused,
-    train,
-    wide_output_fixture,
-)
+from tests.commands.cases import Output, refused, train
 
 AUTO = ["--resume", "auto"]
 OFTEN = ["--train.checkpoint_every", "3", "--train.keep_last", "9", "--train.log_every", "1"]
@@ -342,7 +334,7 @@ def test_a_signal_that_is_ignored_stays_ignored(recipe: Path) -> None:
 def test_ctrl_c_outside_of_training_interrupts(recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, argv in (
         ("hotbed.train.run.build_trainer", ["train", str(recipe), "--out", str(recipe.parent / "runs")]),
-        ("hotbed.train.describe.describe", ["inspect", str(recipe)]),
+        ("hotbed.commands.inspect.describe", ["inspect", str(recipe)]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(where, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -11,14 +11,14 @@ import torch
 import yaml
 
 from hotbed.checkpoint import MANIFEST, find_checkpoint
-from hotbed.cli import main
+from hotbed.commands.dry_run import memory_plan
+from hotbed.commands.main import main
 from hotbed.config import DataRecipe, Recipe
 from hotbed.errors import RecipeError
 from hotbed.specs import Table
 from hotbed.train.build import build_model, build_trainer, open_source, tables_of
-from hotbed.train.dry_run import memory_plan
 from hotbed.train.resume import refuse_another_recipe
-from tests.cli_cases import Output, log_fixture, prepared_fixture, recipe_fixture, refused, train  # noqa: F401
+from tests.commands.cases import Output, refused, train
 
 
 @pytest.fixture(name="data")

@@ -26,7 +26,6 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import checkpoints_in, verify_checkpoint
 from hotbed.nn import DLRM
 from hotbed.plan import Plan
-from tests.cli_cases import log_fixture, prepared_fixture, recipe_fixture  # noqa: F401
 
 ROOT = Path(hotbed.__file__).parents[2]
 PATIENCE_S = 300
@@ -37,7 +36,7 @@ ENDLESS = ["--train.steps", "100000", "--train.epochs", "100000", "--train.log_e
 # seconds, and so none starts so much later than the others that these give up waiting.
 LAUNCHER = f"""
 import json, os, signal, sys
-import torch._dynamo, hotbed.cli, hotbed.ops.cpu, hotbed.train.run, {__name__}
+import torch._dynamo, hotbed.commands.main, hotbed.ops.cpu, hotbed.train.run, {__name__}
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 for line in sys.stdin:
     if not os.fork():
@@ -65,7 +64,7 @@ for rank in range(size):
         os.dup2(os.open(f"{{folder}}/{{rank}}.{{name}}", os.O_CREAT | os.O_WRONLY, 0o600), stream.fileno())
     os.environ |= {{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}}
     os.environ |= {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}}
-    sys.exit(hotbed.cli.main(args))
+    sys.exit(hotbed.commands.main.main(args))
 while ranks:
     pid, status = os.wait()
     note(f"{{ranks.pop(pid)}}.code", os.waitstatus_to_exitcode(status))

@@ -1,7 +1,8 @@
-"""Measurements behind ``hotbed bench``: how fast it is here, and how fast it could be.
+"""Measure how fast kernels and training steps are here, and how fast they could be: ``hotbed bench``.
 
-``ops.py`` measures kernel by kernel, ``step.py`` whole training steps of a DLRM; ``limits.py`` is what they are held
-against, measured in the same run and in turn with them, ``traffic.py`` the bytes that must move. What ``--json`` writes
+``run.py`` is the command over ``options.py``. ``ops.py`` measures kernel by kernel, ``step.py`` whole training steps of
+a DLRM; both draw their ids and count bytes with ``workload.py``, and ``meter.py`` times them in turn with what they
+cannot beat, ``limits.py``. What ``--json`` writes
 (times in seconds; of every time there are ``median_s``, ``min_s`` and ``max_s`` over the repeats)::
 
     command       "bench ops" or "bench step"
@@ -14,7 +15,7 @@ against, measured in the same run and in turn with them, ``traffic.py`` the byte
       kernel            its name, see `hotbed.ops.backend.Backend`
       ids               "uniform" or "zipf"; null where ids do not matter
       distinct_rows     distinct rows of the batch; null where ids do not matter
-      bytes             that must move, see `hotbed.bench.traffic`
+      bytes             that must move, see `hotbed.bench.workload`
       median_s, min_s, max_s
       gb_s              bytes ÷ median_s ÷ 10⁹
       limit             what it cannot beat: "gather", "scatter" or "copy", see `hotbed.bench.limits`
@@ -29,7 +30,7 @@ against, measured in the same run and in turn with them, ``traffic.py`` the byte
 
     bench step
     step          samples_per_s; median_s, min_s, max_s
-    parts         a list; part (see `hotbed.bench.timeline`) with median_s, min_s, max_s
+    parts         a list; part (see `hotbed.bench.step`) with median_s, min_s, max_s
     roofline      what a step cannot beat:
       matmul_s          all matrix products, forward and backward
       gather_s, scatter_s

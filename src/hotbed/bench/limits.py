@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false
-"""How fast this machine moves rows and streams: the limits that kernels are held against.
+"""Measure how fast this machine moves rows and streams: the limits that kernels are compared with.
 
 A lookup has to read each row that a batch names and write pooled vectors (*gather*); an update has to read a gradient
 per bag and read, change and write each distinct row and its moments (*scatter*). The kernels below do that and nothing
-else: no sort, no sum over duplicates, no rule, no scales of int8 rows. They work in the memory of the arena itself and
+else: no sort, no sum over duplicates, no rule, no scales of int8 rows. They use the memory of the arena itself and
 leave its bits as they are: all is moved as integers, and what the scatter adds is zero.
 
 On a GPU torch's own kernels move the same rows. They move somewhat other bytes, so their seconds are scaled by bytes
@@ -20,12 +20,18 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from hotbed.bench.meter import Limit, Way, buffer
+from hotbed.bench.meter import EVICT_BYTES, Limit, Way, buffer
+from hotbed.bench.options import OpsOptions
+from hotbed.errors import RecipeError
 from hotbed.ops import Rows, cpu_runtime
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_line, streams_end
 from hotbed.ops.cpu_lookup import streams
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
 from hotbed.ops.rows import places
+from hotbed.optim import Rule
+from hotbed.plan.cost import table_bytes
+from hotbed.store.memory import available_bytes
+from hotbed.train.report import size
 
 COPY_BYTES = 256 << 20
 """Size of what the streaming copy copies."""
@@ -34,7 +40,7 @@ ROWS_PER_TASK = 1024
 NO_MOMENT = np.empty((1, 0), np.int32)
 
 
-class Part(NamedTuple):
+class MatrixRows(NamedTuple):
     """Rows to move that lie in one matrix.
 
     Attributes
@@ -66,23 +72,24 @@ class Part(NamedTuple):
         return torch.empty(*shape, dtype=torch.int32, device=self.matrix.device)
 
 
-def row_parts(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype = torch.float32) -> list[Part]:
+def rows_by_matrix(rows: Rows, slots: Tensor, pooling: int, vectors: torch.dtype = torch.float32) -> list[MatrixRows]:
     """Rows that ids name, float32 ones before narrow ones; ``slots [N]``, ``pooling`` to a vector of a dtype."""
     wide, at = places(rows, slots)
+    nbytes = rows.dim * vectors.itemsize
     parts = [
-        Part(matrix.view(torch.int32), at[own], slots[own], -(-int(own.sum()) // pooling), rows.dim * vectors.itemsize)
+        MatrixRows(matrix.view(torch.int32), at[own], slots[own], -(-int(own.sum()) // pooling), nbytes)
         for matrix, own in ((rows.wide, wide), (rows.narrow, ~wide))
     ]
     return [part for part in parts if len(part.at)]
 
 
-def gather_limit(parts: Sequence[Part], pooling: int, nbytes: int) -> Limit:
+def gather_limit(parts: Sequence[MatrixRows], pooling: int, nbytes: int) -> Limit:
     """Reading rows at random and writing pooled vectors.
 
     Parameters
     ----------
     parts
-        Of `row_parts`.
+        Of `rows_by_matrix`.
     pooling
         Rows per vector.
     nbytes
@@ -105,13 +112,13 @@ def gather_limit(parts: Sequence[Part], pooling: int, nbytes: int) -> Limit:
     return Limit("gather", ways)
 
 
-def scatter_limit(parts: Sequence[Part], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
+def scatter_limit(parts: Sequence[MatrixRows], moments: Mapping[str, Tensor], nbytes: int) -> Limit:
     """Reading a gradient per bag; reading, changing and writing distinct rows and their moments.
 
     Parameters
     ----------
     parts
-        Of `row_parts`.
+        Of `rows_by_matrix`.
     moments
         ``[S]`` or ``[S, D]`` float32, at most two.
     nbytes
@@ -142,10 +149,44 @@ def copy_limit(copy: Way, nbytes: int) -> Limit:
     return Limit("copy", [copy._replace(scale=copy.scale * nbytes)])
 
 
+# -- of memory ---------------------------------------------------------------------------------------------------
+
+
+def check_memory(options: OpsOptions, rule: Rule, device: torch.device, batch_bytes: int) -> None:
+    """Refuse what does not fit.
+
+    Parameters
+    ----------
+    options
+        Tables.
+    rule
+        Whose moments there are.
+    device
+        Where they go.
+    batch_bytes
+        What else is needed, besides what measuring takes.
+
+    Raises
+    ------
+    RecipeError
+        If it is more than is free.
+    """
+    tables = sum(table_bytes(table, rule.moments) for table in options.specs()[0])
+    needed = tables + batch_bytes + EVICT_BYTES + 2 * COPY_BYTES
+    free = available_bytes(device)
+    if free is not None and needed > free:
+        raise RecipeError(
+            f"{options.tables} tables of {sum(options.rows_per_table):,} rows in all × {options.dim} columns "
+            f"({options.dtype}) with the moments of {options.optimizer} take {size(tables)}, and measuring "
+            f"{size(needed - tables)} more, but {size(free)} of {device.type} memory is free; lower --rows or "
+            "--tables, or choose a narrower --dtype"
+        )
+
+
 # -- by torch ------------------------------------------------------------------------------------------------------
 
 
-def torch_gather(parts: Sequence[Part], nbytes: int) -> Way:
+def torch_gather(parts: Sequence[MatrixRows], nbytes: int) -> Way:
     """Gather by ``torch.index_select``."""
     outs = [torch.empty_like(part.matrix[part.at]) for part in parts]
     moved = sum(_row_bytes(p.matrix) * (len(p.at.unique()) + len(p.at)) + 8 * len(p.at) for p in parts)
@@ -157,7 +198,7 @@ def torch_gather(parts: Sequence[Part], nbytes: int) -> Way:
     return Way(move, nbytes / moved)
 
 
-def torch_scatters(parts: Sequence[Part], moments: Sequence[Tensor], nbytes: int) -> list[Way]:
+def torch_scatters(parts: Sequence[MatrixRows], moments: Sequence[Tensor], nbytes: int) -> list[Way]:
     """Scatter by ``index_add_``, which adds zeros, and by ``index_copy_``, which writes what is there."""
     targets = [(matrix, at) for p in parts for matrix, at in ((p.matrix, p.at), *((m, p.slots) for m in moments))]
     values = [matrix[at] for matrix, at in targets]

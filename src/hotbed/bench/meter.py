@@ -1,4 +1,4 @@
-"""Times calls, each with cold caches, and the limit it is compared with right after it.
+"""Time calls, each with cold caches and in turn with the limit that it is compared with.
 
 A machine is rarely at rest, so a call and its limit alternate: each repeat gives a ratio of two measurements that are
 neighbours in time, and the median of the ratios is reported with the smallest and the largest. Before every call a

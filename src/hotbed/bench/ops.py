@@ -1,4 +1,4 @@
-"""Kernel by kernel: time, bytes, and the share of what the memory of this machine can do."""
+"""Time every kernel, and compare each with what the memory of this machine can do."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hotbed import ops
-from hotbed.bench.limits import copy_limit, copy_way, gather_limit, row_parts, scatter_limit
-from hotbed.bench.memory import check_memory
-from hotbed.bench.meter import Limit, Meter
+from hotbed.bench.limits import check_memory, copy_limit, copy_way, gather_limit, rows_by_matrix, scatter_limit
+from hotbed.bench.meter import Limit, Meter, Way
 from hotbed.bench.options import OpsOptions
-from hotbed.bench.traffic import Traffic, interaction_bytes
-from hotbed.bench.workload import Workload
+from hotbed.bench.workload import KernelBytes, Workload, interaction_bytes
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import RecipeError
+from hotbed.jagged import Jagged
 from hotbed.nn import DotInteraction
 from hotbed.ops import RuleStep
+from hotbed.optim import SparseOptimizer
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, Span
 
@@ -73,17 +73,20 @@ def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str,
     check_memory(options, step.rule, device, batch_bytes(options))
     meter = Meter(device, options.repeats)
     copy = copy_way(device)
-    seconds_per_byte = [meter.limit_seconds(copy_limit(copy, 1)) for _ in range(1 + options.repeats)][1:]
-    copy_gb_s = 1e-9 / statistics.median(seconds_per_byte)
+    copy_gb_s = copy_rate(meter, copy)
 
     def measure(jobs: Iterable[Job], of: str) -> list[dict[str, Any]]:
-        return [_measured(job, meter, copy_gb_s, progress, of) for job in jobs]
+        found: list[dict[str, Any]] = []
+        for job in jobs:
+            progress((job.kernel if job.ids is None else f"{job.kernel}, {job.ids} ids") + of)
+            found.append(measured(job, meter, copy_gb_s))
+        return found
 
     def streamed(nbytes: int) -> Limit:
         return copy_limit(copy, nbytes)
 
     progress("making tables")
-    kernels = measure(_jobs(options, _filled_store(options, step, device), step, streamed), "")
+    kernels = measure(_jobs(options, filled_store(options, step, device), step, streamed), "")
     dtypes: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for dtype in get_args(RowDtype):
@@ -97,16 +100,23 @@ def bench_ops(options: OpsOptions, progress: Callable[[str], None]) -> dict[str,
                 left_out[dtype] = str(error)
                 continue
             progress(f"making tables of {dtype}")
-            store = _filled_store(narrower, step, device)
-            jobs = _embedding_jobs("zipf", options.zipf, narrower, store, step, streamed)
+            store = filled_store(narrower, step, device)
+            ids = Workload(narrower).draw(options.zipf)[0]
+            jobs = embedding_jobs("zipf", ids, narrower, store, step, streamed)
             found = measure((job for job in jobs if job.kernel in BY_DTYPE), f" of {dtype}")
             del store, jobs
         dtypes += [{"dtype": dtype, **k} for k in found]
     return {"copy_gb_s": copy_gb_s, "kernels": kernels, "dtypes": dtypes, "dtypes_left_out": left_out}
 
 
-def _measured(job: Job, meter: Meter, copy_gb_s: float, progress: Callable[[str], None], of: str) -> dict[str, Any]:
-    progress((job.kernel if job.ids is None else f"{job.kernel}, {job.ids} ids") + of)
+def copy_rate(meter: Meter, copy: Way) -> float:
+    """GB/s of a streaming copy, bytes read and written."""
+    limit = copy_limit(copy, 1)
+    return 1e-9 / statistics.median([meter.limit_seconds(limit) for _ in range(1 + meter.repeats)][1:])
+
+
+def measured(job: Job, meter: Meter, copy_gb_s: float) -> dict[str, Any]:
+    """Measure a job in turn with its limit; an entry of ``kernels``, see `hotbed.bench`."""
     timing = meter.compare(job.call, job.limit)
     gb_s = job.nbytes / timing.median_s / 1e9
     return {
@@ -121,11 +131,16 @@ def _measured(job: Job, meter: Meter, copy_gb_s: float, progress: Callable[[str]
     }
 
 
-def rule_step(options: OpsOptions, device: torch.device) -> RuleStep:
-    """A step of the optimizer; it does not depend on the number of rows, so it is taken from tables of one row."""
+def rule_step(
+    options: OpsOptions, device: torch.device, make: Callable[[nn.Module], SparseOptimizer] | None = None
+) -> RuleStep:
+    """A step of the optimizer of some options, or of one that is made for a model.
+
+    It does not depend on the number of rows, so it is taken from tables of one row.
+    """
     tables, features = options.specs(rows=1)
     small = EmbeddingCollection(tables, features, device=device)
-    optimizer = options.make_optimizer(small)
+    optimizer = (make or options.make_optimizer)(small)
     (updater,), (arena,) = optimizer._updaters.values(), small._parts[0].arenas
     assert isinstance(updater, TableUpdater)
     one = torch.ones((), dtype=torch.float32, device=device)
@@ -140,7 +155,8 @@ def batch_bytes(options: OpsOptions) -> int:
     return 128 * bags * options.pooling + 8 * 4 * bags * options.dim
 
 
-def _filled_store(options: OpsOptions, step: RuleStep, device: torch.device) -> DenseStore:
+def filled_store(options: OpsOptions, step: RuleStep, device: torch.device) -> DenseStore:
+    """The tables in one arena, in real pages, with the moments of a step's rule."""
     tables, _ = options.specs()
     spans = [Span(t.rows, t.fp32_rows) for t in tables]
     store = DenseStore(spans, options.dim, dtype=options.dtype, device=device, backend=options.backend)
@@ -155,13 +171,14 @@ def _filled_store(options: OpsOptions, step: RuleStep, device: torch.device) -> 
 
 def _jobs(options: OpsOptions, store: DenseStore, step: RuleStep, streamed: Callable[[int], Limit]) -> Iterator[Job]:
     """Everything to measure; what a job works on is made when its turn comes."""
-    yield _initial_values(options, store, streamed)
+    yield initial_job(options, store, streamed)
     for kind, exponent in (("uniform", 0.0), ("zipf", options.zipf)):
-        yield from _embedding_jobs(kind, exponent, options, store, step, streamed)
-    yield from _interaction_jobs(options, store, streamed)
+        yield from embedding_jobs(kind, Workload(options).draw(exponent)[0], options, store, step, streamed)
+    yield from interaction_jobs(options, store, streamed)
 
 
-def _initial_values(options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit]) -> Job:
+def initial_job(options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit]) -> Job:
+    """Drawing the initial values of some rows."""
     rows = range(min(max(INITIAL_BYTES // (4 * options.dim), 1), max(options.rows_per_table)))
     cols = range(options.dim)
     out = store.empty((len(rows), options.dim), torch.float32)
@@ -173,52 +190,74 @@ def _initial_values(options: OpsOptions, store: DenseStore, streamed: Callable[[
     return Job("initial_values", None, None, nbytes, streamed(nbytes), call)
 
 
-def _embedding_jobs(
+def embedding_jobs(
     kind: str,
-    exponent: float,
+    ids: Jagged,
     options: OpsOptions,
     store: DenseStore,
     step: RuleStep,
     streamed: Callable[[int], Limit],
+    vectors: torch.dtype = torch.float32,
 ) -> Iterator[Job]:
-    workload = Workload(options)
-    ids = workload.draw(exponent)[0].to(store.device)
+    """Everything that happens to a batch of ids: lookup, grouping, update, and the gradient of weights.
+
+    Parameters
+    ----------
+    kind
+        What ids are called in results.
+    ids
+        Of `Workload.draw`.
+    options
+        Tables.
+    store
+        Of `filled_store`.
+    step
+        Of the optimizer.
+    streamed
+        Makes the limit of so many bytes.
+    vectors
+        Dtype of pooled vectors and of their gradients.
+    """
+    workload, ids = Workload(options), ids.to(store.device)
     bags, slots = workload.layout(ids), workload.slots(ids)
     found = store.occurrences(bags)
     groups = store.ops.group(found)
-    traffic = Traffic.of(store.rows, store.moments, bags, groups)
-    out = store.empty((options.batch_size, options.tables, options.dim), torch.float32)
-    grad = torch.randn(options.batch_size * options.tables, options.dim, device=store.device).mul_(1e-3)
+    moved = KernelBytes.of(store.rows, store.moments, bags, groups, vectors)
+    out = store.empty((options.batch_size, options.tables, options.dim), vectors)
+    grad = torch.randn(options.batch_size * options.tables, options.dim, device=store.device).mul_(1e-3).to(vectors)
 
     def job(kernel: str, nbytes: int, limit: Limit, call: Callable[[], object]) -> Job:
-        return Job(kernel, kind, traffic.distinct, nbytes, limit, call)
+        return Job(kernel, kind, moved.distinct, nbytes, limit, call)
 
-    read = row_parts(store.rows, slots, options.pooling)
-    gather = gather_limit(read, options.pooling, traffic.lookup)
-    yield job("lookup", traffic.lookup, gather, lambda: store.lookup(bags, out))
-    yield job("occurrences", traffic.occurrences, streamed(traffic.occurrences), lambda: store.occurrences(bags))
-    yield job("group", traffic.group, streamed(traffic.group), lambda: store.ops.group(found))
-    scatter = scatter_limit(read, store.moments, traffic.update)
+    read = rows_by_matrix(store.rows, slots, options.pooling, vectors)
+    gather = gather_limit(read, options.pooling, moved.lookup)
+    yield job("lookup", moved.lookup, gather, lambda: store.lookup(bags, out))
+    yield job("occurrences", moved.occurrences, streamed(moved.occurrences), lambda: store.occurrences(bags))
+    yield job("group", moved.group, streamed(moved.group), lambda: store.ops.group(found))
+    scatter = scatter_limit(read, store.moments, moved.update)
     yield job(
         "update",
-        traffic.update,
+        moved.update,
         scatter,
         lambda: store.ops.update(step, store.rows, store.moments, found, groups, grad),
     )
     if options.weighted:
         of_weights = torch.empty(len(slots), device=store.device)
-        gather = gather_limit(read, options.pooling, traffic.weight_gradient)
+        gather = gather_limit(read, options.pooling, moved.weight_gradient)
         yield job(
-            "weight_gradient", traffic.weight_gradient, gather, lambda: store.weight_gradient(bags, grad, of_weights)
+            "weight_gradient", moved.weight_gradient, gather, lambda: store.weight_gradient(bags, grad, of_weights)
         )
 
 
-def _interaction_jobs(options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit]) -> Iterator[Job]:
+def interaction_jobs(
+    options: OpsOptions, store: DenseStore, streamed: Callable[[int], Limit], dtype: torch.dtype = torch.float32
+) -> Iterator[Job]:
+    """The dot interaction of the tables' vectors and the dense one, and its backward."""
     count, dim = options.tables + 1, options.dim
     width = DotInteraction(count, dim).width
-    vectors = torch.randn(options.batch_size, count, dim, device=store.device)
-    grad = torch.randn(options.batch_size, width, device=store.device)
-    forward, backward = interaction_bytes(options.batch_size, count, dim, width)
+    vectors = torch.randn(options.batch_size, count, dim, device=store.device).to(dtype)
+    grad = torch.randn(options.batch_size, width, device=store.device).to(dtype)
+    forward, backward = interaction_bytes(options.batch_size, count, dim, width, dtype)
     kernels: tuple[tuple[str, int, Callable[[], Tensor]], ...] = (
         ("interaction", forward, lambda: store.ops.interaction(vectors, width)),
         ("interaction_backward", backward, lambda: store.ops.interaction_backward(grad, vectors)),

@@ -1,4 +1,4 @@
-"""Options of ``hotbed bench ops`` and ``hotbed bench step``."""
+"""State the options of ``hotbed bench ops`` and ``hotbed bench step``, each once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from hotbed import optim
 from hotbed.config import Component, Device, Precision
+from hotbed.data.zipf import MAX_EXPONENT
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
@@ -22,7 +23,7 @@ LEARNING_RATE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class OpsOptions:
-    """Tables, batches, and what is to work on them."""
+    """Tables, batches, and what is measured on them."""
 
     tables: int = 26
     """Number of tables, with one feature each."""
@@ -63,6 +64,8 @@ class OpsOptions:
         for name in ("fp32_rows", "zipf", "seed"):
             if not getattr(self, name) >= 0:
                 raise RecipeError(f"{name} is {getattr(self, name)}, must not be negative")
+        if self.zipf > MAX_EXPONENT:
+            raise RecipeError(f"zipf is {self.zipf}, must be at most {MAX_EXPONENT}, where all ids are the same row")
         if isinstance(self.rows, list) and len(self.rows) != self.tables:
             raise RecipeError(
                 f"rows has {len(self.rows)} entries, but there are {self.tables} tables; give one number per table, or "
@@ -127,7 +130,7 @@ class OpsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(OpsOptions):
-    """Tables, batches, a DLRM around the tables, and what is to work on it."""
+    """Tables, batches, a DLRM around the tables, and what is measured on it."""
 
     dense_features: int = 13
     """Numerical inputs."""

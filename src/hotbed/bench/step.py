@@ -1,13 +1,35 @@
-"""A whole training step of a DLRM: rate, time by part, and the share of what the machine could do.
+"""Time the training steps of a DLRM, part by part, against what the machine could do at best.
 
 The limit of a step is the time of its matrix products alone, each by the fastest library, plus the time of its rows at
 the machine's speed for random rows. It leaves out activations, casts, losses, sorting and optimizers, and it overlaps
 nothing.
+
+*Where the time goes* is told by hooks around the modules. A `Timeline` collects marks; the time between two marks
+belongs to the part that the later one names. Marks are taken as the step passes them: before and after each module, and
+in backward where autograd reaches a tensor. Autograd runs what was recorded last first, so the order is: loss, top MLP,
+interaction, bottom MLP, lookup.
+
+==================== ================================================================================================
+mark                 taken when
+==================== ================================================================================================
+a module's name      its forward is over
+top backward         the gradient of the interaction's result is there
+interaction backward the gradient of its vectors is there
+bottom backward      a gradient of the bottom MLP's first layer is there
+lookup backward      ``loss.backward()`` is over
+dense optimizer      its ``step`` is over
+sparse update        the sparse optimizer's ``step`` is over
+other                anything else is over: the loss, what lies between modules, ``zero_grad``
+==================== ================================================================================================
+
+Hooks read clocks (on CUDA: record events) and change nothing.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,13 +40,10 @@ from torch.nn import functional as F
 
 from hotbed import ops
 from hotbed.batch import Batch
-from hotbed.bench.limits import gather_limit, row_parts, scatter_limit
-from hotbed.bench.memory import check_memory
+from hotbed.bench.limits import check_memory, gather_limit, rows_by_matrix, scatter_limit
 from hotbed.bench.meter import Meter, spread
 from hotbed.bench.options import LEARNING_RATE, StepOptions
-from hotbed.bench.timeline import PARTS, Timeline, watch
-from hotbed.bench.traffic import Traffic
-from hotbed.bench.workload import Workload
+from hotbed.bench.workload import KernelBytes, Workload
 from hotbed.nn import DLRM
 from hotbed.nn.linear import has_onednn_linear, onednn_product
 from hotbed.store import DenseStore
@@ -35,6 +54,13 @@ WARM_UP = 2
 
 TRIALS = 3
 """Runs of each product by each library, to find the faster one."""
+
+PARTS = (
+    *("lookup", "bottom", "interaction", "top"),
+    *("top backward", "interaction backward", "bottom backward", "lookup backward"),
+    *("dense optimizer", "sparse update", "other"),
+)
+"""All parts, in the order of a step."""
 
 Product = Callable[[], object]
 """Computes one matrix product."""
@@ -124,6 +150,70 @@ def _batches(options: StepOptions, workload: Workload) -> Iterator[Batch]:
         yield Batch(sparse=ids, dense=dense if options.dense_features else None, labels=labels)
 
 
+# -- the step, with marks ---------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """Marks of one step at a time.
+
+    Parameters
+    ----------
+    device
+        On ``cuda`` marks are events, timed by the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._marks = []
+        self.mark("")
+
+    def mark(self, part: str) -> None:
+        """Say what the time since the last mark was spent on."""
+        if not self._cuda:
+            self._marks.append((part, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((part, event))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each part of the step that just ended; together they are the step."""
+        if self._cuda:
+            self._marks[-1][1].synchronize()
+        total: dict[str, float] = defaultdict(float)
+        for (_, before), (part, after) in zip(self._marks, self._marks[1:], strict=False):
+            total[part] += before.elapsed_time(after) / 1e3 if self._cuda else after - before
+        return {part: total[part] for part in PARTS}
+
+
+def watch(model: DLRM, timeline: Timeline) -> None:
+    """Mark every step of a model."""
+
+    def mark(part: str) -> Callable[..., None]:
+        return lambda *_: timeline.mark(part)
+
+    def mark_gradient(part: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], result: Tensor | None = None) -> None:
+            (args[0] if result is None else result).register_hook(mark(part))
+
+        return hook
+
+    modules = {"lookup": model.embeddings, "bottom": model.bottom, "interaction": model.interaction, "top": model.top}
+    for name, module in modules.items():
+        module.register_forward_pre_hook(mark("other"))
+        module.register_forward_hook(mark(name))
+    model.top.register_forward_hook(mark_gradient("other"))
+    model.interaction.register_forward_hook(mark_gradient("top backward"))
+    model.interaction.register_forward_pre_hook(mark_gradient("interaction backward"))
+    model.bottom.register_forward_hook(mark_gradient("other"))
+    for parameter in next(model.bottom.children()).parameters():
+        parameter.register_post_accumulate_grad_hook(mark("bottom backward"))
+
+
 class _Step:
     """A training step, as a program of a user's would write it, with marks."""
 
@@ -155,6 +245,9 @@ class _Step:
         return self._timeline.seconds()
 
 
+# -- its limit --------------------------------------------------------------------------------------------------
+
+
 class _Roofline:
     """The matrix products and the rows of a step, without the rest."""
 
@@ -164,10 +257,10 @@ class _Roofline:
         rows, moments = arena.store.rows, arena.store.moments
         bags, slots = workload.layout(batch.sparse), workload.slots(batch.sparse)
         vectors = _dtype(options)
-        traffic = Traffic.of(rows, moments, bags, arena.store.ops.group(arena.store.ops.occurrences(bags)), vectors)
-        parts = row_parts(rows, slots, options.pooling, vectors)
-        self._gather = gather_limit(parts, options.pooling, traffic.lookup)
-        self._scatter = scatter_limit(parts, moments, traffic.update)
+        moved = KernelBytes.of(rows, moments, bags, arena.store.ops.group(arena.store.ops.occurrences(bags)), vectors)
+        parts = rows_by_matrix(rows, slots, options.pooling, vectors)
+        self._gather = gather_limit(parts, options.pooling, moved.lookup)
+        self._scatter = scatter_limit(parts, moments, moved.update)
         self._meter = Meter(model.embeddings.device, options.repeats)
         self._matmuls = [self._fastest(_ways(a, b)) for a, b in _matmuls(options, model)]
 

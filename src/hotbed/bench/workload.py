@@ -1,39 +1,42 @@
-"""Ids to measure with: drawn by Zipf's law, frequent ones scattered over their table, as in hashed vocabularies."""
+"""Draw batches of ids, and count the bytes that each kernel must move for them.
+
+Ids follow Zipf's law; frequent ones are scattered over their table, as in hashed vocabularies. Bytes are those of an
+ideal kernel with an endless cache, each counted once:
+
+==================== ================================================================================================
+initial_values       the rectangle written
+lookup               ids, weights; each distinct row once; pooled vectors written
+occurrences          ids, weights; slots, bags and factors written
+group                slots; order, distinct slots, starts of runs and of groups written
+update               order, bags, factors; distinct slots, starts of runs and of groups; a gradient per bag; each
+                     distinct row and its moments, read and written
+weight_gradient      ids; each distinct row once; a gradient per bag; gradients of the weights written
+interaction          vectors; result written
+interaction_backward vectors, gradient of the result; gradient of the vectors written
+==================== ================================================================================================
+
+Ids take 4 or 8 bytes; slots, bags, order and starts 8; weights, factors and moments 4; pooled vectors and their
+gradients what their dtype takes. A row takes what it is stored in, scales included.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hotbed.bench.options import OpsOptions
+from hotbed.data.zipf import Zipf
 from hotbed.jagged import Jagged
-from hotbed.ops import BagLayout
-
-
-def zipf_ranks(rows: int, exponent: float, count: int, generator: torch.Generator) -> Tensor:
-    """Ranks ``[count]`` int64, 0 the most frequent.
-
-    Parameters
-    ----------
-    rows
-        Ranks are below this.
-    exponent
-        Rank k is drawn in proportion to ``(k + 1)^−exponent``; 0 is uniform.
-    count
-        How many to draw.
-    generator
-        On the CPU.
-    """
-    u = torch.rand(count, generator=generator, dtype=torch.float64)
-    if exponent == 0:
-        return (u * rows).long().clamp_(max=rows - 1)
-    mass = torch.arange(1, rows + 1, dtype=torch.float64).pow_(-exponent).cumsum_(0)
-    return torch.searchsorted(mass, u.mul_(mass[-1])).clamp_(max=rows - 1)
+from hotbed.ops import BagLayout, Groups, Rows
+from hotbed.ops.rows import places
 
 
 def scatter_ranks(ranks: Tensor, rows: int) -> Tensor:
@@ -58,6 +61,7 @@ class Workload:
 
     def __init__(self, options: OpsOptions) -> None:
         self.options = options
+        self._drawn = 0
         self._generator = torch.Generator().manual_seed(options.seed)
 
     @property
@@ -71,9 +75,14 @@ class Workload:
         return [0, *accumulate(self.options.rows_per_table)][:-1]
 
     def draw(self, exponent: float, batches: int = 1) -> list[Jagged]:
-        """Ids of several batches, in host memory; see `zipf_ranks`."""
+        """Ids of the next batches, in host memory, by Zipf's law with an exponent; 0 is uniform."""
         o = self.options
-        per_table = [zipf_ranks(r, exponent, batches * self._count, self._generator) for r in o.rows_per_table]
+        counters = np.arange(self._drawn, self._drawn + batches * self._count, dtype=np.uint64)
+        self._drawn += len(counters)
+        per_table = [
+            torch.from_numpy(Zipf(rows, exponent).draw((o.seed, table), counters))
+            for table, rows in enumerate(o.rows_per_table)
+        ]
         if not o.fp32_rows:
             per_table = [scatter_ranks(ranks, r) for ranks, r in zip(per_table, o.rows_per_table, strict=True)]
         values = torch.stack(per_table).to(torch.int32 if o.ids == "int32" else torch.int64)
@@ -112,3 +121,93 @@ class Workload:
             has_mean=False,
             width=o.tables,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBytes:
+    """Bytes that the kernels must move for a batch.
+
+    Attributes
+    ----------
+    ids, distinct, runs, bags
+        Number of ids ``N``, of distinct rows ``U``, of runs, of bags.
+    id_bytes
+        Bytes of an id.
+    row_bytes, moment_bytes, vector_bytes
+        Bytes of all distinct rows, of their moments, and of all pooled vectors.
+    weighted
+        Whether ids have weights.
+    """
+
+    ids: int
+    distinct: int
+    runs: int
+    bags: int
+    id_bytes: int
+    row_bytes: int
+    moment_bytes: int
+    vector_bytes: int
+    weighted: bool
+
+    @classmethod
+    def of(
+        cls,
+        rows: Rows,
+        moments: Mapping[str, Tensor],
+        bags: BagLayout,
+        groups: Groups,
+        vectors: torch.dtype = torch.float32,
+    ) -> Self:
+        """Count them; ``vectors`` is the dtype of pooled vectors and of their gradients."""
+        distinct, runs = (int(n) for n in groups.counts)
+        wide = int(places(rows, groups.rows[:distinct])[0].sum())
+        narrow_bytes = rows.dim * rows.narrow.element_size() + rows.exponents.shape[1]
+        return cls(
+            ids=bags.total,
+            distinct=distinct,
+            runs=runs,
+            bags=bags.batch_size * len(bags.features),
+            id_bytes=bags.ids.element_size(),
+            row_bytes=wide * 4 * rows.dim + (distinct - wide) * narrow_bytes,
+            moment_bytes=sum(distinct * m[0].numel() * m.element_size() for m in moments.values()),
+            vector_bytes=bags.batch_size * len(bags.features) * rows.dim * vectors.itemsize,
+            weighted=bags.weights is not None,
+        )
+
+    @property
+    def _weight_bytes(self) -> int:
+        return 4 * self.weighted
+
+    @property
+    def lookup(self) -> int:
+        """Bytes of a lookup."""
+        return self.ids * (self.id_bytes + self._weight_bytes) + self.row_bytes + self.vector_bytes
+
+    @property
+    def occurrences(self) -> int:
+        """Bytes of listing occurrences."""
+        return self.ids * (self.id_bytes + 16 + 2 * self._weight_bytes)
+
+    @property
+    def group(self) -> int:
+        """Bytes of grouping."""
+        return 16 * self.ids + 16 * self.distinct + 8 * self.runs
+
+    @property
+    def update(self) -> int:
+        """Bytes of an update."""
+        index = self.ids * (16 + self._weight_bytes) + 16 * self.distinct + 8 * self.runs
+        return index + self.vector_bytes + 2 * (self.row_bytes + self.moment_bytes)
+
+    @property
+    def weight_gradient(self) -> int:
+        """Bytes of the gradient of the weights."""
+        return self.ids * (self.id_bytes + 4) + self.row_bytes + self.vector_bytes
+
+
+def interaction_bytes(
+    batch_size: int, vectors: int, dim: int, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[int, int]:
+    """Bytes of the dot interaction and of its backward."""
+    inputs, outputs = (dtype.itemsize * batch_size * n for n in (vectors * dim, width))
+    return inputs + outputs, 2 * inputs + outputs

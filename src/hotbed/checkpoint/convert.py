@@ -30,7 +30,7 @@ from hotbed.embed.arena import Arena, Shard, form
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.tiling import column_unit
-from hotbed.specs import RowDtype, Table
+from hotbed.specs import RowDtype, Table, row_bytes
 from hotbed.store import MOMENT
 from hotbed.store.dense import TORCH_DTYPES
 
@@ -141,8 +141,8 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
 
 def rows_in_memory(saved: SavedTable, cols: int) -> int:
     """How many rows of so many columns take `PIECE_BYTES` with their moments."""
-    cells = cols + sum(1 if moment.per == "row" else cols for moment in saved.moments.values())
-    return max(PIECE_BYTES // (4 * cells), 1)
+    beside = sum(Moment(name, moment.per).nbytes(cols) for name, moment in saved.moments.items())
+    return max(PIECE_BYTES // (row_bytes("fp32", cols) + beside), 1)
 
 
 def _specs(manifest: Manifest, dtype: Dtypes) -> dict[str, Table]:

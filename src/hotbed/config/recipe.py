@@ -285,6 +285,13 @@ class Recipe:
         check_keys(values)
         return cast("Self", _from_mapping(cls, with_new_names(values), ""))
 
+    @classmethod
+    def from_stored(cls, values: Mapping[str, Any]) -> Self:
+        """Make a recipe from the plain values that a checkpoint or a run directory holds: nothing to rename there."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return cls.from_dict(values)
+
 
 RENAMED_KEYS = {"parallel.sums_apart": "parallel.per_shard_statistics"}
 """Former names of keys, by section and key; they work until version 0.3 and warn."""
@@ -312,17 +319,18 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
             name = new.split(".")[1]
             if name in of:
                 raise RecipeError(f"the recipe has both '{new}' and its former name '{old}'; remove '{old}'")
-            _warn_renamed(old, new)
+            warn_renamed(old, new)
             changed[section] = {name if k == key else k: v for k, v in of.items()}
     for where, names in RENAMED_VALUES.items():
         section, key = where.split(".")
         if isinstance(of := changed.get(section), Mapping) and isinstance(value := of.get(key), str) and value in names:
-            _warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
+            warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
             changed[section] = {**of, key: names[value]}
     return changed
 
 
-def _warn_renamed(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
+    """Warn of a former name."""
     warnings.warn(f"{old} is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=4)
 
 

@@ -1,8 +1,8 @@
-"""Count how often rows are looked up, by a sample of the inputs: what hot rows are chosen by.
+"""Read a split once to count lookups, all of its samples or some; `count_accesses`, what hot rows are chosen by.
 
-Cheaper than `hotbed.data.popularity`: nothing is followed through time, inputs may be sampled, and of tables with very
-many rows only some rows are counted. Memory is 8 bytes per row of the tables that are counted
-whole, and a chunk of the source.
+The pass is that of `hotbed.data.popularity`, too. `count_accesses` is cheaper: nothing is followed through time, and of
+tables with very many rows only some rows are counted. Memory is 8 bytes per row of the tables that are counted whole,
+and a few chunks of the source.
 
 *Tables too large to count.* How many of their rows are popular is estimated from few of the rows.
 
@@ -28,7 +28,7 @@ what errs is the share of the budget that a table gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,8 +37,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hotbed.batch import Batch
+from hotbed.data.loader import Loader
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
 
 CHUNKS, CHUNK_ROWS, T_STAR = 35, 1024, 3.34
 
@@ -107,6 +110,8 @@ class ChunkEstimate:
 COUNTED_ROWS = 1 << 27
 """Tables with more rows are estimated, by default: a gibibyte of counts."""
 
+_PIECE = 65_536  # samples read at once, about
+
 
 @dataclass(frozen=True, kw_only=True)
 class AccessCounts:
@@ -125,6 +130,79 @@ class AccessCounts:
     samples: int
     counted: dict[str, NDArray[np.int64]]
     estimated: dict[str, ChunkEstimate]
+
+
+def read_pieces(
+    source: Source,
+    split: str,
+    *,
+    batch_size: int = 1,
+    sample: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Batch]:
+    """Read a split once, in order, in pieces of whole batches, and check every id.
+
+    Parameters
+    ----------
+    source
+        Where the samples are.
+    split
+        Which split of it.
+    batch_size
+        A piece is a multiple of it, but for the last.
+    sample
+        Share of the samples to give, drawn at random from all of the split; 1 gives them all.
+    seed
+        Which samples are drawn.
+    progress
+        Called after each piece with the samples read and those there are.
+
+    Raises
+    ------
+    SpecError
+        If there is no such split, or it has no sample.
+    DataError
+        If an id is not a row of its table.
+    """
+    loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
+    random = np.random.default_rng(seed)
+    done = 0
+    for piece in loader:
+        size, numbers = len(piece), np.arange(done, done + len(piece))
+        if sample < 1:
+            drawn = np.flatnonzero(random.random(size) < sample)
+            piece, numbers = piece.take(torch.from_numpy(drawn)), numbers[drawn]
+        _check_ids(source, split, piece.sparse, numbers)
+        yield piece
+        done += size
+        if progress is not None:
+            progress(done, loader.samples)
+
+
+def positions(sparse: Jagged, feature: str, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in ``sparse.values`` the ids of a feature begin at these samples."""
+    i = sparse.index(feature)
+    fixed = sparse.fixed[i]
+    if fixed is not None or sparse.offsets is None:
+        return sparse.starts[i] + samples * (fixed or 0)
+    return sparse.starts[i] + sparse.offsets[sparse.ragged_rows[i]].numpy()[samples]
+
+
+def _check_ids(source: Source, split: str, sparse: Jagged, numbers: NDArray[np.int64]) -> None:
+    """Refuse an id that is not a row of its table; ``numbers [B]`` are those of the samples in the split."""
+    for column in source.schema.sparse:
+        ids = sparse[column.name].values.numpy()
+        if not len(ids) or (ids.min() >= 0 and ids.max() < column.rows):
+            continue
+        bad = int(np.flatnonzero((ids < 0) | (ids >= column.rows))[0])
+        every = positions(sparse, column.name, np.arange(sparse.batch_size + 1))
+        at = int(np.searchsorted(every - every[0], bad, side="right")) - 1
+        raise DataError(
+            f"split '{split}', feature '{column.name}': id {ids[bad]:,} at sample {numbers[at]:,} is not within the "
+            f"{column.rows:,} rows of table '{column.table_name}'; raise its rows in the description of the "
+            f"data, or prepare the data again"
+        )
 
 
 def count_accesses(
@@ -172,31 +250,18 @@ def count_accesses(
         if count > max(counted_rows, CHUNKS * CHUNK_ROWS)
     }
     counted = {name: np.zeros(count, dtype=np.int64) for name, count in rows.items() if name not in estimated}
-    random = np.random.default_rng(seed)
-    done = samples = 0
-    sizes = source.chunks(split)
-    for i, size in enumerate(sizes):
-        batch = source.read(split, i)
-        if sample < 1:
-            batch = batch.take(torch.from_numpy(np.flatnonzero(random.random(size) < sample)))
+    samples = 0
+    for piece in read_pieces(source, split, sample=sample, seed=seed, progress=progress):
+        samples += len(piece)
         for table in estimated.values():
-            table.count(np.empty(0, dtype=np.int64), len(batch))
+            table.count(np.empty(0, dtype=np.int64), len(piece))
         for column in source.schema.sparse:
-            ids = batch.sparse[column.name].values.numpy()
-            if len(ids) and not (ids.min() >= 0 and ids.max() < column.rows):
-                bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
-                raise DataError(
-                    f"split '{split}', chunk {i:,}, feature '{column.name}': id {bad:,} is not within the "
-                    f"{column.rows:,} rows of table '{column.table_name}'; raise its rows in the description of the "
-                    f"data, or prepare the data again"
-                )
+            ids = piece.sparse[column.name].values.numpy()
             if column.table_name in estimated:
                 estimated[column.table_name].count(ids, 0)
             else:
                 np.add.at(counted[column.table_name], ids, 1)
-        done, samples = done + size, samples + len(batch)
-        if progress is not None:
-            progress(done, sum(sizes))
     if not samples:
-        raise SpecError(f"of the {done:,} samples of split '{split}' none was drawn with sample {sample}; raise it")
+        total = sum(source.chunks(split))
+        raise SpecError(f"of the {total:,} samples of split '{split}' none was drawn with sample {sample}; raise it")
     return AccessCounts(samples=samples, counted=counted, estimated=estimated)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotbed.data.loader import Loader
+from hotbed.data.access_counts import positions, read_pieces
 from hotbed.data.source import Source
 from hotbed.data.stack_distance import StackDistances, count
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import SpecError
 from hotbed.jagged import Jagged
 
 Integers = NDArray[np.int64]
@@ -33,7 +33,6 @@ SHARES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.
 SAMPLED_ROWS = 1 << 20
 """Tables with more rows are sampled for the LRU curve, by default."""
 
-_PIECE = 65_536  # samples read at once, about
 _RANKED = 10  # accesses from which on a row's rank says something about its popularity
 
 
@@ -168,15 +167,10 @@ def measure_popularity(
         _Counter(source, name, rows, min(1.0, sampled_rows / rows), seed)
         for seed, (name, rows) in enumerate(source.schema.rows.items())
     ]
-    loader = Loader(source, split, batch_size * max(1, _PIECE // batch_size), prefetch=2, pin_memory=False)
-    done = 0
-    for piece in loader:
+    for piece in read_pieces(source, split, batch_size=batch_size, progress=progress):
         edges = np.minimum(np.arange(0, len(piece) + batch_size, batch_size), len(piece))
         for table in tables:
-            table.count(piece.sparse, edges, f"split '{split}'", done)
-        done += len(piece)
-        if progress is not None:
-            progress(done, loader.samples)
+            table.count(piece.sparse, edges)
     return [table.popularity() for table in tables]
 
 
@@ -190,38 +184,17 @@ class _Counter:
         self._distances = StackDistances(rows, rate=rate, seed=seed)
         self._done = 0  # batches
 
-    def count(self, sparse: Jagged, edges: Integers, split: str, before: int) -> None:
-        """Count the batches between ``edges``, which are samples of a piece that comes after ``before`` others."""
-        bounds = np.stack([_positions(sparse, name, edges) for name in self._features])
+    def count(self, sparse: Jagged, edges: Integers) -> None:
+        """Count the batches between ``edges``, which are samples of a piece."""
+        bounds = np.stack([positions(sparse, name, edges) for name in self._features])
         distinct = np.empty(int((bounds[:, -1] - bounds[:, 0]).sum()), dtype=np.int64)
         ends = np.empty(len(edges) - 1, dtype=np.int64)
-        values = sparse.values.numpy()
-        bad = count(values, bounds, self._done, self._accesses, self._batches, self._last, distinct, ends)
-        if bad >= 0:
-            feature = next(
-                f for f, (start, stop) in zip(self._features, bounds[:, [0, -1]], strict=True) if start <= bad < stop
-            )
-            every = _positions(sparse, feature, np.arange(sparse.batch_size + 1))
-            sample = before + int(np.searchsorted(every, bad, side="right")) - 1
-            raise DataError(
-                f"{split}, feature '{feature}': id {values[bad]:,} at sample {sample:,} is not within the "
-                f"{len(self._accesses):,} rows of table '{self._table}'; raise its rows in the description of the "
-                f"data, or prepare the data again"
-            )
+        count(sparse.values.numpy(), bounds, self._done, self._accesses, self._batches, self._last, distinct, ends)
         self._done += len(ends)
         self._distances.follow(distinct[: ends[-1]], ends)
 
     def popularity(self) -> Popularity:
         return Popularity(table=self._table, accesses=self._accesses, batches=self._batches, distances=self._distances)
-
-
-def _positions(sparse: Jagged, feature: str, samples: Integers) -> Integers:
-    """Where in ``sparse.values`` the ids of a feature begin at these samples."""
-    i = sparse.index(feature)
-    fixed = sparse.fixed[i]
-    if fixed is not None or sparse.offsets is None:
-        return sparse.starts[i] + samples * (fixed or 0)
-    return sparse.starts[i] + sparse.offsets[sparse.ragged_rows[i]].numpy()[samples]
 
 
 def _share_of_first(counts: Integers, sizes: Sequence[int]) -> Floats:

@@ -40,16 +40,13 @@ _kernel = njit(nogil=True, error_model="numpy")
 def count(values, bounds, done, accesses, batches, last, distinct, ends):
     """Count the rows of some batches, and list those of each batch in ``distinct``, once each.
 
-    ``bounds [features, batches + 1]`` says where in ``values`` the ids of a feature begin at each batch. Returns −1, or
-    the position of the first id that is no row.
+    ``bounds [features, batches + 1]`` says where in ``values`` the ids of a feature begin at each batch.
     """
     n = 0
     for batch in range(len(ends)):
         for feature in range(len(bounds)):
             for i in range(bounds[feature, batch], bounds[feature, batch + 1]):
                 row = values[i]
-                if row < 0 or row >= len(accesses):
-                    return i
                 accesses[row] += 1
                 if last[row] != done + batch + 1:  # 0 is "in no batch yet"
                     last[row] = done + batch + 1
@@ -57,7 +54,6 @@ def count(values, bounds, done, accesses, batches, last, distinct, ends):
                     distinct[n] = row
                     n += 1
         ends[batch] = n
-    return -1
 
 
 @_kernel

@@ -22,8 +22,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
 
+from hotbed.auc import auc
 from hotbed.data.criteo import DENSE, SPARSE
 from hotbed.data.hashing import mix
 from hotbed.errors import SpecError
@@ -183,6 +185,7 @@ def _draw(rng: np.random.Generator, n: int) -> tuple[Floats, NDArray[np.int64]]:
     dense[rng.random(dense.shape) < np.asarray(_DENSE_MISSING)[:, None]] = np.nan
     ranks = np.empty((len(SPARSE), n), dtype=np.int64)
     for row, cardinality, missing in zip(ranks, _CARDINALITIES, _MISSING, strict=True):
+        # By inversion, unlike `hotbed.data.zipf`: a log of this version has the bytes that it always had.
         weights = np.cumsum(np.arange(1, cardinality + 1) ** -_ZIPF)
         row[:] = np.searchsorted(weights, rng.random(n) * weights[-1]) + 1
         row[rng.random(n) < missing] = 0
@@ -226,20 +229,9 @@ def _attainable(p: Floats, clicked: NDArray[np.bool_]) -> Attainable:
     return Attainable(
         samples=len(p),
         positive_rate=float(clicked.mean()),
-        auc=_auc(p, clicked),
+        auc=auc(torch.from_numpy(p), torch.from_numpy(clicked)),
         logloss=float(-np.where(clicked, np.log(p), np.log1p(-p)).mean()),
     )
-
-
-def _auc(scores: Floats, clicked: NDArray[np.bool_]) -> float:
-    """Rank statistic of Mann and Whitney; ties count half. NaN if all labels are alike."""
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positives = int(clicked.sum())
-    negatives = len(clicked) - positives
-    if not positives or not negatives:
-        return float("nan")
-    return float((ranks[clicked].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
 def _sigmoid(x: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Random numbers that are pure functions of a counter, and ranks by Zipf's law made of them.
+"""Draw random numbers that are pure functions of a counter, and ranks by Zipf's law made of them.
 
 Number i of a stream is output i of SplitMix64 started at the stream's key, so any part of a stream is made without the
 rest.
@@ -16,6 +16,9 @@ from hotbed.errors import SpecError
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+
+MAX_EXPONENT = 16
+"""Largest exponent of Zipf's law."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
@@ -62,8 +65,8 @@ class Zipf:
     def __init__(self, rows: int, exponent: float) -> None:
         if not 1 <= rows <= 1 << 52:
             raise SpecError(f"rows is {rows:,}, must be between 1 and 2⁵² ({1 << 52:,})")
-        if not 0 <= exponent <= 16:
-            raise SpecError(f"exponent is {exponent}, must be between 0 (all rows alike) and 16")
+        if not 0 <= exponent <= MAX_EXPONENT:
+            raise SpecError(f"exponent is {exponent}, must be between 0 (all rows alike) and {MAX_EXPONENT}")
         self.rows = rows
         self.exponent = exponent
         # The first rank's own sliver is left out: its interval begins where the area is 1 = 1^−s.

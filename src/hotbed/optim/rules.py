@@ -27,6 +27,10 @@ class Moment:
     per: Literal["row", "element"]
     initial: str | None = None
 
+    def nbytes(self, cols: int) -> int:
+        """Bytes of it beside a row of so many columns."""
+        return 4 if self.per == "row" else 4 * cols
+
 
 @dataclass(frozen=True)
 class Rule:

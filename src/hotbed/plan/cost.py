@@ -34,12 +34,17 @@ def tile_bytes(table: Table, tile: Tile, moments: Sequence[Moment] = ()) -> int:
     """Bytes of a tile's rows and of these moments (none for a reader)."""
     wide = len(range(tile.rows.start, min(tile.rows.stop, table.fp32_rows), tile.rows.step))
     cols = len(tile.cols)
-    beside = sum(4 if m.per == "row" else 4 * cols for m in moments)
+    beside = sum(m.nbytes(cols) for m in moments)
     return (
         wide * row_bytes("fp32", cols)
         + (len(tile.rows) - wide) * row_bytes(table.dtype, cols)
         + len(tile.rows) * beside
     )
+
+
+def table_bytes(table: Table, moments: Sequence[Moment] = ()) -> int:
+    """Bytes of all rows of a table and of these moments."""
+    return tile_bytes(table, Tile(table.name, range(table.rows), range(table.dim), 0), moments)
 
 
 def tile_work(table: Table, tile: Tile, ids: float = 1.0) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal, Self
@@ -15,7 +14,7 @@ from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
 from hotbed.ops.rows import MIN_EXPONENT, block_count, places, read_rows, write_rows
 from hotbed.optim import Moment
-from hotbed.specs import RowDtype
+from hotbed.specs import RowDtype, row_bytes
 from hotbed.store import memory
 from hotbed.store.base import Extent, RowStore, Span, Tier, Values
 from hotbed.store.records import Use
@@ -75,8 +74,7 @@ class DenseStore(RowStore):
         exponents = (narrow, block_count(dim)) if dtype == "int8" else (0, 0)
         first_slot = [0, *accumulate(s.rows for s in self.spans)]
         first_wide = [0, *accumulate(s.fp32_rows for s in self.spans)]
-        of_rows = 4 * wide * dim + narrow * dim * TORCH_DTYPES[dtype].itemsize + math.prod(exponents)
-        memory.refuse_too_many(of_rows, place)
+        memory.refuse_too_many(wide * row_bytes("fp32", dim) + narrow * row_bytes(dtype, dim), place)
         self.rows = Rows(
             wide=self._zeros((wide, dim), torch.float32, place),
             narrow=self._zeros((narrow, dim), TORCH_DTYPES[dtype], place),

@@ -41,9 +41,9 @@ class RecordFormat:
         at = max(4 * dim * has_wide, narrow * has_narrow)
         self._places: dict[str, slice] = {}
         for moment in moments:
-            size = 1 if moment.per == "row" else dim
-            self._places[moment.name] = slice(at // 4, at // 4 + size)
-            at += 4 * size
+            end = at + moment.nbytes(dim)
+            self._places[moment.name] = slice(at // 4, end // 4)
+            at = end
         self.record_bytes = at
 
     def with_moment(self, moment: Moment) -> RecordFormat:

@@ -10,12 +10,13 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hotbed.auc import auc, check_labels, grouped_auc
 from hotbed.batch import Batch
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError
@@ -73,101 +74,6 @@ class Metrics:
         if self.tasks:
             values["tasks"] = {name: task.to_dict() for name, task in self.tasks.items()}
         return values
-
-
-class GroupedAUC(NamedTuple):
-    """Mean AUC over groups, the number of groups in it, and of those left out because they have one class."""
-
-    value: float
-    groups: int
-    left_out: int
-
-
-def auc(scores: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
-    """Exact area under the ROC curve, ties counting half (mid-ranks).
-
-    Parameters
-    ----------
-    scores
-        ``[N]``; only their order matters, so logits do as well as probabilities.
-    labels
-        ``[N]`` in [0, 1]; a fractional label counts as that much of a positive.
-    weights
-        ``[N]`` sample weights, or None.
-
-    Returns
-    -------
-    float
-        NaN if there is no positive or no negative.
-
-    Raises
-    ------
-    BatchError
-        If a label is not in [0, 1].
-    """
-    return grouped_auc(scores, labels, torch.zeros_like(scores, dtype=torch.uint8), weights).value
-
-
-def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None) -> GroupedAUC:
-    """AUC within each group, averaged with the groups' total weights (GAUC; Zhu et al., arXiv 1706.06978 §5.2).
-
-    Parameters
-    ----------
-    scores, labels, weights
-        As in `auc`.
-    groups
-        ``[N]`` group of each sample, any integer dtype.
-
-    Returns
-    -------
-    GroupedAUC
-        The value is NaN if no group has both classes.
-
-    Raises
-    ------
-    BatchError
-        If a label is not in [0, 1].
-    """
-    check_labels(labels[:, None])
-    if not len(scores):
-        return GroupedAUC(math.nan, 0, 0)
-    # By group, then by score: one sort each, the second stable.
-    scores, order = scores.sort()
-    if bool((groups != groups[0]).any()):
-        groups, by_group = groups[order].sort(stable=True)
-        scores, order = scores[by_group], order[by_group]
-        new_group = groups.diff() != 0
-    else:
-        new_group = torch.zeros(len(scores) - 1, dtype=torch.bool, device=scores.device)
-    weight = torch.ones_like(scores, dtype=torch.float64) if weights is None else weights[order].double()
-    positive = labels[order].double() * weight
-    negative = weight - positive
-    # Runs of equal scores within a group: a run's positives beat all negatives before the run and half of its own.
-    run_end = _ends((scores.diff() != 0) | new_group)
-    group_end = _ends(new_group)
-    run_positive, run_negative = _sums(positive, run_end), _sums(negative, run_end)
-    group_of_run = torch.searchsorted(group_end, run_end)
-    group_positive, group_negative = _sums(positive, group_end), _sums(negative, group_end)
-    negative_before_group = group_negative.cumsum(0) - group_negative
-    before = run_negative.cumsum(0) - run_negative - negative_before_group[group_of_run]
-    beaten = torch.zeros_like(group_positive).index_add_(0, group_of_run, run_positive * (before + run_negative / 2))
-    # Counted, because a difference of rounded weight sums need not be exactly 0 where there is nothing.
-    both = (_sums((positive > 0).double(), group_end) > 0) & (_sums((negative > 0).double(), group_end) > 0)
-    group_weight = (group_positive + group_negative)[both]
-    group_auc = beaten[both] / (group_positive[both] * group_negative[both])
-    value = (group_auc * group_weight).sum() / group_weight.sum()
-    return GroupedAUC(float(value), int(both.sum()), int((~both).sum()))
-
-
-def _ends(change: Tensor) -> Tensor:
-    """Position of the last element of each run, from ``[N − 1]`` flags "the next element starts a run"."""
-    last = torch.tensor([len(change)], device=change.device)
-    return torch.cat([change.nonzero()[:, 0], last])
-
-
-def _sums(values: Tensor, ends: Tensor) -> Tensor:
-    totals = values.cumsum(0)[ends]
-    return totals.diff(prepend=totals.new_zeros(1))
 
 
 class Predictions:
@@ -373,17 +279,6 @@ def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Bat
         if isinstance(module, EmbeddingCollection):
             module.verify(batch.sparse)
     return batch.to(device, non_blocking=True)
-
-
-def check_labels(labels: Tensor) -> None:
-    """Raise `BatchError` unless all labels ``[B, T]`` are in [0, 1], where binary cross-entropy and AUC are defined."""
-    bad = ~((labels >= 0) & (labels <= 1))
-    if bool(bad.any()):
-        sample, task = bad.nonzero()[0].tolist()
-        raise BatchError(
-            f"the label of sample {sample:,} of {len(labels):,}, column {task}, is {float(labels[sample, task])}; "
-            f"labels must be from 0 to 1: map them in the source, as -1 and 1 with (labels > 0).float()"
-        )
 
 
 def checked_logits(logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:

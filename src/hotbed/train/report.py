@@ -1,29 +1,35 @@
-"""What a run leaves behind and shows: its directory, the summary and the final table."""
+"""Record and show what a run does: its directory and summary, tables on the terminal, and progress.
+
+Progress of training, and of work in stages, is bars on a terminal and plain lines elsewhere.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
 from hotbed.checkpoint import Taken, directory, runs_in
 from hotbed.config import Recipe
 from hotbed.files import read_yaml, write_json, write_text, yaml_text
-from hotbed.machine import cpu, usable_cores
+from hotbed.machine import cpu, release, usable_cores
 from hotbed.plan import Plan
+from hotbed.train.callbacks import Callback
 from hotbed.train.directory_lock import are_same
+from hotbed.train.metrics import Metrics
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
-    from hotbed.data.prepare import PrepareReport
+    from hotbed.train.trainer import Trainer
 
 
 RECIPE = "recipe.yaml"
@@ -121,14 +127,7 @@ def environment(device: torch.device) -> dict[str, str]:
     hardware = f"{cpu().name}, {usable_cores()} cores"
     if device.type == "cuda":
         hardware = f"{torch.cuda.get_device_name(device)}; {hardware}"
-    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": _release()}
-
-
-def _release() -> str:
-    try:
-        return version("hotbed")
-    except PackageNotFoundError:  # imported from src/, never installed
-        return "unknown (source checkout)"
+    return {"hardware": hardware, "device": device.type, "torch": str(torch.__version__), "hotbed": release()}
 
 
 # -- the final table -----------------------------------------------------------------------------------------------
@@ -146,7 +145,8 @@ def print_metrics(
     console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
 ) -> None:
     """Print metrics, beside the best that any model could reach where that is known."""
-    table = RichTable(title=title, title_justify="left")
+    console.print(title, style="table.title", soft_wrap=True)
+    table = RichTable()
     table.add_column("metric")
     table.add_column("reached", justify="right")
     if best:
@@ -192,19 +192,6 @@ def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> N
     console.print(f"{parameters} parameters of the dense part were taken")
 
 
-def print_prepared(console: Console, report: PrepareReport) -> None:
-    """Print what `hotbed.prepare` made."""
-    table = RichTable(title=f"{report.path}", title_justify="left")
-    for name in ("split", "samples"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for split, samples in report.samples.items():
-        table.add_row(split, f"{samples:,}")
-    console.print(table)
-    console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
-    for reason, count in report.skipped.items():
-        console.print(f"{count:,} lines were left out: bad {reason}")
-
-
 def _number(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:.5f}"
 
@@ -216,3 +203,128 @@ def size(count: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:,.0f} {units[0]}" if units[0] == "B" else f"{value:,.1f} {units[0]}"
+
+
+_STAGES = {
+    "read": "reading the log",
+    "count": "counting values",
+    "write": "writing the dataset",
+    "accesses": "counting accesses",
+    "pack": "packing hot and cold samples",
+}
+
+
+class StageProgress:
+    """Progress through named stages, as `hotbed.prepare` reports it; a context manager.
+
+    Parameters
+    ----------
+    console
+        Where to print.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._stage = ""
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("", total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done."""
+        new = stage != self._stage
+        self._stage = stage
+        if self._bar is not None:
+            task = self._bar.task_ids[0]
+            if new:
+                self._bar.reset(task, description=_STAGES[stage])
+            self._bar.update(task, completed=done, total=total)
+        elif new:
+            self._console.print(f"{_STAGES[stage]} …")
+
+
+class ShowProgress(Callback):
+    """A progress bar with loss, rate and time left; plain lines where the output is not a terminal.
+
+    Parameters
+    ----------
+    console
+        Where to print.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+        self._started = 0.0
+        self._first_step = 0
+
+    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
+        """Print a line."""
+        self._console.print(chosen)
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Show an empty bar."""
+        self._started, self._first_step = time.perf_counter(), trainer.step
+        if self._console.is_terminal:
+            columns = (
+                "training",
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("train", total=trainer.steps_total, completed=trainer.step, note="")
+            self._bar.start()
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s"
+            self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Print a line."""
+        if self._bar is None:
+            of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
+            self._console.print(
+                f"step {trainer.step:,}{of}  loss {record['loss']:.4f}  "
+                f"{record['samples_per_s']:,.0f} samples/s{self._time_left(trainer)}"
+            )
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Print a line."""
+        shown = [f"{label} {_shown(metrics, name)}" for name, label in (("auc", "AUC"), ("logloss", "logloss"))]
+        self._console.print(f"step {trainer.step:,}  valid {'  '.join(shown)}", soft_wrap=True)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Take the bar away."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, also where training failed."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _time_left(self, trainer: Trainer) -> str:
+        done = trainer.step - self._first_step
+        if not trainer.steps_total or not done:
+            return ""
+        seconds = (time.perf_counter() - self._started) / done * (trainer.steps_total - trainer.step)
+        minutes, seconds = divmod(round(seconds), 60)
+        return f"  {minutes}:{seconds:02d} left"
+
+
+def _shown(metrics: Metrics, name: str) -> str:
+    value: float = getattr(metrics, name)
+    return f"– ({metrics.undefined.get(name, 'not defined')})" if math.isnan(value) else f"{value:.5f}"

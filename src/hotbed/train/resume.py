@@ -92,7 +92,7 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
 def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> None:
     # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which
     # has no tuples.
-    before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_dict(stored), recipe))
+    before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_stored(stored), recipe))
     differing = [key for key in {**before, **now} if key not in MAY_DIFFER and before.get(key) != now.get(key)]
     if differing:
         lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
@@ -125,7 +125,7 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> dict[st
     with ranks.together("read the run to go on with"):
         earlier = run.newest(recipe.train.checkpoint_dir) if ranks.is_first else None
         if earlier is not None and (earlier / SUMMARY).is_file():
-            stored = Recipe.from_dict(read_yaml(earlier / RECIPE))
+            stored = Recipe.from_stored(read_yaml(earlier / RECIPE))
             _refuse_difference(f"{earlier}", stored.to_dict(), recipe)
             summary, asked = json.loads((earlier / SUMMARY).read_text(encoding="utf-8")), recipe.train
             is_as_long = all(getattr(stored.train, key) == getattr(asked, key) for key in _LENGTH)
@@ -243,7 +243,7 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
 
 
 def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
-    if manifest.recipe is not None and (precision := Recipe.from_dict(manifest.recipe).train.precision) != "auto":
+    if manifest.recipe is not None and (precision := Recipe.from_stored(manifest.recipe).train.precision) != "auto":
         trainer.numerics.unrecorded = precision
     load_checkpoint(checkpoint, trainer.parts())
 

@@ -1,4 +1,4 @@
-"""From a recipe to a trained, tested model: what ``hotbed train``, ``eval`` and ``demo`` call."""
+"""Go from a recipe to a trained, tested model: what ``hotbed train``, ``eval`` and ``demo`` call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from hotbed.train.directory_lock import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.parallel import Ranks, model_parallel_batch
-from hotbed.train.progress import ShowProgress
-from hotbed.train.report import RunDirectory, environment, print_taken
+from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer, resolve_device
@@ -249,7 +248,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     stored = read_manifest(checkpoint).recipe
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
-    recipe = replace(Recipe.from_dict(stored), parallel=ParallelRecipe())  # this is one process
+    recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe())  # this is one process
     source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     check_split("--split", split, source)
     source.check_labels(split)

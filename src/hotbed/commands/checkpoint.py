@@ -1,0 +1,194 @@
+"""Inspect, verify and convert checkpoints: ``hotbed checkpoint inspect | verify | convert``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.commands.arguments import Parser, add_json, console, write_json
+from hotbed.errors import RecipeError
+
+Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
+Form = Literal["hotbed", "safetensors", "torch"]
+
+
+class Command(NamedTuple):
+    """One command on checkpoints: what it is for, its arguments, and what it does with them."""
+
+    help: str
+    usage: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], None]
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the commands."""
+    parser.usage = "hotbed checkpoint COMMAND …"
+    parser.add_commands(
+        {name: Parser(c.add_arguments, description=c.help, usage=c.usage) for name, c in COMMANDS.items()}
+    )
+
+
+def run(parsed: Namespace) -> None:
+    """Run one of them."""
+    COMMANDS[parsed.command].run(parsed[parsed.command])
+
+
+def add_inspect(parser: ArgumentParser) -> None:
+    """Arguments of ``hotbed checkpoint inspect``."""
+    parser.add_argument("path", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    add_json(parser)
+
+
+def inspect_checkpoint(parsed: Namespace) -> None:
+    """Show what a checkpoint's manifest says."""
+    from hotbed.checkpoint import find_checkpoint, read_manifest
+    from hotbed.commands.inspect import describe_manifest, print_description
+
+    place = find_checkpoint(parsed.path)
+    description = describe_manifest(place, read_manifest(place))
+    print_description(console(), description)
+    write_json(parsed.json, description)
+
+
+def add_verify(parser: ArgumentParser) -> None:
+    """Arguments of ``hotbed checkpoint verify``."""
+    parser.add_argument("path", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    add_json(parser)
+
+
+def verify(parsed: Namespace) -> None:
+    """Read all of a checkpoint and compare it with the hashes in its manifest."""
+    from hotbed.checkpoint import find_checkpoint, verify_checkpoint
+
+    place = find_checkpoint(parsed.path)
+    start = time.perf_counter()
+    with _progress(f"verifying {place}") as progress:
+        manifest = verify_checkpoint(place, progress)
+    seconds = time.perf_counter() - start
+    blocks = sum(len(entry["sha256"]) for entry in manifest.files.values())
+    rate = manifest.nbytes / seconds
+    console().print(
+        f"{place}: {len(manifest.files):,} files, {blocks:,} blocks unharmed "
+        f"({manifest.nbytes / 1e9:,.3f} GB, {rate / 1e9:,.2f} GB/s)",
+        soft_wrap=True,
+    )
+    counts = {"files": len(manifest.files), "blocks": blocks, "bytes": manifest.nbytes}
+    write_json(parsed.json, {"path": str(place), **counts, "seconds": seconds, "bytes_per_s": rate})
+
+
+def add_convert(parser: ArgumentParser) -> None:
+    """Arguments of ``hotbed checkpoint convert``."""
+    parser.add_argument("source", type=str, help="What to convert: a path, of a checkpoint also a URI.")
+    parser.add_argument("target", type=str, help="What to make: a path or URI where nothing is.")
+    parser.add_argument("--from", type=Origin, default="hotbed", help="Who wrote the source.")
+    parser.add_argument("--to", type=Form, default="hotbed", help="What to make of it.")
+    parser.add_argument("--compact", action="store_true", help="Store only rows that training has changed.")
+    parser.add_argument(
+        "--dtype",
+        type=str | dict[str, str] | None,
+        help="fp32, bf16, fp16, int8 or fp8 for the rows of all tables, or {TABLE: DTYPE, …}; rounded to the nearest.",
+    )
+    parser.add_argument("--no_moments", action="store_true", help="Keep what prediction needs only.")
+    parser.add_argument(
+        "--names", type=str | None, help="Tables of another library's model, in its order, with commas between them."
+    )
+    parser.add_argument(
+        "--collection", type=str, default="embeddings", help="Attribute of hotbed's model that is to have them."
+    )
+    parser.add_argument("--data", type=str | None, help="Data for --to torch; default: that of the recipe.")
+    add_json(parser)
+
+
+def convert(parsed: Namespace) -> None:
+    """Make a checkpoint of another one or of another library's model, or files that other libraries read."""
+    _refuse_options_without_effect(parsed)
+    start = time.perf_counter()
+    with _progress(f"converting {parsed.source}") as progress:
+        made = _converted(parsed, progress)
+    seconds = time.perf_counter() - start
+    console().print(f"{parsed.target}: {len(made['tables']):,} tables, {seconds:.1f} s", soft_wrap=True)
+    if parsed["from"] != "hotbed":
+        names = ", ".join(entry["table"] for entry in made["tables"])
+        console().print(f"tables, in the order of the model's features: {names}", soft_wrap=True)
+    write_json(parsed.json, {"source": parsed.source, "target": parsed.target, "seconds": seconds, **made})
+
+
+def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mapping[str, Any]:
+    from hotbed.checkpoint import find_checkpoint
+    from hotbed.commands.inspect import describe_manifest
+
+    target = parsed.target
+    if parsed["from"] != "hotbed":
+        from hotbed.checkpoint.importers import import_checkpoint
+
+        names = None if parsed.names is None else [name.strip() for name in parsed.names.split(",")]
+        options: dict[str, Any] = {"names": names, "collection": parsed.collection, "progress": progress}
+        return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
+    if parsed.to == "torch":
+        from hotbed.commands.export import export_model
+
+        return export_model(parsed.source, target, parsed.data)
+    source = find_checkpoint(parsed.source)
+    if parsed.to == "safetensors":
+        from hotbed.checkpoint.convert import export_tables
+
+        return export_tables(source, target, progress=progress)
+    from hotbed.checkpoint.convert import convert
+
+    how: dict[str, Any] = {"compact": parsed.compact, "dtype": parsed.dtype, "moments": not parsed.no_moments}
+    return describe_manifest(target, convert(source, target, **how, progress=progress))
+
+
+def _refuse_options_without_effect(parsed: Namespace) -> None:
+    """Raise `RecipeError` for an option that this conversion would not follow."""
+    to_hotbed, from_hotbed = parsed.to == "hotbed", parsed["from"] == "hotbed"
+    if not to_hotbed and not from_hotbed:
+        raise RecipeError(f"--from {parsed['from']} --to {parsed.to}: convert to hotbed first, then from there")
+    given = {
+        "--compact": (parsed.compact, to_hotbed and from_hotbed, "from hotbed to hotbed"),
+        "--dtype": (parsed.dtype is not None, to_hotbed and from_hotbed, "from hotbed to hotbed"),
+        "--no_moments": (parsed.no_moments, to_hotbed and from_hotbed, "from hotbed to hotbed"),
+        "--names": (parsed.names is not None, not from_hotbed, "from another library (--from)"),
+        "--collection": (parsed.collection != "embeddings", not from_hotbed, "from another library (--from)"),
+        "--data": (parsed.data is not None, parsed.to == "torch", "to torch (--to torch)"),
+    }
+    for option, (is_given, serves, when) in given.items():
+        if is_given and not serves:
+            raise RecipeError(f"{option} has an effect only when converting {when}; leave it out")
+
+
+@contextmanager
+def _progress(what: str) -> Generator[Callable[[int, int], None]]:
+    """A bar on a terminal, a line elsewhere; gives what to call with done and total."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    stderr = console(stderr=True)
+    if not stderr.is_terminal:
+        stderr.print(f"{what} …", soft_wrap=True)
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+COMMANDS: Mapping[str, Command] = {
+    "inspect": Command(
+        "Show what a checkpoint holds.", "hotbed checkpoint inspect PATH [options]", add_inspect, inspect_checkpoint
+    ),
+    "verify": Command(
+        "Compare all of a checkpoint with its hashes.", "hotbed checkpoint verify PATH [options]", add_verify, verify
+    ),
+    "convert": Command(
+        "Convert from and to other libraries, dtypes and forms.",
+        "hotbed checkpoint convert SOURCE TARGET [options]",
+        add_convert,
+        convert,
+    ),
+}

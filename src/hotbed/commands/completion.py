@@ -1,0 +1,53 @@
+"""Print a script by which a shell completes commands, options and their values: ``hotbed completion``."""
+
+# shtab is an extra, which need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.commands.arguments import Parser
+from hotbed.errors import RecipeError
+
+_PATHS = {
+    *("checkpoint", "data", "init_from", "json", "out", "path", "raw", "recipe", "resume", "source", "target"),
+    *("vocabulary", "data.path", "hot.rows", "init.checkpoint", "memory.directory", "memory.skew", "parallel.plan"),
+    *("plan", "train.checkpoint_dir"),
+}
+"""Arguments that files are offered for; most are typed as text, for they may be URIs."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the shell."""
+    parser.usage = "hotbed completion SHELL"
+    parser.add_argument("shell", type=Literal["bash", "zsh", "tcsh"], help="Who is to read the script.")
+
+
+def run(parsed: Namespace) -> None:
+    """Print the script; it needs no Python when it completes."""
+    from hotbed.commands.main import make_parser
+
+    try:
+        import shtab
+    except ImportError as error:
+        raise RecipeError(
+            f"hotbed completion needs shtab, which cannot be imported ({error}); pip install 'hotbed[completion]'"
+        ) from None
+    parser = make_parser()
+    _complete_paths(parser, shtab.FILE)
+    print(parser.get_completion_script(f"shtab-{parsed.shell}"))
+
+
+def _complete_paths(parser: Parser, how: dict[str, str]) -> None:
+    """Add the arguments of a parser and of its commands, and offer files for paths."""
+    parser.fill()
+    if parser.words == "hotbed train":
+        parser.add_argument("RECIPE", type=str)  # which its parser takes out of the arguments before it reads them
+    for action in parser._actions:
+        if action.dest.lower() in _PATHS and action.nargs != 0:
+            action.complete = how  # pyright: ignore[reportAttributeAccessIssue]
+    for command in parser.commands.values():
+        _complete_paths(command, how)

@@ -1,0 +1,147 @@
+"""Show what a recipe would take, and how its plan shares that out, before any table is allocated.
+
+``hotbed train --dry_run``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table as RichTable
+
+from hotbed.config import Recipe
+from hotbed.embed import plan_tables
+from hotbed.errors import RecipeError
+from hotbed.optim import Moment, SparseOptimizer
+from hotbed.plan.cost import Cost, rank_costs, tile_bytes
+from hotbed.plan.tiling import Plan, Tile, extent
+from hotbed.specs import Table
+from hotbed.train.build import new_model, open_source
+from hotbed.train.parallel import moments_by_table, planned, started
+from hotbed.train.report import size
+from hotbed.train.trainer import resolve_device
+
+_BAR = 20
+
+
+def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
+    """Two tables for a console: tables with their cuts, and ranks with bytes and work (see `hotbed.plan.cost`)."""
+    tables = RichTable(title="Tables", title_justify="left")
+    tables.add_column("table")
+    tables.add_column("rows × columns", justify="right")
+    tables.add_column("cut")
+    tables.add_column("owners")
+    for name, tiles in plan.by_table.items():
+        rows, cols = extent(tiles)
+        tables.add_row(name, f"{rows:,} × {cols:,}", _cut(tiles), _owners(tiles))
+    ranks = RichTable(title="Ranks", title_justify="left")
+    for column in ("rank", "tiles", "memory"):
+        ranks.add_column(column, justify="right")
+    ranks.add_column("work")
+    most = max(cost.work for cost in costs) or 1.0
+    for rank, cost in enumerate(costs):
+        held = sum(rank in tile.ranks for tile in plan.tiles)
+        bar = "█" * round(_BAR * cost.work / most)
+        ranks.add_row(str(rank), str(held), f"{cost.nbytes / 2**20:,.1f} MiB", f"{bar} {cost.work / most:.0%}")
+    return Group(tables, ranks)
+
+
+def _cut(tiles: Sequence[Tile]) -> str:
+    row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
+    parts: list[str] = []
+    if len(row_cuts) > 1:
+        parts.append(f"{len(row_cuts)} row parts")
+    if len(col_cuts) > 1:
+        parts.append(f"{len(col_cuts)} column parts")
+    copied = [t for t in tiles if t.readers]
+    if copied:
+        rows = sum(len(t.rows) for t in copied if t.cols.start == 0)
+        copies = max(len(t.ranks) for t in copied)
+        parts.append(f"{'all' if len(copied) == len(tiles) else f'{rows:,}'} rows on {copies} ranks")
+    return ", ".join(parts) or "whole"
+
+
+def _owners(tiles: Sequence[Tile]) -> str:
+    owners = sorted({t.owner for t in tiles})
+    if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
+        return f"{owners[0]} … {owners[-1]}"
+    return ", ".join(map(str, owners))
+
+
+def memory_plan(recipe: Recipe) -> dict[str, Any]:
+    """Bytes by table and tier, and dense parameters, without allocating a table; of several ranks their plan, too.
+
+    The plan is that of as many processes as torchrun started, or that of the recipe's file.
+
+    Raises
+    ------
+    RecipeError
+        If the sparse optimizer is not one.
+    """
+    source = open_source(recipe.data)
+    for key, optimizer in (("sparse_optimizer", recipe.sparse_optimizer), ("wide_optimizer", recipe.wide_optimizer)):
+        if optimizer is not None and not issubclass(optimizer.load(), SparseOptimizer):
+            raise RecipeError(f"{key} is {optimizer.class_path}, not one of hotbed.optim")
+    tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
+    with torch.device("meta"):
+        model = new_model(recipe, source)
+    tables = plan_tables(model)
+    moments = moments_by_table(model, recipe)
+    entries = [_table_plan(table, tier, moments[table.name]) for table in tables]
+    parameters = list(model.parameters())
+    return {
+        "tables": entries,
+        **_of_ranks(planned(model, recipe, started().size), tables, moments),
+        "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
+        "dense_parameters": sum(p.numel() for p in parameters),
+        "dense_bytes": sum(p.nbytes for p in parameters),
+    }
+
+
+def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]]) -> dict[str, Any]:
+    """The plan of several ranks, and the bytes and work of each."""
+    if plan.world_size == 1:
+        return {}
+    costs = [Cost(0, 0.0)] * plan.world_size
+    for table in tables:
+        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=moments[table.name])
+        costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
+    return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "work": cost.work} for cost in costs]}
+
+
+def _table_plan(table: Table, tier: str, moments: Sequence[Moment]) -> dict[str, Any]:
+    whole = Tile(table.name, range(table.rows), range(table.dim), 0)
+    weights = tile_bytes(table, whole)
+    return {
+        "name": table.name,
+        "rows": table.rows,
+        "dim": table.dim,
+        "tier": tier,
+        "weight_bytes": weights,
+        "moment_bytes": tile_bytes(table, whole, moments) - weights,
+    }
+
+
+def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
+    """Print `memory_plan`."""
+    table = RichTable(title="Embedding tables", title_justify="left", show_footer=True)
+    entries = plan["tables"]
+    totals = [sum(e[key] for e in entries) for key in ("rows", "weight_bytes", "moment_bytes")]
+    table.add_column("table", footer="total")
+    table.add_column("tier", footer="")
+    table.add_column("rows", justify="right", footer=f"{totals[0]:,}")
+    table.add_column("dim", justify="right")
+    table.add_column("weights", justify="right", footer=size(totals[1]))
+    table.add_column("moments", justify="right", footer=size(totals[2]))
+    for e in entries:
+        weights, moments = size(e["weight_bytes"]), size(e["moment_bytes"])
+        table.add_row(e["name"], e["tier"], f"{e['rows']:,}", str(e["dim"]), weights, moments)
+    console.print(table)
+    console.print(f"tables: {size(plan['table_bytes'])} in all")
+    if "plan" in plan:
+        costs = [Cost(rank["bytes"], rank["work"]) for rank in plan["ranks"]]
+        console.print(plan_view(Plan.from_dict(plan["plan"]), costs))
+    console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")

@@ -1,0 +1,28 @@
+"""Evaluate a checkpoint's model: ``hotbed eval``."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.files import location
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the checkpoint and the data."""
+    parser.usage = "hotbed eval --checkpoint DIR [options]"
+    parser.add_argument("--checkpoint", type=str, required=True, help="Checkpoint directory, or a run's directory.")
+    parser.add_argument("--split", type=str, default="test", help="Split of the data.")
+    parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Evaluate, and print the metrics."""
+    from hotbed.train.report import print_metrics
+    from hotbed.train.run import evaluate_checkpoint
+
+    checkpoint, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
+    values = metrics.to_dict()
+    print_metrics(console(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
+    write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})

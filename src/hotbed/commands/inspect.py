@@ -1,0 +1,191 @@
+"""Show what a dataset, Parquet file, run or checkpoint holds: ``hotbed inspect``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table
+
+from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, verify_checkpoint
+from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
+from hotbed.data import SplitBinarySource
+from hotbed.data.parquet import find_parquet
+from hotbed.errors import DataError, RecipeError
+from hotbed.files import location
+from hotbed.specs import is_int
+from hotbed.train.report import RECIPE, SUMMARY, size
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the path, and the options of `inspect_skew`."""
+    parser.usage = "hotbed inspect PATH [options]"
+    parser.add_argument(
+        "path", type=str, help="Dataset, Parquet file or folder, run, checkpoint; or --skew of a recipe."
+    )
+    parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
+    parser.add_function_arguments(inspect_skew, skip={"path", "console"})
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Show what a path holds, or how skewed the lookups of its samples are."""
+    options = parsed.as_dict()
+    path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
+    if skew:
+        found = inspect_skew(path, console(stderr=True), **options)
+        print_skew(console(), found)
+    else:
+        for name, default in SKEW_DEFAULTS.items():
+            if options[name] != default:
+                raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
+        found = describe(path)
+        print_description(console(), found)
+    write_json(json, found)
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """Plain values about a prepared dataset, a Parquet file or folder, a run's directory or a checkpoint.
+
+    All but a prepared dataset may also be at a URI.
+
+    Raises
+    ------
+    DataError
+        If the path is none of these, or is damaged.
+    CheckpointError
+        If a checkpoint is damaged.
+    """
+    place = directory(path)
+    if isinstance(path, Path) and not path.exists():
+        raise DataError(f"{path} does not exist")
+    if place.has(MANIFEST):
+        return _checkpoint(place)
+    if place.has(RECIPE):
+        return _run(place)
+    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or place.has("feature_spec.yaml")):
+        return _dataset(path)
+    try:
+        return _parquet(path)
+    except DataError as error:
+        raise DataError(
+            f"{path} is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint ({MANIFEST}) or "
+            f"Parquet: {error}"
+        ) from None
+
+
+def _dataset(path: Path) -> dict[str, Any]:
+    source = SplitBinarySource(path)
+    root = path if path.is_dir() else path.parent
+    return {
+        "kind": "prepared dataset",
+        "path": path,
+        "samples": {split: source.samples(split) for split in source.splits},
+        "bytes": sum(f.stat().st_size for f in root.glob("*/*.bin")),
+        "labels": list(source.schema.labels),
+        "dense": list(source.schema.dense),
+        "tables": [{"table": name, "rows": rows} for name, rows in source.schema.rows.items()],
+    }
+
+
+def _parquet(path: str | Path) -> dict[str, Any]:
+    files = find_parquet(path)
+    everything = [file for of_split in files.values() for file in of_split]
+    schema = everything[0].schema
+    return {
+        "kind": "Parquet",
+        "path": path,
+        "files": len(everything),
+        "row_groups": sum(len(file.row_groups()) for file in everything),
+        "samples": {split or "all": sum(f.metadata.num_rows for f in of) for split, of in files.items()},
+        "columns": [{"column": field.name, "type": str(field.type)} for field in schema],
+    }
+
+
+def _checkpoint(place: Directory) -> dict[str, Any]:
+    manifest = verify_checkpoint(place)
+    files = [{"file": name, "bytes": entry["bytes"]} for name, entry in manifest.files.items()]
+    return {**describe_manifest(place, manifest), "files": files, "verified": True}
+
+
+def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[str, Any]:
+    """Plain values of what a checkpoint's manifest says."""
+    tables = {
+        name: {
+            "rows": table.spec.rows,
+            "dim": table.spec.dim,
+            "dtype": table.spec.dtype,
+            "moments": list(table.moments),
+            "tiles": len(table.tiles),
+            "compact": any(tile.keyed for tile in table.tiles),
+        }
+        for name, table in manifest.tables.items()
+    }
+    return {
+        "kind": "checkpoint",
+        "path": str(path),
+        "step": manifest.step,
+        "recipe": (manifest.recipe or {}).get("name"),
+        "ranks": (manifest.plan or {}).get("world_size", 1),
+        "files": len(manifest.files),
+        "bytes": manifest.nbytes,
+        "parts": list(manifest.parts),
+        "tables": [{"table": name, **values} for name, values in tables.items()],
+    }
+
+
+def _run(place: Directory) -> dict[str, Any]:
+    finished = place.has(SUMMARY)
+    return {
+        "kind": "run",
+        "path": str(place),
+        "finished": finished,
+        "summary": json.loads(place.read(SUMMARY)) if finished else None,
+        "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(place / "checkpoints")],
+    }
+
+
+def print_description(console: Console, description: Mapping[str, Any]) -> None:
+    """Print what `describe` found: single values first, then lists of entries as tables."""
+    values = Table(show_header=False, box=None)
+    values.add_column()
+    values.add_column(overflow="fold")
+    for name, value in _flat(description):
+        values.add_row(name, size(value) if name.endswith("bytes") else _text(value))
+    console.print(values)
+    for name, value in description.items():
+        if _is_table(value):
+            entries = cast("Sequence[Mapping[str, Any]]", value)
+            table = Table(title=name, title_justify="left")
+            for key, cell in entries[0].items():
+                table.add_column(key, justify="right" if isinstance(cell, int) else "left", overflow="fold")
+            for entry in entries:
+                table.add_row(*(_text(cell) for cell in entry.values()))
+            console.print(table)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            rows += _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+        elif not _is_table(value) and value is not None:
+            rows.append((f"{prefix}{name}", value))
+    return rows
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, cast("list[object]", value)))
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return f"{value:,}" if is_int(value) else str(value)

@@ -1,0 +1,125 @@
+"""Run the ``hotbed`` program: its commands, and which exit status an error has.
+
+A command's file is imported when the command is called: help and the version are there before torch could be loaded.
+Results go to stdout, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+from hotbed.commands.arguments import Parser, RecipeParser
+from hotbed.errors import CommError, HotbedError, StoppedError
+from hotbed.machine import fit_threads, release
+
+COMMANDS = {
+    "demo": "Raw log to tested model: prepare, train, test.",
+    "init": "Draft a recipe for a Parquet dataset.",
+    "prepare": "Turn raw Criteo logs into a dataset.",
+    "pack": "Choose hot rows, and split a dataset into hot and cold samples.",
+    "train": "Train and test by a recipe.",
+    "eval": "Evaluate a checkpoint.",
+    "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
+    "checkpoint": "Inspect, verify or convert a checkpoint.",
+    "bench": "Measure kernels, or training steps, against this machine's limits.",
+    "completion": "Print a script by which a shell completes all this.",
+}
+"""What each command is for; `hotbed.commands` has a file of its name."""
+
+GROUPS = ("checkpoint", "bench")
+"""Commands that have commands of their own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Parameters
+    ----------
+    argv
+        Arguments after the program's name; default: those of the process.
+
+    Returns
+    -------
+    int
+        0; 2 after an error, which is one message on stderr (``--debug`` shows the traceback); 130 or 143 if a signal
+        stopped it.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    if debug:
+        args.remove("--debug")
+    former, warnings.formatwarning = warnings.formatwarning, _line
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("hotbed: interrupted", file=sys.stderr)
+        return 130
+    except StoppedError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"hotbed: {error}", file=sys.stderr)
+        return 128 + error.signal
+    except (HotbedError, OSError) as error:
+        if debug:
+            raise
+        several = os.environ.get("WORLD_SIZE", "1") != "1" and not isinstance(error, CommError)
+        rank = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+        print(f"hotbed: error: {rank}{error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        from hotbed.store.memory import why_out_of_memory
+
+        reason = None if debug else why_out_of_memory(error)
+        if reason is None:
+            raise
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        print(f"hotbed: error: {rank}{reason}", file=sys.stderr)
+        return 2
+    finally:
+        warnings.formatwarning = former
+
+
+def _line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Format a warning: of a former name what it is, of others also where they come from."""
+    where = "" if category is FutureWarning else f"{filename}:{lineno}: {category.__name__}: "
+    return f"hotbed: warning: {where}{message}\n"
+
+
+def make_parser() -> Parser:
+    """Make the parser of the program, whose commands add their arguments when they are called."""
+    parser = Parser(
+        prog="hotbed",
+        usage="hotbed COMMAND …",
+        version=release(),
+        epilog="hotbed COMMAND --help shows arguments; --debug shows tracebacks.",
+    )
+    kinds = dict.fromkeys(COMMANDS, Parser) | {"train": RecipeParser}
+    parser.add_commands(
+        {name: kinds[name](partial(_add_arguments, name), description=COMMANDS[name]) for name in kinds}
+    )
+    return parser
+
+
+def _run(args: list[str]) -> int:
+    if not args or (len(args) == 1 and args[0] in GROUPS):
+        args.append("--help")
+    try:
+        parsed = make_parser().parse_args(args)
+    except SystemExit as done:  # it has printed help or the version
+        return int(done.code or 0)
+    fit_threads()
+    _module(parsed.command).run(parsed[parsed.command])
+    return 0
+
+
+def _add_arguments(command: str, parser: Parser) -> None:
+    _module(command).add_arguments(parser)
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"hotbed.commands.{command}")

@@ -1,0 +1,252 @@
+"""Measure how unevenly rows are looked up, and what a cache of them would serve: ``hotbed inspect --skew``."""
+
+# matplotlib is an extra, which need not be installed where types are checked.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hotbed.checkpoint import MANIFEST
+from hotbed.config import Recipe
+from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
+from hotbed.data.pack import write_hot_order
+from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
+from hotbed.errors import DataError, RecipeError
+from hotbed.files import new_directory, read_yaml, write_json
+from hotbed.train.build import open_source
+from hotbed.train.report import StageProgress
+
+CURVES = ("accesses_of_top_rows", "lru", "static")
+
+
+def open_data(path: str | Path) -> Source:
+    """The samples that a path stands for.
+
+    A prepared dataset; a Parquet file or folder, also at a URI, with the schema that `draft_schema` proposes; a
+    recipe's file or a run's directory, which name any source.
+
+    Raises
+    ------
+    DataError
+        If the path is none of these, or is damaged.
+    RecipeError
+        If a recipe is not valid.
+    """
+    if isinstance(path, str):  # of a URI
+        return ParquetSource(path, draft_schema(path))
+    if not path.exists():
+        raise DataError(f"{path} does not exist")
+    if (path / MANIFEST).is_file():
+        raise DataError(f"{path} is a checkpoint, which holds no samples; give the data, the recipe or the run")
+    if (path / "recipe.yaml").is_file():
+        path = path / "recipe.yaml"
+    if path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file():
+        return SplitBinarySource(path)
+    if path.suffix in (".yaml", ".yml"):
+        recipe = Recipe.from_dict(read_yaml(path))
+        return open_source(replace(recipe.data, valid_split=None, test_split=None))
+    try:
+        return ParquetSource(path, draft_schema(path))
+    except DataError as error:
+        raise DataError(
+            f"{path} is no prepared dataset (feature_spec.yaml), recipe, run (recipe.yaml) or Parquet: {error}"
+        ) from None
+
+
+def inspect_skew(
+    path: str | Path,
+    console: Console,
+    *,
+    split: str = "train",
+    batch_size: int = 1,
+    sampled_rows: int = SAMPLED_ROWS,
+    out: Path | None = None,
+    picture: bool = True,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Measure the popularity of rows, and write what was found where that is wanted.
+
+    Parameters
+    ----------
+    path
+        See `open_data`.
+    console
+        Where progress is shown.
+    split
+        Which split of the data.
+    batch_size
+        Samples per batch; a batch looks each of its rows up once, all of them before any goes into the cache.
+    sampled_rows
+        Rows of a table that the LRU curve follows, about; it is exact for a table with no more rows.
+    out
+        Directory to make, with skew.json, skew.png and hot_order/ (see `hotbed.data.pack`); none by default.
+    picture
+        Whether to draw skew.png, which needs matplotlib.
+    overwrite
+        Replace ``out`` if it holds a skew.json.
+
+    Returns
+    -------
+    dict
+        Plain values: curves at ``shares`` of the rows, for each of the ``tables``, and for ``all`` of them where each
+        table has the same share of its rows in the cache.
+
+    Raises
+    ------
+    DataError
+        If the data cannot be read, or ``out`` exists.
+    RecipeError
+        If a picture is wanted and matplotlib is not installed.
+    SpecError
+        If an argument is out of range.
+    """
+    if out is None:
+        return _measure(path, console, split, batch_size, sampled_rows)[0]
+    if picture:
+        _need_matplotlib()
+    with new_directory(out, marker="skew.json", overwrite=overwrite) as directory:
+        found, tables = _measure(path, console, split, batch_size, sampled_rows)
+        write_json(directory / "skew.json", found)
+        (directory / "hot_order").mkdir()
+        for table in tables:
+            write_hot_order(directory / "hot_order", {table.table: table.hot_order})
+        if picture:
+            _draw(found, directory / "skew.png")
+    return found
+
+
+SKEW_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in signature(inspect_skew).parameters.items()
+    if parameter.default is not parameter.empty
+}
+"""The options of `inspect_skew` and what they are where nobody sets them."""
+
+
+def _measure(
+    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int
+) -> tuple[dict[str, Any], list[Popularity]]:
+    started = time.perf_counter()
+    source = open_data(path)
+    with StageProgress(console) as progress:
+        tables = measure_popularity(
+            source,
+            split,
+            batch_size=batch_size,
+            sampled_rows=sampled_rows,
+            progress=lambda done, total: progress("accesses", done, total),
+        )
+    values = [table.to_dict() for table in tables]
+    found = {
+        "kind": "skew",
+        "path": path,
+        "split": split,
+        "samples": source.samples(split),
+        "batch_size": batch_size,
+        "seconds": time.perf_counter() - started,
+        "shares": list(SHARES),
+        "all": {
+            "rows": sum(table["rows"] for table in values),
+            "accesses": sum(table["accesses"] for table in values),
+            "touched": sum(table["touched"] for table in values),
+            "lookups": sum(table["lookups"] for table in values),
+            "accesses_of_top_rows": _mean(values, "accesses_of_top_rows", "accesses"),
+            "lru": _mean(values, "lru", "lookups"),
+            "static": _mean(values, "static", "lookups"),
+        },
+        "tables": values,
+    }
+    return found, tables
+
+
+def _mean(tables: Sequence[Mapping[str, Any]], curve: str, weight: str) -> list[float]:
+    """The curve of all tables together; those that were never looked up, whose curve is NaN, have no weight."""
+    seen = [table for table in tables if table[weight]]
+    if not seen:
+        return [float("nan")] * len(SHARES)
+    weights = [table[weight] for table in seen]
+    return np.average([table[curve] for table in seen], axis=0, weights=weights).tolist()
+
+
+def print_skew(console: Console, found: Mapping[str, Any]) -> None:
+    """Print what `inspect_skew` found: a line per table, then the curves of all tables together."""
+    console.print(
+        f"{found['path']}, split {found['split']}: {found['samples']:,} samples, "
+        f"{found['all']['accesses']:,} accesses, {found['seconds']:.1f} s",
+        soft_wrap=True,
+    )
+    shares: list[float] = found["shares"]
+    one, ten = shares.index(0.01), shares.index(0.1)
+    table = Table(title="tables", title_justify="left")
+    table.add_column("table", overflow="fold")
+    for name in ("rows", "touched", "top 1 %", "Zipf", "LRU 10 %", "static 10 %", "sampled"):
+        table.add_column(name, justify="right")
+    for entry in found["tables"]:
+        exponent = entry["zipf_exponent"]
+        table.add_row(
+            entry["table"],
+            *(f"{entry[key]:,}" for key in ("rows", "touched")),
+            _percent(entry["accesses_of_top_rows"][one]),
+            "–" if exponent is None else f"{exponent:.2f}",
+            *(_percent(entry[curve][ten]) for curve in ("lru", "static")),
+            _percent(entry["sample_rate"]),
+        )
+    console.print(table)
+    table = Table(title=f"all tables, batches of {found['batch_size']:,} samples", title_justify="left")
+    for name in ("rows", "their accesses", "LRU hits", "static hits"):
+        table.add_column(name, justify="right")
+    for i, share in enumerate(shares):
+        table.add_row(f"{share:.4g}", *(_percent(found["all"][curve][i]) for curve in CURVES))
+    console.print(table)
+
+
+def _percent(value: float) -> str:
+    return "–" if np.isnan(value) else f"{value:.1%}"
+
+
+# -- skew.png ------------------------------------------------------------------------------------------------------
+
+
+def _need_matplotlib() -> None:
+    """Raise `RecipeError` if matplotlib cannot be imported."""
+    try:
+        import matplotlib.figure  # noqa: F401 # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise RecipeError(
+            f"skew.png needs matplotlib, which cannot be imported ({error}); pip install 'hotbed[plot]', or pass "
+            f"--picture false"
+        ) from None
+
+
+def _draw(found: Mapping[str, Any], path: Path) -> None:
+    """Draw two panels over the share of rows: accesses, and hit rates; a thin line per table, a bold one for all."""
+    from matplotlib.figure import Figure
+
+    shares = [100 * share for share in found["shares"]]
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    accesses, hits = figure.subplots(1, 2, sharey=True)
+    panels = ((accesses, "accesses_of_top_rows", "C0", "their accesses"), (hits, "lru", "C0", "LRU"))
+    for axes, curve, color, label in (*panels, (hits, "static", "C1", "hottest rows placed")):
+        for table in found["tables"]:
+            axes.plot(shares, table[curve], color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(shares, found["all"][curve], color=color, linewidth=2, label=f"{label}, all tables")
+    accesses.set_title("accesses of the most accessed rows", loc="left", fontsize="medium")
+    hits.set_title(f"hit rate, batches of {found['batch_size']:,} samples", loc="left", fontsize="medium")
+    for axes in (accesses, hits):
+        axes.set_xscale("log")
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("% of the rows of each table")
+        axes.legend(frameon=False, fontsize="small", loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{found['path']}, split {found['split']}, {found['samples']:,} samples", fontsize=10)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,49 @@
+"""Train and test by a recipe: ``hotbed train``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.commands.arguments import add_json, add_recipe, console, recipe_of, write_json
+from hotbed.files import local
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe's options, and those of the run."""
+    parser.usage = "hotbed train RECIPE.yaml [--key value …]"
+    add_recipe(parser)
+    parser.add_argument("--out", type=str, default="runs", help="Where runs go: OUT/NAME/TIME.")
+    parser.add_argument(
+        "--resume",
+        type=str | None,
+        help="What to go on from: a checkpoint, a run's directory, or the runs of a name; or auto: the newest run in "
+        "OUT/NAME (its checkpoints may be in train.checkpoint_dir), if there is one to go on with.",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Train, or say what that would take."""
+    from hotbed.train.parallel import process_group, started
+    from hotbed.train.report import RunDirectory, print_summary
+    from hotbed.train.run import train
+
+    values: dict[str, Any] = parsed.as_dict()
+    out, resume, dry_run, json = (values.pop(name) for name in ("out", "resume", "dry_run", "json"))
+    recipe = recipe_of(values)
+    if dry_run:
+        from hotbed.commands.dry_run import memory_plan, print_memory_plan
+
+        plan = memory_plan(recipe)
+        if started().rank == 0:
+            print_memory_plan(console(), plan)
+            write_json(json, plan)
+        return
+    with process_group(recipe.parallel, recipe.train.device) as here:
+        summary = train(recipe, RunDirectory(local("--out", out), recipe.name), console(stderr=True), resume=resume)
+    if here.rank == 0:
+        print_summary(console(), summary)
+        write_json(json, summary)

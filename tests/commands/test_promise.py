@@ -1,0 +1,55 @@
+"""Protects `hotbed demo --promise`: every plan, a run that is killed, and what is said if a process fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotbed.commands import promise
+from hotbed.commands.main import main
+from hotbed.commands.promise import KILLED, PLANS, RESUMED, run_promise
+from hotbed.errors import CommError, RecipeError
+
+
+def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "promise.json"
+    options = ["--ranks", "2", "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]
+    assert main(["demo", "--promise", *options]) == 0
+    result = json.loads(file.read_text())
+    assert [plan["name"] for plan in result["plans"]] == list(PLANS)
+    hashes = {plan["sha256"] for plan in result["plans"]} | {result["resumed"]["sha256"]}
+    assert len(hashes) == 1
+    assert result["equal"] is True
+    assert len(hashes.pop()) == 64
+    assert all(plan["samples_per_s"] > 0 and len(plan["bytes"]) == 2 for plan in result["plans"])
+    resumed = result["resumed"]
+    assert (resumed["killed"], resumed["resumed"], resumed["at_step"]) == (KILLED, RESUMED, 2)
+    assert 0 <= result["one_process"]["losses"] < 1e-4
+    assert "all equal" in capsys.readouterr().out
+    assert Path(result["run"]).parent == tmp_path / "runs" / "promise"
+
+
+def test_a_number_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="--ranks is 0 and --steps is 9, must be at least 1 and 4"):
+        run_promise(None, tmp_path, None, ranks=0, steps=9, seed=0)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_process_that_fails_is_named_and_not_one_that_waits_for_it() -> None:
+    codes = ["import time; time.sleep(60)", "raise SystemExit(3)"]
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for code in codes]
+    try:
+        assert promise._first_failure(processes, 0) == 1
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_what_a_process_wrote_is_shown(tmp_path: Path) -> None:
+    job = {"recipe": str(tmp_path / "no recipe"), "plans": {}, "steps": 1}
+    with pytest.raises(CommError, match=r"(?s)process 0 of 1 ended with 1: .*no recipe"):
+        promise._run(tmp_path / "world", 1, job)

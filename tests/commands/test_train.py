@@ -1,0 +1,403 @@
+"""Protects that `hotbed train` does what the recipe and the options say, and refuses what cannot be."""
+
+import json
+import os
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hotbed.batch import Batch
+from hotbed.checkpoint import Directory, checkpoints_in, read_manifest
+from hotbed.commands.main import main
+from hotbed.config import Recipe
+from hotbed.data import write_synthetic_log
+from hotbed.data.prepare import prepare
+from hotbed.embed import EmbeddingCollection
+from hotbed.plan import make_plan
+from hotbed.train.build import build_model, open_source, tables_of
+from tests.commands.cases import Output, inspected, refused, train
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--train.stesp", "3"], "unknown argument --train.stesp; did you mean '--train.steps'?"),
+        (["--dense_optimzer.class_path=torch.optim.SGD"], "did you mean '--dense_optimizer.class_path'?"),
+        (["--train.batch_size", "-5"], "train.batch_size is -5, must be at least 1"),
+        (["--train.batch_size", "many"], "train.batch_size is 'many', must be int"),
+        (["--train.steps", "2.5"], "train.steps is '2.5', must be int or null"),
+        (["--train.precision", "fp17"], "train.precision is 'fp17', must be 'auto', 'fp32', 'bf16'"),
+        (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam takes no 'lrr'"),
+        (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam refused init_args"),
+        (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam takes no 'x'"),
+        (
+            ["--dense_optimizer.class_path", "torch.nn.Linear"],
+            "dense_optimizer is torch.nn.Linear, which is not a torch",
+        ),
+        (["--dense_optimizer.class_path", "torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure that computes the"),
+        (["--dense_optimizer.class_path", "torch.optim.SparseAdam"], "torch.optim.SparseAdam needs sparse gradients"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "no module 'torch.optm'; install it, or add its"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "to PYTHONPATH; did you mean 'optim'?"),
+        (["--dense_optimizer.class_path", "hotbd.Adam"], "to PYTHONPATH; did you mean 'hotbed'?"),
+        (["--dense_optimizer.class_path", ".Adam"], "dense_optimizer.class_path is '.Adam', must be an import path"),
+        (["--dense_optimizer.class_path", "torch.optim."], "is 'torch.optim.', must be an import path"),
+        (["--dense_optimizer.class_path", "builtins.dict"], "is builtins.dict, which is not a torch.optim.Optimizer"),
+        (["--sparse_optimizer.class_path", "builtins.dict"], "is builtins.dict, which is not a torch.optim.Optimizer"),
+        (["--data.source.class_path", "builtins.dict"], "is builtins.dict, which is not a hotbed.data.Source"),
+        (["--model.class_path", "builtins.dict"], "model is builtins.dict, which is not a torch.nn.Module"),
+        (["--train.seed", "18446744073709551616"], "train.seed is 18,446,744,073,709,551,616, must be below 2**64"),
+        (["--name", ".."], "name is '..', must be a plain directory name of at most 200 bytes; it becomes runs/NAME"),
+        (["--name", "."], "name is '.', must be a plain directory name"),
+        (["--name", "a/b"], "name is 'a/b', must be a plain directory name"),
+        (["--name", "a\nb"], "name is 'a\\nb', must be a plain directory name"),
+        (["--name", " "], "name is ' ', must be a plain directory name"),
+        (["--name", "é" * 101], "must be a plain directory name of at most 200 bytes"),
+        (["--model.class_path", "hotbed.nn.DLRN"], "no class 'DLRN'; did you mean 'DLRM'?"),
+        (
+            ["--model.class_path", "hotbed.specs.Table", "--model.init_args", "{}"],
+            "model is hotbed.specs.Table, which is not",
+        ),
+        (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
+        (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
+        (["--wide_optimizer.init_args.lr", "0.1"], "lacks 'wide_optimizer.class_path', which is required"),
+        (["--wide_optimizer.class_path", "hotbed.optim.FTRL"], "hotbed.nn.DLRM has no attribute `wide` that is an"),
+        (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
+        (["--data.path", "nowhere"], "nowhere"),
+        (["--data.valid_split", "vaild"], "data.valid_split is 'vaild', but the data has only train, valid, test; did"),
+        (["--data.dim", "{C1: 8}"], "dim leaves out table 'C2'"),
+        (["--train.eval_every", "5"], "set data.valid_split"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--model.init_args.bottom.x", "1"], "model.init_args.bottom is [16, 8], which has no 'x' to set"),
+        (["--model.init_args.a.b"], "argument --model.init_args.a.b needs a value"),
+    ],
+)
+def test_mistakes_in_overrides_get_one_clear_message(
+    args: list[str], message: str, recipe: Path, capsys: Output
+) -> None:
+    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), "--train.steps", "1", *args]
+    assert message in refused(argv, capsys)
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_misspelt_key_in_the_file_is_found(recipe: Path, capsys: Output) -> None:
+    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
+    message = refused(["train", str(recipe)], capsys)
+    assert "unknown key 'train.batchsize'" in message
+    assert "did you mean 'batch_size'?" in message
+
+
+@pytest.mark.parametrize("how", ["--recipe {}", "--recipe={}", "--train.steps 1 {}", "--dry_run {}"])
+def test_a_misspelt_key_is_found_wherever_the_recipe_is_named(how: str, recipe: Path, capsys: Output) -> None:
+    recipe.write_text(recipe.read_text().replace("batch_size", "batchsize"))
+    assert "unknown key 'train.batchsize'" in refused(["train", *how.format(recipe).split()], capsys)
+
+
+def test_options_override_the_recipe_also_before_it(recipe: Path) -> None:
+    for how in ([str(recipe)], ["--recipe", str(recipe)]):
+        runs = recipe.parent / f"runs{len(how)}"
+        assert main(["train", "--train.steps", "2", "--train.log_every=1", "--out", str(runs), *how]) == 0
+        (written,) = runs.glob("small/*/recipe.yaml")
+        used = yaml.safe_load(written.read_text())["train"]
+        assert (used["steps"], used["log_every"], used["batch_size"]) == (2, 1, 128)
+
+
+def test_a_second_recipe_and_an_option_without_value_are_refused(recipe: Path, capsys: Output) -> None:
+    assert "unknown argument other.yaml" in refused(["train", str(recipe), "other.yaml"], capsys)
+    assert "argument --recipe needs a value" in refused(["train", "--recipe"], capsys)
+    assert "--train.steps: expected one argument" in refused(["train", str(recipe), "--train.steps"], capsys)
+
+
+def test_a_recipe_without_an_end_is_refused_and_a_pipe_is_read(
+    recipe: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hotbed.files.MOST_TEXT_BYTES", 10_000)
+    message = refused(["train", "/dev/zero"], capsys)
+    assert "/dev/zero is longer than 10,000 bytes, as no recipe is; give another file" in message
+    source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", "/dev/zero"]
+    source += ["--data.source.init_args.train_samples", "100"]
+    assert "/dev/zero is longer than 10,000 bytes" in refused(["train", str(recipe), *source], capsys)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = Thread(target=lambda: pipe.write_text(recipe.read_text()))
+    writer.start()
+    status = main(["train", str(pipe), "--dry_run", "--json", str(tmp_path / "plan.json")])
+    writer.join()
+    assert (status, len(json.loads((tmp_path / "plan.json").read_text())["tables"])) == (0, 26)
+
+
+def test_the_largest_seed_trains(recipe: Path) -> None:
+    assert train(recipe, "--train.seed", str(2**64 - 1), "--train.steps", "1")[0] == 0
+
+
+def test_a_recipe_that_is_not_yaml_or_lacks_a_key(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("{")
+    assert main(["train", str(file)]) == 2
+    assert "r.yaml is not YAML" in capsys.readouterr().err
+    file.write_text("name: x\n")
+    assert "data.path" in refused(["train", str(file)], capsys)
+    file.write_text("name: x\ndata: {path: p}\ntrain: {batch_size: 1}\n")
+    assert "lacks 'model.class_path', which is required" in refused(["train", str(file)], capsys)
+    file.write_text("- 1\n")
+    assert "the recipe is [1], must be a mapping" in refused(["train", str(file)], capsys)
+
+
+def test_train_writes_a_run_and_eval_reads_it(recipe: Path, capsys: Output) -> None:
+    status, summary, run = train(recipe, "--data.valid_split", "valid", "--train.checkpoint", "best")
+    assert status == 0
+    assert {"auc", "logloss", "normalized_entropy", "calibration"} <= summary["test"].keys()
+    assert summary["steps"] == 19
+    assert summary["samples_per_s"] > 0
+    assert (summary["seed"], summary["name"], summary["ids_out_of_range"]) == (0, "small", {})
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "recipe.yaml",
+        "summary.json",
+    ]
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert "normalized entropy" in capsys.readouterr().out
+    file = recipe.parent / "eval.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["test"] == summary["test"]
+    assert main(["eval", "--checkpoint", str(run), "--split", "train"]) == 0
+    assert "--split is 'tset', but the data has only" in refused(
+        ["eval", "--checkpoint", str(run), "--split", "tset"], capsys
+    )
+
+
+def test_a_run_can_be_repeated_from_its_recipe(recipe: Path) -> None:
+    _, first, run = train(recipe, "--train.steps", "8", "--train.seed", "3")
+    _, second, _ = train(run / "recipe.yaml")
+    assert second["test"] == first["test"]
+    assert second["seed"] == 3
+
+
+def test_overrides_are_typed_and_win_over_the_file(recipe: Path) -> None:
+    args = ["--train.steps", "2", "--dense_optimizer.init_args.lr", "1e-3", "--train.epochs=4", "--data.shuffle=false"]
+    status, summary, run = train(recipe, *args)
+    used = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert (status, summary["steps"]) == (0, 2)
+    assert used["dense_optimizer"]["init_args"] == {"lr": 0.001}
+    assert (used["train"]["epochs"], used["data"]["shuffle"]) == (4, False)
+
+
+def test_a_resumed_run_ends_where_one_that_was_not_stopped_ends(recipe: Path) -> None:
+    _, whole, _ = train(recipe, "--train.epochs", "2")
+    _, _, run = train(recipe, "--train.epochs", "2", "--train.steps", "11")
+    checkpoint = checkpoints_in(run / "checkpoints")[-1]
+    assert checkpoint.name == "last-00000011"
+    _, resumed, _ = train(recipe, "--train.epochs", "2", "--resume", str(checkpoint))
+    assert (resumed["steps"], resumed["samples"]) == (whole["steps"], whole["samples"])
+    assert resumed["test"] == whole["test"]
+
+
+def test_a_resumed_run_refuses_settings_that_it_would_not_obey(recipe: Path, capsys: Output) -> None:
+    _, _, run = train(recipe, "--train.steps", "3")
+    resume = ["--resume", str(checkpoints_in(run / "checkpoints")[-1])]
+    others = ["--dense_optimizer.init_args.lr", "0.5", "--data.window", "3", "--sparse_optimizer.init_args.eps", "0.1"]
+    message = refused(["train", str(recipe), *resume, *others], capsys)
+    assert "data.window was 8 and is now 3; dense_optimizer.init_args.lr was 0.01 and is now 0.5; sparse_" in message
+    assert "sparse_optimizer.init_args.eps was None and is now 0.1. A resumed run goes on as it began" in message
+    shown = ["--train.log_every", "1", "--data.workers", "1", "--train.checkpoint", "none"]
+    status, summary, _ = train(recipe, *resume, *shown, "--train.steps", "5", "--name", "other")
+    assert (status, summary["steps"], summary["samples"]) == (0, 5, 5 * 128)
+
+
+def test_a_dry_run_prints_bytes_and_allocates_no_table(
+    recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[EmbeddingCollection] = []
+    original = EmbeddingCollection.__init__
+
+    def spy(self: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(EmbeddingCollection, "__init__", spy)
+    status, plan, _ = train(recipe, "--dry_run")
+    assert (status, [collection.device.type for collection in made]) == (0, ["meta"])
+    assert len(plan["tables"]) == 26
+    rows = sum(table["rows"] for table in plan["tables"])
+    assert sum(table["weight_bytes"] for table in plan["tables"]) == rows * 8 * 4
+    assert sum(table["moment_bytes"] for table in plan["tables"]) == rows * 4
+    assert plan["table_bytes"] == rows * 36
+    assert plan["dense_parameters"] == 13 * 16 + 16 + 16 * 8 + 8 + 360 * 16 + 16 + 16 + 1
+    assert "dense parameters" in capsys.readouterr().out
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_a_dry_run_shows_the_plan_of_several_ranks(
+    recipe: Path, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, plan, _ = train(recipe, "--dry_run")
+    assert status == 0
+    assert not {"plan", "ranks"} & set(plan)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    status, of_three, _ = train(recipe, "--dry_run", "--plan", "row")
+    assert (status, of_three["plan"]["world_size"], len(of_three["ranks"])) == (0, 3, 3)
+    assert sum(rank["bytes"] for rank in of_three["ranks"]) == of_three["table_bytes"] == plan["table_bytes"]
+    shown = capsys.readouterr().out
+    assert "3 row parts" in shown
+    assert "MiB" in shown
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(of_three["plan"]))
+    monkeypatch.delenv("WORLD_SIZE")
+    status, from_file, _ = train(recipe, "--dry_run", "--plan", str(file))
+    assert (status, from_file["plan"]) == (0, of_three["plan"])
+
+
+def test_a_plan_that_there_is_not_is_said_in_one_process(recipe: Path, tmp_path: Path, capsys: Output) -> None:
+    for options in ([], ["--dry_run"]):
+        message = refused(["train", str(recipe), "--plan", "tabel", *options], capsys)
+        assert "there is no plan tabel; give a JSON file, or a scheme: table, row, column" in message
+    file = tmp_path / "plan.json"
+    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    file.write_text(make_plan(tables_of(open_source(made.data), made.data), 2, "row").to_json())
+    message = refused(["train", str(recipe), "--plan", str(file)], capsys)
+    assert "the plan is for 2 ranks, but torch.distributed is not initialised" in message
+
+
+class Linear(nn.Module):
+    """A model of a user: the sum of one number per id."""
+
+    def __init__(self, tables: Any, features: Any, dense_features: int, seed: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed)
+        self.dense = nn.Linear(dense_features, 1)
+        self.scale = scale
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert batch.dense is not None
+        return self.dense(batch.dense) + self.scale * self.embeddings(batch.sparse).concatenate().sum(1, keepdim=True)
+
+
+def test_a_model_of_the_user_works(recipe: Path) -> None:
+    args = [
+        "--model.class_path",
+        f"{__name__}.Linear",
+        "--model.init_args",
+        "{scale: 0.5}",
+        "--data.dim",
+        "1",
+    ]
+    status, summary, run = train(recipe, *args)
+    assert status == 0
+    assert summary["test"]["auc"] > 0.5
+    assert main(["eval", "--checkpoint", str(run)]) == 0
+
+
+def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> None:
+    model = ["--model.class_path", "hotbed.nn.WideDeep", "--model.init_args", "{top: [16, 1]}"]
+    wide = ["--wide_optimizer.class_path=hotbed.optim.FTRL", "--wide_optimizer.init_args.lr=0.05"]
+    _, whole, run = train(recipe, *model, *wide)
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["wide_optimizer"] == {
+        "class_path": "hotbed.optim.FTRL",
+        "init_args": {"lr": 0.05},
+    }
+    _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
+    _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_in(begun / "checkpoints")[-1]))
+    assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"])
+    assert resumed["test"] == whole["test"]
+    assert main(["eval", "--checkpoint", str(run), "--json", str(recipe.parent / "eval.json")]) == 0
+    assert json.loads((recipe.parent / "eval.json").read_text())["test"] == whole["test"]
+    _, one, again = train(recipe, *model)  # the sparse optimizer for all
+    assert one["test"] != whole["test"]
+    assert train(again / "recipe.yaml")[1]["test"] == one["test"]
+
+
+class Stubborn(nn.Module):
+    """Makes its parameters on the CPU whatever the default device is."""
+
+    def __init__(self, tables: Any, features: Any, dense_features: int, seed: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dense_features, 1, device="cpu")
+
+
+def test_a_model_that_ignores_the_default_device_is_moved(recipe: Path) -> None:
+    values = yaml.safe_load(recipe.read_text()) | {"model": {"class_path": f"{__name__}.Stubborn"}}
+    made = Recipe.from_dict(values)
+    model = build_model(made, open_source(made.data), torch.device("meta"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_run_that_was_killed_is_not_finished(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.train.trainer.Trainer.fit", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["train", str(recipe), "--out", str(recipe.parent / "runs")]) == 130
+    (run,) = (recipe.parent / "runs" / "small").iterdir()
+    found = inspected(run, recipe.parent)
+    assert (found["finished"], found["checkpoints"]) == (False, [])
+
+
+def test_a_new_model_begins_with_an_earlier_one(recipe: Path, capsys: Output) -> None:
+    _, _, run = train(recipe, "--train.steps", "7")
+    capsys.readouterr()
+    status, summary, again = train(recipe, "--init_from", str(run), "--data.frozen", "[C1]", "--train.steps", "1")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert (status, summary["steps"], summary["samples"]) == (0, 1, 128)
+    tables = {entry["name"]: entry for entry in summary["init"] if entry["what"] == "table"}
+    assert len(tables) == 26
+    assert all(entry["taken"] for entry in tables.values())
+    assert "moments" in tables["embeddings.C1"]["note"]
+    assert "begin anew" not in str(tables)
+    assert "parameters of the dense part were taken" in shown
+    assert yaml.safe_load((again / "recipe.yaml").read_text())["init"]["checkpoint"] == str(run)
+    before, after = (checkpoints_in(path / "checkpoints")[-1] for path in (run, again))
+    weights = [rows_of(checkpoint, "embeddings.C1") for checkpoint in (before, after)]
+    assert torch.equal(*weights)  # it was frozen
+    assert not torch.equal(rows_of(before, "embeddings.C2"), rows_of(after, "embeddings.C2"))
+    assert "init.rename is set, but init.checkpoint is not" in refused(
+        ["train", str(recipe), "--init.rename", "{a: b}"], capsys
+    )
+
+
+def rows_of(checkpoint: Directory, table: str) -> torch.Tensor:
+    (tile,) = read_manifest(checkpoint).tables[table].tiles
+    return load_file(Path(checkpoint.path) / tile.file)[f"{tile.key}/weight"]
+
+
+def test_tomorrow_goes_on_with_todays_model_and_a_longer_vocabulary(tmp_path: Path, recipe: Path) -> None:
+    for day in (1, 2):
+        write_synthetic_log(tmp_path / f"day{day}.tsv", 3000, seed=day, test_fraction=0.1)
+    first = prepare(tmp_path / "day1.tsv", tmp_path / "data1", threshold=2)
+    second = prepare(
+        tmp_path / "day2.tsv", tmp_path / "data2", threshold=2, vocabulary=tmp_path / "data1" / "vocabulary"
+    )
+    grown = [name for name, rows in first.rows.items() if second.rows[name] > rows]
+    assert grown
+    _, _, run = train(recipe, "--data.path", str(tmp_path / "data1"))
+    _, summary, again = train(recipe, "--data.path", str(tmp_path / "data2"), "--init_from", str(run))
+    notes = {entry["name"]: entry["note"] for entry in summary["init"] if entry["what"] == "table"}
+    for name, rows in first.rows.items():
+        new = second.rows[name] - rows
+        assert notes[f"embeddings.{name}"].startswith(f"{rows:,} rows, " + (f"{new:,} new rows" if new else "moments"))
+    untouched = rows_of(checkpoints_in(again / "checkpoints")[-1], f"embeddings.{grown[0]}")
+    assert len(untouched) == second.rows[grown[0]]
+
+
+class TooLarge(nn.Module):
+    """Has a layer that no machine can hold; torch says so in these words."""
+
+    def __init__(self, **_: Any) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+def test_a_model_larger_than_memory_is_said_to_be_so(recipe: Path, capsys: Output) -> None:
+    rows = recipe.parent / "rows.yaml"
+    rows.write_text("rows: {C1: 20000000000}\ndense: 13\n")
+    source = ["--data.source.class_path", "hotbed.data.ZipfSource", "--data.path", str(rows), "--data.dim", "1024"]
+    source += ["--data.source.init_args.train_samples", "100", "--data.test_split", "null"]
+    model = ["--model.class_path", f"{__name__}.Linear", "--model.init_args", "{}"]
+    message = refused(["train", str(recipe), *source, *model], capsys)
+    assert "bytes of cpu memory are needed for rows or moments at once, but" in message
+    assert "memory.tier disk (Cut(tier='disk')) would hold them" in message
+    message = refused(["train", str(recipe), "--model.class_path", f"{__name__}.TooLarge"], capsys)
+    assert "DefaultCPUAllocator: can't allocate memory: you tried; " in message
+    assert "bytes of cpu memory are free: lower train.batch_size or the model's sizes" in message

@@ -1,0 +1,110 @@
+"""Protects that models as plain torch programs give the logits that they gave."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hotbed.bags import offsets_of
+from hotbed.batch import Batch
+from hotbed.data import Schema, SparseColumn
+from hotbed.embed import EmbeddingCollection
+from hotbed.errors import CheckpointError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.nn import DLRM, WideDeep
+from hotbed.nn.plain import plain_model, traced
+from hotbed.specs import Feature, OnBadId, Table
+
+SCHEMA = Schema(
+    sparse=(
+        SparseColumn(name="user", rows=50),
+        SparseColumn(name="tags", rows=30, ids=3, pooling="mean"),
+        SparseColumn(name="seen", rows=40, ids=None),
+        SparseColumn(name="rated", rows=40, table="seen", ids=None, pooling="mean"),
+    ),
+    dense=("x", "y"),
+)
+
+
+def inputs(size: int, *, bad: bool = False) -> tuple[Tensor, dict[str, Any]]:
+    draw = torch.Generator().manual_seed(size)
+
+    def ids(rows: int, *shape: int) -> Tensor:
+        return torch.randint(-rows if bad else 0, 3 * rows if bad else rows, shape, generator=draw)
+
+    def ragged() -> tuple[Tensor, Tensor]:
+        lengths = torch.randint(0, 4, (size,), generator=draw)
+        return ids(40, int(lengths.sum())), lengths
+
+    found = {"user": ids(50, size, 1), "tags": ids(30, size, 3), "seen": ragged(), "rated": ragged()}
+    return torch.randn(size, 2, generator=draw), found
+
+
+def jagged(ids: Mapping[str, Any]) -> Jagged:
+    return Jagged.from_dict({n: (of[0], offsets_of(of[1])) if isinstance(of, tuple) else of for n, of in ids.items()})
+
+
+def model_of(kind: str, on_bad_id: OnBadId = "error") -> nn.Module:
+    torch.manual_seed(1)
+    tables = [
+        Table("user", 50, 16),
+        Table("tags", 30, 16, dtype="int8"),
+        Table("seen", 40, 16, dtype="bf16", fp32_rows=9),
+    ]
+    given: Any = {"tables": tables, "features": SCHEMA.features(on_bad_id), "dense_features": 2}
+    return (DLRM(**given, bottom=[16], top=[8, 1]) if kind == "DLRM" else WideDeep(**given, top=[8, 2])).eval()
+
+
+@pytest.mark.parametrize("kind", ["DLRM", "WideDeep"])
+@pytest.mark.parametrize("on_bad_id", ["error", "hash", "drop"])
+def test_a_program_gives_the_logits_of_the_model(kind: str, on_bad_id: OnBadId) -> None:
+    model = model_of(kind, on_bad_id)
+    batches = [inputs(size, bad=on_bad_id != "error") for size in (1, 4, 9)]
+    with torch.no_grad():
+        expected = [model(Batch(sparse=jagged(ids), dense=dense)) for dense, ids in batches]
+    program = traced(plain_model(model), SCHEMA).module()
+    for (dense, ids), logits in zip(batches, expected, strict=True):
+        torch.testing.assert_close(program(dense, ids), logits, rtol=1e-5, atol=1e-6)
+
+
+def test_tables_are_the_same_bits() -> None:
+    model = model_of("DLRM")
+    tables = {name: model.embeddings.weight(name).clone() for name in model.embeddings.tables}
+    plain = plain_model(model)
+    for (name, table), module in zip(tables.items(), plain.model.embeddings.tables, strict=True):
+        assert torch.equal(module.weight, table), name
+    assert isinstance(module, nn.EmbeddingBag)
+
+
+def test_a_model_without_dense_inputs() -> None:
+    schema = Schema(sparse=(SparseColumn(name="user", rows=50), SparseColumn(name="item", rows=30)))
+    model = DLRM(schema.tables(8), schema.features(), 0, bottom=[8], top=[4, 1]).eval()
+    ids = {"user": torch.tensor([[3], [49], [0]]), "item": torch.tensor([[3], [29], [0]])}
+    with torch.no_grad():
+        expected = model(Batch(sparse=Jagged.from_dict(ids)))
+    program = traced(plain_model(model), schema).module()
+    torch.testing.assert_close(program(None, ids), expected)
+    torch.testing.assert_close(program(None, {name: of[:1] for name, of in ids.items()}), expected[:1])
+
+
+class ByValue(nn.Module):
+    """A model that looks at its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(SCHEMA.tables(8), SCHEMA.features())
+
+    def forward(self, batch: Batch) -> Tensor:
+        e = self.embeddings(batch.sparse)
+        return e["user"] if float(e["user"].sum()) > 0 else e["tags"]
+
+
+def test_what_cannot_be_exported_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"ByValue cannot be traced: .*; its forward must not branch on values"):
+        traced(plain_model(ByValue()), SCHEMA)
+    table = Table("t", 9, 8)
+    for feature in (Feature("f", "t", pooling="none"), Feature("f", "t", max_len=3, on_too_long="truncate")):
+        with pytest.raises(SpecError, match=r"feature 'f' has pooling '.*' and max_len .*; only pooled features"):
+            plain_model(nn.Sequential(EmbeddingCollection([table], [feature])))
