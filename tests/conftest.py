@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hotbed.commands.main import main
 from hotbed.data import write_synthetic_log
 
-from .matrix import FEWER_EXAMPLES
+from .matrix import MORE_EXAMPLES
 from .ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -23,9 +23,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Times differ tenfold between machines and with cold caches; no test depends on them.
-quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=FEWER_EXAMPLES)
-settings.register_profile("quick", quick)
-settings.register_profile("full", quick, max_examples=100)  # make test-all
+settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("full", settings.get_profile("quick"), max_examples=MORE_EXAMPLES)  # make test-all
 settings.load_profile("quick")
 
 

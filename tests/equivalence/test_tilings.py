@@ -23,7 +23,7 @@ OPTIMIZERS = {"SGD": {}, "RowWiseAdagrad": {}, "LAMB": {"max_norm": 0.5}}
 ONE_HOT = {"big", "small"}
 """Tables whose pooled features have one id per bag."""
 
-few = settings(max_examples=examples(8), derandomize=True, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=examples(4), derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def can_be_pooled(table: str, tiles: Sequence[Tile]) -> bool:
