@@ -20,6 +20,7 @@ from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
 from hotbed.train.broadcast import BroadcastLoader, packed, unpacked
+from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
 
 
@@ -175,7 +176,7 @@ def epochs_of_both(
 
 @pytest.mark.parametrize(
     ("size", "reader", "ahead", "options"),
-    [(3, 0, 2, {"shuffle": True}), (4, 2, 1, {"batch_size": 3}), (4, 0, 9, {"batch_size": 27})],
+    [full(3, 0, 2, {"shuffle": True}), (4, 2, 1, {"batch_size": 3}), full(4, 0, 9, {"batch_size": 27})],
 )
 def test_every_rank_gets_the_batches_that_it_would_have_read(
     ranks: Ranks, size: int, reader: int, ahead: int, options: dict[str, Any]
