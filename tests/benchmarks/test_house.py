@@ -135,6 +135,7 @@ def test_all_cases_are_reported(
     assert "disk and cache" in printed and "one.py: first" in printed
 
 
+@pytest.mark.full
 def test_two_ranks_and_rows_in_files() -> None:
     (one, other) = (walked(case) for case in CASES[1:])
     assert one["Trainer"]["threads"] > 1 and other["Trainer"]["threads"] > 1
