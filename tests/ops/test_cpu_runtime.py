@@ -12,6 +12,7 @@ import torch
 
 import hotbed
 from hotbed.ops import cpu
+from tests.matrix import full
 
 SOURCE = Path(hotbed.__file__).parents[1]
 LOOK = "import hotbed.ops.cpu, hotbed.ops.cpu_runtime as r; print(r._CACHE_DIR); print(r.numba.config.THREADING_LAYER)"
@@ -68,7 +69,7 @@ cpu.initial_values_(torch.empty(2, 2), seed=1, rows=range(2), cols=range(2), bou
 """
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", full("NUMBA_CACHE_DIR")])
 def test_kernels_are_compiled_once_for_all_copies_and_again_when_a_helper_is_edited(tmp_path, variable):
     """Numba's own cache would not notice: the kernel's file stays as it is, and only a helper's changes."""
     ignore = shutil.ignore_patterns("__pycache__")
