@@ -20,6 +20,7 @@ import hotbed as hb
 from hotbed.comm import Handle, Link
 from hotbed.embed import dense
 from hotbed.hops import NodeLink
+from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 
 BATCH, STEPS = 12, 4
@@ -78,7 +79,7 @@ def started(group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any]) -
     return record, losses
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}, {"replicas": 2, "exact": True}], ids=str)
+@pytest.mark.parametrize("options", [full({}), {"ranks_per_node": 2}, full({"replicas": 2, "exact": True})], ids=str)
 def test_all_ranks_start_exchanges_in_one_order_where_they_may_not_overlap(
     ranks: Ranks, options: dict[str, Any]
 ) -> None:

@@ -76,6 +76,7 @@ def lines(group: dist.ProcessGroup, layout: Any) -> tuple[list[int], list[int], 
     return found[0], found[1], replicas.link.clone().here
 
 
+@pytest.mark.full
 def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     for rank, (across, along, name) in enumerate(ranks.run(8, lines, "groups")):
         assert across == [rank % 4, rank % 4 + 4]
