@@ -24,6 +24,7 @@ from hotbed.store.ahead import ReadAhead
 from hotbed.store.crossing import DeviceStaging
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.records import Traffic
+from tests.matrix import full
 from tests.store.contract import DIM, OWN, Format, StoreContract
 
 STORAGES = {
@@ -73,7 +74,9 @@ class TestLazy(LazyContract):
 CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_rows}
 
 
-@pytest.mark.parametrize("storage", CACHED.values(), ids=CACHED)
+@pytest.mark.parametrize(
+    "storage", [s if name in ("disk-lru", "disk-lfu") else full(s) for name, s in CACHED.items()], ids=CACHED
+)
 class TestLazyAsOnDevice(LazyContract):
     """With Triton, and records that cross between the host's memory and the cache's, page-locked if there is CUDA."""
 
