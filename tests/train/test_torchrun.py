@@ -317,6 +317,7 @@ def test_torchrun_hands_ctrl_c_on_and_every_rank_saves(recipe: Path, tmp_path: P
     verify_checkpoint(checkpoint)
 
 
+@pytest.mark.full
 def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--plan", "row", "--parallel.replicas", "2", "--parallel.sync_every", "4"]
     options += ["--memory.tier", "disk", "--memory.cache_rows", "500"]
@@ -332,6 +333,7 @@ def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: 
     verify_checkpoint(checkpoint)
 
 
+@pytest.mark.full
 def test_replicas_that_do_not_divide_the_processes(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--parallel.replicas", "2", "--out", str(tmp_path / "runs")]
     with launcher.start(tmp_path / "ranks", 3, str(recipe), *options) as started:
@@ -356,6 +358,7 @@ def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]
     with launcher.start(tmp_path / "ranks", 2, str(recipe), *options) as started:
