@@ -120,6 +120,7 @@ def test_a_step_of_tables_and_of_the_trainer() -> None:
     assert trainer["files"] > tables["files"]
 
 
+@pytest.mark.full
 def test_all_cases_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
