@@ -7,7 +7,7 @@ JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py
 	tests/commands/test_train.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-lowest check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-lowest check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -23,8 +23,11 @@ setup: .venv/ready  ## install everything into .venv
 demo: .venv/ready  ## raw log to trained model: make demo [DATA=criteo.tsv.gz] [JSON=summary.json]
 	$(BIN)/hotbed demo $(DATA) $(if $(JSON),--json $(JSON))
 
-test: .venv/ready  ## run the tests
-	$(BIN)/python -m pytest -n auto
+test: .venv/ready  ## run the tests that need minutes
+	$(BIN)/python -m pytest -n auto -m "not full"
+
+test-all: .venv/ready  ## run all tests: whole matrices, long kills, more drawn examples
+	$(BIN)/python -m pytest -n auto --hypothesis-profile full
 
 test-lowest: $(LOWEST)/ready  ## the main journeys with the oldest versions that are allowed [TORCH=torch==2.9.0]
 	XDG_CACHE_HOME="$(CURDIR)/$(LOWEST)/cache" $(LOWEST)/bin/python -m pytest $(JOURNEYS)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hotbed.commands.main import main
 from hotbed.data import write_synthetic_log
 
+from .matrix import MORE_EXAMPLES
 from .ranks import Ranks
 
 if not torch.cuda.is_available():
@@ -22,13 +23,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Times differ tenfold between machines and with cold caches; no test depends on them.
-settings.register_profile("hotbed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("hotbed")
+settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("full", settings.get_profile("quick"), max_examples=MORE_EXAMPLES)  # make test-all
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes joined by Gloo; tests that use them are marked ``xdist_group("ranks")``, so one worker has them all."""
+    """Processes joined by Gloo, a pool for each of pytest's workers."""
     pool = Ranks()
     yield pool
     pool.close()

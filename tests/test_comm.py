@@ -15,8 +15,6 @@ from hotbed.hops import NodeLink
 
 from .ranks import ANSWER_S, SIZES, Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def rows_for(sender: int, receiver: int) -> torch.Tensor:
     """What one rank sends another: as many rows as the sum of their ranks, and none to rank 1."""

@@ -13,6 +13,7 @@ import torch
 
 from hotbed import machine
 from hotbed.commands.main import main
+from tests.matrix import full
 
 WATCH = """
 import os, sys
@@ -44,7 +45,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=kept | env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [full(way) if way in ("module", "command") else way for way in WAYS])
 def test_spinning_is_short_before_anything_that_computes_is_imported(way: str) -> None:
     found = python(WATCH + WAYS[way]).stdout.splitlines()
     said = {
@@ -54,7 +55,7 @@ def test_spinning_is_short_before_anything_that_computes_is_imported(way: str) -
     assert all(values == ["GOMP_SPINCOUNT=1000", "KMP_BLOCKTIME=1"] for values in said.values())
 
 
-@pytest.mark.parametrize("name", machine.OF_USERS)
+@pytest.mark.parametrize("name", [machine.OF_USERS[0], *map(full, machine.OF_USERS[1:])])
 def test_what_the_user_has_set_stays_and_nothing_is_set_beside_it(name: str) -> None:
     code = f"import hotbed, os; print({{n: os.environ[n] for n in {machine.OF_USERS} if n in os.environ}})"
     assert python(code, **{name: "active"}).stdout == f"{{'{name}': 'active'}}\n"

@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks import busy
 from benchmarks.busy import Case, cases, make_recipe, measure
+from tests.matrix import full
 
 
-@pytest.mark.parametrize("case", [Case("torch_first", 1, False), Case("runtime", 2, True)])
+@pytest.mark.parametrize("case", [Case("torch_first", 1, False), full(Case("runtime", 2, True))])
 def test_a_rate_is_measured_beside_busy_processes(tmp_path: Path, case: Case) -> None:
     assert measure(case, make_recipe(tmp_path, 2000), 0.01, 1) > 0
 

@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks import features
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     command = ["features", "--quick", "--only", "whole", "--json", str(tmp_path / "found.json")]
@@ -26,6 +24,7 @@ def test_every_part_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "against the fewest" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_two_ranks_are_measured():
     found = features.measured(features.Case("ragged", "mixed", "column"), features.Sizes((2, 3), 60, 90, 1))
     assert list(found) == [2, 3] and all(parts["step"] > 0 for parts in found.values())

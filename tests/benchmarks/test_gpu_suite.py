@@ -53,6 +53,7 @@ def test_tiny_parts_have_all_the_time_they_take(tmp_path, monkeypatch, tiny, bud
     assert given == budgets
 
 
+@pytest.mark.full
 def test_tiny_suite(tmp_path):
     pytest.importorskip("triton")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -30,6 +30,7 @@ def test_ways_to_train_hot_and_cold_samples(tmp_path: Path) -> None:
     assert all(way["epoch_s"] > 0 for way in found["ways"].values())
 
 
+@pytest.mark.full
 def test_what_ways_cost_in_quality(log: Path, tmp_path: Path) -> None:
     args = Namespace(log=log, budget=30_000, batch=128, seeds=[1], json=None)
     found = hot_quality.measure(args, tmp_path / "work")

@@ -13,8 +13,6 @@ import pytest
 from benchmarks import house
 from benchmarks.house import CASES, PACKAGE, Walk, functions, has_example, source, step, walked
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 FILES = {
     "a.py": """
         import json
@@ -122,6 +120,7 @@ def test_a_step_of_tables_and_of_the_trainer() -> None:
     assert trainer["files"] > tables["files"]
 
 
+@pytest.mark.full
 def test_all_cases_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +136,7 @@ def test_all_cases_are_reported(
     assert "disk and cache" in printed and "one.py: first" in printed
 
 
+@pytest.mark.full
 def test_two_ranks_and_rows_in_files() -> None:
     (one, other) = (walked(case) for case in CASES[1:])
     assert one["Trainer"]["threads"] > 1 and other["Trainer"]["threads"] > 1

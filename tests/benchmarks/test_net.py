@@ -228,6 +228,7 @@ def test_ranks_that_do_not_end_or_print_nothing():
 
 
 @needs_hosts
+@pytest.mark.full
 def test_the_check(tmp_path, capsys):
     file = tmp_path / "net.json"
     assert check.main(["--limits", "1000", "--rounds", "1", "--seconds", "0.2", "--json", str(file)]) == 0

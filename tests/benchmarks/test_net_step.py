@@ -14,6 +14,7 @@ from benchmarks.net.hosts import available
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(available() is not None, reason=f"no network namespaces: {available()}")
 def test_ranks_send_what_the_plan_says(tmp_path: Path):
     file = tmp_path / "found.json"

@@ -16,6 +16,7 @@ from benchmarks.peers.results import Results
 from benchmarks.peers.sides import SHARDED_EMBEDDING_SIDES, SHARDED_STEP_SIDES, sides_of
 from benchmarks.peers.worker import batches_needed
 from benchmarks.peers.workloads import SHARDED, STEPS, WORKLOADS, read_ids, tiny, write_ids
+from tests.matrix import full
 
 FAILING = """
 import os, sys, time
@@ -134,7 +135,7 @@ def test_a_rank_that_fails_is_named_and_the_others_are_killed(tmp_path):
         ranks.launch(["failing"], 2, {**os.environ, "PYTHONPATH": str(tmp_path)})
 
 
-@pytest.mark.parametrize(("section", "side"), [("world2", "hotbed_column"), ("world2_step", "hotbed_row")])
+@pytest.mark.parametrize(("section", "side"), [full("world2", "hotbed_column"), ("world2_step", "hotbed_row")])
 def test_two_ranks_measure_hotbed(tmp_path, section, side):
     workload = tiny(WORKLOADS[section])
     kind = "step" if section in STEPS else "embedding"

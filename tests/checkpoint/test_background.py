@@ -21,6 +21,7 @@ from hotbed.optim import Adam, Moment, SparseOptimizer
 from hotbed.specs import Feature, Table
 from hotbed.store import DenseStore, Span
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
+from tests.matrix import examples
 
 
 def store_of(dtype: Any, fp32_rows: int) -> DenseStore:
@@ -31,7 +32,7 @@ def store_of(dtype: Any, fp32_rows: int) -> DenseStore:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_snapshot_is_what_was_there_whatever_is_written_meanwhile(data: st.DataObject) -> None:
     store = store_of(data.draw(st.sampled_from(["fp32", "bf16", "fp8", "int8"])), data.draw(st.integers(0, 20)))
     arrays = {name: t for name, t in store.arrays().items() if len(t)}

@@ -23,6 +23,7 @@ from hotbed.optim import Adam
 from hotbed.specs import Feature, RowDtype, Table
 from tests.checkpoint.test_tiles import tables, tilings_of
 from tests.checkpoint.tiles import Tiles, load, save
+from tests.matrix import examples
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def some_rows(table: Table) -> st.SearchStrategy[set[int]]:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_compact_checkpoint_loads_as_the_one_it_was_made_of(data: st.DataObject) -> None:
     table = data.draw(tables())
     trained = Tiles(table, data.draw(tilings_of(table)))
@@ -69,7 +70,7 @@ def test_a_compact_checkpoint_loads_as_the_one_it_was_made_of(data: st.DataObjec
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_conversion_to_another_dtype_rounds_as_loading_does(data: st.DataObject) -> None:
     table, other = data.draw(tables()), data.draw(tables())
     other = Table("t", table.rows, table.dim, dtype=other.dtype, fp32_rows=table.fp32_rows)

@@ -19,6 +19,7 @@ from hotbed.errors import CheckpointError
 from hotbed.specs import Feature, Table
 from tests.checkpoint.test_tiles import tables, tilings_of
 from tests.checkpoint.tiles import Tiles, save
+from tests.matrix import examples
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 def test_any_tiles_become_one_array_with_their_values(data: st.DataObject) -> None:
     table = data.draw(tables())
     tiles = Tiles(table, data.draw(tilings_of(table)))

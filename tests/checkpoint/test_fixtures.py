@@ -107,7 +107,6 @@ def test_a_checkpoint_made_today_has_the_recorded_bytes(name: str, tmp_path: Pat
     assert files(tmp_path / name) == files(FOLDER / name)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_ranks_write_the_recorded_bytes_and_any_plan_loads_them(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(RANKS, make_tiles, tmp_path)
     assert files(tmp_path / "tiles") == files(FOLDER / "tiles")

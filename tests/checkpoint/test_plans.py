@@ -22,9 +22,8 @@ from hotbed.checkpoint import (
 from hotbed.errors import CheckpointError
 from hotbed.optim import Adam, RowWiseAdagrad, SparseOptimizer
 from tests.checkpoint.test_checkpoint import bits
+from tests.matrix import full
 from tests.ranks import RankError, Ranks
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 TABLES = [
     hb.Table("a", rows=101, dim=48),
@@ -73,7 +72,7 @@ def go(group: dist.ProcessGroup | None, plan: str, rule: str, load: Path | None,
     return found
 
 
-@pytest.mark.parametrize("rule", ["adam", "rowwise"])
+@pytest.mark.parametrize("rule", ["adam", full("rowwise")])
 def test_four_ranks_to_one_to_three_and_back(ranks: Ranks, tmp_path: Path, rule: str) -> None:
     path: Path | None = None
     first: Any = None

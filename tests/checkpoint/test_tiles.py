@@ -19,6 +19,7 @@ from hotbed.errors import CheckpointError
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import RowDtype, Table
 from tests.checkpoint.tiles import Rectangles, Tiles, load, save
+from tests.matrix import examples
 from tests.tilings import rectangles
 
 
@@ -49,7 +50,7 @@ def tiny_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_tiles_load_what_any_tiles_saved(data: st.DataObject) -> None:
     table = data.draw(tables())
     saved = Tiles(table, data.draw(tilings_of(table)))
@@ -67,7 +68,7 @@ def test_any_tiles_load_what_any_tiles_saved(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_rows_of_another_dtype_are_rounded_to_the_nearest(data: st.DataObject) -> None:
     table, other = data.draw(tables()), data.draw(tables())
     other = Table("t", table.rows, table.dim, dtype=other.dtype, fp32_rows=min(other.fp32_rows, table.rows))

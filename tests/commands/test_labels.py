@@ -81,7 +81,6 @@ def refused_by(_: object, recipe: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_all_ranks_refuse_a_bad_label_alike(ranks: Ranks, tmp_path: Path) -> None:
     labels = np.where(np.arange(400) == 123, 0.5, np.nan)
     first, second = ranks.run(2, refused_by, made(tmp_path, labels))

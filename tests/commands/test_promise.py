@@ -13,11 +13,13 @@ from hotbed.commands import promise
 from hotbed.commands.main import main
 from hotbed.commands.promise import KILLED, PLANS, RESUMED, run_promise
 from hotbed.errors import CommError, RecipeError
+from tests.matrix import full
 
 
-def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", [1, full(2)])
+def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     file = tmp_path / "promise.json"
-    options = ["--ranks", "2", "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]
+    options = ["--ranks", str(ranks), "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]
     assert main(["demo", "--promise", *options]) == 0
     result = json.loads(file.read_text())
     assert [plan["name"] for plan in result["plans"]] == list(PLANS)
@@ -25,7 +27,7 @@ def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.Cap
     assert len(hashes) == 1
     assert result["equal"] is True
     assert len(hashes.pop()) == 64
-    assert all(plan["samples_per_s"] > 0 and len(plan["bytes"]) == 2 for plan in result["plans"])
+    assert all(plan["samples_per_s"] > 0 and len(plan["bytes"]) == ranks for plan in result["plans"])
     resumed = result["resumed"]
     assert (resumed["killed"], resumed["resumed"], resumed["at_step"]) == (KILLED, RESUMED, 2)
     assert 0 <= result["one_process"]["losses"] < 1e-4

@@ -36,8 +36,6 @@ from .distributed_cases import (
     step_all,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 # -- training ------------------------------------------------------------------------------------------------------
 
 

@@ -28,8 +28,6 @@ from tests.ranks import ANSWER_S, Ranks
 
 from .distributed_cases import SIZE, Model, distributed, ids, one_table, said
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def warnings_of(group: dist.ProcessGroup) -> list[str]:
     collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])

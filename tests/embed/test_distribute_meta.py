@@ -15,8 +15,6 @@ from tests.ranks import Ranks
 
 from .distributed_cases import SIZE, one_table
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 class OfTheUser(nn.Module):
     """Weights that a constructor makes its own way, tied ones, and a tensor that nobody resets."""

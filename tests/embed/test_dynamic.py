@@ -15,9 +15,8 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, CheckpointError, SpecError
 from hotbed.optim import Adam, SparseOptimizer
 from hotbed.specs import DYNAMIC_WAYS, Dynamic
+from tests.matrix import full
 from tests.ranks import Ranks
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 DIM = 32
 ROWS = 3 * DYNAMIC_WAYS
@@ -88,17 +87,17 @@ def test_losses_are_those_of_a_table_of_the_same_ids() -> None:
             assert losses(None, dynamic_table(), cut, 200)[0] == expected
 
 
-def test_any_plan_evicts_the_same(ranks: Ranks) -> None:
-    for options in ({}, {"evict": "lfu"}, {"admit_after": 2}, {"ttl_steps": 2}):
-        table = dynamic_table(**options)
-        first = ranks.run(3, losses, table, CUTS[0], 3000, 10)
-        assert all(found[1:3] == first[0][1:3] for found in first)
-        for cut in CUTS[1:]:
-            for found, expected in zip(ranks.run(3, losses, table, cut, 3000, 10), first, strict=True):
-                assert found == expected, (options, cut)
-        alone = losses(None, table, None, 3000, 10)
-        assert alone[1]["e.t.dynamic_ids"] == first[0][1]["e.t.dynamic_ids"]
-        assert torch.allclose(torch.tensor(alone[2]), torch.tensor(first[0][2]), atol=1e-4)
+@pytest.mark.parametrize("options", [full({}), {"evict": "lfu"}, full({"admit_after": 2}), {"ttl_steps": 2}], ids=str)
+def test_any_plan_evicts_the_same(ranks: Ranks, options: dict[str, Any]) -> None:
+    table = dynamic_table(**options)
+    first = ranks.run(3, losses, table, CUTS[0], 3000, 10)
+    assert all(found[1:3] == first[0][1:3] for found in first)
+    for cut in CUTS[1:]:
+        for found, expected in zip(ranks.run(3, losses, table, cut, 3000, 10), first, strict=True):
+            assert found == expected, cut
+    alone = losses(None, table, None, 3000, 10)
+    assert alone[1]["e.t.dynamic_ids"] == first[0][1]["e.t.dynamic_ids"]
+    assert torch.allclose(torch.tensor(alone[2]), torch.tensor(first[0][2]), atol=1e-4)
 
 
 def one_set(**options: Any) -> tuple[Any, SparseOptimizer]:

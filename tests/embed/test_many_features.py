@@ -15,8 +15,6 @@ from hotbed.optim import RowWiseAdagrad
 from hotbed.specs import Feature, Table
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 class Operations(TorchDispatchMode):
     """Counts operations of torch by name."""

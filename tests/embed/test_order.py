@@ -20,9 +20,9 @@ import hotbed as hb
 from hotbed.comm import Handle, Link
 from hotbed.embed import dense
 from hotbed.hops import NodeLink
+from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
 BATCH, STEPS = 12, 4
 
 
@@ -80,7 +80,7 @@ def started(group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any]) -
     return record, losses
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}, {"replicas": 2, "exact": True}], ids=str)
+@pytest.mark.parametrize("options", [full({}), {"ranks_per_node": 2}, full({"replicas": 2, "exact": True})], ids=str)
 def test_all_ranks_start_exchanges_in_one_order_where_they_may_not_overlap(
     ranks: Ranks, options: dict[str, Any]
 ) -> None:

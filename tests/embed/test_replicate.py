@@ -25,8 +25,6 @@ from hotbed.store.cached import CachedRecords
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 BAD = [
     ((8, 3, 1, False), "replicas is 3, must divide the 8 ranks; choose one of 1, 2, 4, 8, or start other processes"),
     ((4, 0, 1, False), "replicas is 0, must divide the 4 ranks"),
@@ -78,6 +76,7 @@ def lines(group: dist.ProcessGroup, layout: Any) -> tuple[list[int], list[int], 
     return found[0], found[1], replicas.link.clone().here
 
 
+@pytest.mark.full
 def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     for rank, (across, along, name) in enumerate(ranks.run(8, lines, "groups")):
         assert across == [rank % 4, rank % 4 + 4]

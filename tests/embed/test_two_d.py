@@ -12,12 +12,11 @@ from torch import Tensor
 
 from hotbed.plan import Cut
 from tests.embed.replica_cases import NEVER, TABLES, Job, Model, all_trained, scaled_step
+from tests.matrix import full
 from tests.optim_cases import OPTIMIZERS
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
-MESHES = [(4, 2), (8, 4)]
+MESHES = [(4, 2), full(8, 4)]
 """Ranks and replicas."""
 Found = dict[str, Any]
 
@@ -54,7 +53,7 @@ def groups_of(found: list[Found]) -> dict[int, Found]:
 # -- averaging -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "replicas"), [*MESHES, (8, 2)])
+@pytest.mark.parametrize(("size", "replicas"), [*MESHES, full(8, 2)])
 @pytest.mark.parametrize("layout", ["groups", "replicas"])
 def test_the_mesh_has_groups_or_replicas_side_by_side(ranks: Ranks, size: int, replicas: int, layout: str):
     (found,) = results(ranks, size, [Job(replicas=replicas, options={"layout": layout}, steps=1)])
@@ -79,7 +78,7 @@ def test_replicas_have_the_same_bits_after_a_sync_and_others_before(
         assert not differing(together[replica], together[0])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", full("fp16"), "int8", full("fp8")])
 def test_narrow_rows_of_replicas_have_the_same_bits_after_a_sync(ranks: Ranks, dtype: str):
     job = Job(replicas=2, options={"sync_every": 2}, dtype=dtype, scheme="table")
     before, after = results(ranks, 4, [replace(job, steps=3), replace(job, steps=4)])
@@ -101,7 +100,7 @@ def test_sgd_that_is_averaged_after_every_step_is_sgd_of_one_group(ranks: Ranks,
     assert_close(found[0], expected[0])
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(3, 3), (4, 4), (8, 8)])
+@pytest.mark.parametrize(("size", "replicas"), [full(3, 3), (4, 4), full(8, 8)])
 @pytest.mark.parametrize("optimizer", ["RowWiseAdagrad", "Adam"])
 def test_replicas_that_see_the_same_samples_have_the_bits_of_one(
     ranks: Ranks, size: int, replicas: int, optimizer: str
@@ -167,7 +166,7 @@ def test_rows_that_nobody_touched_keep_their_bits(ranks: Ranks, message: Any):
     assert not torch.equal(found[0]["big.weight"], initial)
 
 
-@pytest.mark.parametrize(("size", "replicas", "dtype"), [(4, 2, "fp32"), (4, 2, "fp8"), (8, 4, "int8")])
+@pytest.mark.parametrize(("size", "replicas", "dtype"), [(4, 2, "fp32"), (4, 2, "fp8"), full(8, 4, "int8")])
 def test_a_sync_of_touched_rows_is_a_sync_of_all_with_fewer_bytes(ranks: Ranks, size: int, replicas: int, dtype: str):
     job = Job("table", replicas, {"sync_every": 2}, steps=4, dtype=dtype)
     messages = ("nothing", "numbers", "bitmap", None)
@@ -217,7 +216,7 @@ def exact_jobs(optimizer: str) -> list[Job]:
     return [one, *(replace(one, replicas=m, options={"exact": True}) for m in (2, 4))]
 
 
-EXACT = [(cls.__name__, 4) for cls in OPTIMIZERS] + [("RowWiseAdagrad", 8), ("LAMB", 8)]
+EXACT = [(cls.__name__, 4) for cls in OPTIMIZERS] + [full("RowWiseAdagrad", 8), full("LAMB", 8)]
 
 
 @pytest.mark.parametrize(("optimizer", "size"), EXACT)

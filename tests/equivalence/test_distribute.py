@@ -9,14 +9,13 @@ import torch
 
 import hotbed as hb
 from hotbed.errors import BatchError, PlanError
+from tests.matrix import full
 from tests.ranks import RankError, Ranks
 
 from .distributed_model import make_model, samples, trained
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 SCHEMES = ("table", "row", "column", "grid", "dp", hb.Cut(rows=0, hot_rows=5))
-STEPS = 50
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         assert (found[name] - value).abs().max() <= 1e-5 * scale, name
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [full(1), 3, full(4)])
 def test_the_model_of_several_ranks_is_that_of_one(ranks: Ranks, alone, size: int):
     first = ranks.run(size, trained, "row", STEPS)[0]
     close(first, alone)
@@ -80,7 +79,7 @@ def test_without_a_process_group_the_model_is_returned_as_it_is():
         hb.distribute(model, hb.make_plan(list(model.embeddings.tables.values()), 2))
 
 
-@pytest.mark.parametrize("scheme", ["table", "column"])
+@pytest.mark.parametrize("scheme", [full("table"), "column"])
 def test_model_parallel_input_trains_the_same_model(ranks: Ranks, scheme: str):
     sizes = (20, 0, 4)
     expected = run(ranks, 3, "row", steps=5, sizes=sizes)[0]

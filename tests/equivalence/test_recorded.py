@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 import hotbed as hb
 from tests.fixtures.models import Case, adam, build, rowwise, sha256, state, train
+from tests.matrix import full
 from tests.ranks import Ranks
-
-pytestmark = pytest.mark.xdist_group("ranks")
 
 TABLES = [
     hb.Table("bags", rows=90, dim=48),
@@ -45,6 +44,8 @@ PLANS: dict[str, Any] = {
 }
 SENT = "cut into rows, vectors sent"
 """Of bags of one id, whose vectors have no partial sums."""
+QUICK = ["whole tables", "grid of rows and columns", "on disk, cached", "popular rows in memory, others on disk", SENT]
+"""The others cut tables or place rows as one of these does in part."""
 RANKS, STEPS = 3, 2
 RECORDED = {
     "adam": [
@@ -73,12 +74,12 @@ def trained(group: dist.ProcessGroup, optimizer: str, plan: Any) -> tuple[str, s
     return sha256(state(parts)), sha256(looked_up)
 
 
-@pytest.mark.parametrize("name", [*PLANS, SENT])
+@pytest.mark.parametrize("name", [name if name in QUICK else full(name) for name in (*PLANS, SENT)])
 def test_every_plan_leaves_the_recorded_bits(ranks: Ranks, name: str) -> None:
     assert bits(ranks, "adam", name) == RECORDED["adam"]
 
 
-@pytest.mark.parametrize("name", ["whole tables", "grid of rows and columns", "on disk, cached"])
+@pytest.mark.parametrize("name", [full("whole tables"), "grid of rows and columns", full("on disk, cached")])
 def test_moments_of_rows_that_are_cut_have_the_recorded_bits(ranks: Ranks, name: str) -> None:
     assert bits(ranks, "rowwise", name) == RECORDED["rowwise"]
 

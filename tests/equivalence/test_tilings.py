@@ -12,19 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hotbed.plan import Plan, Tile, make_plan
+from tests.matrix import examples, full
 from tests.ranks import Ranks
 from tests.tilings import tilings
 
 from .sharding import SIZES, TABLES, Job
 from .test_sharding import WHOLE, differing, results
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 OPTIMIZERS = {"SGD": {}, "RowWiseAdagrad": {}, "LAMB": {"max_norm": 0.5}}
 ONE_HOT = {"big", "small"}
 """Tables whose pooled features have one id per bag."""
 
-few = settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=examples(4), derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def can_be_pooled(table: str, tiles: Sequence[Tile]) -> bool:
@@ -41,7 +40,7 @@ def plans(draw: st.DrawFn, size: int) -> Plan:
     return replace(plan, wire={name: draw(st.sampled_from(["rows", "pooled"])) for name in possible})
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, full(4)])
 @few
 @given(data=st.data())
 def test_any_tiling_gives_the_bits_of_uncut_tables(ranks: Ranks, size: int, data: st.DataObject):

@@ -248,7 +248,6 @@ def trained(group: dist.ProcessGroup, scheme: str) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in model.state_dict().items()}
 
 
-@pytest.mark.xdist_group("ranks")
 def test_any_plan_gives_the_same_model_to_the_bit(ranks: Ranks) -> None:
     by_row, by_table = (ranks.run(3, trained, scheme) for scheme in ("row", "table"))
     assert by_row[0]["wide.items.weight"].any()

@@ -18,6 +18,7 @@ from numba import njit, typeof
 from hotbed.ops import cpu_lookup
 from hotbed.ops.cpu_narrow import BF16, cpu_has, read_stored_row, write_stored_row
 from hotbed.ops.cpu_rows import RowArrays
+from tests.matrix import full
 
 x86_vectors = pytest.mark.skipif(
     platform.machine() != "x86_64" or not cpu_has("f16c") or not cpu_has("avx2"),
@@ -133,7 +134,7 @@ CPUS = {
 }
 
 
-@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("cpu", [full(cpu) if cpu in ("avx2", "generic") else cpu for cpu in CPUS])
 def test_every_cpu_reads_and_rounds_the_same_bits(cpu: str, tmp_path: Path) -> None:
     """Without F16C a conversion of LLVM's was a call of a function that is not there."""
     asked = CPUS[cpu]

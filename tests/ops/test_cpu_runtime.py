@@ -12,7 +12,9 @@ import torch
 
 import hotbed
 from hotbed.ops import cpu
+from tests.matrix import full
 
+SOURCE = Path(hotbed.__file__).parents[1]
 LOOK = "import hotbed.ops.cpu, hotbed.ops.cpu_runtime as r; print(r._CACHE_DIR); print(r.numba.config.THREADING_LAYER)"
 
 
@@ -67,20 +69,22 @@ cpu.initial_values_(torch.empty(2, 2), seed=1, rows=range(2), cols=range(2), bou
 """
 
 
-@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "NUMBA_CACHE_DIR"])
-def test_kernels_are_compiled_once_and_again_when_a_helper_is_edited(tmp_path, variable):
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", full("NUMBA_CACHE_DIR")])
+def test_kernels_are_compiled_once_for_all_copies_and_again_when_a_helper_is_edited(tmp_path, variable):
     """Numba's own cache would not notice: the kernel's file stays as it is, and only a helper's changes."""
-    shutil.copytree(Path(hotbed.__file__).parent, tmp_path / "hotbed", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {"PYTHONPATH": str(tmp_path), variable: str(tmp_path / "cache")}
+    ignore = shutil.ignore_patterns("__pycache__")
 
-    def compiles() -> bool:
+    def compiles(folder: str) -> bool:
+        env = {"PYTHONPATH": str(tmp_path / folder), variable: str(tmp_path / "cache")}
         return "compiling CPU kernels, once" in python(FILL, **env).stderr
 
-    assert compiles()
-    assert not compiles()
-    helper = tmp_path / "hotbed" / "ops" / "cpu_hash.py"
+    shutil.copytree(SOURCE / "hotbed", tmp_path / "one" / "hotbed", ignore=ignore)
+    assert compiles("one")
+    shutil.copytree(SOURCE / "hotbed", tmp_path / "other" / "hotbed", ignore=ignore, copy_function=shutil.copyfile)
+    assert not compiles("other")
+    helper = tmp_path / "other" / "hotbed" / "ops" / "cpu_instructions.py"
     helper.write_text(helper.read_text() + "\n# edited\n")
-    assert compiles()
+    assert compiles("other")
 
 
 def test_a_launch_leaves_the_number_of_threads_as_the_user_set_it():
@@ -88,3 +92,55 @@ def test_a_launch_leaves_the_number_of_threads_as_the_user_set_it():
     assert python(code, OMP_NUM_THREADS="1").stdout == "1 1\n"
     set_later = FILL.replace("import torch", "import torch; torch.set_num_threads(1)")
     assert python(set_later + "print(torch.get_num_threads())", OMP_NUM_THREADS="2").stdout == "1\n"
+
+
+WAITED_FOR = """
+import fcntl, os
+from numba.core import event
+from hotbed.ops.cpu_runtime import kernel
+
+@kernel()
+def double(x):
+    return 2 * x
+
+told, go_on = os.pipe(), os.pipe()
+lock = fcntl.lockf
+
+def tell_and_lock(*args):
+    os.write(told[1], b"l")
+    lock(*args)
+
+class Pause(event.Listener):
+    def on_start(self, _):
+        os.write(told[1], b"c")
+        os.read(go_on[0], 1)
+
+    def on_end(self, _):
+        pass
+
+def run():
+    if os.fork() == 0:
+        found = double(21)
+        counts = [sum(of_cache.values()) for of_cache in (double.stats.cache_hits, double.stats.cache_misses)]
+        os.write(1, f"{found} {counts[0]} {counts[1]}\n".encode())
+        os._exit(0)
+
+fcntl.lockf = tell_and_lock
+event.register("numba:compile", Pause())
+run()
+while os.read(told[0], 1) != b"c":  # until the first one compiles
+    pass
+for _ in range(2):  # until another one waits for it, or compiles, too
+    run()
+    os.read(told[0], 1)
+os.write(go_on[1], b"...")
+for _ in range(3):
+    os.wait()
+"""
+
+
+def test_of_processes_that_need_a_kernel_one_compiles_and_the_others_wait(tmp_path):
+    """Numba alone has each of them compile it, as the ranks of a first run did."""
+    (tmp_path / "waited_for.py").write_text(WAITED_FOR)
+    found = python("import waited_for", PYTHONPATH=f"{tmp_path}:{SOURCE}", XDG_CACHE_HOME=str(tmp_path))
+    assert sorted(found.stdout.splitlines()) == ["42 0 1", "42 1 0", "42 1 0"]

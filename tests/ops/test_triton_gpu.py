@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hotbed.ops import BagLayout, Occurrences, select
+from tests.matrix import full
 
 from .arenas import OPTIONS, Arena, assert_same
 from .cases import CASES, Kernels, random_rows, values_of
@@ -42,12 +43,13 @@ KERNELS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU every test compiles")
-def test_kernels_compile_for_hopper():
+@pytest.mark.parametrize("amount", ["few", full("each")])
+def test_kernels_compile_for_hopper(amount):
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.ops.compile_for_hopper"]
+    command = [sys.executable, "-m", "tests.ops.compile_for_hopper", amount]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert {line.split(":")[0] for line in done.stdout.splitlines()} == KERNELS

@@ -28,6 +28,7 @@ from hotbed.store.cached import DeviceStaging, ReadAhead
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.storage import RECORDS
 from hotbed.testing.store import DIM, OWN, Format, StoreContract
+from tests.matrix import full
 
 STORAGES = {
     **{tier: Storage(tier) for tier in RECORDS},
@@ -77,7 +78,9 @@ class TestLazy(LazyContract):
 CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_rows}
 
 
-@pytest.mark.parametrize("storage", CACHED.values(), ids=CACHED)
+@pytest.mark.parametrize(
+    "storage", [s if name in ("disk-lru", "disk-lfu") else full(s) for name, s in CACHED.items()], ids=CACHED
+)
 class TestLazyAsOnDevice(LazyContract):
     """With Triton, and records staged between the host's memory and the cache's, page-locked if there is CUDA."""
 

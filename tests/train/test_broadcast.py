@@ -20,9 +20,8 @@ from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
 from hotbed.train.broadcast import BroadcastLoader, packed, unpacked
+from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
-
-group_of_processes = pytest.mark.xdist_group("ranks")
 
 
 def bits(t: Tensor | None) -> object:
@@ -175,10 +174,9 @@ def epochs_of_both(
     return found
 
 
-@group_of_processes
 @pytest.mark.parametrize(
     ("size", "reader", "ahead", "options"),
-    [(3, 0, 2, {"shuffle": True}), (4, 2, 1, {"batch_size": 3}), (4, 0, 9, {"batch_size": 27})],
+    [full(3, 0, 2, {"shuffle": True}), (4, 2, 1, {"batch_size": 3}), full(4, 0, 9, {"batch_size": 27})],
 )
 def test_every_rank_gets_the_batches_that_it_would_have_read(
     ranks: Ranks, size: int, reader: int, ahead: int, options: dict[str, Any]
@@ -204,7 +202,6 @@ def left_early(group: dist.ProcessGroup) -> list[tuple[Any, Any, list[str]]]:
     return found
 
 
-@group_of_processes
 def test_an_iteration_may_be_left_early(ranks: Ranks) -> None:
     for read, sent in ranks.run(3, left_early):
         assert sent == read
@@ -225,7 +222,6 @@ def gone_on(group: dist.ProcessGroup, stop: int) -> tuple[list[Any], list[Any]]:
     return [content(batch) for batch in read], [content(batch) for batch in sent]
 
 
-@group_of_processes
 def test_it_goes_on_from_a_position(ranks: Ranks) -> None:
     for read, sent in ranks.run(3, gone_on, 3):
         assert sent == read
@@ -242,7 +238,6 @@ def positions(group: dist.ProcessGroup) -> list[Any]:
     return [*found, (state, sent.state_dict())]
 
 
-@group_of_processes
 def test_the_position_is_known_before_the_first_batch(ranks: Ranks) -> None:
     for pairs in ranks.run(3, positions):
         for expected, found in pairs:
@@ -267,7 +262,6 @@ def whole_batches(group: dist.ProcessGroup) -> int:
     return len(list(both(group, 0, 2, {})[1]))
 
 
-@group_of_processes
 def test_data_that_cannot_be_read_stops_all_ranks(ranks: Ranks) -> None:
     by_rank = ranks.run(3, with_damaged_data)
     assert by_rank[1][0] == "DataError: chunk 3 is damaged"
@@ -302,7 +296,6 @@ def slowly_consumed(group: dist.ProcessGroup) -> list[int]:
     return found
 
 
-@group_of_processes
 def test_the_reader_is_never_further_ahead_than_it_may_be(ranks: Ranks) -> None:
     found = ranks.run(3, slowly_consumed)[0]
     assert len(found) == 11

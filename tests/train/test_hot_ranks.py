@@ -18,12 +18,13 @@ from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.run import _evaluation_loader, _training_loader
+from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 from tests.train import planted
 
 from .parallel_cases import assert_equal, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 HOT = {"user": 42, "item": 25, "page": 3}
 
@@ -81,22 +82,22 @@ def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]
     return {"state": state_of(trainer), "turns": turns.found, "rates": turns.rates}
 
 
+@pytest.mark.parametrize("tier", [full("device"), "host"])
 def test_copies_are_the_owners_rows_after_every_turn_and_the_model_is_that_of_plain_sharding(
-    ranks: Ranks, packed: Path
+    ranks: Ranks, packed: Path, tier: str
 ) -> None:
     plain = ranks.run(3, trained, packed, False, "device")[0]
     assert len(plain["rates"]) >= 4
-    for tier in ("device", "host"):
-        by_rank = ranks.run(3, trained, packed, True, tier)
-        for found in by_rank:
-            assert_equal(found["state"], plain["state"])  # rows, moments and dense parameters
-            assert found["rates"] == plain["rates"]
-        for turn in zip(*(found["turns"] for found in by_rank), strict=True):
-            for table in HOT:
-                copies = [of_rank[table] for of_rank in turn]
-                assert sorted(owned for owned, _ in copies) == [False, False, True]
-                (owners,) = (rows for owned, rows in copies if owned)
-                assert owners.shape == (HOT[table], 32)
-                assert all(torch.equal(rows, owners) for _, rows in copies)
-        changed = [turn["user"][1] for turn in by_rank[0]["turns"]]
-        assert not any(torch.equal(a, b) for a, b in pairwise(changed))
+    by_rank = ranks.run(3, trained, packed, True, tier)
+    for found in by_rank:
+        assert_equal(found["state"], plain["state"])  # rows, moments and dense parameters
+        assert found["rates"] == plain["rates"]
+    for turn in zip(*(found["turns"] for found in by_rank), strict=True):
+        for table in HOT:
+            copies = [of_rank[table] for of_rank in turn]
+            assert sorted(owned for owned, _ in copies) == [False, False, True]
+            (owners,) = (rows for owned, rows in copies if owned)
+            assert owners.shape == (HOT[table], 32)
+            assert all(torch.equal(rows, owners) for _, rows in copies)
+    changed = [turn["user"][1] for turn in by_rank[0]["turns"]]
+    assert not any(torch.equal(a, b) for a, b in pairwise(changed))

@@ -18,6 +18,7 @@ from hotbed.data.hot_loader import HotColdLoader
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSchedule
 from tests.commands.cases import Output, refused, train
+from tests.matrix import full
 
 
 class Told:
@@ -131,7 +132,7 @@ def test_the_same_batches_from_a_list_train_the_same_model(packed: Path, tmp_pat
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("stop", [1, 7, 8, 9, 13, 30])
+@pytest.mark.parametrize("stop", [full(1), full(7), full(8), 9, full(13), 30])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(packed: Path, stop: int) -> None:
     options = ("--hot.patience", "2")
     _, whole, run = train(packed, *options)
@@ -142,7 +143,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(packed: Path, stop: int) -> 
     assert kept == [(r["step"], r["rate"]) for r in events(run, "schedule")]
 
 
-@pytest.mark.parametrize(("budget", "kind"), [("0", "train_cold"), ("1000000000", "train_hot")])
+@pytest.mark.parametrize(("budget", "kind"), [full("0", "train_cold"), ("1000000000", "train_hot")])
 def test_no_hot_row_and_hot_rows_only(budget: str, kind: str, packed: Path, capsys: Output) -> None:
     out = packed.parent / "all"
     assert main(["pack", str(packed), str(out), "--budget", budget]) == 0

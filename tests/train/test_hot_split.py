@@ -25,6 +25,7 @@ from hotbed.train.hot_batches import HotSplit
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.run import _training_loader
 from tests.commands.cases import Output, refused, train
+from tests.matrix import full
 from tests.ranks import TIMEOUT_S
 from tests.train import planted
 from tests.train.parallel_cases import assert_equal, state_of
@@ -163,9 +164,8 @@ def trained(group: object, packed: Path, batches: str, tier: str, plan: str, rea
     return state_of(trainer)
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("budget", ["0", "16000"])
+@pytest.mark.parametrize("budget", [full("0"), "16000"])
 def test_several_ranks(budget: str, packed: Path, ranks: Any) -> None:
     """Equal bits by every plan; without a hot row, where all hot parts are empty, those of whole batches."""
     out = packed.parent / "again"

@@ -24,9 +24,9 @@ from hotbed.plan import Cut
 from hotbed.train import Trainer
 from hotbed.train.callbacks import KeepLast
 from hotbed.train.checkpointing import OWNER
+from tests.matrix import full
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 
-KILLS = 20
 EVENTS: list[tuple[Any, str]] = [
     (Trainer, "_advance"),
     (Snapshot, "read"),
@@ -97,8 +97,8 @@ def main() -> None:
         print(json.dumps([os.waitstatus_to_exitcode(status), found]), flush=True)
 
 
-@pytest.mark.xdist_group("kills")
-def test_a_run_that_is_killed_twenty_times_ends_where_one_that_is_not_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [4, full(20)])
+def test_a_run_that_is_killed_ends_where_one_that_is_not_ends(tmp_path: Path, kills: int) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", "from tests.train.test_kills import main; main()"]
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -118,8 +118,8 @@ def test_a_run_that_is_killed_twenty_times_ends_where_one_that_is_not_ends(tmp_p
         assert (code, len(expected)) == (0, 64)
         draw = random.Random(7)
         began: set[str] = set()
-        kills = runs = seed = 0
-        while kills < KILLS:
+        killed = runs = seed = 0
+        while killed < kills:
             folder = f"killed-{runs}"
             # Within a checkpoint or two of the last kill, or far enough for several.
             code, found = attempt(folder, draw.randint(1, draw.choice((45, 300))), seed)
@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_twenty_times_ends_where_one_that_is_not_ends(tmp_p
                 runs += 1
             else:
                 assert code == -signal.SIGKILL
-                kills += 1
+                killed += 1
                 began |= {checkpoint.name for checkpoint in checkpoints_in(tmp_path / folder)}
             seed += 1
         folder = f"killed-{runs}"
@@ -137,5 +137,5 @@ def test_a_run_that_is_killed_twenty_times_ends_where_one_that_is_not_ends(tmp_p
         process.stdin.close()
         process.wait(60)
         process.stdout.close()
-    assert len(began) > 5  # kills happened between many checkpoints
+    assert len(began) > kills // 4  # kills happened between many checkpoints
     assert sorted(path.name for path in (tmp_path / folder).iterdir()) == [OWNER, "last-00000104", "last-00000105"]

@@ -189,7 +189,6 @@ def settled(group: object) -> tuple[str, str | None, str | None]:
         return trainer.numerics.settle(), trainer.numerics.precision, trainer.numerics.library
 
 
-@pytest.mark.xdist_group("ranks")
 def test_all_ranks_choose_alike(ranks: Any) -> None:
     for said, precision, library in ranks.run(3, settled):
         assert (precision, library) == ("fp32", "torch")

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 
 from .parallel_cases import RECIPE, Group, InMemory
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 OWN = replace(RECIPE, model=Component(class_path="tests.train.test_own_model.Own"))
 

@@ -17,13 +17,14 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
 from hotbed.train.run import bad_ids
+from tests.matrix import full
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
 
 from .parallel_cases import FEATURES, TABLES, TIMEOUT, TRAIN, Group, assert_equal, make_trainer, place, shares, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def trained(
@@ -56,7 +57,7 @@ def trained_pipelined_and_not(group: Group, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, full(4)])
 def test_neither_the_plan_nor_exchanging_ids_ahead_changes_a_bit(ranks: Ranks, size: int) -> None:
     by_rank = ranks.run(size, trained_pipelined_and_not, 12)
     first = by_rank[0][0]

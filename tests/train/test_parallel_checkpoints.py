@@ -32,7 +32,7 @@ from .parallel_cases import (
     state_of,
 )
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 STEPS, STOPPED = 14, 9

@@ -23,7 +23,7 @@ from tests.train import planted
 
 from .parallel_cases import FEATURES, TABLES, TIMEOUT, Group, make_trainer, place, shares
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def exchanged(group: Group, folder: Path) -> dict[str, Any]:

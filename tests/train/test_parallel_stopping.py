@@ -21,7 +21,7 @@ from tests.train.planted import Losses
 
 from .parallel_cases import TIMEOUT, TRAIN, Group, assert_equal, hotbed_threads, make_trainer, place, shares, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def stopped_early(group: Group) -> tuple[list[str], list[float], list[float]]:

@@ -20,8 +20,6 @@ from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
 from tests.ranks import TIMEOUT_S, Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,6 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import checkpoints_in, verify_checkpoint
 from hotbed.nn import DLRM
 from hotbed.plan import Plan
-
-# One after the other: each has several processes.
-pytestmark = pytest.mark.xdist_group("torchrun")
 
 ROOT = Path(hotbed.__file__).parents[2]
 PATIENCE_S = 300
@@ -240,30 +238,40 @@ def test_torchrun_trains_one_model_and_says_everything_once(recipe: Path, tmp_pa
 
 
 class DiesOnce(DLRM):
-    """Ends the process of a rank in the eighth batch of torchrun's first attempt, and of another in the second one."""
+    """Ends the process of a rank in the eighth batch of torchrun's first attempt."""
+
+    deaths = ((0, 0),)
+    """Attempt and rank of each."""
 
     def forward(self, batch: Batch) -> Tensor:
         if self.training:
             self.batches = getattr(self, "batches", 0) + 1
             attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), torch.distributed.get_rank()
-            if self.batches == 8 and (attempt, rank) in ((0, 0), (1, 1)):
+            if self.batches == 8 and (attempt, rank) in self.deaths:
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(batch)
 
 
-def test_torchrun_starts_a_run_again_that_goes_on_from_its_newest_checkpoint(recipe: Path, tmp_path: Path) -> None:
+class DiesTwice(DiesOnce):
+    """Another rank's process ends in the second attempt."""
+
+    deaths = ((0, 0), (1, 1))
+
+
+def restarted(recipe: Path, folder: Path, model: type[DiesOnce]) -> list[str]:
+    """Have torchrun start a run again as often as it dies; its options."""
     options = ["--resume", "auto", "--train.checkpoint_every", "3", "--train.log_every", "1"]
-    options += ["--model.class_path", f"{__name__}.DiesOnce", "--parallel.timeout_s", str(PATIENCE_S)]
-    done = torchrun(tmp_path, "--max-restarts", "2", str(recipe), *options)
+    options += ["--model.class_path", f"{__name__}.{model.__name__}", "--parallel.timeout_s", str(PATIENCE_S)]
+    done = torchrun(folder, "--max-restarts", str(len(model.deaths)), str(recipe), *options)
     _, stderr = output_of(done)
     assert done.returncode == 0, stderr
-    run = the_run(tmp_path)
+    run = the_run(folder)
     assert stderr.count("there is no checkpoint to go on from") == 1
-    assert stderr.count("resumed from ") == 2
+    assert stderr.count("resumed from ") == len(model.deaths)
     lines = lines_of(run)
-    first, second = [line["step"] for line in lines if line["event"] == "resume"]
-    assert first in (3, 6)  # checkpoints are written in the background
-    assert first < second <= first + 6
+    steps = [0, *(line["step"] for line in lines if line["event"] == "resume")]
+    assert len(steps) == len(model.deaths) + 1 and steps[1] in (3, 6)  # checkpoints are written in the background
+    assert all(first < second <= first + 6 for first, second in pairwise(steps))
     assert json.loads((run / "summary.json").read_text())["steps"] == 19
     losses: dict[int, set[float]] = {}
     for line in lines:
@@ -271,6 +279,18 @@ def test_torchrun_starts_a_run_again_that_goes_on_from_its_newest_checkpoint(rec
             losses.setdefault(line["step"], set()).add(line["loss"])
     assert sorted(losses) == [*range(1, 20)]
     assert all(len(of_step) == 1 for of_step in losses.values())  # what was trained twice is the same, to the bit
+    return options
+
+
+def test_torchrun_starts_a_run_again_that_goes_on_from_its_newest_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    restarted(recipe, tmp_path, DiesOnce)
+
+
+@pytest.mark.full
+def test_torchrun_starts_a_run_again_twice_and_a_finished_one_trains_nothing(recipe: Path, tmp_path: Path) -> None:
+    options = restarted(recipe, tmp_path, DiesTwice)
+    run = the_run(tmp_path)
+    lines = lines_of(run)
     again = torchrun(tmp_path, str(recipe), *options)
     stdout, stderr = output_of(again)
     assert again.returncode == 0, stderr
@@ -279,6 +299,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_from_its_newest_checkpoint(rec
     assert len(lines_of(run)) == len(lines)
 
 
+@pytest.mark.full
 def test_torchrun_hands_ctrl_c_on_and_every_rank_saves(recipe: Path, tmp_path: Path) -> None:
     started = torchrun(tmp_path, str(recipe), "--resume", "auto", *ENDLESS)
     try:
@@ -296,6 +317,7 @@ def test_torchrun_hands_ctrl_c_on_and_every_rank_saves(recipe: Path, tmp_path: P
     verify_checkpoint(checkpoint)
 
 
+@pytest.mark.full
 def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--plan", "row", "--parallel.replicas", "2", "--parallel.sync_every", "4"]
     options += ["--memory.tier", "disk", "--memory.cache_rows", "500"]
@@ -311,6 +333,7 @@ def test_replicas_are_trained_averaged_and_reported(launcher: Launcher, recipe: 
     verify_checkpoint(checkpoint)
 
 
+@pytest.mark.full
 def test_replicas_that_do_not_divide_the_processes(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--parallel.replicas", "2", "--out", str(tmp_path / "runs")]
     with launcher.start(tmp_path / "ranks", 3, str(recipe), *options) as started:
@@ -335,6 +358,7 @@ def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.full
 def test_what_the_first_rank_cannot_find_ends_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--resume", str(tmp_path / "nowhere"), "--out", str(tmp_path / "runs")]
     with launcher.start(tmp_path / "ranks", 2, str(recipe), *options) as started:
@@ -484,6 +508,7 @@ def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe
         verify_checkpoint(checkpoint)
 
 
+@pytest.mark.full
 def test_when_a_rank_hangs_the_others_end_after_the_timeout(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = ["--out", str(tmp_path / "runs"), "--train.checkpoint", "none", "--parallel.timeout_s", "30"]
     with launcher.start(tmp_path / "stopped", 3, str(recipe), *options, *ENDLESS) as started:

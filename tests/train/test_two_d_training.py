@@ -26,13 +26,14 @@ from hotbed.data import Loader
 from hotbed.embed.replicas import Sync
 from hotbed.train import Callback, Trainer
 from hotbed.train.callbacks import KeepLast
+from tests.matrix import full
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses
 
 from .parallel_cases import RECIPE, TRAIN, Group, InMemory, assert_equal, make_trainer, place, shares, state_of
 
-pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TWO = {"replicas": 2, "sync_every": 4}
 STEPS, STOPPED = 14, 9
@@ -96,7 +97,13 @@ def test_the_exact_mode_trains_the_model_of_one_group(ranks: Ranks):
     assert_equal(exact["state"], one["state"])
 
 
-def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(ranks: Ranks, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [full(4, TWO), full(4, {}), (4, {"replicas": 4}), (3, {}), full(8, {"replicas": 4, "exact": True})],
+)
+def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(
+    ranks: Ranks, tmp_path: Path, size: int, options: dict[str, Any]
+):
     first = ranks.run(4, run, TWO, STOPPED, tmp_path / "checkpoints")[0]
     (checkpoint,) = checkpoints_in(tmp_path / "checkpoints")
     verify_checkpoint(checkpoint)
@@ -104,9 +111,8 @@ def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(ranks: Ranks, 
         "tables-00000",
         "tables-00001",
     }
-    for size, options in ((4, TWO), (4, {}), (4, {"replicas": 4}), (3, {}), (8, {"replicas": 4, "exact": True})):
-        for of_rank in ranks.run(size, run, options, STOPPED + 1, None, checkpoint):
-            assert_equal(of_rank["before"], first["state"])
+    for of_rank in ranks.run(size, run, options, STOPPED + 1, None, checkpoint):
+        assert_equal(of_rank["before"], first["state"])
     assert_equal(run(None, {}, STOPPED + 1, None, checkpoint)["before"], first["state"])
 
 

@@ -2,7 +2,9 @@
 """Compile, cache and launch Numba kernels, and allocate their memory.
 
 *Cache.* Numba's on-disk cache does not notice an edited helper in another module, so the cache directory is named after
-a hash of all kernel sources.
+a hash of all kernel sources, and all copies of the same sources share it. Of several processes that need a kernel which
+is not there, one compiles it, and the others load what it wrote: the ranks of a first run would all spend the same
+seconds on every kernel.
 
 *Threads.* Kernels use ``torch.get_num_threads()`` threads. Two Python threads may launch kernels at once under OpenMP;
 Numba's own ``workqueue`` layer would abort the process, so where OpenMP is missing launches take turns behind a lock.
@@ -35,6 +37,8 @@ import numba
 import numpy as np
 import torch
 from numba.core import event as numba_event
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 from torch import Tensor
 
 PREFETCH_ROWS = 12
@@ -71,14 +75,78 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with Numba at its first call, cached on disk; never with ``fastmath``."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        previous = numba.config.CACHE_DIR
-        numba.config.CACHE_DIR = str(_CACHE_DIR)
-        try:
-            return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
-        finally:
-            numba.config.CACHE_DIR = previous
+        compiled = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        cache, compile_or_load = _SharedCache(function), compiled.compile
+
+        def compile_once(signature: Any) -> Any:
+            with global_compiler_lock, cache:
+                return compile_or_load(signature)
+
+        compiled._cache, compiled.compile = cache, compile_once
+        return compiled
 
     return decorate
+
+
+class _Locator:
+    """Say where compiled forms of a function are: in the same place for all copies of the same source.
+
+    Numba's own locators tell copies by their folder and the time of their files; see `numba.core.caching`.
+    """
+
+    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
+        self._py_file, self._line = py_file, py_func.__code__.co_firstlineno
+
+    def get_cache_path(self) -> str:
+        return str(_CACHE_DIR)
+
+    def ensure_cache_path(self) -> None:
+        _CACHE_DIR.mkdir(parents=True, exist_ok=True)
+
+    def get_source_stamp(self) -> str:
+        return hashlib.blake2b(Path(self._py_file).read_bytes(), digest_size=8).hexdigest()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
+        return cls(py_func, py_file)
+
+
+class _Forms(CompileResultCacheImpl):
+    _locator_classes = [_Locator]  # noqa: RUF012
+
+
+class _SharedCache(FunctionCache):
+    """Compiled forms of one kernel on disk, of which a process that finds one missing holds the lock until it is there.
+
+    Kernels call kernels, never in a circle, so processes that hold several locks cannot wait for each other.
+    """
+
+    _impl_class = _Forms
+    _lock: int | None = None
+
+    def __enter__(self) -> None:
+        """Take no lock yet: what is on disk is loaded without one."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None and self._lock is None and sys.platform != "win32":
+            import fcntl
+
+            self._impl.locator.ensure_cache_path()
+            self._lock = os.open(_CACHE_DIR / f"{self._impl.filename_base}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            # A lock of this process alone: what is forked from it meanwhile does not hold it, as with flock.
+            with contextlib.suppress(OSError):  # a file system without locks: everybody compiles
+                fcntl.lockf(self._lock, fcntl.LOCK_EX)
+            found = super().load_overload(sig, target_context)  # another process may have compiled it meanwhile
+        return found
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 class _SayOnce(numba_event.Listener):
