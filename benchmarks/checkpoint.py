@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 import hotbed as hb
-from hotbed.data.zipf import Zipf
+from hotbed.data.zipf_source import Zipf
 from hotbed.plan.cost import table_bytes
 from hotbed.train.report import environment
 

@@ -25,8 +25,7 @@ from hotbed.bench.limits import copy_limit, copy_way
 from hotbed.bench.meter import Limit, Meter
 from hotbed.bench.ops import Job, copy_rate, measured
 from hotbed.bench.options import OpsOptions
-from hotbed.data.zipf import Zipf
-from hotbed.data.zipf_source import CRITEO_1TB
+from hotbed.data.zipf_source import CRITEO_1TB, Zipf
 
 ZIPF = 1.05
 LR = 1e-4

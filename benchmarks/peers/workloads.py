@@ -103,7 +103,7 @@ def write_ids(workload: Workload, batches: int, path: Path) -> None:
 
     Popular ids are scattered over the rows, as in hashed vocabularies.
     """
-    from hotbed.data.zipf import Zipf
+    from hotbed.data.zipf_source import Zipf
 
     law = Zipf(workload.rows, 0.0 if workload.uniform else ZIPF)
     shape = (batches, workload.tables, workload.batch * workload.pooling)

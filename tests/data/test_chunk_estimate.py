@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from hotbed.data.access_counts import CHUNK_ROWS, CHUNKS, ChunkEstimate
-from hotbed.data.zipf import Zipf
+from hotbed.data.zipf_source import Zipf
 from hotbed.errors import SpecError
 
 ROWS, SAMPLES, DRAWN = 200_000, 400_000, CHUNKS * CHUNK_ROWS

@@ -12,7 +12,7 @@ from hotbed.data import Schema, SparseColumn, measure_popularity, read_hot_order
 from hotbed.data.pack import hot_order_file, write_hot_order
 from hotbed.data.popularity import SHARES, Popularity
 from hotbed.data.stack_distance import StackDistances
-from hotbed.data.zipf import Zipf
+from hotbed.data.zipf_source import Zipf
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 

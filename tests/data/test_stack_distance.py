@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotbed.data.stack_distance import StackDistances, slot_of
-from hotbed.data.zipf import Zipf
+from hotbed.data.zipf_source import Zipf
 from hotbed.errors import SpecError
 
 SIZES = [0, 1, 2, 3, 5, 8, 13, 50]

@@ -8,8 +8,7 @@ import yaml
 
 from hotbed.batch import Batch
 from hotbed.data import Source, ZipfSource
-from hotbed.data.zipf import Zipf, bits, stream, uniform
-from hotbed.data.zipf_source import CRITEO_1TB
+from hotbed.data.zipf_source import CRITEO_1TB, Zipf, bits, stream, uniform
 from hotbed.errors import DataError, SpecError
 from hotbed.testing.source import SourceContract, assert_same
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hotbed import optim
 from hotbed.config import Component, Device, Precision
-from hotbed.data.zipf import MAX_EXPONENT
+from hotbed.data.zipf_source import MAX_EXPONENT
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hotbed.bench.options import OpsOptions
-from hotbed.data.zipf import Zipf
+from hotbed.data.zipf_source import Zipf
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout, Groups, Rows
 from hotbed.ops.rows import places

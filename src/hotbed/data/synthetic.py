@@ -185,7 +185,7 @@ def _draw(rng: np.random.Generator, n: int) -> tuple[Floats, NDArray[np.int64]]:
     dense[rng.random(dense.shape) < np.asarray(_DENSE_MISSING)[:, None]] = np.nan
     ranks = np.empty((len(SPARSE), n), dtype=np.int64)
     for row, cardinality, missing in zip(ranks, _CARDINALITIES, _MISSING, strict=True):
-        # By inversion, unlike `hotbed.data.zipf`: a log of this version has the bytes that it always had.
+        # By inversion, unlike `hotbed.data.zipf_source`: a log of this version has the bytes that it always had.
         weights = np.cumsum(np.arange(1, cardinality + 1) ** -_ZIPF)
         row[:] = np.searchsorted(weights, rng.random(n) * weights[-1]) + 1
         row[rng.random(n) < missing] = 0
