@@ -3,8 +3,8 @@
 For measurements on tables whose data nobody has: lookups are skewed, as in real logs, and a label depends on some
 of the ids, so that training has something to learn. Sample i is a pure function of (seed, i).
 
-*Random numbers* are pure functions of a counter, and `Zipf` makes ranks by Zipf's law of them. Number i of a stream is output i of SplitMix64 started at the stream's key, so any part of a stream is made without the
-rest.
+*Random numbers* are pure functions of a counter, and `Zipf` makes ranks by Zipf's law of them. Number i of a stream is
+output i of SplitMix64 started at the stream's key, so any part of a stream is made without the rest.
 """
 
 from __future__ import annotations
