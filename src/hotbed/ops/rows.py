@@ -38,11 +38,10 @@ so that an overflow is never hidden.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from hotbed.config.places import Codec
 from hotbed.ops.layout import (
     FIRST_COL,
     FIRST_NARROW,
@@ -250,7 +249,6 @@ def rows_of(vectors: Tensor) -> Rows:
     )
 
 
-Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 _CAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _SCALE_BYTES = 4

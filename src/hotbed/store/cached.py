@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hotbed import ops
+from hotbed.config.places import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
 from hotbed.store.base import Records, Use
 from hotbed.store.keyed import distinct, positions
 
-Policy = Literal["lru", "lfu"]
 WAYS = 32
 """Places of a set (Neo's row cache)."""
 MOST_BATCHES_AHEAD = 32
@@ -63,7 +63,7 @@ class CachedRecords(Records):
         self,
         below: Records,
         rows: int,
-        policy: Policy = "lru",
+        policy: CachePolicy = "lru",
         *,
         device: torch.device | None = None,
         backend: BackendName = "auto",

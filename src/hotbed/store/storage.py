@@ -11,22 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from hotbed.config.places import CachePolicy, CacheTier, HostRows
 from hotbed.errors import StoreError
 from hotbed.ops import BackendName, host_backend
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import cached
 from hotbed.store.base import Records, RowStore, Span
-from hotbed.store.cached import CachedRecords, Policy, ReadAhead
+from hotbed.store.cached import CachedRecords, ReadAhead
 from hotbed.store.dense import DenseStore
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.lazy import LazyStore
-
-CacheTier = Literal["device", "host"]
-HostRows = Literal["records", "uva"]
 
 
 class TierRecords(NamedTuple):
@@ -86,7 +84,7 @@ class Storage:
 
     tier: Tier = "device"
     cache_rows: int = 0
-    policy: Policy = "lru"
+    policy: CachePolicy = "lru"
     cache_tier: CacheTier = "device"
     host: HostRows = "records"
     directory: str | Path | None = None
