@@ -165,7 +165,7 @@ def make_model(sizes: Sizes, where: Placement) -> Any:
     budget = {"device": 500 if sizes.tiny else where.device_bytes}
     cache_rows = min(where.cache_rows, 8) if sizes.tiny else where.cache_rows
     plan = place_in_tiers(hb.make_plan(tables, 1), tables, budget, where.tier, cache_rows=cache_rows)
-    return hb.distribute(model, plan, device=sizes.device, host=where.host)
+    return hb.distribute(model, plan, memory=hb.MemoryOptions(host=where.host), device=sizes.device)
 
 
 def step(sizes: Sizes, name: str, deadline: float) -> dict[str, Any]:

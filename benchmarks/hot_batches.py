@@ -38,7 +38,7 @@ from hotbed.files import write_json
 from hotbed.plan.cost import table_bytes
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
-from hotbed.train.parallel import process_group
+from hotbed.train.process_group import process_group
 from hotbed.train.report import environment
 from hotbed.train.run import _training_loader
 

@@ -129,7 +129,7 @@ def run(case: Case, data: Data, settings: Settings, seed: int) -> dict[str, Any]
     features = [hb.Feature(t.name, table=t.name) for t in tables]
     made = hb.nn.DLRM(tables, features, data.dense, bottom=(64, settings.dim), top=(64, 1), seed=seed)
     of_model, of_optimizer = case.options()
-    model: Any = hb.distribute(made, "row", **of_model)
+    model: Any = hb.distribute(made, "row", hb.ParallelOptions(**of_model))
     dense = torch.optim.Adam(model.parameters(), lr=settings.dense_lr)
     sparse = hb.optim.RowWiseAdagrad(model, lr=settings.sparse_lr, **of_optimizer)
     curve: list[dict[str, float]] = []

@@ -1,3 +1,5 @@
+"""Batches and embeddings keep their samples and gradients through every conversion, and refuse what does not fit."""
+
 import re
 from functools import partial
 

@@ -10,7 +10,15 @@ import torch
 import yaml
 
 import hotbed.config
-from hotbed.config import Component, ParallelRecipe, Recipe, ScheduleRecipe, TrainRecipe, check_keys
+from hotbed.config import (
+    Component,
+    ParallelRecipe,
+    Recipe,
+    ScheduleRecipe,
+    SparseOptimizerGroup,
+    TrainRecipe,
+    check_keys,
+)
 from hotbed.errors import RecipeError, SpecError
 from hotbed.specs import Table
 
@@ -34,15 +42,73 @@ def test_a_recipe_goes_to_plain_values_and_back() -> None:
     assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
 
 
-def test_a_wide_optimizer_is_there_or_none() -> None:
-    without = Recipe.from_dict(values())
-    assert without.wide_optimizer is None
-    assert Recipe.from_dict(values() | {"wide_optimizer": None}) == without
-    wide = {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.1}}
-    recipe = Recipe.from_dict(values() | {"wide_optimizer": wide})
-    assert recipe.wide_optimizer == component("hotbed.optim.FTRL", lr=0.1)
-    for made in (recipe, without):
-        assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(made.to_dict()))) == made
+FTRL = {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.1}}
+
+
+def test_groups_of_optimizers_go_to_plain_values_and_back() -> None:
+    assert Recipe.from_dict(values()).sparse_optimizer_groups == {}
+    norms = {"parameters": ["*norm*", "top.*.bias"], "optimizer": {"class_path": "torch.optim.SGD"}}
+    given = {"sparse_optimizer_groups": {"wide": {"tables": "wide.*", "optimizer": FTRL}}}
+    recipe = Recipe.from_dict(values() | given | {"dense_optimizer_groups": {"norms": norms}})
+    wide = SparseOptimizerGroup(tables=["wide.*"], optimizer=component("hotbed.optim.FTRL", lr=0.1))
+    assert recipe.sparse_optimizer_groups == {"wide": wide}
+    assert recipe.dense_optimizer_groups["norms"].parameters == ["*norm*", "top.*.bias"]
+    assert recipe.dense_optimizer_groups["norms"].optimizer == component("torch.optim.SGD")
+    assert Recipe.from_dict(yaml.safe_load(yaml.safe_dump(recipe.to_dict()))) == recipe
+
+
+def test_wide_optimizer_is_the_former_name_of_a_group() -> None:
+    wide = {"sparse_optimizer_groups": {"wide": {"tables": "wide.*", "optimizer": FTRL}}}
+    others = {"sparse_optimizer_groups": {"cold": {"tables": "page", "optimizer": FTRL}}}
+    for former, expected in (
+        (values() | {"wide_optimizer": FTRL}, values() | wide),
+        (values() | others | {"wide_optimizer": FTRL}, values() | {"sparse_optimizer_groups": {
+            **others["sparse_optimizer_groups"], **wide["sparse_optimizer_groups"]}}),
+        (values() | wide | {"wide_optimizer": {"init_args": {"beta": 0.0}}}, values() | {"sparse_optimizer_groups": {
+            "wide": {"tables": "wide.*", "optimizer": FTRL | {"init_args": {"lr": 0.1, "beta": 0.0}}}}}),
+    ):  # fmt: skip
+        check_keys(former)
+        with pytest.warns(
+            FutureWarning, match=r"wide_optimizer is now called sparse_optimizer_groups\.wide\.optimizer; .*0\.3"
+        ):
+            recipe = Recipe.from_dict(former)
+        assert recipe == Recipe.from_dict(expected)
+    assert Recipe.from_dict(values() | {"wide_optimizer": None}) == Recipe.from_dict(values())
+
+
+@pytest.mark.parametrize(
+    ("key", "groups", "message"),
+    [
+        ("sparse", 3, "sparse_optimizer_groups is 3, must be a mapping of names to groups"),
+        ("sparse", {"wide": 3}, "sparse_optimizer_groups.wide is 3, must be a mapping"),
+        ("sparse", {"wide": {"optimizer": FTRL}}, "lacks 'sparse_optimizer_groups.wide.tables', which is required"),
+        ("sparse", {"wide": {"tables": "wide"}}, "lacks 'sparse_optimizer_groups.wide.optimizer', which is required"),
+        (
+            "sparse",
+            {"wide": {"tables": "wide", "optimizer": {"class_path": "FTRL"}}},
+            "sparse_optimizer_groups.wide.optimizer.class_path is 'FTRL', must be an import path",
+        ),
+        ("sparse", {"wide": {"table": "wide"}}, "unknown key 'sparse_optimizer_groups.wide.table'; "),
+        ("sparse", {"wide": {"tables": [], "optimizer": FTRL}}, "sparse_optimizer_groups.wide.tables is [], must be a"),
+        ("dense", {"a": {"parameters": [1], "optimizer": FTRL}}, "a.parameters is [1], must be a name or a list of"),
+        ("sparse", {"a b": {"tables": "w", "optimizer": FTRL}}, "groups has a group called 'a b', which must"),
+        ("dense", {"x_schedule": {"parameters": "w", "optimizer": FTRL}}, "called 'x_schedule', which must be a word"),
+        ("dense", {"model": {"parameters": "w", "optimizer": FTRL}}, "called 'model', as something else"),
+    ],
+)  # fmt: skip
+def test_groups_that_cannot_be(key: str, groups: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_dict(values() | {f"{key}_optimizer_groups": groups})
+    assert message in str(caught.value)
+
+
+def test_two_groups_of_one_name_are_refused() -> None:
+    given = {
+        "dense_optimizer_groups": {"x": {"parameters": "top", "optimizer": FTRL}},
+        "sparse_optimizer_groups": {"x": {"tables": "user", "optimizer": FTRL}},
+    }
+    with pytest.raises(RecipeError, match="both have a group 'x'; rename one of them"):
+        Recipe.from_dict(values() | given)
 
 
 def test_how_processes_share_the_work_is_part_of_a_recipe() -> None:
@@ -74,7 +140,8 @@ def test_former_names_work_and_warn_with_the_new_ones() -> None:
 def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
     recipe = Recipe.from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
     components = (recipe.model, recipe.dense_optimizer, recipe.sparse_optimizer, recipe.data.source)
-    for component in (*components, *filter(None, [recipe.wide_optimizer])):
+    groups = (*recipe.dense_optimizer_groups.values(), *recipe.sparse_optimizer_groups.values())
+    for component in (*components, *(group.optimizer for group in groups)):
         component.load()
     assert recipe.name == file.stem
 
@@ -108,10 +175,9 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ("data.workers", 0, "data.workers is 0, must be at least 1"),
         ("data.source", {"class_path": "Parquet"}, "data.source.class_path is 'Parquet', must be an import path"),
         ("model.init_arg", {}, "unknown key 'model.init_arg'; model may have class_path, init_args"),
-        ("wide_optimizer", {"init_args": {}}, "lacks 'wide_optimizer.class_path', which is required"),
-        ("wide_optimizer", {"class_pth": "a.b"}, "unknown key 'wide_optimizer.class_pth'; wide_optimizer may have"),
-        ("wide_optimizer", {"class_path": "FTRL"}, "wide_optimizer.class_path is 'FTRL', must be an import path"),
-        ("wide_optimizer", "hotbed.optim.FTRL", "wide_optimizer is 'hotbed.optim.FTRL', must be a mapping"),
+        ("wide_optimizer", {"init_args": {}}, "lacks 'sparse_optimizer_groups.wide.optimizer.class_path', which"),
+        ("wide_optimizer", {"class_pth": "a.b"}, "unknown key 'sparse_optimizer_groups.wide.optimizer.class_pth'; "),
+        ("wide_optimizer", "hotbed.optim.FTRL", "wide.optimizer is 'hotbed.optim.FTRL', must be a mapping"),
         ("model", None, "model is None, must be a mapping"),
         ("name", "a/b", "name is 'a/b', must be a plain directory name"),
         ("schedule", {"warmup_steps": -1}, "schedule.warmup_steps is -1, must be at least 0"),

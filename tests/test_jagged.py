@@ -1,3 +1,5 @@
+"""`Jagged` holds the ids that it was given, in every form, and refuses parts that do not fit together."""
+
 import re
 import sys
 

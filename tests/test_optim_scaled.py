@@ -1,4 +1,4 @@
-"""Momentum-scaled row-wise AdaGrad: what its options are equal to."""
+"""Promise: momentum-scaled row-wise AdaGrad is what its options say it is equal to."""
 
 import copy
 

@@ -1,3 +1,5 @@
+"""Tables and features that cannot be right are refused with the value, the limit and the fix."""
+
 import pytest
 
 from hotbed.errors import SpecError

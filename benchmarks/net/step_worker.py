@@ -95,18 +95,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     warmup = -(-WARMUP // every) * every
     steps = -(-job["steps"] // every) * every
     if job.get("dense_sync"):
-        embed_replicas.choose = lambda *_: "nothing"
+        embed_replicas.choose_message = lambda *_: "nothing"
     model, plan = model_and_plan(job["scheme"], size // replicas)
-    codecs = {"forward": job["forward"], "backward": job["backward"]}
     dense_values = sum(p.numel() for p in model.parameters())
-    model = hb.distribute(
-        model,
-        plan,
-        forward_codec=codecs["forward"],
-        backward_codec=codecs["backward"],
-        replicas=replicas,
-        sync_every=every,
+    options = hb.ParallelOptions(
+        forward_codec=job["forward"], backward_codec=job["backward"], replicas=replicas, sync_every=every
     )
+    model = hb.distribute(model, plan, options)
     dense = torch.optim.SGD(model.parameters(), lr=0.01)
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.01)
     seconds: list[float] = []
@@ -135,7 +130,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         dict.fromkeys(tables, distinct),
         touched=dict.fromkeys(tables, touched),
         row_sums=1,
-        **codecs,
+        forward=job["forward"],
+        backward=job["backward"],
     )
     dist.barrier()
     return {

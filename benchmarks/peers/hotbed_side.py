@@ -49,7 +49,8 @@ def distributed(make: Callable[[], nn.Module], scheme: str | None, per_shard_sta
         return make()
     with torch.device("meta"):
         model = make()
-    return hb.distribute(model, scheme, device="cpu", per_shard_statistics=per_shard_statistics)
+    options = hb.ParallelOptions(per_shard_statistics=per_shard_statistics)
+    return hb.distribute(model, scheme, options, device="cpu")
 
 
 class Embedding:
@@ -77,7 +78,7 @@ class Embedding:
         them has just read are no longer cold for the other; the first time of each is left out, and the fastest counts.
         """
         w = self.workload
-        (arena,) = self.collection._parts[0].arenas
+        (arena,) = self.collection._groups[0].arenas
         store = arena.store
         first_slots = torch.arange(w.tables)[:, None] * w.rows
         gathers: dict[int, list[float]] = defaultdict(list)

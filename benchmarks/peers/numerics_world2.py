@@ -87,7 +87,7 @@ def run_hotbed(scheme: str, rank: int, count: int) -> tuple[Tensor, dict[str, di
         [hb.Table(name, rows=rows, dim=DIM) for name, rows in ROWS.items()],
         [hb.Feature(name, table=table) for name, table in FEATURES.items()],
     )
-    tables: Any = hb.distribute(collection, scheme, **SCHEMES[scheme])
+    tables: Any = hb.distribute(collection, scheme, hb.ParallelOptions(**SCHEMES[scheme]))
     tables.load_state_dict({f"{name}.weight": start for name, start in zip(ROWS, initial_rows(), strict=True)})
     sparse = hb.optim.RowWiseAdagrad(tables, lr=LR, **EPSILON)
     pooled: list[Tensor] = []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hotbed import nn, optim
     from hotbed.batch import Batch, Embeddings
     from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
-    from hotbed.config import Recipe
+    from hotbed.config import MemoryOptions, ParallelOptions, Recipe
     from hotbed.data import Loader, ParquetSource, Schema, Source, SplitBinarySource
     from hotbed.data.prepare import prepare
     from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
@@ -35,7 +35,9 @@ __all__ = [
     "HotbedError",
     "Jagged",
     "Loader",
+    "MemoryOptions",
     "ModelParallelInput",
+    "ParallelOptions",
     "ParquetSource",
     "Plan",
     "Recipe",
@@ -70,7 +72,9 @@ __getattr__, __dir__ = lazy(
         "HotbedError": "hotbed.errors",
         "Jagged": "hotbed.jagged",
         "Loader": "hotbed.data",
+        "MemoryOptions": "hotbed.config",
         "ModelParallelInput": "hotbed.jagged",
+        "ParallelOptions": "hotbed.config",
         "ParquetSource": "hotbed.data",
         "Plan": "hotbed.plan",
         "Recipe": "hotbed.config",
@@ -91,4 +95,5 @@ __getattr__, __dir__ = lazy(
         "prepare": "hotbed.data.prepare",
         "save_checkpoint": "hotbed.checkpoint",
     },
+    renamed={"Spread": "ModelParallelInput"},
 )

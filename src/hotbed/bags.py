@@ -1,4 +1,8 @@
-"""`Bags`: the ids of one feature, and what they can be made from."""
+"""Convert what users give as the ids of one feature into `Bags`.
+
+Bags of three samples, ``[[4, 1], [], [3]]``, are values ``[4, 1, 3]`` and offsets ``[0, 2, 2, 3]``; a tensor ``[[4, 1],
+[3, 2]]`` has a fixed number of ids per sample: values ``[4, 1, 3, 2]``, ``fixed`` 2, and no offsets.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,14 @@ class Bags(NamedTuple):
     weights: Tensor | None
 
     def lengths(self) -> Tensor:
-        """Number of ids of each sample ``[B]``, int64."""
+        """Count the ids of each sample ``[B]``, int64."""
         if self.offsets is not None:
             return self.offsets.diff()
         return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
 
 
 def bags_of(name: str, entry: Entry) -> Bags:
-    """Bags of an entry of `Jagged.from_dict`; a `BatchError` names the feature."""
+    """Convert an entry of `Jagged.from_dict`; a `BatchError` names the feature."""
     if isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in entry):
         values, offsets = (_tensor_of(name, part) for part in cast("tuple[Tensor | Array, Tensor | Array]", entry))
         _check_ids(name, values)
@@ -61,7 +65,7 @@ def bags_of(name: str, entry: Entry) -> Bags:
 
 
 def _tensor_of(name: str, values: Tensor | Array) -> Tensor:
-    """The same values as a tensor; integers that torch does not count in as int64."""
+    """Convert values to a tensor; integers of dtypes that torch has no arithmetic for become int64."""
     if isinstance(values, Tensor):
         return values
     if values.dtype.kind not in "iu":
@@ -75,11 +79,11 @@ def _tensor_of(name: str, values: Tensor | Array) -> Tensor:
 
 
 def _bags_of_lists(name: str, entry: Sequence[Sequence[int]] | Sequence[int]) -> Bags:
-    """Bags of one list of ids per sample, or one id per sample; whole lists are converted at a time, not each id."""
+    """Convert one list of ids per sample, or one id per sample; whole lists at a time, not id by id."""
     wanted = "a tensor, an array, or a list of one id or one list of ids per sample"
     if isinstance(entry, (str, bytes, Mapping)) or not isinstance(entry, Iterable):
         raise BatchError(f"feature '{name}': ids must be {wanted}, got {_shown(entry)}")
-    # An array gives its own type of integers id by id, a list of it plain ones at once.
+    # Iterating over an array makes a NumPy integer per id; `tolist` makes plain ones at once.
     bags = [bag.tolist() if isinstance(bag, (Tensor, np.ndarray)) else bag for bag in cast("Iterable[Any]", entry)]
     if bags and all(map(_is_integer, set(map(type, bags)))):
         return Bags(_int64(name, bags, lambda i: f"at sample {i}"), len(bags), 1, None, None)
@@ -100,7 +104,7 @@ def _bags_of_lists(name: str, entry: Sequence[Sequence[int]] | Sequence[int]) ->
 
 
 def _int64(name: str, ids: list[Any], place: Callable[[int], str]) -> Tensor:
-    """Ids of a list ``[N]``; ``place`` says where the i-th is."""
+    """Convert ids of a list to ``[N]``; ``place`` describes where the i-th is."""
     for kind in set(map(type, ids)):
         if not _is_integer(kind):
             at = next(i for i, value in enumerate(ids) if type(value) is kind)
@@ -116,7 +120,7 @@ def _int64(name: str, ids: list[Any], place: Callable[[int], str]) -> Tensor:
 
 
 def _is_integer(kind: type) -> bool:
-    """Whether values of this type are integers; True and False are not."""
+    """Say whether values of this type are integers; True and False are not."""
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
@@ -128,7 +132,7 @@ def _refuse_large(name: str, value: int, place: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """A value, as messages show it: not all of a long one."""
+    """Shorten a value for messages."""
     text = repr(value.item() if isinstance(value, np.generic) else value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
@@ -149,7 +153,7 @@ def _check_ids(name: str, ids: Tensor) -> None:
 
 
 def take_bags(bags: Bags, samples: Tensor) -> Bags:
-    """The bags of these samples ``[b]``, in this order."""
+    """Select the bags of these samples ``[b]``, in this order."""
     if bags.fixed is not None:
         column = torch.arange(bags.fixed, device=samples.device)
         position, offsets = (samples[:, None] * bags.fixed + column).reshape(-1), None
@@ -164,22 +168,22 @@ def take_bags(bags: Bags, samples: Tensor) -> Bags:
 
 
 def weights_of(bags: Bags) -> Tensor:
-    """Per-id weights, 1 where there are none."""
+    """Return per-id weights, 1 where there are none."""
     if bags.weights is not None:
         return bags.weights
     return torch.ones(len(bags.values), dtype=torch.float32, device=bags.values.device)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Running totals along the last dim with a leading 0, int64."""
+    """Sum lengths up along the last dim, with a leading 0, int64."""
     return torch.nn.functional.pad(lengths.cumsum(-1, dtype=torch.int64), (1, 0))
 
 
 def describe(t: Tensor) -> str:
-    """Dtype and shape, as error messages show them."""
+    """Format dtype and shape for error messages."""
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
 
 
 def version(t: Tensor) -> int:
-    """Count of in-place changes of a tensor; −1 in inference mode, where torch keeps none."""
+    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
     return -1 if t.is_inference() else t._version

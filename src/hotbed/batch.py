@@ -1,4 +1,4 @@
-"""What flows through a model: a `Batch` goes in, `Embeddings` come out of its sparse part."""
+"""Carry data through a model: a `Batch` goes in, `Embeddings` come out of its sparse part."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class Batch:
         return len(self.sparse)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The same batch on another device."""
+        """Copy the batch to a device."""
         return self._map(
             self.sparse.to(device, non_blocking=non_blocking), lambda t: t.to(device, non_blocking=non_blocking)
         )
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory."""
+        """Copy the batch to page-locked memory."""
         return self._map(self.sparse.pin_memory(), lambda t: t.pin_memory())
 
     def take(self, samples: Tensor) -> Batch:
-        """The samples at these positions ``[b]`` (int64), in this order."""
+        """Select the samples at these positions ``[b]`` (int64), in this order."""
         return self._map(self.sparse.take(samples), lambda t: t[samples])
 
     @staticmethod
     def concatenate(parts: Sequence[Batch]) -> Batch:
-        """One batch with the samples of all parts, in order. Parts must have the same columns."""
+        """Join the samples of several batches, in order; these must have the same columns."""
         if len(parts) == 1:
             return parts[0]
 
@@ -137,8 +137,8 @@ class Embeddings(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._place:
-            part, column = self._place[name]
-            return self._pooled[part].column(column)
+            number, column = self._place[name]
+            return self._pooled[number].column(column)
         values, bags, _ = self._sequence(name)
         return torch.nested.nested_tensor_from_jagged(values, offsets_of(bags.lengths()))
 
@@ -149,7 +149,7 @@ class Embeddings(Mapping[str, Tensor]):
         return len(self.names)
 
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
-        """A feature that is not pooled, padded with zeros.
+        """Pad a feature that is not pooled with zeros.
 
         Returns
         -------
@@ -167,7 +167,7 @@ class Embeddings(Mapping[str, Tensor]):
 
     @untraced
     def stack(self, lead: Tensor | None = None) -> Tensor:
-        """All features as ``[B, F, D]``, in the order of the collection; all must be pooled and have the same dim.
+        """Stack all features to ``[B, F, D]``, in the order of the collection; all must be pooled, of one dim.
 
         Parameters
         ----------
@@ -175,37 +175,37 @@ class Embeddings(Mapping[str, Tensor]):
             One more vector per sample ``[B, D]``, to come first: ``[B, 1 + F, D]``. No vector is copied if the
             collection was called with ``room=1``.
         """
-        part = self._only_part()
+        pooled = self._only_dim()
         if lead is None:
-            return part.shared()
-        wanted = (part.vectors.shape[0], part.dim)  # len() would fix the number of samples where torch exports
+            return pooled.shared()
+        wanted = (pooled.vectors.shape[0], pooled.dim)  # len() would fix the number of samples where torch exports
         if lead.shape != wanted:
             raise BatchError(f"lead must be {list(wanted)}, got {list(lead.shape)}")
-        if part.buffer is None or part.columns is not None:
-            return torch.cat([lead[:, None].to(part.vectors.dtype), part.joined()], dim=1)
-        buffer, part.buffer, part.is_shared = part.buffer, None, True  # the room is there once
-        return _Lead.apply(lead, part.vectors, [buffer])
+        if pooled.buffer is None or pooled.columns is not None:
+            return torch.cat([lead[:, None].to(pooled.vectors.dtype), pooled.joined()], dim=1)
+        buffer, pooled.buffer, pooled.is_shared = pooled.buffer, None, True  # the room is used once
+        return _Lead.apply(lead, pooled.vectors, [buffer])
 
     def concatenate(self) -> Tensor:
-        """All features side by side as ``[B, ΣD]``, in the order of the collection; all must be pooled."""
+        """Concatenate all features to ``[B, ΣD]``, in the order of the collection; all must be pooled."""
         self._refuse_sequences("concatenate")
         if len(self._pooled) == 1:
             return self._pooled[0].shared().flatten(1)
         order: list[int] = []
         runs: list[list[int]] = [[] for _ in self._pooled]
-        for name in self.names:  # neighbours of one part are copied together
+        for name in self.names:  # neighbours of one dim are copied together
             at, _ = self._place[name]
             if order and order[-1] == at:
                 runs[at][-1] += 1
             else:
                 order.append(at)
                 runs[at].append(1)
-        # One split per part: its gradient is one tensor, that of a slice would be zeros of the whole part each time.
-        pieces = [
-            iter(part.joined().flatten(1).split([n * part.dim for n in of_part], dim=1))
-            for part, of_part in zip(self._pooled, runs, strict=True)
+        # One split per dim: its gradient is one tensor, that of a slice would be zeros of the whole each time.
+        slices = [
+            iter(of_dim.joined().flatten(1).split([n * of_dim.dim for n in lengths], dim=1))
+            for of_dim, lengths in zip(self._pooled, runs, strict=True)
         ]
-        return torch.cat([next(pieces[at]) for at in order], dim=1)
+        return torch.cat([next(slices[at]) for at in order], dim=1)
 
     def _sequence(self, name: str) -> _Sequence:
         if name in self._sequences:
@@ -214,7 +214,7 @@ class Embeddings(Mapping[str, Tensor]):
             raise BatchError(f"feature '{name}' is pooled, so there is nothing to pad; give it pooling='none'")
         raise BatchError(f"no feature '{name}'; there are {', '.join(self.names)}{did_you_mean(name, self.names)}")
 
-    def _only_part(self) -> _Pooled:
+    def _only_dim(self) -> _Pooled:
         self._refuse_sequences("stack")
         if len(self._pooled) == 1:
             return self._pooled[0]
@@ -240,18 +240,18 @@ class _Pooled:
     vectors: Tensor
     buffer: Tensor | None
     is_shared: bool = False
-    """Whether somebody has the vectors themselves."""
+    """Whether a caller has the vectors themselves."""
     views: tuple[int, tuple[Tensor, ...]] | None = None
-    """Vectors by feature as views of what somebody has, and the version that they are of."""
+    """Vectors by feature as views of what a caller has, and the version that they are of."""
     columns: tuple[Tensor, ...] | None = None
-    """Vectors by feature, which may be changed in place; then nobody gets the vectors themselves any more."""
+    """Vectors by feature, which may be changed in place; once they exist, the vectors themselves are not returned."""
 
     @property
     def dim(self) -> int:
         return self.vectors.shape[2]
 
     def column(self, i: int) -> Tensor:
-        """Vectors of a feature ``[B, D]``."""
+        """Return the vectors of a feature ``[B, D]``."""
         if self.vectors.shape[1] == 1 or not (self.vectors.requires_grad and torch.is_grad_enabled()):
             return self.vectors[:, i]
         compiling = torch.compiler.is_compiling()
@@ -265,11 +265,11 @@ class _Pooled:
         return self.views[1][i]
 
     def joined(self) -> Tensor:
-        """All vectors, to be copied."""
+        """Return all vectors, to be copied by the caller."""
         return self.vectors if self.columns is None else torch.stack(self.columns, dim=1)
 
     def shared(self) -> Tensor:
-        """All vectors, to be given away."""
+        """Return all vectors, which the caller keeps."""
         self.is_shared = self.is_shared or self.columns is None
         return self.joined()
 

@@ -1,7 +1,10 @@
-"""Exchanges between ranks: every one is started here, returns a handle, and names itself where it fails.
+"""Exchange tensors between ranks: every exchange returns a handle to wait for, and names itself where it fails.
 
 All ranks must start the same exchanges in the same order, from one thread; exchanges that overlap with others use a
 process group of their own (`Link.clone`). Nothing here starts or stops ``torch.distributed``.
+
+`Link.all_to_all` over two ranks: rank 0 sends rows ``a b c`` with ``send_counts [1, 2]``, rank 1 sends ``d`` with
+``[1, 0]``; rank 0 receives ``a d`` (``recv_counts [1, 1]``), rank 1 ``b c`` (``[2, 0]``).
 
 Exchanges over NCCL never overlap with each other: two communicators whose operations are not submitted in one order on
 all ranks can wait for each other for ever, already while they are made. So one thread starts them (`Link.overlaps`),
@@ -32,12 +35,12 @@ _TAGS = 1 << 16
 
 
 class Handle(Generic[T]):
-    """A result that is on its way.
+    """The result of an exchange that is under way.
 
     Parameters
     ----------
     result
-        Makes the result, once everything has arrived.
+        Returns the result, once everything has arrived.
     work
         What to wait for, each with the rank at its other end.
     explained
@@ -54,7 +57,7 @@ class Handle(Generic[T]):
         self._error: Exception | None = None
 
     def wait(self) -> T:
-        """Wait for the result; again, if it failed, for the same error.
+        """Wait for the result; after a failure every call raises the same error.
 
         Raises
         ------
@@ -86,9 +89,9 @@ class Link:
     timeout
         After which an exchange of a `clone` fails; default: that of torch.distributed.
     of
-        A link that this one is a clone or a part of; they share the number of the step.
+        A link of which this one is a clone or has some ranks; they share the number of the step.
     names
-        Ranks of that link which this one connects, so that error messages call them so; default: all.
+        Numbers of these ranks in that link, for error messages; default: all.
     beside
         Ranks of torch.distributed in this group and in those that are made together with it, because all processes must
         make all of them; default: there are no others.
@@ -120,14 +123,14 @@ class Link:
         self._step: list[int] = [0] if of is None else of._step
         self._last_on_gpu: list[tuple[object, dist.Work]] = [] if of is None else of._last_on_gpu
         self.failure: Exception | None = None
-        """What failed in an exchange whose caller cannot be told."""
+        """The error of an exchange that a hook of torch started, which would not pass it on."""
         self.sent_bytes: Counter[str] = Counter()
         """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
         self._exchanges = 0
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are exchanged that may be anywhere: on the host, or on this GPU if there is only NCCL."""
+        """Where tensors of any device may be put to be exchanged: on the host, or on this GPU if there is only NCCL."""
         if "cpu:" not in dist.get_backend_config(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
@@ -137,8 +140,8 @@ class Link:
         """Whether exchanges of several threads may overlap.
 
         Not those of NCCL: each waits for all that was put into its stream before, so threads that share a stream, in
-        another order on another rank, would wait for each other for ever. Whoever has a thread of its own for exchanges
-        starts them in the thread of the step then, or waits for its thread before the step goes on.
+        another order on another rank, would wait for each other for ever. Callers with a thread for exchanges start
+        them in the thread of the step then, or wait for their thread before the step goes on.
         """
         return "nccl" not in dist.get_backend_config(self.group)
 
@@ -157,7 +160,7 @@ class Link:
         return f"rank {self._names[self.rank]} of {self._of_ranks}" + (f", step {self.step:,}" if self.step else "")
 
     def clone(self) -> Link:
-        """The same ranks over a process group of their own, for exchanges that overlap with others; NCCL's stay in one.
+        """Connect the same ranks by another process group, for exchanges that overlap; NCCL's stay in one.
 
         All processes of torch.distributed must call this, as for ``torch.distributed.new_group``. (With its
         ``use_local_synchronization`` processes that are in different numbers of groups wait for each other for ever.)
@@ -169,7 +172,7 @@ class Link:
         return Link(group, self.timeout, gpu_group=shared, of=self, names=self._names, beside=self._beside)
 
     def _new_group(self, ranks: Sequence[int]) -> object:
-        """A process group of these ranks of torch.distributed; what those that are not among them get is no group."""
+        """Make a process group of these ranks of torch.distributed; other ranks get what is no group."""
         try:
             return dist.new_group(list(ranks), timeout=self.timeout)
         except RuntimeError as error:
@@ -240,7 +243,7 @@ class Link:
     def _pairwise(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], others: Sequence[int]
     ) -> list[tuple[int | None, dist.Work]]:
-        """An all-to-all of Gloo by pairs, every receive before any send.
+        """Start an all-to-all of Gloo by pairs, every receive before any send.
 
         Gloo's own sends first; then a link carries data in one direction at a time (docs/log.md).
         """
@@ -253,14 +256,14 @@ class Link:
         return [(r, work) for r, work in works if work is not None]
 
     def all_gather(self, what: str, values: Tensor) -> Handle[Tensor]:
-        """Every rank's tensor, all of one shape: ``[…] → [W, …]``."""
+        """Gather every rank's tensor, all of one shape: ``[…] → [W, …]``."""
         received = values.new_empty(self.size, *values.shape)
         values = values.contiguous()
         handle = self.exchange(what, [values] * self.size, list(received.unbind()))
         return Handle(lambda: (handle.wait(), received)[1])
 
     def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
-        """One rank's tensor, written into those of the others, which have its shape."""
+        """Write one rank's tensor into those of the others, which have its shape."""
         on_host = values.device.type == "cpu"
         group = self.group if on_host else self.gpu_group
 
@@ -274,15 +277,15 @@ class Link:
         )
 
     def unreachable(self, wait_s: float = 5) -> list[int]:
-        """Ranks that have ended, or do not call this within some seconds of each other.
+        """List ranks that have ended, or do not call this within some seconds of each other.
 
-        For after something failed without saying which rank did. What is left of this link is of no use then.
+        To be called after an error that does not name the rank which failed; the link cannot be used afterwards.
         """
         own, tag = torch.zeros(1, dtype=torch.uint8), _TAGS
         others = [r for r in range(self.size) if r != self.rank]
         gone: list[int] = []
         calls: list[tuple[int, dist.Work]] = []
-        sent: list[object] = []  # kept until the end: Gloo never sends what nobody refers to
+        sent: list[object] = []  # kept until the end: Gloo never sends what has no reference left
         for r in others:
             try:
                 received = dist.irecv(torch.empty(1, dtype=torch.uint8), group=self.group, group_src=r, tag=tag)
@@ -334,7 +337,7 @@ class Link:
 
 
 class OneRank(Link):
-    """A process alone, without torch.distributed: what it sends itself is copied, and there is nobody else."""
+    """The link of a single process, without torch.distributed: what it sends itself is copied."""
 
     def __init__(self) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.group = self.gpu_group = None
@@ -349,37 +352,37 @@ class OneRank(Link):
 
     @property
     def device(self) -> torch.device:
-        """Any device will do."""
+        """The CPU; any device serves."""
         return torch.device("cpu")
 
     @property
     def overlaps(self) -> bool:
-        """Nothing waits for anybody."""
+        """True: nothing waits."""
         return True
 
     def clone(self) -> Link:
-        """Itself: nothing that it does takes time."""
+        """Return the link itself: its exchanges end at once."""
         return self
 
     def exchange(self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
-        """Copy what is for itself."""
+        """Copy what this process sends itself."""
         incoming[0].copy_(outgoing[0])
         return Handle(lambda: None)
 
     def broadcast(self, what: str, values: Tensor, source: int) -> Handle[Tensor]:
-        """The values are here."""
+        """Return the values."""
         return Handle(lambda: values)
 
     def unreachable(self, wait_s: float = 5) -> list[int]:
-        """Nobody."""
+        """Return no rank."""
         return []
 
 
 def end_groups() -> None:
-    """Give up all process groups but torch's own: for processes that make one distributed model after the other.
+    """Destroy all process groups but torch's own: for processes that make one distributed model after the other.
 
     Every group of Gloo has a thread that looks for messages until the group is destroyed; a few hundred of them leave
-    no time for anything else. No model that was distributed before can be used after this.
+    no time for anything else. Models that were distributed before cannot be used after this.
     """
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -388,6 +391,6 @@ def end_groups() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What a collective says, without the place in its source and the advice of torch."""
+    """Shorten the message of a collective: without the place in its source and the advice of torch."""
     text = str(error).split(". This is typically")[0]
     return text.split("] ", 1)[1] if text.startswith("[/") and "] " in text else text

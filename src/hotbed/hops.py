@@ -1,8 +1,10 @@
-"""Exchanges in two hops, inside nodes and then between them: for many nodes of several ranks each.
+"""Exchange tensors in two hops, inside nodes and then between them: for many nodes of several ranks each.
 
 What a rank has for another goes first to the rank of its own node that has the receiver's place there, and from it to
-the receiver. So a rank talks to the ranks of its node and to one rank of every other node: as many bytes cross between
-nodes, in fewer and larger messages.
+the receiver. So a rank exchanges with the ranks of its node and with one rank of every other node: as many bytes cross
+between nodes, in fewer and larger messages. Nodes of ranks 0, 1 and 2, 3: what rank 0 has for rank 3 (place 1 of its
+node) goes to rank 1 (place 1 of the own node), together with what it has for rank 1, and from rank 1 to rank 3 together
+with what rank 1 itself has for rank 3.
 """
 
 from __future__ import annotations
@@ -55,16 +57,16 @@ class NodeLink(Link):
         inside = between = None
         if like is not None and not like.overlaps:
             inside, between = like._inside.gpu_group, like._between.gpu_group
-        self._inside = self._part([everyone[n : n + ranks_per_node] for n in everyone[::ranks_per_node]], inside)
-        self._between = self._part([everyone[i::ranks_per_node] for i in range(ranks_per_node)], between)
+        self._inside = self._line([everyone[n : n + ranks_per_node] for n in everyone[::ranks_per_node]], inside)
+        self._between = self._line([everyone[i::ranks_per_node] for i in range(ranks_per_node)], between)
 
-    def _part(self, parts: Sequence[Sequence[int]], gpu_group: dist.ProcessGroup | None) -> Link:
-        """The link of the part that has this rank; all processes make all of them, in one order."""
-        groups = {tuple(ranks): [self._new_group([ranks[r] for r in part]) for part in parts] for ranks in self._beside}
-        (mine,) = (i for i, part in enumerate(parts) if self.rank in part)
+    def _line(self, lines: Sequence[Sequence[int]], gpu_group: dist.ProcessGroup | None) -> Link:
+        """Make the link of the line of ranks that has this one; all processes make all of them, in one order."""
+        groups = {tuple(ranks): [self._new_group([ranks[r] for r in line]) for line in lines] for ranks in self._beside}
+        (mine,) = (i for i, line in enumerate(lines) if self.rank in line)
         group = groups[tuple(dist.get_process_group_ranks(self.group))][mine]
         assert isinstance(group, dist.ProcessGroup)
-        link = Link(group, self.timeout, gpu_group=gpu_group, of=self, names=[self._names[r] for r in parts[mine]])
+        link = Link(group, self.timeout, gpu_group=gpu_group, of=self, names=[self._names[r] for r in lines[mine]])
         link.sent_bytes = self.sent_bytes
         return link
 
@@ -82,22 +84,22 @@ class NodeLink(Link):
         first = [torch.empty(sum(of_nodes), dtype=torch.uint8, device=device) for of_nodes in passed_on]
         by_place = [_bytes([outgoing[n * len(places) + p] for n in nodes]) for p in places]
         self._inside.exchange(what, by_place, first).wait()
-        parts = [buffer.split(of_nodes) for buffer, of_nodes in zip(first, passed_on, strict=True)]
+        received = [buffer.split(of_nodes) for buffer, of_nodes in zip(first, passed_on, strict=True)]
         expected = [[incoming[n * len(places) + p].nbytes for p in places] for n in nodes]
         second = [torch.empty(sum(of_node), dtype=torch.uint8, device=device) for of_node in expected]
-        by_node = [torch.cat([parts[p][n] for p in places]) for n in nodes]
+        by_node = [torch.cat([received[p][n] for p in places]) for n in nodes]
         arrived = self._between.exchange(what, by_node, second)
 
         def unpack() -> None:
             arrived.wait()
             for n in nodes:
-                for p, part in zip(places, second[n].split(expected[n]), strict=True):
-                    whole = incoming[n * len(places) + p]
-                    whole.copy_(part.view(whole.dtype).view(whole.shape))
+                for p, values in zip(places, second[n].split(expected[n]), strict=True):
+                    tensor = incoming[n * len(places) + p]
+                    tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
         return Handle(unpack)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one dtype one after the other, as bytes."""
+    """Join tensors of one dtype, as bytes."""
     return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)

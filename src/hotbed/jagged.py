@@ -1,11 +1,14 @@
-"""`Jagged`: the ids of several features for a batch of samples.
+"""Hold the ids of several features for a batch of samples.
 
 A `Jagged` holds the ids of several features for ``B`` samples in one tensor, feature-major: all ids of the first
 feature in sample order, then all of the second. A feature is either *fixed* (k ids in every sample, no offsets are
 kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values is that of TorchRec's
-``KeyedJaggedTensor``, which converts both ways without a copy of the ids.
+``KeyedJaggedTensor``, which converts both ways without a copy of the ids. Two samples of a one-hot feature and a ragged
+one, ``Jagged.from_dict({"user": [7, 8], "history": [[4, 1], [3]]})``::
 
-`ModelParallelInput`: model-parallel input, some features for the samples of all ranks.
+    values  7 8 │ 4 1 3     fixed (1, None)     starts (0, 2, 5)     offsets [[0, 2, 3]], of "history"
+
+`ModelParallelInput` has some features for the samples of all ranks instead of all features for those of one.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ class Jagged:
     """
 
     __slots__ = (
-        "_ahead",
         "_index",
+        "_prefetched",
         "_ragged_rows",
         "_verified",
         "batch_size",
@@ -84,7 +87,7 @@ class Jagged:
         self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
         self._index = {name: i for i, name in enumerate(self.names)}
         self._verified: tuple[Tensor, tuple[int, int], frozenset[tuple[str, int]]] | None = None
-        self._ahead: dict[object, object] = {}
+        self._prefetched: dict[object, object] = {}
         self._ragged_rows: tuple[int, ...] | None = None
 
     def _validated_starts(self) -> tuple[int, ...]:
@@ -137,7 +140,7 @@ class Jagged:
         return f"Jagged(batch_size={self.batch_size}, ids={len(self.values)}, {{{features}}})"
 
     def index(self, name: str) -> int:
-        """Position of a feature; a `BatchError` names what is missing and what is there."""
+        """Find the position of a feature; a `BatchError` names what is missing and what there is."""
         try:
             return self._index[name]
         except KeyError:
@@ -157,20 +160,20 @@ class Jagged:
         return self._verified[2]
 
     def mark_verified(self, pairs: Iterable[tuple[str, int]]) -> None:
-        """Remember that these claims hold, see `verified`."""
-        if not self.values.is_inference():  # whose changes nobody counts
+        """Record that these claims hold, see `verified`."""
+        if not self.values.is_inference():  # whose changes torch does not count
             self._verified = (self.values, self._versions(), self.verified.union(pairs))
 
-    def put_ahead(self, key: object, value: object) -> None:
-        """Keep what was worked out about these ids before they are needed."""
-        self._ahead[key] = value
+    def put_prefetched(self, key: object, value: object) -> None:
+        """Attach what was prefetched for these ids: by collection, see `EmbeddingCollection.prefetch_ids`."""
+        self._prefetched[key] = value
 
-    def take_ahead(self, key: object) -> object | None:
-        """What `put_ahead` kept, once."""
-        return self._ahead.pop(key, None)
+    def take_prefetched(self, key: object) -> object | None:
+        """Detach and return what `put_prefetched` attached; None if nothing is."""
+        return self._prefetched.pop(key, None)
 
     def _versions(self) -> tuple[int, int]:
-        """Counts of in-place changes of ids and offsets."""
+        """Count the in-place changes of ids and offsets."""
         return version(self.values), 0 if self.offsets is None else version(self.offsets)
 
     @property
@@ -181,19 +184,19 @@ class Jagged:
         return self._ragged_rows
 
     def __getitem__(self, name: str) -> Bags:
-        """The ids of one feature; tensors are views."""
+        """Return the ids of one feature; tensors are views."""
         i = self.index(name)
-        part = slice(self.starts[i], self.starts[i + 1])
+        here = slice(self.starts[i], self.starts[i + 1])
         offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_rows[i]]
-        weights = None if self.weights is None else self.weights[part]
-        return Bags(self.values[part], self.batch_size, self.fixed[i], offsets, weights)
+        weights = None if self.weights is None else self.weights[here]
+        return Bags(self.values[here], self.batch_size, self.fixed[i], offsets, weights)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
-        """The same ids on another device."""
+        """Copy the ids to a device."""
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Jagged:
-        """The same ids in page-locked memory."""
+        """Copy the ids to page-locked memory."""
         return self._map(lambda t: t.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Jagged:
@@ -210,19 +213,18 @@ class Jagged:
         return moved
 
     def take(self, samples: Tensor) -> Jagged:
-        """The samples at these positions ``[b]`` (int64, not negative), in this order."""
-        parts = {name: take_bags(self[name], samples) for name in self.names}
-        return _from_bags(parts)
+        """Select the samples at these positions ``[b]`` (int64, not negative), in this order."""
+        return _from_bags({name: take_bags(self[name], samples) for name in self.names})
 
     def with_features(self, changed: Mapping[str, Bags]) -> Jagged:
-        """A copy in which the ids of some features are replaced."""
+        """Return a copy in which the ids of some features are replaced."""
         for name in changed:
             self.index(name)
         return _from_bags({name: changed[name] if name in changed else self[name] for name in self.names})
 
     @staticmethod
     def concatenate(parts: Sequence[Jagged]) -> Jagged:
-        """One `Jagged` with the samples of all parts, in order. Parts must have the same features."""
+        """Join the samples of several batches, in order; these must have the same features."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -281,7 +283,7 @@ class Jagged:
         return _from_bags(bags)
 
     def to_dict(self) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
-        """Per feature ``[B, k]`` where it is fixed, ``(values, offsets)`` where it is ragged; views."""
+        """Return per feature ``[B, k]`` where it is fixed, ``(values, offsets)`` where it is ragged; views."""
         out: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
         for name in self.names:
             b = self[name]
@@ -289,7 +291,7 @@ class Jagged:
         return out
 
     def to_nested(self) -> dict[str, Tensor]:
-        """Per feature a torch nested tensor of jagged layout."""
+        """Return per feature a torch nested tensor of jagged layout."""
         out: dict[str, Tensor] = {}
         for name in self.names:
             b = self[name]
@@ -312,7 +314,7 @@ class Jagged:
         )
 
     def to_keyed(self) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-        """``KeyedJaggedTensor`` parts: keys, values ``[N]``, lengths ``[F · B]`` int64, weights ``[N]`` or None."""
+        """Make ``KeyedJaggedTensor`` parts: keys, values ``[N]``, lengths ``[F · B]``, weights ``[N]`` or None."""
         lengths = [
             torch.full((self.batch_size,), k, dtype=torch.int64, device=self.values.device)
             if k is not None
@@ -323,7 +325,7 @@ class Jagged:
 
 
 def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:
-    """Number of ids of each ragged feature; raises unless every row of offsets starts at 0 and never falls."""
+    """Count the ids of each ragged feature; raise unless every row of offsets starts at 0 and never falls."""
     falls = offsets[:, 1:] < offsets[:, :-1]
     if bool((offsets[:, 0] != 0).any() | falls.any()):
         i = int(((offsets[:, 0] != 0) | falls.any(dim=1)).nonzero()[0])

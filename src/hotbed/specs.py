@@ -1,10 +1,10 @@
-"""What a model's embeddings are: tables, and the features that look rows up in them.
+"""Describe a model's embeddings: tables, and the features that look rows up in them.
 
 Vocabulary of the package (used with these meanings everywhere):
 
 - *id*: a key from the data; *row*: a vector of a table; *slot*: a position in a store
 - *bag*: the ids of one feature in one sample, pooled into one vector
-- *arena*: all tables of one process with the same dim and dtype, in one store and served by one launch
+- *arena*: the tables, or shards of tables, of one process with as many columns and one dtype: one store, one launch
 - shape letters: ``B`` samples, ``F`` features, ``N`` ids, ``U`` distinct rows, ``D`` columns, ``R`` rows, ``T`` tasks
 """
 
@@ -19,12 +19,21 @@ from typing import TYPE_CHECKING, Literal, TypeGuard, cast, get_args
 from hotbed.errors import SpecError, did_you_mean
 
 Pooling = Literal["sum", "mean", "none"]
+NO_DIVISOR, MEAN = 0, 1
+POOLING_CODE: dict[Pooling, int] = {"sum": NO_DIVISOR, "mean": MEAN, "none": NO_DIVISOR}
+"""By what a pooling divides the sum of a bag's rows, as kernels take it: by nothing, or by a function of the number of
+ids. A new pooling is a name and a code here, its divisor in `ops.reference.divisors`, `ops.cpu_lookup.divisor` and
+`ops.triton_lookup.divisors`, and a row in the test of these."""
+POOLED: tuple[Pooling, ...] = tuple(mode for mode in get_args(Pooling) if mode != "none")
+"""Poolings that give a sample one vector."""
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate"]
 OnBadId = Literal["error", "drop", "hash"]
+Tier = Literal["device", "host", "disk"]
+"""Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.storage`."""
 
 DYNAMIC_WAYS = 128
-"""Rows of a set of a dynamic table: an id may have any of them, and gives way to others of its set only."""
+"""Rows of a set of a dynamic table: an id may have any of them, and is evicted for ids of its set only."""
 
 ANY_ID = 2**63 - 1
 """Ids of a dynamic table are below it."""
@@ -34,12 +43,12 @@ MAX_DIM = 1024
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Whether a value is an integer; True and False are not."""
+    """Say whether a value is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def row_bytes(dtype: RowDtype, cols: int) -> int:
-    """Bytes of a row, with the scales of an int8 row (one byte per 128 columns)."""
+    """Count the bytes of a row, with the scales of an int8 row (one byte per 128 columns)."""
     return cols * _CELL_BYTES[dtype] + (-(-cols // 128) if dtype == "int8" else 0)
 
 
@@ -48,19 +57,19 @@ _CELL_BYTES: dict[RowDtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, 
 
 @dataclass(frozen=True)
 class Dynamic:
-    """A table whose ids are any integers, and get rows when they are seen.
+    """A table whose ids are any integers; an id gets a row when it is first seen.
 
     Parameters
     ----------
     capacity_bytes
-        What its rows may take, without moments; when there is no room, ids give way to others.
+        What its rows may take, without moments; when there is no room, ids are evicted.
     admit_after
         How often an id must be seen to get a row; in the meantime it is left out of its bags.
     evict
-        Who gives way among ids whose hashes are close: the least recently (``"lru"``) or the least often (``"lfu"``)
-        seen one. Rows whose gradients wait for the optimizer's step never do.
+        Which id is evicted among those whose hashes are in one set: the least recently (``"lru"``) or the least often
+        (``"lfu"``) seen one. Rows whose gradients wait for the optimizer's step are not evicted.
     ttl_steps
-        An id that was not seen in so many training steps begins anew when it is; by default never.
+        The row of an id that was not seen in so many training steps is reinitialized when it is; by default never.
 
     Raises
     ------
@@ -200,7 +209,7 @@ class Table:
         return 1.0 / math.sqrt(self.rows) if self.init_bound is None else self.init_bound
 
     def seed(self, collection_seed: int) -> int:
-        """32-bit seed of this table's initial values; depends on the name, not on the table's position."""
+        """Derive the 32-bit seed of this table's initial values from its name, not from its position."""
         if self.init_seed is not None:
             return self.init_seed
         digest = hashlib.blake2b(f"{collection_seed}/{self.name}".encode(), digest_size=4).digest()
@@ -247,6 +256,11 @@ class Feature:
                 raise SpecError(f"feature '{self.name}': {field} is {value!r}, must be one of {', '.join(choices)}")
         if self.max_len is not None and not (is_int(self.max_len) and self.max_len >= 1):
             raise SpecError(f"feature '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1")
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a sample has one vector, not one per id."""
+        return self.pooling != "none"
 
 
 def check_specs(tables: Sequence[Table], features: Sequence[Feature]) -> None:

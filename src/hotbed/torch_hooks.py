@@ -1,8 +1,7 @@
-"""`without_tables`: states of modules and optimizers without embedding tables and their moments.
+"""Change what torch does with tables and kernels: leave them out of states, and out of ``torch.compile``.
 
-A checkpoint holds tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank.
-
-`untraced`: a decorator for what ``torch.compile`` is to leave alone, because Numba or Triton compile it already.
+A checkpoint stores tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank, so
+checkpoints take states `without_tables`. Functions that call Numba or Triton kernels are `untraced`.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-_apart = ContextVar("without_tables", default=False)
+_without_tables = ContextVar("without_tables", default=False)
 
 
 @contextmanager
 def without_tables() -> Generator[None]:
-    """Let ``state_dict()`` leave out tables and moments inside, and ``load_state_dict()`` not expect them."""
-    token = _apart.set(True)
+    """Leave tables and moments out of ``state_dict()`` inside; ``load_state_dict()`` then does not expect them."""
+    token = _without_tables.set(True)
     try:
         yield
     finally:
-        _apart.reset(token)
+        _without_tables.reset(token)
 
 
 def are_tables_left_out() -> bool:
-    """Whether the caller is inside `without_tables`."""
-    return _apart.get()
+    """Say whether the caller is inside `without_tables`."""
+    return _without_tables.get()
 
 
 P = ParamSpec("P")
@@ -37,9 +36,9 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function as it is, also under ``torch.compile``.
+    """Keep a function from being traced by ``torch.compile``.
 
-    What ``torch.compiler.disable`` does; but that imports the whole compiler, two seconds of every ``import hotbed``.
+    ``torch.compiler.disable`` does that, too, but imports the whole compiler, two seconds of every ``import hotbed``.
     The form that torch's own optimizers use imports it at the first call; where torch has it no more, the public one
     serves.
     """

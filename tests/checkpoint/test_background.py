@@ -134,10 +134,10 @@ def large_model() -> tuple[EmbeddingCollection, SparseOptimizer]:
 
 
 def test_a_large_table_is_saved_while_rows_at_both_ends_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotbed.checkpoint import tensors
+    from hotbed.checkpoint import tensor_files
     from hotbed.jagged import Jagged
 
-    monkeypatch.setattr(tensors, "CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 1 << 15)
     monkeypatch.setattr(snapshot_module, "KEPT_BYTES", 1 << 16)
     model, optimizer = large_model()
     draw = torch.Generator().manual_seed(0)

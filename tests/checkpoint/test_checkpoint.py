@@ -1,3 +1,5 @@
+"""Protects: what is saved is loaded, bit for bit, and what is damaged, missing or does not fit is refused."""
+
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -14,7 +14,7 @@ from torch import nn
 from hotbed.checkpoint import Manifest, load_checkpoint, read_manifest, save_checkpoint, verify_checkpoint
 from hotbed.checkpoint import convert as convert_module
 from hotbed.checkpoint import tables as tables_module
-from hotbed.checkpoint import tensors as tensors_module
+from hotbed.checkpoint import tensor_files as tensors_module
 from hotbed.checkpoint.convert import convert
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
@@ -29,7 +29,7 @@ from tests.matrix import examples
 @pytest.fixture(autouse=True)
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     Tiles(Table("t", 3, 16), [(range(3), range(16))]).fill(0)  # compiles kernels
-    monkeypatch.setattr(convert_module, "PIECE_BYTES", 2000)
+    monkeypatch.setattr(convert_module, "MEMORY_BYTES", 2000)
     monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 700)
     monkeypatch.setattr(tables_module, "CHUNK_BYTES", 700)
 
@@ -61,7 +61,7 @@ def test_a_compact_checkpoint_loads_as_the_one_it_was_made_of(data: st.DataObjec
             loaded[name] = Tiles(table, cut, seed=5)
             loaded[name].fill(2)  # what was there before does not matter
             load(root / name, loaded[name])
-        back = Tiles(table, [(t.piece.rows, t.piece.cols) for t in trained.tiles], seed=6)
+        back = Tiles(table, [(t.shard.rows, t.shard.cols) for t in trained.tiles], seed=6)
         load(root / "compact", back)
         assert rectangles_of(read_manifest(root / "compact again")) == rectangles_of(compact)
     assert back.bits() == trained.bits()

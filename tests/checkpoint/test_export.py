@@ -25,7 +25,7 @@ from tests.matrix import examples
 @pytest.fixture(autouse=True)
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     Tiles(Table("t", 3, 16), [(range(3), range(16))]).fill(0)  # compiles kernels
-    monkeypatch.setattr(convert_module, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(convert_module, "MEMORY_BYTES", 1000)
 
 
 @given(st.data())

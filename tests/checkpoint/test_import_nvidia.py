@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hotbed.checkpoint import importers
-from hotbed.checkpoint import writing as writing_module
+from hotbed.checkpoint import tensor_files as writing_module
 from hotbed.checkpoint.importers import import_checkpoint
 from hotbed.errors import CheckpointError
 from tests.checkpoint.peers import Reference, assert_close, imported_logits, lower, pad8, random_reference

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hotbed.checkpoint import tables as tables_module
-from hotbed.checkpoint import tensors as tensors_module
-from hotbed.checkpoint import writing as writing_module
+from hotbed.checkpoint import tensor_files as tensors_module
+from hotbed.checkpoint import tensor_files as writing_module
 from hotbed.errors import CheckpointError
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import RowDtype, Table
@@ -62,7 +62,7 @@ def test_any_tiles_load_what_any_tiles_saved(data: st.DataObject) -> None:
         assert_equal(loaded.values(), saved.values())
         # And back: what is stored is equal, not only the values.
         save(Path(folder) / "again", loaded)
-        back = Tiles(table, [(t.piece.rows, t.piece.cols) for t in saved.tiles], seed=6)
+        back = Tiles(table, [(t.shard.rows, t.shard.cols) for t in saved.tiles], seed=6)
         load(Path(folder) / "again", back)
     assert back.bits() == saved.bits()
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import VerifiedFiles
-from hotbed.checkpoint.contents import TablePart, owned_tiles
+from hotbed.checkpoint.contents import ModelTable, owned_tiles
 from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.storage import directory
 from hotbed.checkpoint.tables import load_tile
-from hotbed.checkpoint.tensors import TensorFiles
-from hotbed.checkpoint.writing import make_directory
+from hotbed.checkpoint.tensor_files import TensorFiles, make_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard
 from hotbed.optim import Moment
@@ -56,9 +55,9 @@ class Tiles:
         return self.tiles
 
     @property
-    def part(self) -> TablePart:
+    def part(self) -> ModelTable:
         spec = replace(self.table, init_seed=self.table.seed(self.seed), init_bound=self.table.bound)
-        return TablePart(self, self.table, SavedTable(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
+        return ModelTable(self, self.table, SavedTable(spec, SAVED_MOMENTS))  # type: ignore[arg-type]
 
     def fill(self, seed: int, rows: Sequence[int] | None = None) -> None:
         """Give rows (all by default) random values and moments that do not depend on the tiles."""
@@ -67,7 +66,7 @@ class Tiles:
         values, moment = torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)
         sums = torch.rand(self.table.rows, generator=draw)
         for held in self.tiles:
-            store, own, cols = held.arena.store, held.piece.rows, held.piece.cols
+            store, own, cols = held.arena.store, held.shard.rows, held.shard.cols
             at = torch.tensor([i for i, row in enumerate(own) if rows is None or row in rows], dtype=torch.int64)
             picked = torch.tensor(list(own), dtype=torch.int64)[at]
             if len(at):
@@ -80,7 +79,7 @@ class Tiles:
         whole = torch.full((self.table.rows, self.table.dim), torch.nan)
         found = {"rows": whole, "m": whole.clone(), "sum": torch.full((self.table.rows,), torch.nan)}
         for held in self.tiles:
-            rows, cols = held.piece.rows, held.piece.cols
+            rows, cols = held.shard.rows, held.shard.cols
             at = slice(rows.start, rows[-1] + 1, rows.step)
             slots = held.arena.slots(0)
             found["rows"][at, cols.start : cols.stop] = held.arena.store.read(slots)

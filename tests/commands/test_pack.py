@@ -14,7 +14,8 @@ from hotbed.embed import plan_tables
 from hotbed.errors import DataError
 from hotbed.plan.cost import tile_bytes
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import moments_by_table, planned
+from hotbed.train.parallel import planned
+from hotbed.train.parameter_groups import moments_by_table
 from hotbed.train.table_file import read_hot_rows
 from tests.commands.cases import Output, inspected, refused
 
@@ -50,7 +51,8 @@ def test_rows_fit_the_budget_and_more_of_it_makes_more_inputs_hot(recipe: Path, 
 def test_rows_of_a_wide_part_take_of_the_budget_too(recipe: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(recipe.read_text())
     values["model"] = {"class_path": "hotbed.nn.WideDeep", "init_args": {"top": [16, 1]}}
-    values["wide_optimizer"] = {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.1}}
+    ftrl = {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.1}}
+    values["sparse_optimizer_groups"] = {"wide": {"tables": "wide", "optimizer": ftrl}}
     recipe.write_text(yaml.safe_dump(values))
     found = packed(recipe, tmp_path / "out", "--budget", "15000", "--sample", "1")
     rows = sum(t["hot_rows"] for t in found["tables"])

@@ -65,8 +65,14 @@ from tests.commands.cases import Output, inspected, refused, train
         ),
         (["--model.init_args.bottom", "[16, 4]"], "has dim 8 but the bottom MLP ends with 4"),
         (["--sparse_optimizer.class_path", "torch.optim.SGD"], "sparse_optimizer: torch.optim.SGD"),
-        (["--wide_optimizer.init_args.lr", "0.1"], "lacks 'wide_optimizer.class_path', which is required"),
-        (["--wide_optimizer.class_path", "hotbed.optim.FTRL"], "hotbed.nn.DLRM has no attribute `wide` that is an"),
+        (
+            ["--sparse_optimizer_groups.wide.optimizer.init_args.lr", "0.1"],
+            "lacks 'sparse_optimizer_groups.wide.optimizer.class_path', which is required",
+        ),
+        (
+            ["--sparse_optimizer_groups", "{x: {tables: [C1, wide], optimizer: {class_path: hotbed.optim.SGD}}}"],
+            "sparse_optimizer_groups.x: 'wide' matches no table; tables are embeddings.C1, embeddings.C2",
+        ),
         (["--data.source.class_path", "hotbed.specs.Feature"], "data.source"),
         (["--data.path", "nowhere"], "nowhere"),
         (["--data.valid_split", "vaild"], "data.valid_split is 'vaild', but the data has only train, valid, test; did"),
@@ -296,12 +302,19 @@ def test_a_model_of_the_user_works(recipe: Path) -> None:
 
 def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> None:
     model = ["--model.class_path", "hotbed.nn.WideDeep", "--model.init_args", "{top: [16, 1]}"]
-    wide = ["--wide_optimizer.class_path=hotbed.optim.FTRL", "--wide_optimizer.init_args.lr=0.05"]
+    group = "--sparse_optimizer_groups.wide"
+    wide = [
+        f"{group}.tables=wide.*",
+        f"{group}.optimizer.class_path=hotbed.optim.FTRL",
+        f"{group}.optimizer.init_args.lr=0.05",
+    ]
     _, whole, run = train(recipe, *model, *wide)
-    assert yaml.safe_load((run / "recipe.yaml").read_text())["wide_optimizer"] == {
-        "class_path": "hotbed.optim.FTRL",
-        "init_args": {"lr": 0.05},
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["sparse_optimizer_groups"] == {
+        "wide": {"tables": ["wide.*"], "optimizer": {"class_path": "hotbed.optim.FTRL", "init_args": {"lr": 0.05}}}
     }
+    with pytest.warns(FutureWarning, match=r"wide_optimizer is now called sparse_optimizer_groups\.wide\.optimizer"):
+        former = ["--wide_optimizer.class_path=hotbed.optim.FTRL", "--wide_optimizer.init_args.lr=0.05"]
+        assert train(recipe, *model, *former)[1]["test"] == whole["test"]
     _, _, begun = train(run / "recipe.yaml", "--train.steps", "7")
     _, resumed, _ = train(run / "recipe.yaml", "--resume", str(checkpoints_in(begun / "checkpoints")[-1]))
     assert (resumed["steps"], resumed["samples"]) == (19, whole["samples"])
@@ -346,7 +359,7 @@ def test_a_new_model_begins_with_an_earlier_one(recipe: Path, capsys: Output) ->
     assert len(tables) == 26
     assert all(entry["taken"] for entry in tables.values())
     assert "moments" in tables["embeddings.C1"]["note"]
-    assert "begin anew" not in str(tables)
+    assert "reinitialized" not in str(tables)
     assert "parameters of the dense part were taken" in shown
     assert yaml.safe_load((again / "recipe.yaml").read_text())["init"]["checkpoint"] == str(run)
     before, after = (checkpoints_in(path / "checkpoints")[-1] for path in (run, again))

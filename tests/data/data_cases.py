@@ -82,25 +82,6 @@ class ListSource(Source):
         return self.batch.take(torch.arange(start, start + self.sizes[i]))
 
 
-def assert_same(actual: Batch, expected: Batch) -> None:
-    assert len(actual) == len(expected)
-    assert actual.sparse.names == expected.sparse.names
-    for name in expected.sparse.names:
-        a, e = actual.sparse[name], expected.sparse[name]
-        assert a.fixed == e.fixed
-        assert torch.equal(a.values.long(), e.values.long()), name
-        assert torch.equal(a.lengths(), e.lengths()), name
-        assert (a.weights is None) == (e.weights is None)
-        assert a.weights is None or torch.equal(a.weights, e.weights)
-    for column in ("dense", "labels", "weights"):
-        a, e = getattr(actual, column), getattr(expected, column)
-        assert (a is None) == (e is None), column
-        assert a is None or torch.equal(a, e), column
-    assert actual.extra.keys() == expected.extra.keys()
-    for name, e in expected.extra.items():
-        assert torch.equal(actual.extra[name], e)
-
-
 def log_line(label: object = 0, dense: Sequence[object] = (), sparse: Sequence[str] = ()) -> str:
     fields = [str(label), *map(str, dense), *[""] * (13 - len(dense)), *sparse, *[""] * (26 - len(sparse))]
     return "\t".join(fields) + "\n"

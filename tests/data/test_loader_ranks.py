@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, ListSource, assert_same, mixed_batch, numbered_batch
+from data_cases import MIXED_SCHEMA, ListSource, mixed_batch, numbered_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
 from hotbed.errors import SpecError
+from hotbed.testing.source import assert_same
 
 MIXED = mixed_batch(40)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from data_cases import MIXED_SCHEMA, mixed_batch
 from pyarrow import fs
-from source_contract import SourceContract
 
 from hotbed.batch import Batch
 from hotbed.data import ParquetSource, Schema, Source, SparseColumn
 from hotbed.data.hashing import hash_integers, hash_strings, rows_of
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
+from hotbed.testing.source import SourceContract
 
 
 def table_of(batch: Batch) -> pa.Table:

@@ -13,13 +13,13 @@ import torch
 from data_cases import REAL_LOG, log_line, write_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_contract import SourceContract
 
 from hotbed.batch import Batch
 from hotbed.data import Source, SplitBinarySource, SplitBinaryWriter, write_synthetic_log
 from hotbed.data.criteo import LineChecker, read_blocks
 from hotbed.data.prepare import prepare
 from hotbed.errors import DataError, SpecError
+from hotbed.testing.source import SourceContract
 
 VALUES = ["0000000a", "0000000b", "0000000c"]
 

@@ -1,11 +1,12 @@
 import numpy as np
 import torch
-from data_cases import assert_same, mixed_batch
+from data_cases import mixed_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data.loader import join
+from hotbed.testing.source import assert_same
 
 
 @settings(deadline=None)

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from data_cases import assert_same
-from source_contract import SourceContract
 
 from hotbed.batch import Batch
 from hotbed.data import Source, ZipfSource
 from hotbed.data.zipf import Zipf, bits, stream, uniform
 from hotbed.data.zipf_source import CRITEO_1TB
 from hotbed.errors import DataError, SpecError
+from hotbed.testing.source import SourceContract, assert_same
 
 ROWS = [1000, 1, 7, 50, 3, 2, 100_000, 4, 60]
 

@@ -1,4 +1,4 @@
-"""A collection of three tables and four features, and batches for it."""
+"""Cases: a collection of three tables and four features, and batches for it."""
 
 import torch
 

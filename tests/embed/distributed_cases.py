@@ -1,11 +1,11 @@
-"""A model with two collections, distributed in several ways."""
+"""Cases: a model with two collections, distributed by several plans."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,8 @@ def ids(step: int, rank: int, dtype: torch.dtype = torch.int64) -> Jagged:
     )
 
 
-def distributed(group: dist.ProcessGroup, plan: str, **options: Any) -> nn.Module:
-    return hb.distribute(Model(), PLANS[plan], group=group, **options)
+def distributed(group: dist.ProcessGroup, plan: str, timeout: timedelta | None = None) -> nn.Module:
+    return hb.distribute(Model(), PLANS[plan], group=group, timeout=timeout)
 
 
 def one_table(dtype: str = "fp32") -> EmbeddingCollection:

@@ -1,4 +1,4 @@
-"""A collection that several replicas train, in processes."""
+"""Cases: a collection that several replicas train, in processes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def state(model: nn.Module, optimizer: optim.SparseOptimizer) -> dict[str, Tenso
     collection: EmbeddingCollection = model.embeddings
     found: dict[str, Tensor] = {}
     for table in collection.tables:
-        found |= {f"{table}.{n}": t for n, t in collection._part(table).raw(table).items()}
+        found |= {f"{table}.{n}": t for n, t in collection._group_of(table).raw(table).items()}
         found |= {f"{table}.{n}": m for n, m in optimizer._updaters["embeddings"].state(table).items()}
     return {name: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.clone() for name, t in found.items()}
 
@@ -109,7 +109,8 @@ def made(group: dist.ProcessGroup | None, job: Job) -> tuple[Any, optim.SparseOp
         if job.pooled:
             size = dist.get_world_size(group) // job.replicas
             scheme = hb.make_plan(list(model.embeddings.tables.values()), size, job.scheme, wire="pooled")
-        model = hb.distribute(model, scheme, group=group, replicas=job.replicas, **job.options)
+        options = hb.ParallelOptions(replicas=job.replicas, **job.options)
+        model = hb.distribute(model, scheme, options, group=group)
     optimizer = getattr(optim, job.optimizer)(model, **{"lr": job.lr, **job.optimizer_options})
     return model, optimizer
 

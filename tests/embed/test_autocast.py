@@ -1,4 +1,4 @@
-"""Vectors in the dtype of autocast, and room for one more vector before them."""
+"""Vectors have the dtype of autocast, and room for one more vector before them costs no copy."""
 
 import pytest
 import torch

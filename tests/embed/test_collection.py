@@ -1,3 +1,5 @@
+"""A collection's lookups, updates and module behaviour are those of its definition: features by name, tables shared."""
+
 import copy
 import sys
 from pathlib import Path

@@ -168,7 +168,7 @@ def scale_after_overflow(group: dist.ProcessGroup) -> float:
 def overflowed(group: dist.ProcessGroup) -> tuple[bool, float]:
     """Gradients of 131,072: float32 holds them, fp16 does not."""
     with said():
-        model = hb.distribute(one_table(), "row", group=group, backward_codec="fp16")
+        model = hb.distribute(one_table(), "row", hb.ParallelOptions(backward_codec="fp16"), group=group)
     optimizer, scaler = optim.SGD(model, lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**17)
     for _ in range(2):
         scaler.scale(model(Jagged.from_dict({"f": [[1, 2], [3]]}))["f"].sum()).backward()

@@ -1,4 +1,4 @@
-"""What `hotbed.distribute` says and refuses."""
+"""`hotbed.distribute` logs what changes results and refuses what cannot be, naming the fix."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def warnings_of(group: dist.ProcessGroup) -> list[str]:
         assert found == []
         collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])
         plan = make_plan([Table("t", 9, 32)], SIZE, "grid", wire="pooled")
-        options = {"forward_codec": "bf16", "backward_codec": "int8", "per_shard_statistics": True, "dense": "fsdp"}
-        hb.distribute(collection, plan, group=group, **options)
+        options = hb.ParallelOptions(
+            forward_codec="bf16", backward_codec="int8", per_shard_statistics=True, dense="fsdp"
+        )
+        hb.distribute(collection, plan, options, group=group)
     return found
 
 
@@ -57,7 +59,7 @@ def warnings_of_replicas(group: dist.ProcessGroup) -> list[str]:
     with said() as found:
         for exact in (True, False):
             collection = EmbeddingCollection([Table("t", 9, 32)], [Feature("f", "t")])
-            hb.distribute(collection, group=group, replicas=SIZE, exact=exact)
+            hb.distribute(collection, "table", hb.ParallelOptions(replicas=SIZE, exact=exact), group=group)
     return found
 
 
@@ -121,7 +123,8 @@ def spread_sequences(group: dist.ProcessGroup) -> None:
 
 def replicas_of_dynamic(group: dist.ProcessGroup) -> None:
     table = hb.Table("t", rows="dynamic", dim=16, init_bound=0.1, dynamic=hb.Dynamic(capacity_bytes=1 << 20))
-    hb.distribute(hb.EmbeddingCollection([table], [hb.Feature("f", table="t")]), group=group, replicas=3)
+    collection = hb.EmbeddingCollection([table], [hb.Feature("f", table="t")])
+    hb.distribute(collection, "table", hb.ParallelOptions(replicas=3), group=group)
 
 
 def train_in(wrap: Callable[[nn.Module], nn.Module], model: nn.Module | None = None) -> None:
@@ -139,7 +142,7 @@ def in_fsdp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def no_sync_of_fsdp(group: dist.ProcessGroup) -> None:
-    model = hb.distribute(Model(), group=group, dense="fsdp")
+    model = hb.distribute(Model(), "table", hb.ParallelOptions(dense="fsdp"), group=group)
     model.no_sync()
 
 
@@ -212,7 +215,8 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         lambda group: train_in(lambda model: in_fsdp(model, group)),
         SpecError,
         "FSDP averages gradients of parameters only, so each of the 3 ranks would train tables of its own; call `model "
-        "= hotbed.distribute(model, dense='fsdp')` in its place, before making optimizers",
+        "= hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))` in its place, before making "
+        "optimizers",
     ),
     "a model in DDP": (
         lambda group: hb.distribute(in_ddp(Model(), group), group=group),
@@ -225,7 +229,7 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
         "no_sync() is of models whose dense part is data-parallel by DDP (dense='ddp')",
     ),
     "uneven nodes": (
-        lambda group: hb.distribute(one_table(), group=group, ranks_per_node=2),
+        lambda group: hb.distribute(one_table(), "table", hb.ParallelOptions(ranks_per_node=2), group=group),
         CommError,
         "ranks_per_node is 2, must divide the 3 ranks; start as many processes on every node",
     ),
@@ -306,7 +310,8 @@ def allowed(group: dist.ProcessGroup) -> None:
         train_in(lambda model, wrap=wrap: wrap(model, group), frozen)
     with said():
         for dense in ("ddp", "fsdp"):
-            train_in(lambda model, dense=dense: hb.distribute(model, group=group, dense=dense))
+            options = hb.ParallelOptions(dense=dense)
+            train_in(lambda model, options=options: hb.distribute(model, "table", options, group=group))
 
 
 def test_tables_in_data_parallelism_that_changes_nothing_are_allowed(ranks: Ranks):
@@ -363,7 +368,7 @@ def mistaken(group: dist.ProcessGroup, what: str) -> str:
     options: dict[str, Any] = {"dense": {"dense": "dpp"}, "codec": {"forward_codec": "fp64"}}.get(what, {})
     with said():
         try:
-            model = hb.distribute(one_table(), group=group, **options)
+            model = hb.distribute(one_table(), "table", hb.ParallelOptions(**options), group=group)
             if what == "again":
                 hb.distribute(model, group=group)
         except HotbedError as error:
@@ -381,7 +386,7 @@ def test_a_mistake_is_found_in_one_process_too():
     with pytest.raises(PlanError, match=r"no scheme 'tabel'; .*did you mean 'table'"):
         hb.distribute(one_table(), "tabel")
     with pytest.raises(SpecError, match="dense is 'dpp', must be one of ddp, fsdp; did you mean 'ddp'"):
-        hb.distribute(one_table(), dense="dpp")
+        hb.distribute(one_table(), "table", hb.ParallelOptions(dense="dpp"))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="has a table 'tt', the model has not"):
         hb.distribute(one_table(), Plan(1, (Tile("tt", range(9), range(256), 0),)))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Models whose tables, or all of which, are on ``meta`` until they are distributed."""
+"""Models on ``meta`` get their values when they are distributed, or are refused, never left without."""
 
 from __future__ import annotations
 

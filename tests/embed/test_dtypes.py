@@ -1,4 +1,4 @@
-"""Tables narrower than float32."""
+"""Tables narrower than float32 train as float32 ones, within the rounding of their dtype."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Dynamic tables: ids of any size get rows when they are seen, and lose them when there is no room."""
+"""Dynamic tables assign rows to ids of any size and evict the right ones, whatever the plan."""
 
 from __future__ import annotations
 

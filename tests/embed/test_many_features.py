@@ -1,4 +1,4 @@
-"""Work is not done feature by feature by operations of its own: hundreds would take longer than all ids."""
+"""Hundreds of features cost as many operations as a few."""
 
 from collections import Counter
 

@@ -62,7 +62,8 @@ def started(group: dist.ProcessGroup, overlaps: bool, options: dict[str, Any]) -
     dense.BUCKET_MIB, Link._start = 0.001, noted  # type: ignore[assignment, method-assign]
     try:
         torch.manual_seed(0)
-        model = hb.distribute(Interleaved(), "row", group=group, timeout=timedelta(seconds=TIMEOUT_S), **options)
+        parallel = hb.ParallelOptions(**options)
+        model = hb.distribute(Interleaved(), "row", parallel, group=group, timeout=timedelta(seconds=TIMEOUT_S))
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), hb.optim.SGD(model, lr=0.1)]
         losses: list[float] = []
         draw = torch.Generator().manual_seed(dist.get_rank(group))

@@ -38,8 +38,8 @@ def tiles_of_rows(plan: Plan) -> list[list[int]]:
 
 def rows_by_slot(placement: Placement, tiles: list[int]) -> list[tuple[int, int]]:
     """(tile, row) of each slot of an arena of these tiles."""
-    pieces = placement.pieces(tiles)
-    return [(i, row) for i, piece in zip(tiles, pieces, strict=True) for row in piece.rows]
+    shards = placement.shards(tiles)
+    return [(i, row) for i, shard in zip(tiles, shards, strict=True) for row in shard.rows]
 
 
 def row_of(placement: Placement, key: int) -> int:
@@ -52,7 +52,7 @@ def test_rows_are_found_in_the_tiles_that_hold_them(plan, data):
     expected = tiles_of_rows(plan)
     keys = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=60))
     found = placement.find(torch.tensor(keys, dtype=torch.int64))
-    pairs = list(zip(found.at.tolist(), found.tile.tolist(), strict=True))
+    pairs = list(zip(found.row.tolist(), found.tile.tolist(), strict=True))
     assert sorted(pairs) == [(at, tile) for at, key in enumerate(keys) for tile in expected[key]]
 
 
@@ -65,7 +65,7 @@ def test_every_rank_knows_every_slot_of_every_other(plan):
         found = asking.find(keys)
         entry = asking.entries[:, found.tile]
         owned = [[rows_by_slot(p, p.owned(kind)) for kind in p.kinds] for p in everyone]
-        columns = (found.at, found.tile, entry[OWNER], entry[KIND], asking.slots(keys, found))
+        columns = (found.row, found.tile, entry[OWNER], entry[KIND], asking.slots(keys, found))
         for key, tile, owner, kind, slot in zip(*(c.tolist() for c in columns), strict=True):
             assert owned[owner][kind][slot] == (tile, row_of(asking, key))
 
@@ -83,7 +83,7 @@ def test_readers_know_the_slots_of_their_copies_and_owners_those_of_the_readers(
         copied = [rows_by_slot(placement, placement.copied(kind)) for kind in placement.kinds]
         found = placement.find(keys)
         here = placement.entries[COPY, found.tile] >= 0
-        columns = (found.at, found.tile, placement.entries[KIND, found.tile], placement.slots(keys, found, COPY))
+        columns = (found.row, found.tile, placement.entries[KIND, found.tile], placement.slots(keys, found, COPY))
         for key, tile, kind, slot in zip(*(c[here].tolist() for c in columns), strict=True):
             assert copied[kind][slot] == (tile, row_of(placement, key))
 
@@ -121,6 +121,6 @@ def test_slots_of_a_rank_follow_each_other_in_the_order_of_the_plan():
     assert placement.entries[COPY].tolist() == [0, -1, -1]
     keys = torch.tensor([8, 3, 2, 9])
     found = placement.find(keys)
-    order = torch.argsort(found.at, stable=True)
+    order = torch.argsort(found.row, stable=True)
     assert found.tile[order].tolist() == [2, 0, 1, 0]
     assert placement.slots(keys, found)[order].tolist() == [7, 1, 1, 4]

@@ -1,4 +1,4 @@
-"""Parts of two-dimensional sparse parallelism: what is refused, what is chosen, and how rows are averaged."""
+"""Replicas: meshes that cannot be are refused, the fewest bytes are sent, and equal rows keep their bits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hotbed.optim import Moment
 from hotbed.plan import make_plan
 from hotbed.specs import Table
 from hotbed.store import DenseStore, LazyStore, Span, Storage
+from hotbed.store.base import Records, Use
 from hotbed.store.cached import CachedRecords
-from hotbed.store.records import Over, Use
 from tests.embed.replica_cases import TABLES, Model, batch
 from tests.ranks import Ranks
 
@@ -37,22 +37,22 @@ BAD = [
 
 @pytest.mark.parametrize(("numbers", "message"), BAD)
 def test_meshes_that_cannot_be_are_refused(numbers: tuple[int, int, int, bool], message: str):
-    *given, exact = numbers
+    size, count, sync_every, exact = numbers
     with pytest.raises(SpecError) as caught:
-        check_replicas(*given, exact=exact)
+        check_replicas(size, hb.ParallelOptions(replicas=count, sync_every=sync_every, exact=exact))
     assert str(caught.value).startswith(message)
 
 
 def test_one_process_has_no_replicas():
     with pytest.raises(SpecError, match="replicas is 2, must divide the 1 ranks"):
-        hb.distribute(Model("fp32"), replicas=2)
+        hb.distribute(Model("fp32"), "table", hb.ParallelOptions(replicas=2))
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:
     found: list[str] = []
-    for options in ({"plan": make_plan(TABLES, 4, "row")}, {"layout": "group"}):
+    for plan, options in ((make_plan(TABLES, 4, "row"), {}), ("row", {"layout": "group"})):
         with pytest.raises((PlanError, SpecError)) as caught:
-            hb.distribute(Model("fp32"), **{"plan": "row", "replicas": 2, "group": group, **options})
+            hb.distribute(Model("fp32"), plan, hb.ParallelOptions(replicas=2, **options), group=group)
         found.append(str(caught.value))
     return found
 
@@ -68,7 +68,7 @@ def test_plans_for_all_ranks_and_unknown_layouts_are_refused(ranks: Ranks):
 
 def lines(group: dist.ProcessGroup, layout: Any) -> tuple[list[int], list[int], str]:
     """Ranks that a rank exchanges with along both dims of the mesh, and how it calls itself there."""
-    replicas = Replicas(Link(group), 2, 1, layout, exact=False)
+    replicas = Replicas(Link(group), hb.ParallelOptions(replicas=2, layout=layout))
     own = torch.tensor([dist.get_rank(group)])
     shards = NodeLink(replicas.shards, 2)
     found = [link.all_gather("ranks", own).wait().flatten().tolist() for link in (replicas.link, shards.clone())]
@@ -101,7 +101,7 @@ def test_links_of_a_mesh_have_names_of_all_ranks(ranks: Ranks):
     ],
 )
 def test_replicas_tell_what_they_touched_in_the_fewest_bytes(counts: list[int], slots: int, message: str):
-    assert embed_replicas.choose(counts, slots, 68) == message
+    assert embed_replicas.choose_message(counts, slots, 68) == message
 
 
 @pytest.mark.parametrize("message", ["numbers", "bitmap"])
@@ -119,14 +119,14 @@ def mask(rank: int, slots: int) -> Tensor:
 
 
 def union(group: dist.ProcessGroup, slots: int, message: Any) -> Tensor:
-    link, chosen = Link(group), embed_replicas.choose
+    link, chosen = Link(group), embed_replicas.choose_message
     own = mask(link.rank, slots).nonzero()[:, 0]
     counts = link.all_gather("counts", torch.tensor(len(own))).wait().tolist()
-    embed_replicas.choose = lambda *_: message
+    embed_replicas.choose_message = lambda *_: message
     try:
         return embed_replicas.touched_anywhere(DenseStore([Span(slots)], 16), own, counts, link)
     finally:
-        embed_replicas.choose = chosen
+        embed_replicas.choose_message = chosen
 
 
 # -- averages ------------------------------------------------------------------------------------------------------
@@ -155,12 +155,20 @@ def averaged(group: dist.ProcessGroup) -> tuple[Tensor, Tensor, list[int], int]:
     return store.read(own), store.read(own, "m"), store.keys(0).tolist(), below
 
 
-class Calls(Over):
+class Calls(Records):
     """Notes what is asked of the records below."""
 
+    nbytes = 0
+
     def __init__(self, below: Any) -> None:
-        super().__init__(below)
-        self.made: list[str] = []
+        super().__init__(below.record_bytes)
+        self.below, self.made = below, list[str]()
+
+    def keys(self) -> Tensor:
+        return self.below.keys()
+
+    def clear(self) -> None:
+        self.below.clear()
 
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
         self.made.append("read")
@@ -181,12 +189,12 @@ def test_rows_that_a_cache_has_not_written_back_are_averaged(ranks: Ranks):
 
 
 def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
-    touched, expected = embed_replicas.Touched(), set[int]()
+    touched, expected = embed_replicas.TouchedSlots(), set[int]()
     for seed in range(40):
         slots = torch.randint(0, 1 << 40, (20_000,), generator=torch.Generator().manual_seed(seed // 2))
         expected |= set(slots.tolist())
         touched.add(slots)
-    assert sum(len(part) for part in touched._parts) <= 1 << 20
+    assert sum(len(part) for part in touched._slots) <= 1 << 20
     assert touched.take(torch.device("cpu")).tolist() == sorted(expected)
     assert len(touched.take(torch.device("cpu"))) == 0
 
@@ -195,9 +203,9 @@ def test_what_was_touched_is_found_once(monkeypatch: pytest.MonkeyPatch):
 def test_the_mean_of_equal_values_is_that_value(replicas: int):
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     values[:3] = torch.tensor([-0.0, torch.inf, -torch.inf])
-    assert torch.equal(replicas._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(embed_replicas._mean(values.expand(replicas, -1)).view(torch.int32), values.view(torch.int32))
     different = torch.randn(replicas, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(replicas._mean(different), different.mean(0))
+    torch.testing.assert_close(embed_replicas._mean(different), different.mean(0))
 
 
 def test_the_plain_mean_of_three_equal_values_is_another():
@@ -206,7 +214,7 @@ def test_the_plain_mean_of_three_equal_values_is_another():
 
 
 def broken(group: dist.ProcessGroup) -> str:
-    model: Any = hb.distribute(Model("fp32"), "row", group=group, replicas=2)
+    model: Any = hb.distribute(Model("fp32"), "row", hb.ParallelOptions(replicas=2), group=group)
     optimizer = hb.optim.SGD(model, lr=0.1)
 
     def fail(*_: object) -> None:

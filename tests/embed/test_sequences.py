@@ -1,4 +1,4 @@
-"""Features with ``pooling="none"``: one vector per id."""
+"""Features with ``pooling="none"`` give one vector per id, with the gradients of one."""
 
 import re
 

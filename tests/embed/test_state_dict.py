@@ -1,4 +1,4 @@
-"""Tensors of a state: the tables' memory, and storages of their own for what saves them."""
+"""Tensors of a state are the tables' memory, in storages of their own for what saves them."""
 
 from collections import defaultdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two-dimensional sparse parallelism: what replicas of the tables have in common, and what one group has with them."""
+"""Two-dimensional sparse parallelism: replicas agree, and exact ones have the bits of one group."""
 
 from __future__ import annotations
 

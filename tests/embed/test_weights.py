@@ -1,4 +1,4 @@
-"""Gradients of per-id weights."""
+"""Per-id weights scale rows, and their gradients are those of plain PyTorch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A DLRM trained by a user's own loop, in processes."""
+"""Cases: a DLRM trained by a user's own loop, in processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def trained(
     model = make_model(device)
     rank, world = 0, 1
     if group is not None:
-        model = hb.distribute(model, scheme, group=group, **(options or {}))
+        model = hb.distribute(model, scheme, hb.ParallelOptions(**(options or {})), group=group)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
     sparse = hb.optim.RowWiseAdagrad(model, lr=0.1)

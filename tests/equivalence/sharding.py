@@ -1,4 +1,4 @@
-"""A small model trained under a plan, in processes: what every rank ends with, as bytes."""
+"""Cases: a small model trained under a plan, in processes: what every rank ends with, as bytes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hotbed import optim
 from hotbed.comm import Link
+from hotbed.config.places import ParallelOptions
 from hotbed.embed import EmbeddingCollection
 from hotbed.embed.wire import Wire
 from hotbed.hops import NodeLink
@@ -107,7 +108,7 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, torch.Tensor
         link = Link(group, timedelta(seconds=TIMEOUT_S))
         if job.ranks_per_node is not None:
             link = NodeLink(link, job.ranks_per_node)
-        collection.distribute(job.plan, Wire(link, **job.wire))
+        collection.distribute(job.plan, Wire(link, ParallelOptions(**job.wire)))
     optimizer = getattr(optim, job.optimizer)(collection, **{"lr": 0.05, **job.options})
     losses: list[torch.Tensor] = []
     for step in range(job.steps):

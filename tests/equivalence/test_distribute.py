@@ -94,5 +94,5 @@ def test_model_parallel_input_needs_whole_rows_and_as_many_ranks(ranks: Ranks):
     with pytest.raises(RankError, match=r"a batch of 24 samples cannot be \[24, 0, 1\] samples of 3 ranks"):
         run(ranks, 3, "table", steps=1, sizes=(24, 0, 1), spread=True)
     ids = samples(0, 4)
-    with pytest.raises(BatchError, match="the batch is spread over ranks, the model is not"):
+    with pytest.raises(BatchError, match="the batch is model-parallel input, the model is not distributed"):
         make_model()(replace(ids, sparse=hb.ModelParallelInput(ids.sparse, (4,), 0)))

@@ -143,7 +143,7 @@ def test_distributed_training_agrees_with_training_on_one_rank(ranks: Ranks, kin
 def test_codecs_change_results_by_no_more_than_they_round(ranks: Ranks, direction: str):
     bounds = {"fp32": 0.0, "bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "fp8": 2**-4}
     job = Job(plan("grid", 3, WHOLE), options={"lr": 0.01}, optimizer="SGD", tables=WHOLE)
-    jobs = {codec: replace(job, wire={direction: codec}) for codec in bounds}
+    jobs = {codec: replace(job, wire={f"{direction}_codec": codec}) for codec in bounds}
     found = results(ranks, 3, jobs)
     assert not differing(found["fp32"], results(ranks, 3, {"plain": job})["plain"])
     for codec in bounds.keys() - {"fp32"}:
@@ -153,12 +153,14 @@ def test_codecs_change_results_by_no_more_than_they_round(ranks: Ranks, directio
             assert 0 < change <= bounds[codec] * exact.abs().max(), (codec, name)
 
 
-def test_sums_apart_change_rules_that_sum_over_columns_and_no_others(ranks: Ranks):
+def test_per_shard_statistics_change_rules_that_sum_over_columns_and_no_others(ranks: Ranks):
     jobs = {
-        f"{optimizer} {scheme} {apart}": Job(plan(scheme, 3), optimizer=optimizer, wire={"per_shard_statistics": apart})
+        f"{optimizer} {scheme} {per_shard}": Job(
+            plan(scheme, 3), optimizer=optimizer, wire={"per_shard_statistics": per_shard}
+        )
         for optimizer in ("SGD", "RowWiseAdagrad")
         for scheme in ("table", "column")
-        for apart in (False, True)
+        for per_shard in (False, True)
     }
     found = results(ranks, 3, jobs)
     for name in jobs:

@@ -1,4 +1,4 @@
-"""Where rows lie changes no bit: in memory, made when they are trained, in files, with caches of any size."""
+"""Where rows lie changes no bit: in memory, materialized on first update, in files, with caches of any size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from hotbed.ops import launches
 from hotbed.optim import Adam, SparseOptimizer
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore
-from hotbed.store.crossing import DeviceStaging
 from tests.checkpoint.test_checkpoint import bits
 from tests.matrix import full
 from tests.ranks import Ranks
@@ -45,7 +44,7 @@ CUTS: Mapping[str, hb.Cut] = {
 }
 
 
-def made(group: dist.ProcessGroup | None, cut: hb.Cut | None, **options: Any) -> tuple[Any, SparseOptimizer]:
+def made(group: dist.ProcessGroup | None, cut: hb.Cut | None, host: Any = "records") -> tuple[Any, SparseOptimizer]:
     def model() -> Any:
         return torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES, seed=4)})
 
@@ -55,7 +54,8 @@ def made(group: dist.ProcessGroup | None, cut: hb.Cut | None, **options: Any) ->
     with tables_on_meta():
         meta = model()
     size = 1 if group is None else dist.get_world_size(group)
-    distributed = hb.distribute(meta, hb.make_plan(TABLES, size, cut), group=group, **options)
+    plan = hb.make_plan(TABLES, size, cut)
+    distributed = hb.distribute(meta, plan, memory=hb.MemoryOptions(host=host), group=group)
     return distributed, Adam(distributed, lr=0.1)
 
 
@@ -157,8 +157,8 @@ def test_rows_in_host_memory_are_read_in_place(tmp_path: Path, background: bool)
     saving = save_checkpoint(tmp_path / "c", {"model": model, "sparse": optimizer}, background=background)
     step(model, optimizer, 7)
     saving.wait()
-    for cut, options in ((CUTS["host"], {"host": "uva"}), (CUTS["disk, cached"], {}), (None, {})):
-        other, of_other = made(None, cut, **options)
+    for cut, host in ((CUTS["host"], "uva"), (CUTS["disk, cached"], "records"), (None, "records")):
+        other, of_other = made(None, cut, host)
         load_checkpoint(tmp_path / "c", {"model": other, "sparse": of_other})
         assert everything(other, of_other) == expected
 
@@ -167,13 +167,14 @@ def test_a_model_on_triton_with_a_cache_and_rows_read_in_place(monkeypatch: pyte
     """All of it as on a GPU, but for page-locking where there is none."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(DeviceStaging, "crosses", True)
+    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
 
-    def trained(cut: hb.Cut | None, **options: Any) -> Any:
+    def trained(cut: hb.Cut | None, host: Any = "records") -> Any:
         collection = EmbeddingCollection(TABLES, FEATURES, seed=4, backend="triton")
         model: Any = torch.nn.ModuleDict({"e": collection}).to(device)
         if cut is not None:
-            model = hb.distribute(model, hb.make_plan(TABLES, 1, cut), device=device, **options)
+            memory = hb.MemoryOptions(host=host)
+            model = hb.distribute(model, hb.make_plan(TABLES, 1, cut), memory=memory, device=device)
         optimizer = Adam(model, lr=0.1)
         for seed in range(2):
             step(model, optimizer, seed)
@@ -255,7 +256,7 @@ def test_only_rows_that_were_trained_are_saved(tmp_path: Path) -> None:
     with tables_on_meta():
         collection = torch.nn.ModuleDict({"e": EmbeddingCollection(huge, [hb.Feature("t", table="t")])})
     plan = hb.make_plan(huge, 1, hb.Cut(tier="disk", cache_rows=10))
-    model: Any = hb.distribute(collection, plan, directory=tmp_path / "rows")
+    model: Any = hb.distribute(collection, plan, memory=hb.MemoryOptions(directory=str(tmp_path / "rows")))
     optimizer = Adam(model, lr=0.1)
     ids = torch.tensor([5, (1 << 33) - 1, 5, 1 << 32])
     model.module["e"](hb.Jagged.from_dict({"t": ids}))["t"].square().sum().backward()
@@ -281,13 +282,12 @@ def _on_meta(tables: list[hb.Table]) -> EmbeddingCollection:
 
 
 def test_options_of_tiers_are_checked() -> None:
-    model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES)})
     with pytest.raises(SpecError, match=r"cache_policy is 'lur', must be one of lru, lfu.*did you mean"):
-        hb.distribute(model, hb.make_plan(TABLES, 1), cache_policy="lur")  # type: ignore[arg-type]
+        hb.MemoryOptions(cache_policy="lur")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"cache_tier is 'hbm', must be one of device, host"):
-        hb.distribute(model, hb.make_plan(TABLES, 1), cache_tier="hbm")  # type: ignore[arg-type]
+        hb.MemoryOptions(cache_tier="hbm")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"host is 'uvm', must be one of records, uva.*did you mean 'uva'"):
-        hb.distribute(model, hb.make_plan(TABLES, 1), host="uvm")  # type: ignore[arg-type]
+        hb.MemoryOptions(host="uvm")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match=r"a cut has tier 'dsk', must be one of device, host, disk"):
         hb.Cut(tier="dsk")  # type: ignore[arg-type]
     with pytest.raises(hb.HotbedError, match="a cut has cache_rows -1"):
@@ -299,7 +299,8 @@ def replicated(group: dist.ProcessGroup, cut: hb.Cut, exact: bool, path: Path | 
     """Two groups of two ranks; with samples of their own unless they are exact. A checkpoint goes to a path."""
     model = torch.nn.ModuleDict({"e": EmbeddingCollection(TABLES, FEATURES, seed=4)})
     options: dict[str, Any] = {"exact": True} if exact else {"sync_every": 2}
-    distributed = hb.distribute(model, hb.make_plan(TABLES, 2, cut), group=group, replicas=2, **options)
+    parallel = hb.ParallelOptions(replicas=2, **options)
+    distributed = hb.distribute(model, hb.make_plan(TABLES, 2, cut), parallel, group=group)
     optimizer = Adam(distributed, lr=0.1)
     for seed in range(3):
         step(distributed, optimizer, seed if exact else seed + 10 * dist.get_rank(group))

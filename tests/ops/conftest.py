@@ -1,8 +1,15 @@
-"""One test matrix, run by every backend: tests take the ``backend`` fixture and never name one."""
+"""One test matrix, run by every backend: tests take the ``backend`` fixture and never name one.
+
+Triton's interpreter is slow. With it the quick tests vary one parameter of a test at a time (a case, a dtype, a rule, a
+width), the others at the middle of their values; the product of all is marked ``full``::
+
+    name a, b, c × dim 1, 17, 200   →   quick: a-17, b-1, b-17, b-200, c-17; full: a-1, a-200, c-1, c-200
+"""
 
 from __future__ import annotations
 
 import importlib.util
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -13,6 +20,29 @@ from hotbed.ops import launches, select
 from .cases import Kernels
 
 NAMES = ("reference", "cpu", "triton")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    by_test: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if params.get("backend") == "triton":
+            by_test[item.nodeid.split("[")[0]].append(item)
+    for found in by_test.values():
+        axes = [[_value(item, mark) for item in found] for mark in found[0].iter_markers("parametrize")]
+        seen = [list(dict.fromkeys(values)) for values in axes]
+        for i, item in enumerate(found):
+            if sum(values[i] != of[len(of) // 2] for values, of in zip(axes, seen, strict=True)) > 1:
+                item.add_marker(pytest.mark.full)
+
+
+def _value(item: pytest.Function, mark: pytest.Mark) -> tuple[int, ...]:
+    """Which value of a mark ``parametrize`` a test has."""
+    names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
+    return tuple(id(item.callspec.params[name]) for name in names)
 
 
 @pytest.fixture(scope="module", params=NAMES)

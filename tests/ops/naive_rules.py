@@ -18,11 +18,11 @@ State = dict[str, Any]
 
 
 def optimizers() -> list[type[SparseOptimizer]]:
-    """Every optimizer that can be made, however deep it is derived."""
+    """Every optimizer of hotbed that can be made, however deep it is derived."""
     found, ahead = [], [SparseOptimizer]
     while ahead:
         ahead += (cls := ahead.pop()).__subclasses__()
-        if not cls.__name__.endswith(("Base", "Optimizer")):
+        if cls.__module__.startswith("hotbed.") and not cls.__name__.endswith(("Base", "Optimizer")):
             found.append(cls)
     return sorted(found, key=lambda cls: cls.__name__)
 

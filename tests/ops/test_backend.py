@@ -69,6 +69,7 @@ def test_a_wrong_choice_says_what_to_do(device, name, message):
 
 def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    select.cache_clear()
     with pytest.raises(BackendError, match="needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1"):
         select("cpu", "triton")
 
@@ -77,6 +78,7 @@ def test_triton_missing(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     module._load.cache_clear()
+    select.cache_clear()
     try:
         with pytest.raises(BackendError, match="needs the triton package; pip install triton"):
             select("cpu", "triton")

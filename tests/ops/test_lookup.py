@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_runtime
 from hotbed.ops.cpu_instructions import stream_line, streams_end
+from hotbed.ops.reference import divisors
+from hotbed.specs import POOLED, POOLING_CODE
 
 from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
 from .formats import DTYPES, NARROW, VALUES
@@ -157,6 +160,36 @@ def check_one_hot(backend: Kernels, narrow: Tensor, exponents: Tensor, expected:
     assert np.array_equal(np.signbit(out[:, 0].numpy()[zero]), np.signbit(expected[zero]))
 
 
+DIVIDED_BY = {"sum": lambda ids: 1, "mean": lambda ids: max(ids, 1)}
+"""By pooling, what the sum of a bag of so many ids is divided by; a new pooling is a row here."""
+
+
+@pytest.mark.parametrize("pooling", POOLED)
+def test_poolings_divide_vectors_and_gradients_alike(backend, pooling):
+    lengths = [0, 1, 2, 7, 33]
+    expected = np.float32([n / DIVIDED_BY[pooling](n) for n in lengths])
+    code, total = POOLING_CODE[pooling], sum(lengths)
+    offsets = torch.tensor([[0, *accumulate(lengths)]])
+    features = torch.tensor([[0, -1, 0, 0, code, 0, 0]])
+    bags = BagLayout(torch.zeros(total, dtype=torch.int64), features, offsets, None, len(lengths), total, code != 0, 1)
+    rows = Rows(
+        torch.ones(1, 16),
+        torch.empty(0, 16),
+        torch.empty(0, 0, dtype=torch.int8),
+        torch.tensor([[0, 1, 0, 0, 0, 1, 0]]),
+    )
+    assert looked_up(backend, rows, bags)[:, 0, 0].tolist() == expected.tolist()
+    factor = np.repeat(np.float32([1 / DIVIDED_BY[pooling](n) for n in lengths]), lengths)
+    scale = backend.ops.occurrences(backend.put(bags)).scale
+    assert scale is None if code == 0 else scale.tolist() == factor.tolist()
+    out = torch.empty(total, device=backend.device)
+    backend.ops.weight_gradient(backend.put(rows), backend.put(bags), backend.put(torch.ones(5, 16)), out)
+    assert out.tolist() == (16 * factor).tolist()
+    divided_by = divisors(code, torch.tensor(lengths))
+    assert divided_by.tolist() == divisors(torch.full((5,), code), torch.tensor(lengths)).tolist()
+    assert divided_by.tolist() == [DIVIDED_BY[pooling](n) for n in lengths]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_occurrences(backend, name):
     bags = CASES[name].layout()
@@ -170,7 +203,7 @@ def test_occurrences(backend, name):
     assert found.slots.dtype == found.bags.dtype == torch.int64
     assert found.slots.tolist() == slots
     assert found.bags.tolist() == owners
-    if bags.weights is None and not bags.has_mean:
+    if bags.weights is None and not bags.has_divisors:
         assert found.scale is None
     else:
         assert found.scale.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Every backend knows the rules of all optimizers, and no others."""
+"""Promise: every backend has a kernel of each rule of hotbed, and no others; a rule without one is refused clearly."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import importlib
 import sys
 
 import pytest
+import torch
+from torch import Tensor
 
-from hotbed.optim import SGD, Moment, Rule
+from hotbed.embed import EmbeddingCollection
+from hotbed.errors import BackendError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.ops.reference_rules import sums_rows
+from hotbed.optim import SGD, Moment, Rule, SparseOptimizer
 from hotbed.optim.rules import COMMON
+from hotbed.specs import Feature, Table
 
 from .naive_rules import NAIVE, RULES, optimizers
 
 KNOWN_RULES = {
-    "reference": ("hotbed.ops.reference_rules", "_RULES"),
     "cpu": ("hotbed.ops.cpu_rules", "RULES"),
     "triton": ("hotbed.ops.triton_rules", "RULES"),
 }
 
 
 def test_optimizers_and_rules_are_found():
-    """Whoever adds an optimizer finds everything that enumerates them, by this list."""
-    names = ["FTRL", "LAMB", "SGD", "Adagrad", "Adam", "AdamW", "PartialRowWiseAdam", "RowWiseAdagrad"]
-    assert sorted(cls.__name__ for cls in optimizers()) == sorted(names)
-    rules = ["sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam", "lamb", "ftrl"]
-    assert sorted(RULES) == sorted(rules)
+    """By their classes and modules, so that a new one joins all matrices; its formula in NumPy is the row to add."""
+    assert SGD in optimizers() and len(optimizers()) >= 8
     assert NAIVE.keys() == RULES.keys()
     assert {cls.rule.name for cls in optimizers() if cls is not SGD} <= RULES.keys()
 
@@ -39,11 +42,68 @@ def test_a_backend_knows_exactly_these_rules(name):
     assert module in sys.modules
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_rules_are_such_as_kernels_take(rule: Rule):
-    assert len(rule.moments) <= 2 and all(isinstance(m, Moment) for m in rule.moments)
-    assert set(rule.corrected) <= set(rule.hyper)
-    assert len({m.name for m in rule.moments}) == len(rule.moments)
+def test_rules_that_sum_over_columns_are_those_whose_formula_yields():
+    summing = {name for name, rule in RULES.items() if sums_rows(rule, ())}
+    assert summing == {"rowwise_adagrad", "partial_rowwise_adam", "lamb"}
+    assert sums_rows(RULES["sgd"], {"max_norm"}) and not sums_rows(RULES["sgd"], {"l2", "decay"})
+
+
+def formula(w: Tensor, moments: object, g: Tensor, h: dict[str, Tensor], dim: int) -> Tensor:
+    return w - h["lr"] * g.sign()
+
+
+ONE, TWO, THREE = (Moment(name, "row") for name in ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moments": (ONE, TWO, THREE)}, r"rule 'own' has moments \['a', 'b', 'c'\]; it can have 2 at most"),
+        ({"moments": (ONE, ONE)}, r"has moments \['a', 'a'\]; it can have 2 at most, of different names"),
+        ({"corrected": ("beta",), "hyper": ("eps",)}, r"corrects 'beta', which is not in its hyper \['eps'\]"),
+    ],
+)
+def test_rules_that_no_kernel_could_take_are_refused(options: dict, message: str):
+    with pytest.raises(SpecError, match=message):
+        Rule("own", formula, **options)
+
+
+def test_a_name_stands_for_one_formula():
+    """Or a kernel would run that is another rule's."""
+    with pytest.raises(
+        SpecError, match=r"rule 'adam' has the formula hotbed\.optim\.adam\._adam already, not .*formula"
+    ):
+        Rule("adam", formula)
+    assert Rule("own", formula) == Rule("own", formula)
+
+
+class SignDescent(SparseOptimizer):
+    """Of someone else's: a formula, and no kernel."""
+
+    rule = Rule("sign_of_tests", formula)
+
+
+@pytest.mark.parametrize("of", ["cpu", "triton"])
+def test_a_backend_without_a_kernel_of_a_rule_says_what_to_do(of: str):
+    if of == "triton":
+        pytest.importorskip("triton")
+    ids = Jagged.from_dict({"a": torch.tensor([3])})
+    for name, runs in ((of, False), ("reference", True)):
+        model = EmbeddingCollection([Table("a", rows=5, dim=4)], [Feature("a", table="a")], backend=name)
+        before = model.weight("a").clone()
+        optimizer = SignDescent(model, {"lr": 0.5})
+        (model(ids).stack().sum() * 3).backward()
+        if runs:
+            optimizer.step()
+            assert torch.equal(model.weight("a")[3], before[3] - 0.5)
+            continue
+        with pytest.raises(
+            BackendError,
+            match=f"backend '{of}' has no kernel of the rule 'sign_of_tests', only of sgd, .*; make the "
+            "EmbeddingCollection with backend='reference', which runs the rule's formula, or add a kernel",
+        ):
+            optimizer.step()
+        assert torch.equal(model.weight("a"), before)
 
 
 def test_common_hyperparameters_come_in_a_fixed_order():

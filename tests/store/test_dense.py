@@ -1,3 +1,5 @@
+"""A dense store keeps the contract on every backend and in every memory; large arenas reuse huge pages."""
+
 import gc
 
 import pytest
@@ -7,12 +9,14 @@ from hotbed.ops import cpu_runtime, launches
 from hotbed.optim import Adam, Moment
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import DenseStore, Span, Storage
-from tests.store.contract import BYTES, DIM, SLOTS, Format, StoreContract, bits
+from hotbed.testing.store import BYTES, DIM, SLOTS, Format, StoreContract, bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class TestDenseOnHost(StoreContract):
+    every_format = True
+
     def make(self, spans, dim, dtype):
         return DenseStore(spans, dim, dtype=dtype)
 
@@ -74,6 +78,7 @@ class TestInPlace(InPlace):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="then Triton is the kernels of the device")
 class TestInPlaceWithTriton(InPlace):
+    few_formats = (Format("int8", (5, 8)),)
     backend = "triton"
 
     @pytest.fixture(params=[Format("fp32", (0, 0)), Format("int8", (5, 8))], ids=lambda f: f.dtype)
@@ -83,6 +88,8 @@ class TestInPlaceWithTriton(InPlace):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestDenseOnDevice(StoreContract):
+    every_format = True
+
     def make(self, spans, dim, dtype):
         return DenseStore(spans, dim, dtype=dtype, device="cuda")
 

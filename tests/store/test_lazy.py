@@ -1,4 +1,7 @@
-"""Stores whose rows come to be: in memory, in files, with caches of any size; all have the bits of a dense store."""
+"""Rows that are materialized on their first update have the bits of a dense store, wherever they are kept.
+
+In memory, in files, behind caches of any size and either policy, and staged as for a device.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,16 @@ from hotbed.optim import Adam, Moment, RowWiseAdagrad
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
-from hotbed.store.ahead import ReadAhead
-from hotbed.store.crossing import DeviceStaging
+from hotbed.store.base import Traffic
+from hotbed.store.cached import DeviceStaging, ReadAhead
 from hotbed.store.keyed import FileRecords, MemoryRecords
-from hotbed.store.records import Traffic
+from hotbed.store.storage import RECORDS
+from hotbed.testing.store import DIM, OWN, Format, StoreContract
 from tests.matrix import full
-from tests.store.contract import DIM, OWN, Format, StoreContract
 
 STORAGES = {
-    "host": Storage("host"),
+    **{tier: Storage(tier) for tier in RECORDS},
     "host-lru": Storage("host", cache_rows=5),
-    "disk": Storage("disk"),
     "disk-lru": Storage("disk", cache_rows=7),
     "disk-lfu": Storage("disk", cache_rows=7, policy="lfu"),
     "disk-cache-of-all": Storage("disk", cache_rows=1000),
@@ -70,6 +72,8 @@ class LazyContract(StoreContract):
 class TestLazy(LazyContract):
     """With Numba."""
 
+    every_format = STORAGES["disk-lru"]
+
 
 CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_rows}
 
@@ -78,8 +82,9 @@ CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_r
     "storage", [s if name in ("disk-lru", "disk-lfu") else full(s) for name, s in CACHED.items()], ids=CACHED
 )
 class TestLazyAsOnDevice(LazyContract):
-    """With Triton, and records that cross between the host's memory and the cache's, page-locked if there is CUDA."""
+    """With Triton, and records staged between the host's memory and the cache's, page-locked if there is CUDA."""
 
+    every_format, few_formats = STORAGES["disk-lru"], (Format("int8", (5, 8)),)
     backend: BackendName = "triton"
     kernels = "triton"
     device = DEVICE
@@ -89,8 +94,8 @@ class TestLazyAsOnDevice(LazyContract):
         return request.param
 
     @pytest.fixture(autouse=True)
-    def _crossing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(DeviceStaging, "crosses", True)
+    def _staging(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
 
 
 SPANS = [Span(9, 2, 5, 2, 0), Span(30, 0, 100, 1, 0), Span(21, 21, 0, 3, 0)]
@@ -137,14 +142,6 @@ def step_of(rule: Any, number: int, device: torch.device | str = "cpu") -> RuleS
         inv_scale=torch.ones((), device=device),
         gate=torch.tensor(1.0, device=device),
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    for storage in (None, *STORAGES.values()):
-        for rule in (PLAIN, RowWiseAdagrad.rule, Adam.rule):
-            for dtype in ("fp32", "int8"):
-                drive(made(storage, dtype, list(rule.moments)), rule, [("update", [1, 40]), ("lookup", [0])])
 
 
 def drive(store: Any, rule: Any, actions: list[tuple[str, list[int]]]) -> list[Any]:
@@ -206,7 +203,7 @@ def test_any_accesses_have_the_bits_of_a_dense_store(
 def test_a_cache_in_triton_is_the_cache_in_numba(
     monkeypatch: pytest.MonkeyPatch, storage: Storage, dtype: RowDtype, rule: Any, actions: list[tuple[str, list[int]]]
 ) -> None:
-    monkeypatch.setattr(DeviceStaging, "crosses", True)
+    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
     moments = list(rule.moments)
     before = launches["triton.cache_find"]
     triton, numba = made(storage, dtype, moments, "triton", DEVICE), made(storage, dtype, moments, "cpu")
@@ -250,7 +247,9 @@ def test_only_rows_that_were_trained_exist(storage: Storage) -> None:
     assert torch.equal(after[0], before[0])
     assert torch.allclose(after[1:], before[1:] - 0.1)
     assert huge.nbytes < 1 << 20
-    with pytest.raises(StoreError, match=r"all of a table that is made row by row would be .* bytes; use save_checkp"):
+    with pytest.raises(
+        StoreError, match=r"a whole table whose rows are materialized one by one would be .* bytes; use save_c"
+    ):
         huge.raw(0)
 
 
@@ -293,7 +292,7 @@ def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match=r"rows in .* could not be read: the file is shorter than it was"):
         records.read(torch.arange(10), out)
     os.ftruncate(records._file, 10 * 64)
-    monkeypatch.setattr("hotbed.ops.cpu_records.read_records", lambda *_: 3)
+    monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 3)
     with pytest.raises(OSError, match="could not be read, for no reason that the system gives"):
         records.read(torch.arange(10), out)
     records.close()
@@ -302,7 +301,7 @@ def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytes
 def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = FileRecords(64, tmp_path)
     values = torch.randint(0, 255, (10, 64), dtype=torch.uint8)
-    monkeypatch.setattr("hotbed.ops.cpu_records.write_records", lambda *_: 3)
+    monkeypatch.setattr("hotbed.ops.cpu_cache.write_records", lambda *_: 3)
     monkeypatch.setattr("os.pwrite", _full)
     records.write(torch.arange(10), values)
     with pytest.raises(OSError, match=f"rows in {tmp_path} could not be written: .*No space left"):
@@ -342,45 +341,59 @@ def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
 
 
-def test_records_cross_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    below = MemoryRecords(64, 100)
-    crossing = DeviceStaging(below, torch.device("cpu"))
+def test_records_are_staged_whole_or_not_at_all() -> None:
+    staging = DeviceStaging(MemoryRecords(64, 100), torch.device("cpu"))
     slots, values = torch.tensor([3, 50, 7]), torch.randint(0, 255, (3, 64), dtype=torch.uint8)
-    crossing.write(slots, values)
-    assert crossing.traffic == Traffic()
-    monkeypatch.setattr(DeviceStaging, "crosses", True)
-    crossing.write(slots, values)
-    crossing.write(slots[:0], values[:0])
-    assert crossing.traffic == Traffic(from_device_bytes=3 * 64)
+    staging.write(slots, values)
+    staging.write(slots[:0], values[:0])
+    assert staging.counted == Traffic(from_device_bytes=3 * 64)
     wanted = torch.tensor([50, 8, 3])
     out = torch.full((3, 64), 9, dtype=torch.uint8)
-    assert crossing.read(wanted, out).tolist() == [True, False, True]
+    assert staging.read(wanted, out).tolist() == [True, False, True]
     assert torch.equal(out, torch.stack([values[1], torch.full((64,), 9, dtype=torch.uint8), values[0]]))
-    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=2 * 64)
-    assert crossing.read(torch.tensor([8, 9, 10]), out).tolist() == [False] * 3
-    assert crossing.read(slots, out).all() and torch.equal(out, values)
-    assert crossing.traffic == Traffic(from_device_bytes=3 * 64, to_device_bytes=5 * 64)
-    assert crossing.keys().tolist() == [3, 7, 50]
+    assert staging.counted == Traffic(from_device_bytes=3 * 64, to_device_bytes=2 * 64)
+    assert staging.read(torch.tensor([8, 9, 10]), out).tolist() == [False] * 3
+    assert staging.read(slots, out).all() and torch.equal(out, values)
+    assert staging.counted == Traffic(from_device_bytes=3 * 64, to_device_bytes=5 * 64)
+    assert staging.keys().tolist() == [3, 7, 50]
 
 
-def test_a_cache_is_on_the_device_unless_it_is_to_be_in_host_memory() -> None:
-    def chain(storage: Storage, device: torch.device = torch.device("cuda")) -> list[str]:  # noqa: B008
-        records: Any = storage._records("auto", 64, 100, device)
-        found = [type(records).__name__]
-        while hasattr(records, "below"):
-            records = records.below
-            found.append(type(records).__name__)
-        return found
+def test_only_the_layers_are_stacked_that_the_device_needs() -> None:
+    def layers(storage: Storage, device: str) -> list[str]:
+        return [type(layer).__name__ for layer in storage._records("auto", 64, 100, torch.device(device)).layers()]
 
-    assert chain(Storage("host", cache_rows=0)) == ["MemoryRecords"]
-    assert chain(Storage("disk", cache_rows=0)) == ["ReadAhead", "FileRecords"]
-    in_host = Storage("disk", cache_rows=9, cache_tier="host")
-    assert chain(in_host) == ["CachedRecords", "ReadAhead", "FileRecords"]
+    for device in ("cpu", "cuda"):
+        assert layers(Storage("host"), device) == ["MemoryRecords"]
+        assert layers(Storage("disk"), device) == ["ReadAhead", "FileRecords"]
+        in_host = Storage("disk", cache_rows=9, cache_tier="host")
+        assert layers(in_host, device) == ["CachedRecords", "ReadAhead", "FileRecords"]
+    assert layers(Storage("host", cache_rows=9), "cpu") == ["CachedRecords", "MemoryRecords"]
+    assert layers(Storage("disk", cache_rows=9), "cpu") == ["CachedRecords", "ReadAhead", "FileRecords"]
+    for tier, kept in (("host", "MemoryRecords"), ("disk", "FileRecords")):
+        on_device = layers(Storage(tier, cache_rows=9), "meta")
+        assert on_device == ["CachedRecords", "DeviceStaging", "ReadAhead", kept]
     cached: Any = in_host._records("triton", 64, 100, torch.device("cuda"))
     assert cached.device.type == "cpu" and cached.ops.NAME == "cpu"
-    for tier, kept in (("host", "MemoryRecords"), ("disk", "FileRecords")):
-        on_device = chain(Storage(tier, cache_rows=9), torch.device("meta"))
-        assert on_device == ["CachedRecords", "DeviceStaging", "ReadAhead", kept]
+
+
+def test_a_cache_that_moves_is_staged_where_it_needs_to_be() -> None:
+    def layers(store: Any) -> list[str]:
+        return [type(layer).__name__ for layer in store.records.layers()]
+
+    meta = torch.device("meta")
+    store = made(Storage("disk", cache_rows=7), "int8", [])
+    assert layers(store.to(meta)) == ["CachedRecords", "DeviceStaging", "ReadAhead", "FileRecords"]
+    assert store.records.device == store.records.layers()[1].device == meta
+    store = made(Storage("disk", cache_rows=7, cache_tier="host"), "int8", [])
+    assert layers(store.to(meta)) == ["CachedRecords", "ReadAhead", "FileRecords"]
+    assert store.records.device == CPU and store.device == meta
+
+
+def test_nothing_is_asked_of_a_cache_where_nothing_is_read_ahead() -> None:
+    store = made(Storage("host", cache_rows=5), "fp32", [])
+    before = launches["cpu.cache_find"]
+    store.prefetch(torch.tensor([1, 2]))
+    assert launches["cpu.cache_find"] == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -399,7 +412,7 @@ def test_a_store_moves_to_the_device_with_its_cache(storage: Storage) -> None:
 
 @pytest.mark.parametrize("storage", [*CACHED.values(), Storage("disk")], ids=[*CACHED, "no cache"])
 def test_another_thread_reads_ahead_while_rows_are_trained(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceStaging, "crosses", True)
+    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
     moments = list(Adam.rule.moments)
     store, dense = made(storage, "int8", moments), made(None, "int8", moments)
     draw = torch.Generator().manual_seed(2)
@@ -452,7 +465,7 @@ def test_what_is_read_ahead_while_it_is_written_is_never_what_it_was_before(tmp_
     assert records.read(slots, out).all() and out.eq(2).all()
     records.prefetch(slots)
     assert records.read(slots, out).all() and out.eq(2).all()
-    assert records.traffic.ahead == 8
+    assert records.counted.ahead == 8
     below.close()
 
 
@@ -462,12 +475,12 @@ def test_rows_that_were_read_ahead_are_used_once_by_lookups_and_stay_for_them(tm
     slots, out = torch.arange(10), torch.empty(10, 64, dtype=torch.uint8)
     records.write(slots, torch.arange(640).view(10, 64).byte())
     records.prefetch(slots)
-    read = records.traffic.read_bytes
+    read = below.counted.read_bytes
     records.read(slots[:3], out[:3], use="update")  # of the batch before, which shares rows with this one
     records.write(slots[:2], out[:2])
     for part in (slots[5:], slots[2:5]):  # as several ranks ask for them
         assert records.read(part, out[: len(part)]).all()
-    assert records.traffic.read_bytes == read and records.traffic.ahead == 3 + 8
+    assert below.counted.read_bytes == read and records.counted.ahead == 3 + 8
     records.read(slots[:2], out[:2])
-    assert records.traffic.ahead == 3 + 8 and not records._ahead
+    assert records.counted.ahead == 3 + 8 and not records._batches
     below.close()

@@ -1,4 +1,7 @@
-"""Page-locked memory of the host that a device reads in place; CUDA's part is played here where there is none."""
+"""Memory is page-locked for a device that reads it in place, and what does not fit is refused with the way out.
+
+CUDA is played by these tests where there is none.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def make_trainer(
     torch.manual_seed(0)
     model: nn.Module = DLRM(TABLES, FEATURES, planted.DENSE, bottom=(16, 32), top=(16, 1), seed=0)
     if group is not None or isinstance(scheme, hb.Cut):
-        model = hb.distribute(model, scheme, group=group, timeout=timeout, **options)
+        model = hb.distribute(model, scheme, hb.ParallelOptions(**options), group=group, timeout=timeout)
     dense = torch.optim.SGD(model.parameters(), lr=0.2) if sgd else torch.optim.Adam(model.parameters(), lr=0.01)
     sparse = hb.optim.SGD(model, lr=0.5) if sgd else hb.optim.RowWiseAdagrad(model, lr=0.05)
     return Trainer(model, dense, sparse, recipe=recipe, callbacks=callbacks, overlap=overlap, group="user")
@@ -86,7 +86,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def hotbed_threads() -> list[str]:
     """Threads of iterations; that of the dense gradients lives as long as its model."""
     names = [thread.name for thread in threading.enumerate()]
-    return [n for n in names if n.startswith(("hotbed-ahead", "hotbed-broadcast", "hotbed-loader"))]
+    return [n for n in names if n.startswith(("hotbed-prefetch", "hotbed-broadcast", "hotbed-loader"))]
 
 
 class InMemory(Source):

@@ -1,3 +1,5 @@
+"""Protects: callbacks log, keep, restore and stop as they say, and do not change training."""
+
 import io
 import json
 import sys
@@ -12,8 +14,7 @@ from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest
 from hotbed.config import Recipe, TrainRecipe
 from hotbed.errors import RecipeError
 from hotbed.train import Callback, Metrics, Trainer
-from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, TensorBoard
-from hotbed.train.checkpointing import KeepBest, KeepLast
+from hotbed.train.callbacks import BestSoFar, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard
 from hotbed.train.report import ShowProgress, StageProgress
 from tests.train import planted
 from tests.train.planted import Losses

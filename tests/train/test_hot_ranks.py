@@ -52,7 +52,7 @@ class Turns(Callback):
     def on_eval(self, trainer: Any, metrics: Any) -> None:
         collections = [m for m in trainer.model.modules() if isinstance(m, EmbeddingCollection)]
         tiles = [(t, held) for c in collections for t in HOT for held in c.local_tiles(t)]
-        first = {t: held for t, held in tiles if held.piece.rows == range(HOT[t])}
+        first = {t: held for t, held in tiles if held.shard.rows == range(HOT[t])}
         self.found.append({t: (held.owned, held.arena.rows(held.number).clone()) for t, held in first.items()})
 
     def on_schedule(self, trainer: Any, record: dict[str, float]) -> None:

@@ -22,8 +22,8 @@ from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.data import Loader
 from hotbed.plan import Cut
 from hotbed.train import Trainer
-from hotbed.train.checkpointing import KeepLast
-from hotbed.train.directory_lock import OWNER
+from hotbed.train.callbacks import KeepLast
+from hotbed.train.checkpointing import OWNER
 from tests.matrix import full
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 

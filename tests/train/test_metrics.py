@@ -1,3 +1,5 @@
+"""Protects: metrics are their definitions, whatever the order, ties, weights and labels."""
+
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""Training over several ranks: the plan and what is done ahead change no bit."""
+"""Training over several ranks: neither the plan nor prefetching changes a bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(
         "auc": losses.aucs,
         "state": state_of(trainer),
         "samples": trainer.samples,
-        "hidden": (trainer.ahead.exchange_s, trainer.ahead.hidden_share),
+        "hidden": (trainer.prefetcher.exchange_s, trainer.prefetcher.hidden_share),
     }
 
 

@@ -1,4 +1,4 @@
-"""Training over several ranks that ends early, by a wish or by an error."""
+"""Training over several ranks that ends early, by a request or by an error."""
 
 from __future__ import annotations
 

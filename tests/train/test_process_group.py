@@ -1,4 +1,4 @@
-"""What a process knows of the others from its environment, and what is said when it cannot be."""
+"""Protects: processes that torchrun started meet, also when started again, or errors say why they cannot."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hotbed.commands.main import main
 from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.store import memory
-from hotbed.train.parallel import Started, _refuse_too_many, process_group, started
-from hotbed.train.rendezvous import fresh_store
+from hotbed.train.parallel import _refuse_too_many
+from hotbed.train.process_group import Started, fresh_store, process_group, started
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

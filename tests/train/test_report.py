@@ -1,3 +1,5 @@
+"""Protects: what a run writes and prints about itself is complete and readable."""
+
 import io
 import json
 from importlib.metadata import PackageNotFoundError

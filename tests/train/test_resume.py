@@ -17,7 +17,7 @@ from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_i
 from hotbed.commands.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.directory_lock import DirectoryLock
+from hotbed.train.checkpointing import DirectoryLock
 from tests.commands.cases import Output, refused, train
 
 AUTO = ["--resume", "auto"]

@@ -1,3 +1,5 @@
+"""Protects: a step is exact, a run repeats itself to the bit, and a resumed one is one that was not stopped."""
+
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.errors import BatchError, CheckpointError, NonFiniteError, RecipeError
 from hotbed.train import Callback, Trainer
-from hotbed.train.trainer import resolve_device
+from hotbed.train.numerics import resolve_device
 from tests.train import planted
 from tests.train.planted import Losses
 

@@ -20,12 +20,12 @@ from hotbed.checkpoint import (
     snapshot,
     verify_checkpoint,
 )
-from hotbed.checkpoint.writing import FileWriter
+from hotbed.checkpoint.tensor_files import FileWriter
 from hotbed.comm import Link
 from hotbed.data import Loader
 from hotbed.embed.replicas import Sync
 from hotbed.train import Callback, Trainer
-from hotbed.train.checkpointing import KeepLast
+from hotbed.train.callbacks import KeepLast
 from tests.matrix import full
 from tests.ranks import Ranks
 from tests.train import planted
@@ -192,7 +192,7 @@ def one_after_the_other(group: Group) -> tuple[dict[str, Any], float, list[int]]
         trainer.fit(shares(planted.batches(3), group))
     finally:
         Link.overlaps = overlaps  # type: ignore[method-assign]
-    return found, trainer.ahead.exchange_s, syncs
+    return found, trainer.prefetcher.exchange_s, syncs
 
 
 class OnStep(Callback):

@@ -141,7 +141,7 @@ def rule_step(
     tables, features = options.specs(rows=1)
     small = EmbeddingCollection(tables, features, device=device)
     optimizer = (make or options.make_optimizer)(small)
-    (updater,), (arena,) = optimizer._updaters.values(), small._parts[0].arenas
+    (updater,), (arena,) = optimizer._updaters.values(), small._groups[0].arenas
     assert isinstance(updater, TableUpdater)
     one = torch.ones((), dtype=torch.float32, device=device)
     hyper = {t.name: optimizer._hyper(optimizer.param_groups[0]) for t in tables}

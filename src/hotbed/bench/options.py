@@ -16,7 +16,7 @@ from hotbed.ops import BackendName
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Feature, RowDtype, Table
 from hotbed.train.build import build
-from hotbed.train.trainer import resolve_device
+from hotbed.train.numerics import resolve_device
 
 LEARNING_RATE = 0.01
 

@@ -252,7 +252,7 @@ class _Roofline:
     """The matrix products and the rows of a step, without the rest."""
 
     def __init__(self, options: StepOptions, model: DLRM, workload: Workload, batch: Batch) -> None:
-        (arena,) = model.embeddings._parts[0].arenas
+        (arena,) = model.embeddings._groups[0].arenas
         assert isinstance(arena.store, DenseStore)
         rows, moments = arena.store.rows, arena.store.moments
         bags, slots = workload.layout(batch.sparse), workload.slots(batch.sparse)

@@ -118,7 +118,7 @@ class Workload:
             weights=ids.weights,
             batch_size=o.batch_size,
             total=len(ids.values),
-            has_mean=False,
+            has_divisors=False,
             width=o.tables,
         )
 

@@ -1,8 +1,10 @@
-"""What a model and its optimizers put into a checkpoint: tables by tile, and everything else as states.
+"""Find what a checkpoint is to hold: the tables of models with the moments of their optimizers, cut into chunks.
 
-Tables whose rows come to be when they are trained: saving the rows that exist, in the form of a keyed tile.
-
-Tiles that a rank writes of tables, in pieces that fit into files.
+A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a file (`chunks_of`). Of a tile whose rows
+are materialized on their first update only those rows are written, in chunks with an array of keys. An example: a tile
+has the rows 0 … 9 of a table and a file takes 4 rows. Its chunks are the rows 0 … 3, 4 … 7 and 8 … 9. If only the rows
+1, 2, 5, 6, 7 and 9 are materialized, they are the rows 0 … 6 with the keys 1, 2, 5, 6 and 7 … 9 with the keys 7 and 9:
+each row of the tile is in one chunk, and those without a key have their initial values.
 """
 
 from __future__ import annotations
@@ -15,20 +17,18 @@ from torch import Tensor, nn
 
 from hotbed.checkpoint.manifest import SavedMoment, SavedTable, Stateful
 from hotbed.checkpoint.snapshot import Snapshot, rows_of
-from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import Chunk, rows_per_chunk
+from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
 from hotbed.comm import Link
 from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
 from hotbed.embed.arena import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
-from hotbed.store import MOMENT, DenseStore, ExistingRows, RowStore
-from hotbed.store.existing import ExistingArray
+from hotbed.store import MOMENT, DenseStore, ExistingArray, ExistingRows, RowStore
 
 
-class TablePart(NamedTuple):
-    """A table of a model.
+class ModelTable(NamedTuple):
+    """Say where a model has a table, and what a manifest says of it.
 
     Attributes
     ----------
@@ -43,8 +43,8 @@ class TablePart(NamedTuple):
     saved: SavedTable
 
 
-def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
-    """Tables of all models among some parts, with the moments of all optimizers among them.
+def model_tables(parts: Mapping[str, Stateful]) -> dict[str, ModelTable]:
+    """Return the tables of all models among some parts, with the moments of all optimizers among them.
 
     They are called ``path.table``, as in `SparseOptimizer`; a second model's ``PART:path.table``.
 
@@ -53,7 +53,7 @@ def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
     CheckpointError
         If an optimizer trains tables that are in no model among the parts.
     """
-    found: dict[str, TablePart] = {}
+    found: dict[str, ModelTable] = {}
     names: dict[tuple[int, str], str] = {}
     for part, model in parts.items():
         if not isinstance(model, nn.Module):
@@ -68,7 +68,7 @@ def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
                 name = f"{part}:{name}" if name in found else name
                 spec = replace(table, init_seed=table.seed(module.seed), init_bound=table.bound, frozen=False)
                 names[id(module), table.name] = name
-                found[name] = TablePart(module, table, SavedTable(spec))
+                found[name] = ModelTable(module, table, SavedTable(spec))
     for part, optimizer in parts.items():
         if not isinstance(optimizer, SparseOptimizer):
             continue
@@ -86,15 +86,15 @@ def tables_of_parts(parts: Mapping[str, Stateful]) -> dict[str, TablePart]:
     return found
 
 
-def refuse_while_saved(tables: Mapping[str, TablePart]) -> None:
+def refuse_while_saved(tables: Mapping[str, ModelTable]) -> None:
     """Raise `CheckpointError` for tables of which a checkpoint is being written."""
     for name, table in tables.items():
-        if any(held.arena.store.on_change is not None for held in table.collection.local_tiles(table.table.name)):
+        if any(tile.arena.store.on_change is not None for tile in table.collection.local_tiles(table.table.name)):
             raise CheckpointError(f"table '{name}' is being saved; call wait() of what save_checkpoint returned first")
 
 
 def link_of(parts: Mapping[str, Stateful]) -> Link | None:
-    """The ranks of a distributed model among the parts; None where there is none."""
+    """Return the ranks of a distributed model among the parts; None where there is none."""
     return next((part.link for part in parts.values() if isinstance(part, Distributed)), None)
 
 
@@ -109,34 +109,34 @@ def refuse_parts_of_distributed(parts: Mapping[str, Stateful], link: Link | None
 
 
 def plan_of(parts: Mapping[str, Stateful]) -> Mapping[str, object] | None:
-    """Plain values of its plan."""
+    """Return plain values of its plan."""
     plan = next((part.plan for part in parts.values() if isinstance(part, Distributed)), None)
     return None if plan is None else cast("Mapping[str, object]", plan.to_dict())
 
 
-def lazy_chunks(
-    name: str, held: LocalTile, moments: Collection[str], existing: ExistingRows, snapshot: Snapshot | None
+def _materialized_chunks(
+    name: str, tile: LocalTile, moments: Collection[str], existing: ExistingRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
-    """The existing rows of a tile in pieces that fit into a file; together they cover the tile.
+    """Yield the materialized rows of a tile in chunks that fit into a file; together these cover the tile.
 
     Parameters
     ----------
     name
         The table's name in the manifest.
-    held
+    tile
         The tile, in a `LazyStore`.
     moments
         Which moments to save.
     existing
-        The rows of its store that exist.
+        The rows of its store that are materialized.
     snapshot
-        Where they are read as they were; None: as they are.
+        Where rows are read as they were when it was taken; None: as they are now.
     """
-    store, rows = held.arena.store, held.piece.rows
-    keys = existing.slots[held.number] - held.arena.first_slots[held.number]
+    store, rows = tile.arena.store, tile.shard.rows
+    keys = existing.slots[tile.number] - tile.arena.first_slots[tile.number]
     arrays = {
         array: key
-        for array, key in held.named(existing.of(held.number)).items()
+        for array, key in tile.named(existing.of(tile.number)).items()
         if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
     }
     step = rows_per_chunk(8 + sum(existing.arrays[key].row_bytes for key in arrays.values()))
@@ -150,13 +150,13 @@ def lazy_chunks(
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
-        yield Chunk(name, rows[begin:end], held.piece.cols, found)
+        yield Chunk(name, rows[begin:end], tile.shard.cols, found)
 
 
 def array_of(
     store: RowStore, name: str, values: Tensor | ExistingArray, first: int, last: int, snapshot: Snapshot | None
 ) -> Array:
-    """Rows ``first … last − 1`` of one of a store's arrays, as they are or, in a snapshot, as they were."""
+    """Make an array of rows ``first … last − 1`` of one of a store's arrays, now or when a snapshot was taken."""
 
     def rows(start: int, stop: int) -> Tensor:
         if snapshot is None:
@@ -166,44 +166,44 @@ def array_of(
     return Array(values.dtype, (last - first, *values.shape[1:]), rows)
 
 
-OwnedTile = tuple[str, TablePart, LocalTile]
+OwnedTile = tuple[str, ModelTable, LocalTile]
 """A tile that this rank writes: name of the table in checkpoints, and what holds it."""
 
 
-def owned_tiles(tables: Mapping[str, TablePart]) -> list[OwnedTile]:
-    """What this rank writes of tables; where there are replicas, those of the first do."""
+def owned_tiles(tables: Mapping[str, ModelTable]) -> list[OwnedTile]:
+    """Return the tiles that this rank writes; where there are replicas, the first group of ranks writes."""
     return [
-        (name, table, held)
+        (name, table, tile)
         for name, table in tables.items()
-        for held in table.collection.local_tiles(table.table.name)
-        if held.owned and table.collection.is_first_replica
+        for tile in table.collection.local_tiles(table.table.name)
+        if tile.owned and table.collection.is_first_replica
     ]
 
 
 def chunks_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Chunk]:
-    """All tiles that this rank owns, in the order of their memory, in which a snapshot is read."""
+    """Cut the tiles that this rank owns into chunks, in the order of their memory, in which a snapshot is read."""
     # Small stores first: what was kept of a store's rows is free when it has been read.
-    stores = sorted(dict.fromkeys(held.arena.store for _, _, held in owned), key=lambda store: store.nbytes)
+    stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=lambda store: store.nbytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
     existing = {store: rows_of(store) for store in stores} if snapshot is None else snapshot.rows
-    return [piece for tile in tiles for piece in _pieces(*tile, existing[tile[2].arena.store], snapshot)]
+    return [chunk for tile in tiles for chunk in _chunks(*tile, existing[tile[2].arena.store], snapshot)]
 
 
-def _pieces(
-    name: str, table: TablePart, held: LocalTile, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
+def _chunks(
+    name: str, table: ModelTable, tile: LocalTile, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
-    """A tile in pieces that fit into a file."""
-    store, rows = held.arena.store, held.piece.rows
+    """Yield a tile in chunks that fit into a file."""
+    store, rows = tile.arena.store, tile.shard.rows
     if isinstance(existing, ExistingRows):
-        yield from lazy_chunks(name, held, table.saved.moments, existing, snapshot)
+        yield from _materialized_chunks(name, tile, table.saved.moments, existing, snapshot)
         return
     extents = {
         key: extent
-        for key, extent in held.extents().items()
+        for key, extent in tile.extents().items()
         if not key.startswith(MOMENT) or key.removeprefix(MOMENT) in table.saved.moments
     }
-    of_rows, whole = stored_as(held.piece.table, rows), held.arrays()
+    of_rows, whole = stored_as(tile.shard.table, rows), tile.arrays()
     step = rows_per_chunk(sum(whole[e.array][:1].nbytes for e in extents.values()))
     for first in range(0, len(rows), step):
         last = min(first + step, len(rows))
@@ -214,4 +214,4 @@ def _pieces(
             if start < stop:
                 tensor = whole[extent.array]
                 arrays[key] = array_of(store, extent.array, tensor, extent.start + start, extent.start + stop, snapshot)
-        yield Chunk(name, rows[first:last], held.piece.cols, arrays)
+        yield Chunk(name, rows[first:last], tile.shard.cols, arrays)

@@ -1,9 +1,8 @@
-"""Checkpoints into other checkpoints: compact, with rows of another dtype, or without what only training needs.
+"""Convert a checkpoint into another one, or its tables into files that any library can read.
 
-Tables are read by rectangles of at most `PIECE_BYTES`, as if they were loaded into a tile of that size, and written
-before the next is read; so tables may be larger than memory.
-
-Tables of a checkpoint as safetensors files, one for each, which any library can read.
+`convert` makes it compact, gives its rows another dtype, or leaves out what only training needs; `export_tables` writes
+one safetensors file for each table. Tables are read by rectangles of at most `MEMORY_BYTES`, as if they were loaded
+into a tile of that size, and written before the next is read; so tables may be larger than memory.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.load import read_states
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable, SavedTile, read_manifest
+from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile, read_manifest, write_manifest
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import load_tile
-from hotbed.checkpoint.tensors import Array, TensorFiles
-from hotbed.checkpoint.writing import Chunk, FileWriter, making
+from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, new_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard, form
 from hotbed.errors import CheckpointError, did_you_mean
@@ -34,7 +32,7 @@ from hotbed.specs import RowDtype, Table, row_bytes
 from hotbed.store import MOMENT
 from hotbed.store.dense import TORCH_DTYPES
 
-PIECE_BYTES = 256 << 20
+MEMORY_BYTES = 256 << 20
 """Most bytes of a table, as float32 and with moments, that are in memory at once; also of a file of tables."""
 
 Progress = Callable[[int, int], None]
@@ -56,7 +54,7 @@ def convert(
 ) -> Manifest:
     """Make a checkpoint of another one, with bounded memory.
 
-    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more pieces.
+    Recipe, plan and step stay as they are. Without options, too, the tables' tiles may be cut into more tiles.
 
     Parameters
     ----------
@@ -89,18 +87,18 @@ def convert(
     specs = _specs(old, dtype)
     tables = {name: replace(table, moments=table.moments if moments else {}) for name, table in old.tables.items()}
     kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
-    with VerifiedFiles(place, old.files) as verified, making(target) as (new, writer):
+    with VerifiedFiles(place, old.files) as verified, new_directory(target) as (new, writer):
         files = TensorFiles(verified)
         for name in kept:
             _copy_arrays(f"{name}.safetensors", old, files, writer)
-        pieces = _pieces(tables, specs, compact, files, progress)
-        tiles = writer.write_chunks(pieces, "tables", PIECE_BYTES)
+        chunks = _chunks(tables, specs, compact, files, progress)
+        tiles = writer.write_chunks(chunks, "tables", MEMORY_BYTES)
         made = {
             name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)))
             for name, table in tables.items()
         }
         manifest = replace(old, parts=kept, tables=made, files=writer.entries())
-        new.write(MANIFEST, manifest.to_json())
+        write_manifest(new, manifest)
     return manifest
 
 
@@ -113,12 +111,12 @@ class Rectangle(NamedTuple):
 
 
 def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tuple[LocalTile, dict[str, Tensor]]:
-    """A part of a saved table in memory.
+    """Load a rectangle of a saved table into memory.
 
     Parameters
     ----------
     rectangle
-        Which part.
+        Which rows and columns.
     spec
         The table with the dtype that the rows shall have.
     files
@@ -131,18 +129,18 @@ def read_rectangle(rectangle: Rectangle, spec: Table, files: TensorFiles) -> tup
     """
     rows, cols, saved = rectangle
     arena = Arena([Shard(spec, rows, cols)], len(cols), seed=0, device=torch.device("cpu"), backend="auto")
-    held = LocalTile(arena.pieces[0], arena, 0, True)
+    tile = LocalTile(arena.shards[0], arena, 0, True)
     for name, moment in saved.moments.items():
         arena.store.add_moment(Moment(name, moment.per))
-    load_tile(held, saved, saved.moments, files)
-    whole = held.arrays()
-    return held, {name: whole[e.array][e.start : e.stop] for name, e in held.extents().items()}
+    load_tile(tile, saved, saved.moments, files)
+    whole = tile.arrays()
+    return tile, {name: whole[e.array][e.start : e.stop] for name, e in tile.extents().items()}
 
 
 def rows_in_memory(saved: SavedTable, cols: int) -> int:
-    """How many rows of so many columns take `PIECE_BYTES` with their moments."""
+    """How many rows of so many columns take `MEMORY_BYTES` with their moments."""
     beside = sum(Moment(name, moment.per).nbytes(cols) for name, moment in saved.moments.items())
-    return max(PIECE_BYTES // (row_bytes("fp32", cols) + beside), 1)
+    return max(MEMORY_BYTES // (row_bytes("fp32", cols) + beside), 1)
 
 
 def _specs(manifest: Manifest, dtype: Dtypes) -> dict[str, Table]:
@@ -163,7 +161,7 @@ def _specs(manifest: Manifest, dtype: Dtypes) -> dict[str, Table]:
 
 
 def _copy_arrays(file: str, old: Manifest, files: TensorFiles, writer: FileWriter) -> None:
-    """Copy a part's file, if it has one; every block is checked."""
+    """Copy a file of tensors, if there is one; every block is checked."""
     if file not in old.files:
         return
 
@@ -178,14 +176,14 @@ def _copy_arrays(file: str, old: Manifest, files: TensorFiles, writer: FileWrite
     writer.write(file, {key: array(key) for key in files.arrays(file)})
 
 
-def _pieces(
+def _chunks(
     tables: Mapping[str, SavedTable],
     specs: Mapping[str, Table],
     compact: bool,
     files: TensorFiles,
     progress: Progress,
 ) -> Iterator[Chunk]:
-    """All tables in pieces, each read when it is asked for."""
+    """Yield all tables in chunks, each read when the one before is written."""
     done, total = 0, sum(spec.rows * spec.dim for spec in specs.values())
     for name, saved in tables.items():
         spec = specs[name]
@@ -193,19 +191,19 @@ def _pieces(
             changed = _Changed(name, whole)
             step = rows_in_memory(saved, len(whole.cols))
             for first in range(0, len(whole.rows), step):
-                part = whole._replace(rows=whole.rows[first : first + step])
-                held, arrays = read_rectangle(part, spec, files)
+                some = whole._replace(rows=whole.rows[first : first + step])
+                tile, arrays = read_rectangle(some, spec, files)
                 if compact:
-                    changed.add(part.rows, _changed_rows(held, arrays, whole.saved), arrays)
-                    if changed.nbytes >= PIECE_BYTES:
-                        yield changed.piece()
+                    changed.add(some.rows, _changed_rows(tile, arrays, whole.saved), arrays)
+                    if changed.nbytes >= MEMORY_BYTES:
+                        yield changed.chunk()
                 else:
-                    yield Chunk(name, part.rows, part.cols, {key: Array.of(t) for key, t in arrays.items()})
-                done += len(part.rows) * len(part.cols)
+                    yield Chunk(name, some.rows, some.cols, {key: Array.of(t) for key, t in arrays.items()})
+                done += len(some.rows) * len(some.cols)
                 progress(done, total)
-                del held, arrays  # before the next are made
+                del tile, arrays  # before the next are made
             if changed.rows:
-                yield changed.piece()
+                yield changed.chunk()
 
 
 def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
@@ -216,12 +214,12 @@ def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
     return [Rectangle(tile.rows, tile.cols, replace(saved, tiles=(tile,))) for tile in saved.tiles]
 
 
-def _changed_rows(held: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
+def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
     """Which rows of a tile ``[R]`` differ in any bit from untouched ones."""
-    piece = held.piece
-    arena = Arena([piece], len(piece.cols), seed=0, device=torch.device("cpu"), backend="auto")
-    untouched = LocalTile(piece, arena, 0, True)
-    changed = torch.zeros(len(piece.rows), dtype=torch.bool)
+    shard = tile.shard
+    arena = Arena([shard], len(shard.cols), seed=0, device=torch.device("cpu"), backend="auto")
+    untouched = LocalTile(shard, arena, 0, True)
+    changed = torch.zeros(len(shard.rows), dtype=torch.bool)
     for name, extent in untouched.extents().items():
         before = untouched.arrays()[extent.array][extent.start : extent.stop]
         of = slice(0, len(before)) if name == "fp32_weight" else slice(len(changed) - len(before), None)
@@ -233,35 +231,35 @@ def _changed_rows(held: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTab
 
 
 class _Changed:
-    """Collects the changed rows of a part of a table, from some row on."""
+    """Collect the changed rows of a rectangle of a table."""
 
     def __init__(self, table: str, whole: Rectangle) -> None:
         self._table, self._whole = table, whole
-        self._parts: list[dict[str, Tensor]] = []
+        self._found: list[dict[str, Tensor]] = []
         self.rows = range(0)
         self.nbytes = 0
 
     def add(self, rows: range, changed: Tensor, arrays: Mapping[str, Tensor]) -> None:
-        """Keep those rows of the next part that have changed."""
+        """Keep those of the next rows that have changed."""
         at = changed.nonzero()[:, 0]
         found = {"keys": rows.start + at * rows.step}
         for name, array in arrays.items():
             first = 0 if name == "fp32_weight" else len(changed) - len(array)
             here = at[(at >= first) & (at < first + len(array))] - first
             found[name] = _bits(array)[here].view(array.dtype)
-        self._parts.append(found)
+        self._found.append(found)
         self.nbytes += sum(array.nbytes for array in found.values())
         self.rows = range(self.rows.start if self.rows else rows.start, rows[-1] + 1, rows.step)
 
-    def piece(self) -> Chunk:
-        """What was kept; begins anew."""
-        names = dict.fromkeys(name for part in self._parts for name in part)
-        arrays = {name: torch.cat([_bits(p[name]) for p in self._parts if name in p]) for name in names}
-        dtypes = {name: part[name].dtype for part in self._parts for name in part}
+    def chunk(self) -> Chunk:
+        """Return a chunk of the rows collected so far, and clear the collection."""
+        names = dict.fromkeys(name for part in self._found for name in part)
+        arrays = {name: torch.cat([_bits(p[name]) for p in self._found if name in p]) for name in names}
+        dtypes = {name: part[name].dtype for part in self._found for name in part}
         of_rows = {n: Array.of(t.view(dtypes[n])) for n, t in arrays.items() if len(t) or n == "keys"}
-        piece = Chunk(self._table, self.rows, self._whole.cols, of_rows)
-        self._parts, self.rows, self.nbytes = [], range(0), 0
-        return piece
+        chunk = Chunk(self._table, self.rows, self._whole.cols, of_rows)
+        self._found, self.rows, self.nbytes = [], range(0), 0
+        return chunk
 
 
 def _bits(array: Tensor) -> Tensor:
@@ -317,7 +315,7 @@ def export_tables(
         progress(done, total)
 
     found: dict[str, Any] = {"step": manifest.step, "tables": {}}
-    with VerifiedFiles(place, manifest.files) as verified, making(target) as (new, writer):
+    with VerifiedFiles(place, manifest.files) as verified, new_directory(target) as (new, writer):
         files = TensorFiles(verified)
         for name, table in manifest.tables.items():
             spec, file = specs[name], f"{quote(name, safe='')}.safetensors"

@@ -1,7 +1,7 @@
-"""Loading a checkpoint: every rank reads what it needs of the tables, whatever tiles they were saved in.
+"""Load a checkpoint: every rank reads what it needs of the tables, whatever tiles they were saved in.
 
 Rows come straight from the files into the tables, block by block, each checked before it is used; so memory is bounded
-by a few blocks. Rows that were cut at other columns lie apart in the files, so such tiles are read whole.
+by a few blocks. Rows that were cut at other columns are not contiguous in the files, so such tiles are read whole.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.contents import (
-    TablePart,
+    ModelTable,
     link_of,
+    model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
-    tables_of_parts,
 )
 from hotbed.checkpoint.manifest import Manifest, SavedTable, Stateful, read_manifest, restored
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tile, load_tile
-from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
 from hotbed.torch_hooks import without_tables
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("hotbed")
 
 
 def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful]) -> Manifest:
-    """Load the state of some parts; parts of the checkpoint that are not asked for are not read.
+    """Load the state of some parts; no other parts of the checkpoint are read.
 
     The number of ranks and the plan may be others than those that saved it, and so may the dtype of rows: those that
     are narrower here are rounded to the nearest, and it is logged.
@@ -64,7 +64,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
                 f"{place} has no part '{name}'; it has {', '.join(manifest.parts)}{did_you_mean(name, manifest.parts)}"
             )
     refuse_parts_of_distributed(parts, link_of(parts))
-    tables = tables_of_parts(parts)
+    tables = model_tables(parts)
     refuse_while_saved(tables)
     for name, table in tables.items():
         _check(f"{place}", name, table, manifest)
@@ -102,7 +102,7 @@ def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
 
 
 def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) -> dict[str, Any]:
-    """What ``state_dict()`` gave of some parts, without tables."""
+    """Read what ``state_dict()`` gave of some parts, without tables."""
     states: dict[str, Any] = {}
     for name in parts:
         file = f"{name}.safetensors"
@@ -133,7 +133,7 @@ def verify_checkpoint(
     return manifest
 
 
-def _check(place: str, name: str, table: TablePart, manifest: Manifest) -> None:
+def _check(place: str, name: str, table: ModelTable, manifest: Manifest) -> None:
     """Raise `CheckpointError` unless the checkpoint has this table with these moments."""
     if name not in manifest.tables:
         raise CheckpointError(
@@ -156,7 +156,7 @@ def _check(place: str, name: str, table: TablePart, manifest: Manifest) -> None:
             )
 
 
-def _load_table(name: str, table: TablePart, saved: SavedTable, files: TensorFiles) -> None:
+def _load_table(name: str, table: ModelTable, saved: SavedTable, files: TensorFiles) -> None:
     spec = table.table
     if (saved.spec.dtype, saved.spec.fp32_rows) != (spec.dtype, spec.fp32_rows):
         _log.info(
@@ -164,7 +164,7 @@ def _load_table(name: str, table: TablePart, saved: SavedTable, files: TensorFil
             *(name, saved.spec.dtype, saved.spec.fp32_rows, spec.dtype, spec.fp32_rows),
         )
     with torch.no_grad():
-        for held in table.collection.local_tiles(spec.name):
-            load_tile(held, saved, table.saved.moments if held.owned else (), files)
+        for tile in table.collection.local_tiles(spec.name):
+            load_tile(tile, saved, table.saved.moments if tile.owned else (), files)
     assert saved.spec.init_seed is not None
     table.collection.adopt_initial(spec.name, saved.spec.init_seed, saved.spec.bound)

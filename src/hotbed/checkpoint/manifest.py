@@ -1,11 +1,11 @@
-"""The manifest: what makes a directory a checkpoint, and what it says of files, parts and tables.
+"""Write, read and find manifests, which make directories checkpoints and say what is in their files.
 
-It is written last, so a directory without a valid one is no checkpoint, and neither a killed run nor a power failure
-leaves half of one. ``docs/checkpoint-format.md`` describes every entry.
+A manifest is the last file that is written, so a directory without a valid one is no checkpoint, and neither a killed
+run nor a power failure leaves half of one. On several ranks the first one writes it, when it knows what the others
+wrote (`hotbed.checkpoint.save`). ``docs/checkpoint-format.md`` describes every entry.
 
-States as plain values and tensors: what ``state_dict()`` gives, in JSON and a safetensors file.
-
-JSON has no tensors, tuples or integer keys, which torch's states use: they are written as ``{"$kind": …}``.
+It holds the states of models, optimizers and so on as plain values. JSON has no tensors, tuples or integer keys, which
+torch's states use: they are written as ``{"$kind": …}``, and tensors go into a safetensors file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hotbed.specs import Table
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold."""
+    """Anything whose state a checkpoint can hold: a model, an optimizer, a loader."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Tensors and plain values, nested in mappings and sequences."""
@@ -41,7 +41,7 @@ class Stateful(Protocol):
 
 
 class RandomState:
-    """State of torch's default random generators, on all ranks, as a part of a checkpoint.
+    """Hold the state of torch's default random generators, on all ranks, in a checkpoint.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class RandomState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the generators. Ranks beyond those that were saved take the states in turn."""
         cpu, cuda = state_dict["cpu"], state_dict["cuda"]
-        torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch reads a part of a tensor from its start
+        torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch reads a view of a tensor from its start
         if cuda.shape[1] and torch.cuda.is_available():
             torch.cuda.set_rng_state(cuda[self._rank % len(cuda)].clone())
 
@@ -72,7 +72,7 @@ Tensors = dict[tuple[object, ...], tuple[str, Tensor]]
 
 
 def plain(value: object, tensors: Tensors, where: str) -> object:
-    """Value as JSON; its tensors are put into ``tensors``."""
+    """Turn a value into what JSON has; its tensors are put into ``tensors``."""
     if isinstance(value, Tensor):
         memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
         return {"$tensor": tensors.setdefault(memory, (where, value))[0]}
@@ -118,7 +118,7 @@ _RUN = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class SavedMoment:
-    """A moment of a table: ``per`` row or element, what untouched rows have, its optimizer's part and rule."""
+    """A moment of a table: ``per`` row or element, what untouched rows have, the name and rule of its optimizer."""
 
     per: Literal["row", "element"]
     initial: float
@@ -188,7 +188,7 @@ class Manifest:
     recipe, plan
         Plain values of both, where there are any.
     parts
-        By name, the plain values of a state; tensors are named by ``{"$tensor": KEY}`` in ``NAME.safetensors``.
+        By name, the plain values of each state; tensors are named by ``{"$tensor": KEY}`` in ``NAME.safetensors``.
     tables
         By the path of the collection in the model and the table's name.
     files
@@ -221,8 +221,13 @@ class Manifest:
         return sum(entry["bytes"] for entry in self.files.values())
 
 
+def write_manifest(place: Directory, manifest: Manifest) -> None:
+    """Write a checkpoint's manifest: the last of its files, which makes it one."""
+    place.write(MANIFEST, manifest.to_json())
+
+
 def read_manifest(path: str | Path | Directory) -> Manifest:
-    """Manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises
     ------
@@ -255,26 +260,26 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
 
 
 def step_of(checkpoint: Directory) -> int:
-    """The step in a checkpoint's name."""
+    """Read the step from a checkpoint's name."""
     return int(checkpoint.name.split("-")[1])
 
 
 def checkpoints_in(path: str | Path | Directory, kind: str | None = None) -> list[Directory]:
-    """Checkpoints in a directory, named ``last-STEP`` and ``best-STEP``, by step; the newest is the last."""
+    """List checkpoints in a directory, named ``last-STEP`` and ``best-STEP``, by step; the newest is the last."""
     place = directory(path)
     names = [m[0] for name in place.names() if (m := NAME.fullmatch(name)) and kind in (None, m[1])]
     return sorted((folder for name in names if (folder := place / name).has(MANIFEST)), key=step_of)
 
 
 def runs_in(path: str | Path | Directory) -> list[Directory]:
-    """Directories of runs in the directory of a name, ``runs/NAME/TIME``; the newest is the last."""
+    """List directories of runs in the directory of a name, ``runs/NAME/TIME``; the newest is the last."""
     place = directory(path)
     found = [m for name in place.names() if (m := _RUN.fullmatch(name))]
     return [place / m[0] for m in sorted(found, key=lambda m: (m[1], int(m[2] or 1)))]
 
 
 def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Directory:
-    """The path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
+    """Return the path itself if it is a checkpoint; else the newest of a run's, or of a directory of checkpoints.
 
     Of a directory of runs, ``runs/NAME``, it is that of the newest run that has one. ``best`` prefers the best one of a
     run that kept it.

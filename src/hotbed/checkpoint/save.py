@@ -1,7 +1,7 @@
-"""Saving a checkpoint: every rank writes the tiles that it owns, the first one the rest and, last, the manifest.
+"""Save a checkpoint: every rank writes the tiles that it owns, the first one all else and, last, the manifest.
 
-Ranks write into one directory and tell the first by a small file each, ``rank-N.json``, what they wrote. No table is
-gathered and nothing waits for other ranks but the manifest, so saving can go on in a thread beside training.
+Ranks write into one directory and report what they wrote to the first rank by a small file each, ``rank-N.json``. No
+table is gathered and nothing waits for other ranks but the manifest, so saving can go on in a thread beside training.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from hotbed.checkpoint.contents import (
     OwnedTile,
     chunks_of,
     link_of,
+    model_tables,
     owned_tiles,
     plan_of,
     refuse_parts_of_distributed,
     refuse_while_saved,
-    tables_of_parts,
 )
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile, Stateful, Tensors, plain
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile, Stateful, Tensors, plain, write_manifest
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import UNFINISHED, FileWriter, make_directory
+from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError
 from hotbed.torch_hooks import without_tables
@@ -89,28 +88,19 @@ def save_checkpoint(
     started = time.perf_counter()
     link = link_of(parts)
     refuse_parts_of_distributed(parts, link)
-    tables = tables_of_parts(parts)
+    tables = model_tables(parts)
     for name in parts:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
-    with without_tables():
-        states = {name: part.state_dict() for name, part in parts.items()}
-    plains: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name, state in states.items():
-        found: Tensors = {}
-        plains[name] = plain(state, found, "")
-        tensors[name] = {key: t.detach() for key, t in found.values()}
-        if len(tensors[name]) < len(found):
-            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
+    plains, tensors = _states_of(parts)
     place = directory(path)
-    token = _agreed(link, lambda: make_directory(place))
+    token = _first_ranks(link, lambda: make_directory(place))
     if background:
         refuse_while_saved(tables)
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
     # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
     owned = owned_tiles(tables)
-    stores = list(dict.fromkeys(held.arena.store for _, _, held in owned))
+    stores = list(dict.fromkeys(tile.arena.store for _, _, tile in owned))
     saving = Saving(
         place,
         token,
@@ -204,7 +194,7 @@ class Saving:
         Raises
         ------
         CheckpointError
-            If another rank could not write its part.
+            If another rank could not write its files.
         OSError
             If this one could not.
         """
@@ -218,21 +208,21 @@ class Saving:
             raise self._error
         if failed:
             raise CheckpointError(
-                f"{self.path} was not saved: rank {failed[0]} could not write its part; its own output says why"
+                f"{self.path} was not saved: rank {failed[0]} could not write its files; its own output says why"
             )
 
     def run(self) -> None:
         """Write; what goes wrong is raised by `wait`."""
         start = time.perf_counter()
         try:
-            files, tiles = self._written()
-            self._told(files, tiles)
+            files, tiles = self._write_files()
+            self._report(files, tiles)
             if self._rank == 0:
-                self._finish(files, tiles)
+                self._write_manifest(files, tiles)
                 self._do_then()
         except BaseException as error:
             self._error = error
-            self._tell_error(error)
+            self._report_error(error)
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
@@ -241,36 +231,36 @@ class Saving:
         if self._thread is not None and self._error is None:
             _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
 
-    def _written(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
+    def _write_files(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
         """Write this rank's files; their entries, and the tiles of each table that are in them."""
         with FileWriter(self._place) as writer:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
-            pieces = chunks_of(self._owned, self._snapshot)
-            tiles = writer.write_chunks(pieces, f"tables-{self._rank:05d}")
+            chunks = chunks_of(self._owned, self._snapshot)
+            tiles = writer.write_chunks(chunks, f"tables-{self._rank:05d}")
             if self._snapshot is not None:
                 self._snapshot.close()
             files = writer.entries()
         self.nbytes = sum(entry["bytes"] for entry in files.values())
         return files, tiles
 
-    def _told(self, files: Mapping[str, Entry], tiles: Mapping[str, Sequence[SavedTile]]) -> None:
-        """Tell the first rank what this one wrote."""
+    def _report(self, files: Mapping[str, Entry], tiles: Mapping[str, Sequence[SavedTile]]) -> None:
+        """Report to the first rank what this one wrote."""
         if self._rank != 0:
-            told = {
+            report = {
                 "token": self._token,
                 "files": files,
                 "tiles": {n: [t.to_dict() for t in of] for n, of in tiles.items()},
             }
-            self._place.write(f"rank-{self._rank}.json", json.dumps(told))
+            self._place.write(f"rank-{self._rank}.json", json.dumps(report))
 
-    def _finish(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
-        """Collect what the others wrote, write the manifest, and remove what only served to make it."""
+    def _write_manifest(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
+        """Collect the reports of the other ranks, write the manifest, and remove the reports."""
         for rank in range(1, self._size):
-            told = self._told_by(rank)
-            files |= told["files"]
-            for name, of in told["tiles"].items():
+            report = self._report_of(rank)
+            files |= report["files"]
+            for name, of in report["tiles"].items():
                 tiles.setdefault(name, []).extend(SavedTile.from_dict(t) for t in of)
         tables = {
             name: replace(table, tiles=tuple(sorted(tiles[name], key=lambda t: (t.cols.start, t.rows.start))))
@@ -281,11 +271,11 @@ class Saving:
         missing = files.keys() - set(self._place.names())
         if missing:
             raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
-        self._place.write(MANIFEST, replace(self._manifest, tables=tables, files=files).to_json())
+        write_manifest(self._place, replace(self._manifest, tables=tables, files=files))
         for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
             self._place.remove(name)
 
-    def _told_by(self, rank: int) -> dict[str, Any]:
+    def _report_of(self, rank: int) -> dict[str, Any]:
         name = f"rank-{rank}.json"
         start = seen = time.monotonic()
         written = 0
@@ -294,11 +284,11 @@ class Saving:
             if count != written:
                 seen, written = time.monotonic(), count
             if self._place.has(name):
-                told = json.loads(self._place.read(name))
-                if told["token"] == self._token:
-                    if "error" in told:
-                        raise _OtherRankError(f"{self.path} was not saved: rank {rank} failed: {told['error']}")
-                    return told
+                report = json.loads(self._place.read(name))
+                if report["token"] == self._token:
+                    if "error" in report:
+                        raise _OtherRankError(f"{self.path} was not saved: rank {rank} failed: {report['error']}")
+                    return report
             time.sleep(min(0.02 + (time.monotonic() - start) / 20, 1.0))
         waited = time.monotonic() - start
         raise CheckpointError(
@@ -314,16 +304,34 @@ class Saving:
         except Exception:
             _log.exception("%s is saved, but what was to be done then failed", self.path)
 
-    def _tell_error(self, error: BaseException) -> None:
-        """Let the first rank know, so that it does not wait; it hears of it later anyway."""
+    def _report_error(self, error: BaseException) -> None:
+        """Report an error to the first rank, so that it does not wait."""
         if self._rank != 0:
-            told = {"token": self._token, "error": str(error) or type(error).__name__}
+            report = {"token": self._token, "error": str(error) or type(error).__name__}
             with suppress(OSError):
-                self._place.write(f"rank-{self._rank}.json", json.dumps(told))
+                self._place.write(f"rank-{self._rank}.json", json.dumps(report))
 
 
-def _agreed(link: Link | None, first: Callable[[], str]) -> str:
-    """What the first rank's call returns, on all ranks; or an error on all."""
+def _states_of(parts: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return the states of parts, without tables, as plain values and as tensors by name.
+
+    The state ``{"lr": 0.1, "m": t}`` of the part ``dense`` is ``{"lr": 0.1, "m": {"$tensor": "m"}}`` and ``{"m": t}``.
+    """
+    with without_tables():
+        states = {name: part.state_dict() for name, part in parts.items()}
+    plains: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, state in states.items():
+        found: Tensors = {}
+        plains[name] = plain(state, found, "")
+        tensors[name] = {key: t.detach() for key, t in found.values()}
+        if len(tensors[name]) < len(found):
+            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
+    return plains, tensors
+
+
+def _first_ranks(link: Link | None, first: Callable[[], str]) -> str:
+    """Call something on the first rank and return its result on all ranks, or raise on all."""
     if link is None:
         return first()
     error: Exception | None = None

@@ -1,4 +1,4 @@
-"""Rows as they were at one moment, while training goes on to change them.
+"""Read rows as they were at one moment, while training goes on to change them.
 
 A copy of all tables would take as much memory again. Instead, before rows change that have not been read yet, they are
 copied: at first most of a batch, soon few, because popular rows are copied once. When these copies reach a limit,
@@ -19,13 +19,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hotbed.store import DenseStore, ExistingRows, LazyStore, RowStore
-from hotbed.store.existing import ExistingArray
+from hotbed.store import DenseStore, ExistingArray, ExistingRows, LazyStore, RowStore
 
 KEPT_BYTES = 512 << 20
 """Limit of the rows that are kept, by default."""
-_PARTS = 16
-"""Parts of an array whose kept rows are given up together."""
+_RANGES = 16
+"""Ranges of an array whose kept rows are freed together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -46,12 +45,12 @@ class _Array:
         self.bits = tensor.view(_BITS[tensor.element_size()]) if isinstance(tensor, Tensor) else tensor
         self.dtype = tensor.dtype
         self.pending = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
-        self.cuts = torch.arange(1, _PARTS, device=tensor.device) * len(tensor) // _PARTS
+        self.cuts = torch.arange(1, _RANGES, device=tensor.device) * len(tensor) // _RANGES
         self.kept: list[_Kept] = []
 
 
 class Snapshot:
-    """The present rows and moments of some stores; `read` them in rising order, then `close` it.
+    """Keep the present rows and moments of some stores; `read` them in rising order, then `close` it.
 
     Parameters
     ----------
@@ -119,7 +118,7 @@ class Snapshot:
                     continue
                 places = torch.unique(places)
                 array.pending[places] = False
-                # In parts by place, so that the reader frees one after the other.
+                # In ranges of places, so that the reader frees one after the other.
                 firsts = torch.searchsorted(places, array.cuts).tolist()
                 for first, last in pairwise([0, *firsts, len(places)]):
                     if first < last:
@@ -131,7 +130,7 @@ class Snapshot:
         self.waited_s += time.perf_counter() - start
 
     def _forget(self, array: _Array, stop: int) -> None:
-        """Give up what was kept of rows before ``stop``, part by part."""
+        """Free what was kept of rows before ``stop``, range by range."""
         remaining = [kept for kept in array.kept if kept.last >= stop]
         self._bytes -= sum(kept.nbytes for kept in array.kept if kept.last < stop)
         array.kept = remaining
@@ -139,7 +138,7 @@ class Snapshot:
 
 
 def rows_of(store: RowStore) -> DenseStore | ExistingRows:
-    """The rows of a store that can be saved."""
+    """Return the rows of a store that can be saved."""
     if isinstance(store, LazyStore):
         return ExistingRows(store)
     assert isinstance(store, DenseStore)
@@ -147,7 +146,7 @@ def rows_of(store: RowStore) -> DenseStore | ExistingRows:
 
 
 def arrays_of(rows: DenseStore | ExistingRows) -> Mapping[str, Tensor | ExistingArray]:
-    """What they are in."""
+    """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
 
 

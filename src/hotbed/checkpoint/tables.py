@@ -1,4 +1,4 @@
-"""Rows of a saved table into a tile of a table: any saved tiles into any tile, raw where rows are stored alike."""
+"""Load rows of a saved table into a tile of a table: from any saved tiles, bit by bit where rows are stored alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotbed import ops
 from hotbed.checkpoint.manifest import SavedTable, SavedTile
-from hotbed.checkpoint.tensors import CHUNK_BYTES, TensorFiles
+from hotbed.checkpoint.tensor_files import CHUNK_BYTES, TensorFiles
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import form, stored_as
 from hotbed.errors import CheckpointError
@@ -26,14 +26,14 @@ Places = range | Tensor
 """Rising positions of rows; ``[n]`` int64 where they follow no rule."""
 
 ROWS_AT_ONCE = 1 << 16
-"""Rows that are put together at once where they come to be when they are loaded."""
+"""Rows that are put together at once where loading materializes them."""
 MOST_CHUNKS = 16
 """How many times `CHUNK_BYTES` may be in memory where rows of many tiles are put together."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Common(NamedTuple):
-    """What a saved tile and a tile here have in common.
+    """Rows and columns that a saved tile and a tile here have in common.
 
     Attributes
     ----------
@@ -88,12 +88,12 @@ def check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
             )
 
 
-def load_tile(held: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
+def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
     """Overwrite a tile with what a checkpoint has of it; rows beyond the saved table's stay as they are.
 
     Parameters
     ----------
-    held
+    tile
         The tile.
     saved
         The table, of equally many columns.
@@ -102,32 +102,32 @@ def load_tile(held: LocalTile, saved: SavedTable, moments: Collection[str], file
     files
         The checkpoint's files.
     """
-    known = held.piece.rows[: len(range(held.piece.rows.start, saved.spec.rows, held.piece.rows.step))]
-    found = list(common(held.piece.rows, held.piece.cols, saved, files))
-    if isinstance(held.arena.store, LazyStore):
-        _load_existing(held, held.arena.store, saved, moments, found, files)
+    known = tile.shard.rows[: len(range(tile.shard.rows.start, saved.spec.rows, tile.shard.rows.step))]
+    found = list(common(tile.shard.rows, tile.shard.cols, saved, files))
+    if isinstance(tile.arena.store, LazyStore):
+        _load_existing(tile, tile.arena.store, saved, moments, found, files)
         return
-    if form(saved.spec) == form(held.piece.table):
+    if form(saved.spec) == form(tile.shard.table):
         if any(c.tile.keyed for c in found):
-            _initialize(held, saved.spec, known)
-        _copy_raw(held, found, files)
+            _initialize(tile, saved.spec, known)
+        _copy_raw(tile, found, files)
     else:
-        _copy_values(held, saved.spec, found, known, files)
-    extents, arrays = held.extents(), held.arrays()
+        _copy_values(tile, saved.spec, found, known, files)
+    extents, arrays = tile.extents(), tile.arrays()
     for name in moments:
         e = extents[f"{MOMENT}{name}"]
         target = arrays[e.array][e.start : e.stop]
         # Of a row that is cut into columns each tile has its value: that of the first columns is taken, last.
         for c in sorted(found, key=lambda c: -c.tile.cols.start):
-            columns = _columns(c, held.piece.cols) if target.dim() > 1 else None
+            columns = _columns(c, tile.shard.cols) if target.dim() > 1 else None
             if c.tile.keyed:
-                of_tile = _at(target, common_places(held.piece.rows, c.tile.rows))
+                of_tile = _at(target, common_places(tile.shard.rows, c.tile.rows))
                 (of_tile if columns is None else of_tile[:, columns[1]]).fill_(saved.moments[name].initial)
             copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
 
 
 def common(rows: range, cols: range, saved: SavedTable, files: TensorFiles) -> Iterator[Common]:
-    """What a rectangle of a table has in common with each of the saved tiles."""
+    """Find the rows and columns that a rectangle of a table has in common with each of the saved tiles."""
     for tile in saved.tiles:
         shared = range(max(cols.start, tile.cols.start), min(cols.stop, tile.cols.stop))
         there = common_places(tile.rows, rows)
@@ -198,7 +198,7 @@ def copy_rows(
 
 
 def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Places, Tensor]:
-    """Common rows whose positions here are from ``first`` to ``last``: these positions, and the rows as float32."""
+    """Read common rows whose positions here are from ``first`` to ``last``: these positions, and rows as float32."""
     begin, end = _below(c.here, first), _below(c.here, last)
     part = c._replace(there=c.there[begin:end], here=range(end - begin))
     values = torch.empty(end - begin, len(c.tile.cols))
@@ -224,33 +224,33 @@ def values_of(c: Common, first: int, last: int, files: TensorFiles) -> tuple[Pla
     return c.here[begin:end], values[:, c.cols.start - c.tile.cols.start : c.cols.stop - c.tile.cols.start]
 
 
-def _copy_raw(held: LocalTile, found: Collection[Common], files: TensorFiles) -> None:
+def _copy_raw(tile: LocalTile, found: Collection[Common], files: TensorFiles) -> None:
     """Copy rows as they are stored."""
-    extents, arrays = held.extents(), held.arrays()
-    for name, here in stored_as(held.piece.table, held.piece.rows).items():
+    extents, arrays = tile.extents(), tile.arrays()
+    for name, here in stored_as(tile.shard.table, tile.shard.rows).items():
         e = extents[name]
         unit = SCALE_BLOCK if name == "exponents" else 1
         for c in found:
             if name in c.arrays:
-                columns = _columns(c, held.piece.cols, unit)
+                columns = _columns(c, tile.shard.cols, unit)
                 copy_rows(c, name, c.arrays[name], arrays[e.array][e.start : e.stop], here, columns, files)
 
 
 def _load_existing(
-    held: LocalTile,
+    tile: LocalTile,
     store: LazyStore,
     saved: SavedTable,
     moments: Collection[str],
     found: Collection[Common],
     files: TensorFiles,
 ) -> None:
-    """Load into a tile whose rows come to be when they are trained: none but rows that differ from initial ones do."""
-    spec, cols, first_slot = saved.spec, held.piece.cols, held.arena.first_slots[held.number]
+    """Load into a tile whose rows are materialized on their first update: only rows that were saved are."""
+    spec, cols, first_slot = saved.spec, tile.shard.cols, tile.arena.first_slots[tile.number]
     assert spec.init_seed is not None
-    store.initialize(first_slot, seed=spec.init_seed, rows=held.piece.rows, cols=cols, bound=spec.bound)
+    store.initialize(first_slot, seed=spec.init_seed, rows=tile.shard.rows, cols=cols, bound=spec.bound)
     for name in moments:
-        store.fill(held.number, name, saved.moments[name].initial)
-    alike = form(spec) == form(held.piece.table)
+        store.fill(tile.number, name, saved.moments[name].initial)
+    alike = form(spec) == form(tile.shard.table)
     # Of a row that is cut into columns each tile has its value of a moment per row: that of the first columns is last.
     for c in sorted(found, key=lambda c: -c.tile.cols.start):
         for start in range(0, len(c.here), ROWS_AT_ONCE):
@@ -265,7 +265,7 @@ def _load_existing(
                 store.put_values(slots, values)
             stored = {
                 name: t
-                for name, t in held.named(store.stored(slots)).items()
+                for name, t in tile.named(store.stored(slots)).items()
                 if (name.removeprefix(MOMENT) in moments if name.startswith(MOMENT) else alike and name in c.arrays)
             }
             wide = store.count_wide(slots)
@@ -274,16 +274,16 @@ def _load_existing(
                 columns = _columns(c, cols, SCALE_BLOCK if name == "exponents" else 1) if out.dim() > 1 else None
                 holds = _all(c) if name.startswith(MOMENT) else c.arrays[name]
                 copy_rows(part, name, holds, out, range(first, first + len(out)), columns, files)
-            store.put_stored(slots, held.unnamed(stored))
+            store.put_stored(slots, tile.unnamed(stored))
 
 
-def _copy_values(held: LocalTile, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
+def _copy_values(tile: LocalTile, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
     """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
-    store, cols = held.arena.store, held.piece.cols
+    store, cols = tile.arena.store, tile.shard.cols
     keyed = any(c.tile.keyed for c in found)
     # Each chunk reads of every saved tile, so many of them get larger chunks.
     step = max(CHUNK_BYTES * min(len(found), MOST_CHUNKS) // (4 * len(cols)), 1)
-    slots = held.arena.slots(held.number)
+    slots = tile.arena.slots(tile.number)
     for first in range(0, len(known), step):
         last = min(first + step, len(known))
         part = slots[first:last]
@@ -293,7 +293,7 @@ def _copy_values(held: LocalTile, spec: Table, found: Collection[Common], known:
             if len(here):
                 at = torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here
                 values[at.to(values.device) - first, _columns(c, cols)[1]] = rows.to(values.device)
-        _lower_exponents(held, first, last)
+        _lower_exponents(tile, first, last)
         store.write(part, values)
 
 
@@ -312,21 +312,21 @@ def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
     return values[:, cols.start - blocks.start : cols.stop - blocks.start]
 
 
-def _initialize(held: LocalTile, spec: Table, known: range) -> None:
+def _initialize(tile: LocalTile, spec: Table, known: range) -> None:
     """Give ``known`` rows the initial values that they had in the saved table."""
     assert spec.init_seed is not None
-    _lower_exponents(held, 0, len(known))
-    slot = held.arena.first_slots[held.number]
-    held.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=held.piece.cols, bound=spec.bound)
+    _lower_exponents(tile, 0, len(known))
+    slot = tile.arena.first_slots[tile.number]
+    tile.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=tile.shard.cols, bound=spec.bound)
 
 
-def _lower_exponents(held: LocalTile, first: int, last: int) -> None:
-    """Let the exponents of some rows fit what is written next: they only grow, but these are of values that go."""
-    extent = held.extents().get("exponents")
+def _lower_exponents(tile: LocalTile, first: int, last: int) -> None:
+    """Reset the exponents of some rows before they are overwritten: exponents only grow."""
+    extent = tile.extents().get("exponents")
     if extent is not None:
-        wide = len(stored_as(held.piece.table, held.piece.rows).get("fp32_weight", ()))
+        wide = len(stored_as(tile.shard.table, tile.shard.rows).get("fp32_weight", ()))
         rows = slice(extent.start + max(first - wide, 0), extent.start + max(last - wide, 0))
-        held.arrays()["exponents"][rows] = MIN_EXPONENT
+        tile.arrays()["exponents"][rows] = MIN_EXPONENT
 
 
 def _names(saved: SavedTable) -> list[str]:

@@ -1,4 +1,4 @@
-"""`init_from`: a new model begins with what fits of a checkpoint; tables may be new, dropped, renamed or larger."""
+"""Warm start: initialize a new model with what fits of a checkpoint; tables may be new, dropped, renamed or larger."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 
 from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.contents import (
-    TablePart,
+    ModelTable,
     link_of,
+    model_tables,
     refuse_parts_of_distributed,
     refuse_while_saved,
-    tables_of_parts,
 )
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import SavedTable, Stateful, find_checkpoint, read_manifest
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import load_tile
-from hotbed.checkpoint.tensors import TensorFiles
+from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
@@ -33,7 +33,7 @@ from hotbed.torch_hooks import without_tables
 
 @dataclass(frozen=True)
 class Taken:
-    """One thing of the model or of the checkpoint, and what became of it.
+    """Say of one table, parameter or optimizer whether it was taken from the checkpoint.
 
     Attributes
     ----------
@@ -65,11 +65,11 @@ def init_from(
     leave: Collection[str] = (),
     optimizers: bool = True,
 ) -> list[Taken]:
-    """Begin with what fits of a checkpoint; of a distributed model, all ranks must call this.
+    """Initialize with what fits of a checkpoint; of a distributed model, all ranks must call this.
 
     A table takes the rows that it has in common with the checkpoint's: ids must mean the same, as those of a vocabulary
     that was extended do. Rows beyond them have the values that the checkpoint's table would have begun with. Tables of
-    another dim, and parameters of another shape, begin anew. Steps, schedules, loaders and metrics begin anew always.
+    another dim, and parameters of another shape, are reinitialized. Steps, schedules, loaders and metrics always are.
 
     Parameters
     ----------
@@ -80,9 +80,9 @@ def init_from(
     rename
         What the checkpoint calls a table, by its name here.
     leave
-        Tables that begin anew.
+        Tables that are reinitialized.
     optimizers
-        Whether to take the moments of tables and parameters, too; they begin anew where an optimizer is another.
+        Whether to take the moments of tables and parameters, too; they are reinitialized where an optimizer is another.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def init_from(
     place = find_checkpoint(path, best=True)
     manifest = read_manifest(place)
     refuse_parts_of_distributed(parts, link_of(parts))
-    tables = tables_of_parts(parts)
+    tables = model_tables(parts)
     refuse_while_saved(tables)
     there = {
         resolved(name, tables, "here"): resolved(old, manifest.tables, f"in {place}")
@@ -140,16 +140,16 @@ def resolved(name: str, known: Collection[str], where: str) -> str:
 
 
 def _take_table(
-    name: str, there: str, table: TablePart, saved: SavedTable | None, optimizers: bool, files: TensorFiles
+    name: str, there: str, table: ModelTable, saved: SavedTable | None, optimizers: bool, files: TensorFiles
 ) -> tuple[Taken, list[str]]:
     """Take a table's rows; what became of it, and which moments were taken, too."""
     spec = table.table
     if saved is None:
-        return Taken("table", name, False, f"{spec.rows:,} rows, begins anew"), []
+        return Taken("table", name, False, f"{spec.rows:,} rows, reinitialized"), []
     if spec.dynamic is not None:
-        return Taken("table", name, False, "begins anew, for its rows have the ids of their own run"), []
+        return Taken("table", name, False, "reinitialized, for its rows have the ids of their own run"), []
     if saved.spec.dim != spec.dim:
-        return Taken("table", name, False, f"begins anew: dim {saved.spec.dim} there, {spec.dim} here"), []
+        return Taken("table", name, False, f"reinitialized: dim {saved.spec.dim} there, {spec.dim} here"), []
     fitting = [
         moment
         for moment, wanted in table.saved.moments.items()
@@ -161,14 +161,14 @@ def _take_table(
     seed = saved.spec.init_seed
     assert seed is not None
     with torch.no_grad():
-        for held in table.collection.local_tiles(spec.name):
-            rows = held.piece.rows
+        for tile in table.collection.local_tiles(spec.name):
+            rows = tile.shard.rows
             known = len(range(rows.start, min(rows.stop, saved.spec.rows), rows.step))
-            slot = held.arena.first_slots[held.number] + known
+            slot = tile.arena.first_slots[tile.number] + known
             new = rows[known:]
-            if new and isinstance(held.arena.store, DenseStore):
-                held.arena.store.initialize(slot, seed=seed, rows=new, cols=held.piece.cols, bound=saved.spec.bound)
-            load_tile(held, saved, moments if held.owned else (), files)
+            if new and isinstance(tile.arena.store, DenseStore):
+                tile.arena.store.initialize(slot, seed=seed, rows=new, cols=tile.shard.cols, bound=saved.spec.bound)
+            load_tile(tile, saved, moments if tile.owned else (), files)
     table.collection.adopt_initial(spec.name, seed, saved.spec.bound)
     notes = [f"{min(saved.spec.rows, spec.rows):,} rows" + (f" of '{there}'" if there != name else "")]
     if spec.rows != saved.spec.rows:
@@ -177,7 +177,7 @@ def _take_table(
     if (spec.dtype, spec.fp32_rows) != (saved.spec.dtype, saved.spec.fp32_rows):
         notes.append(f"{saved.spec.dtype} as {spec.dtype}, rounded to the nearest where narrower")
     if table.saved.moments:
-        notes.append(f"moments {', '.join(moments)}" if moments else "moments begin anew")
+        notes.append(f"moments {', '.join(moments)}" if moments else "moments reinitialized")
     return Taken("table", name, True, ", ".join(notes)), moments
 
 
@@ -189,10 +189,10 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
         saved = {n: t for n, t in saved.items() if not _is_of_ids(n)}
         for name, tensor in own.items():
             if name not in saved:
-                report.append(Taken("parameter", name, False, "is not in the checkpoint, begins anew"))
+                report.append(Taken("parameter", name, False, "is not in the checkpoint, reinitialized"))
             elif saved[name].shape != tensor.shape:
                 shapes = f"{list(saved[name].shape)} there, {list(tensor.shape)} here"
-                report.append(Taken("parameter", name, False, f"begins anew: {shapes}"))
+                report.append(Taken("parameter", name, False, f"reinitialized: {shapes}"))
             else:
                 tensor.copy_(saved[name])
                 report.append(Taken("parameter", name, True, str(list(tensor.shape))))
@@ -220,13 +220,13 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
         sorted(group.keys()) for group in saved["param_groups"]
     ]
     if not fits or not same:
-        return Taken("optimizer", part, False, "begins anew: its parameters or options are others")
+        return Taken("optimizer", part, False, "reinitialized: its parameters or options are others")
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
     return Taken("optimizer", part, True, f"moments of {len(saved['state'])} parameters")
 
 
-def _take_step(table: TablePart, parts: Mapping[str, Stateful], saved: SavedTable, states: Mapping[str, Any]) -> None:
-    """Count the steps of a table whose moments were taken on from where its optimizer was there."""
+def _take_step(table: ModelTable, parts: Mapping[str, Stateful], saved: SavedTable, states: Mapping[str, Any]) -> None:
+    """Continue the step count of a table whose moments were taken."""
     part = next(iter(saved.moments.values())).optimizer
     if part not in states:
         return

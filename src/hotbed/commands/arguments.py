@@ -37,6 +37,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 _NO_WIDTH = 1 << 20
 """Columns of a pipe or file."""
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
+_GROUPS = {"dense_optimizer_groups": "parameters", "sparse_optimizer_groups": "tables"}
 
 
 class Parser(ArgumentParser):
@@ -143,6 +144,8 @@ class RecipeParser(Parser):
     def _set_deep(self, parsed: Namespace, key: str, text: str) -> None:
         component, _, path = key.partition(".init_args.")
         name = f"{component}.init_args"
+        if (group := key.partition("."))[0] in _GROUPS:
+            name, _, path = group
         if f"--{name}" not in self._option_string_actions:
             self.error(f"unrecognized arguments: --{key}")
         *parents, last = path.split(".")
@@ -163,15 +166,20 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
     for key in _COMPONENTS:
         _add_component(parser, key)
+    for key, names in _GROUPS.items():
+        parser.add_argument(
+            f"--{key}",
+            type=dict[str, Any],
+            default={},
+            help=f"Optimizers of some {names}: .GROUP.{names} has patterns of names, .GROUP.optimizer the class.",
+        )
     parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
     parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
     parser.add_class_arguments(InitRecipe, "init", instantiate=False)
     parser.add_class_arguments(ParallelRecipe, "parallel", instantiate=False)
     parser.add_class_arguments(MemoryRecipe, "memory", instantiate=False)
     parser.add_class_arguments(HotRecipe, "hot", instantiate=False)
-    parser.add_argument(
-        "--plan", type=str | None, help="Short for --parallel.plan: table, row, column, grid, dp, FILE."
-    )
+    parser.add_argument("--plan", type=str | None, help="Short for --parallel.plan: a sharding scheme or FILE.")
     parser.add_argument("--init_from", type=str | None, help="Short for --init.checkpoint: what fits is taken from it.")
 
 
@@ -259,7 +267,7 @@ def _value_of(option: str, remaining: Iterator[str]) -> str:
 
 
 # jsonargparse would replace all of `schema` by {group: user}, so what lies within an init_arg is set here.
-_DEEP = re.compile(r"--((?:\w+\.)+init_args\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
+_DEEP = re.compile(rf"--((?:\w+\.)+init_args\.\w+\.[\w.]+|(?:{'|'.join(_GROUPS)})\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
 
 
 def split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

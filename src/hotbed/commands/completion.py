@@ -1,11 +1,12 @@
+# pyright: reportMissingImports=false
 """Print a script by which a shell completes commands, options and their values: ``hotbed completion``."""
 
 # shtab is an extra, which need not be installed where types are checked.
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -41,7 +42,7 @@ def run(parsed: Namespace) -> None:
     print(parser.get_completion_script(f"shtab-{parsed.shell}"))
 
 
-def _complete_paths(parser: Parser, how: dict[str, str]) -> None:
+def _complete_paths(parser: Parser, how: Mapping[Any, Any]) -> None:
     """Add the arguments of a parser and of its commands, and offer files for paths."""
     parser.fill()
     if parser.words == "hotbed train":

@@ -20,9 +20,11 @@ from hotbed.plan.cost import Cost, rank_costs, tile_bytes
 from hotbed.plan.tiling import Plan, Tile, extent
 from hotbed.specs import Table
 from hotbed.train.build import new_model, open_source
-from hotbed.train.parallel import moments_by_table, planned, started
+from hotbed.train.numerics import resolve_device
+from hotbed.train.parallel import planned
+from hotbed.train.parameter_groups import moments_by_table, sparse_components
+from hotbed.train.process_group import started
 from hotbed.train.report import size
-from hotbed.train.trainer import resolve_device
 
 _BAR = 20
 
@@ -82,8 +84,8 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         If the sparse optimizer is not one.
     """
     source = open_source(recipe.data)
-    for key, optimizer in (("sparse_optimizer", recipe.sparse_optimizer), ("wide_optimizer", recipe.wide_optimizer)):
-        if optimizer is not None and not issubclass(optimizer.load(), SparseOptimizer):
+    for key, optimizer in sparse_components(recipe).items():
+        if not issubclass(optimizer.load(), SparseOptimizer):
             raise RecipeError(f"{key} is {optimizer.class_path}, not one of hotbed.optim")
     tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
     with torch.device("meta"):

@@ -11,7 +11,7 @@ import torch
 
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.storage import LocalDirectory, directory
-from hotbed.checkpoint.writing import making
+from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe, ParallelRecipe, Recipe
 from hotbed.errors import CheckpointError
 from hotbed.nn.plain import plain_model, traced
@@ -68,7 +68,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
         "ids": {c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling} for c in origin.schema.sparse},
         "tables": origin.schema.rows,
     }
-    with making(target) as (place, _):
+    with new_directory(target) as (place, _):
         torch.export.save(program, Path(place.path) / MODEL)
         place.write(INPUTS, json.dumps(found, indent=1))
     return found

@@ -30,7 +30,7 @@ from hotbed.plan.tiers import Counted, Popularity, hot_rows
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.train.build import new_model, tables_of
-from hotbed.train.parallel import moments_by_table, moments_of
+from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.report import StageProgress, size
 
 

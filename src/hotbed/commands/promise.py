@@ -38,7 +38,7 @@ from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
 from hotbed.train.build import build_trainer, open_source, tables_of
 from hotbed.train.callbacks import Callback
-from hotbed.train.parallel import process_group
+from hotbed.train.process_group import process_group
 from hotbed.train.report import RunDirectory, environment, recipe_yaml, size
 from hotbed.train.trainer import Trainer
 

@@ -1,7 +1,7 @@
+# pyright: reportMissingImports=false
 """Measure how unevenly rows are looked up, and what a cache of them would serve: ``hotbed inspect --skew``."""
 
 # matplotlib is an extra, which need not be installed where types are checked.
-# pyright: reportMissingImports=false
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Train, or say what that would take."""
-    from hotbed.train.parallel import process_group, started
+    from hotbed.train.process_group import process_group, started
     from hotbed.train.report import RunDirectory, print_summary
     from hotbed.train.run import train
 

@@ -11,7 +11,8 @@ Importing this module is cheap and loads no class that a recipe names.
 """
 
 from hotbed.config.component import Component
-from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
+from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
     DataRecipe,
     Device,
@@ -20,7 +21,6 @@ from hotbed.config.recipe import (
     Monitor,
     Precision,
     Recipe,
-    ScheduleRecipe,
     TrainRecipe,
     check_keys,
 )
@@ -28,16 +28,20 @@ from hotbed.config.recipe import (
 __all__ = [
     "Component",
     "DataRecipe",
+    "DenseOptimizerGroup",
     "Device",
     "HotRecipe",
     "InitRecipe",
     "LinearLibrary",
+    "MemoryOptions",
     "MemoryRecipe",
     "Monitor",
+    "ParallelOptions",
     "ParallelRecipe",
     "Precision",
     "Recipe",
     "ScheduleRecipe",
+    "SparseOptimizerGroup",
     "TrainRecipe",
     "check_keys",
 ]

@@ -115,10 +115,10 @@ def at_least(key: str, value: object, limit: int, what: str = "") -> None:
         raise RecipeError(f"{key} is {value:,}, must be at least {limit:,}{f' ({what})' if what else ''}")
 
 
-def one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise `RecipeError` unless a value is one of these."""
+def one_of(key: str, value: str, choices: tuple[str, ...], error: type[HotbedError] = RecipeError) -> None:
+    """Raise an error unless a value is one of these."""
     if value not in choices:
-        raise RecipeError(f"{key} is '{value}', must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
+        raise error(f"{key} is '{value}', must be one of {', '.join(choices)}{did_you_mean(str(value), choices)}")
 
 
 def seed(key: str, value: object) -> None:

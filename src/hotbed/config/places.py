@@ -1,4 +1,8 @@
-"""Define the recipe's sections on ranks, memories and hot rows; nearly all change where bytes are, not results."""
+"""Define the options on ranks, memories and hot rows; nearly all change where bytes are, not results.
+
+Each option is stated once, here: `hotbed.distribute` takes `ParallelOptions` and `MemoryOptions`, which the recipe's
+sections ``parallel`` and ``memory`` extend, so that it can be given these whole.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hotbed.config.component import at_least, one_of
-from hotbed.errors import RecipeError
+from hotbed.errors import HotbedError, RecipeError, SpecError
+from hotbed.specs import Tier
 
 DensePart = Literal["ddp", "fsdp"]
 Reader = Literal["each", "first", "owners"]
 Layout = Literal["groups", "replicas"]
 Codec = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
-Tier = Literal["device", "host", "disk"]
 CachePolicy = Literal["lru", "lfu"]
 CacheTier = Literal["device", "host"]
 HostRows = Literal["records", "uva"]
@@ -20,21 +24,27 @@ Batches = Literal["mixed", "alternating", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelRecipe:
-    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
+class ParallelOptions:
+    """How the ranks of a process group share a model, for `hotbed.distribute`.
 
-    plan: str = "table"
-    """Sharding scheme of the tables (table, row, column, grid, dp), or a plan's JSON file."""
+    Raises
+    ------
+    SpecError
+        If a value is none of those that an option has.
+    """
+
     dense: DensePart = "ddp"
-    """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded."""
+    """``ddp``: every process has all dense parameters; ``fsdp``: they are sharded (FSDP2), summed in another order."""
     forward_codec: Codec = "fp32"
-    """How rows cross the wire; all but fp32 round them."""
+    """How rows cross the wire; all but fp32 round them, which changes results by at most the stated error."""
     backward_codec: Codec = "fp32"
     """How gradients of rows cross the wire; all but fp32 round them."""
     per_shard_statistics: bool = False
-    """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns."""
+    """Let row-wise optimizers see the columns of each tile by themselves, where rows are cut into columns: saves an
+    exchange per step and changes results."""
     ranks_per_node: int | None = None
-    """Exchange in two hops, inside nodes of so many processes and then between nodes; it does not change results."""
+    """Exchange in two hops, inside nodes of so many processes and then between nodes: fewer and larger messages; it
+    does not change results."""
     replicas: int = 1
     """Groups of processes that hold a copy of all tables each; the plan is for the processes of one. Copies are
     averaged, which changes results, unless ``exact`` is set."""
@@ -44,6 +54,26 @@ class ParallelRecipe:
     """What neighbouring processes, as on a host, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
     exact: bool = False
     """Update every copy by the gradients of all samples instead: results of one group, for more bytes every step."""
+
+    def __post_init__(self) -> None:
+        self._check_choices("", SpecError)
+
+    def _check_choices(self, section: str, error: type[HotbedError]) -> None:
+        choices = {"dense": DensePart, "forward_codec": Codec, "backward_codec": Codec, "layout": Layout}
+        for name, kind in choices.items():
+            one_of(f"{section}{name}", getattr(self, name), get_args(kind), error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlanChoice:
+    plan: str = "table"
+    """Sharding scheme of the tables, such as row (an unknown name is answered with all), or a plan's JSON file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRecipe(ParallelOptions, _PlanChoice):  # keys are in the order of bases from right to left
+    """How the model is distributed where several processes train it (``torchrun -m hotbed train …``)."""
+
     overlap: bool = True
     """Exchange the ids of the next batch while one is computed; it does not change results."""
     reader: Reader = "each"
@@ -53,11 +83,8 @@ class ParallelRecipe:
     """Seconds after which an exchange between processes fails."""
 
     def __post_init__(self) -> None:
-        one_of("parallel.dense", self.dense, get_args(DensePart))
+        self._check_choices("parallel.", RecipeError)
         one_of("parallel.reader", self.reader, get_args(Reader))
-        for key in ("forward_codec", "backward_codec"):
-            one_of(f"parallel.{key}", getattr(self, key), get_args(Codec))
-        one_of("parallel.layout", self.layout, get_args(Layout))
         for key in ("replicas", "sync_every", "timeout_s"):
             at_least(f"parallel.{key}", getattr(self, key), 1)
         if self.replicas > 1 and self.reader == "owners":
@@ -72,9 +99,37 @@ class ParallelRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRecipe:
-    """In which memory the rows of tables are; it does not change results."""
+class MemoryOptions:
+    """How rows are kept that a plan places in the host's memory or on disk, for `hotbed.distribute`.
 
+    Raises
+    ------
+    SpecError
+        If a value is none of those that an option has.
+    """
+
+    cache_policy: CachePolicy = "lru"
+    """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
+    cache_tier: CacheTier = "device"
+    """Where the cache is: in the compute device's memory, or in the ``host``'s."""
+    host: HostRows = "records"
+    """How rows are in the host's memory: ``records`` are materialized on their first update, and are brought to the
+    device batch by batch; with ``uva`` all rows are there at once, in page-locked memory that a GPU reads and writes in
+    place, without a cache."""
+    directory: str | None = None
+    """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
+
+    def __post_init__(self) -> None:
+        self._check_choices("", SpecError)
+
+    def _check_choices(self, section: str, error: type[HotbedError]) -> None:
+        choices = {"cache_policy": CachePolicy, "cache_tier": CacheTier, "host": HostRows}
+        for name, kind in choices.items():
+            one_of(f"{section}{name}", getattr(self, name), get_args(kind), error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TierChoice:
     tier: Tier = "device"
     """Where rows are that no budget holds: in the compute device's memory, all at once; or in the ``host``'s memory or
     on ``disk``, where a row is materialized on its first update."""
@@ -88,22 +143,15 @@ class MemoryRecipe:
     law with exponent 1.05, alike for all tables."""
     cache_rows: int = 0
     """With another tier: rows, per process, of a cache for those that are used."""
-    cache_policy: CachePolicy = "lru"
-    """Which rows the cache gives up: the least recently or the least often used ones (``lfu``)."""
-    cache_tier: CacheTier = "device"
-    """Where the cache is: in the compute device's memory, or in the ``host``'s."""
-    host: HostRows = "records"
-    """How rows are in the host's memory: ``records`` are materialized on their first update, and brought to
-    the device batch by batch; with ``uva`` all rows are there at once, and a GPU reads and writes them in place,
-    without a cache."""
-    directory: str | None = None
-    """Where files are made for tier ``disk``, which end with the process; by default that of temporary files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecipe(MemoryOptions, _TierChoice):
+    """In which memory the rows of tables are; it does not change results."""
 
     def __post_init__(self) -> None:
+        self._check_choices("memory.", RecipeError)
         one_of("memory.tier", self.tier, get_args(Tier))
-        one_of("memory.cache_policy", self.cache_policy, get_args(CachePolicy))
-        one_of("memory.cache_tier", self.cache_tier, get_args(CacheTier))
-        one_of("memory.host", self.host, get_args(HostRows))
         for name in ("device_bytes", "host_bytes", "cache_rows"):
             at_least(f"memory.{name}", getattr(self, name), 0)
             if getattr(self, name) and self.tier == "device":
@@ -121,7 +169,8 @@ class MemoryRecipe:
     @property
     def cached_tiers(self) -> tuple[Tier, ...]:
         """Memories whose rows may have a cache before them."""
-        return ("disk",) if self.host == "uva" else ("host", "disk")
+        in_place = {"device", "host"} if self.host == "uva" else {"device"}
+        return tuple(tier for tier in get_args(Tier) if tier not in in_place)
 
 
 @dataclass(frozen=True, kw_only=True)

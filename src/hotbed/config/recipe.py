@@ -1,7 +1,8 @@
 """Define `Recipe`: everything that one training run is, as a tree of plain values that are checked when they are set.
 
-The sections on data, learning rates, training and the warm start are here; those on ranks, memories and hot rows, which
-change where bytes are and how fast, in `hotbed.config.places`.
+The sections on data, training and the warm start are here; groups of optimizers and learning rates are in
+`hotbed.config.optimizers`; ranks, memories and hot rows, which change where bytes are and how fast, in
+`hotbed.config.places`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Self, cast, get_args, get_type_hints
+from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from hotbed.config.component import Component, at_least, by_table, one_of, seed
+from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import OnBadId, RowDtype
@@ -70,41 +72,6 @@ class DataRecipe:
         for name in ("window", "workers", "prefetch"):
             at_least(f"data.{name}", getattr(self, name), 1)
         one_of("data.on_bad_id", self.on_bad_id, get_args(OnBadId))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleRecipe:
-    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0."""
-
-    warmup_steps: int = 0
-    """Steps over which the factor rises to 1."""
-    decay_start: int | None = None
-    """Step after which the factor falls; it never does by default."""
-    decay_end: int | None = None
-    """Step at which it reaches 0."""
-    decay_power: float = 2.0
-    """Power of the fall: 1 is linear, 2 as in NVIDIA's DLRM."""
-
-    def __post_init__(self) -> None:
-        at_least("schedule.warmup_steps", self.warmup_steps, 0)
-        if (self.decay_start is None) != (self.decay_end is None):
-            raise RecipeError("schedule.decay_start and schedule.decay_end go together; set both, or neither")
-        if self.decay_start is not None and self.decay_end is not None:
-            at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
-            at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
-        if not self.decay_power > 0:
-            raise RecipeError(f"schedule.decay_power is {self.decay_power}, must be above 0; 1 is linear")
-
-    def factor(self, step: int) -> float:
-        """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
-
-        s / warm-up; then 1; then ((end − s) / (end − start))^power.
-        """
-        if step < self.warmup_steps:
-            return step / self.warmup_steps
-        if self.decay_start is None or self.decay_end is None or step <= self.decay_start:
-            return 1.0
-        return (max(self.decay_end - step, 0) / (self.decay_end - self.decay_start)) ** self.decay_power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +175,13 @@ class Recipe:
     model: Component
     """An nn.Module made with ``tables=, features=, dense_features=, seed=``; it maps a batch to logits [B, T]."""
     dense_optimizer: Component
-    """A torch.optim optimizer, made with the model's parameters."""
+    """A torch.optim optimizer, made with the model's parameters that are in no group."""
     sparse_optimizer: Component
-    """A hotbed.optim optimizer, made with the model."""
-    wide_optimizer: Component | None = None
-    """Sparse optimizer of the model's ``wide`` collection; by default ``sparse_optimizer`` trains that, too."""
+    """A hotbed.optim optimizer, made with the model's tables that are in no group."""
+    dense_optimizer_groups: dict[str, DenseOptimizerGroup] = field(default_factory=dict)
+    """By name, parameters with an optimizer of their own; logs and checkpoints use the name."""
+    sparse_optimizer_groups: dict[str, SparseOptimizerGroup] = field(default_factory=dict)
+    """By name, tables with an optimizer of their own; logs and checkpoints use the name."""
     schedule: ScheduleRecipe = field(default_factory=ScheduleRecipe)
     train: TrainRecipe
     init: InitRecipe = field(default_factory=InitRecipe)
@@ -226,6 +195,7 @@ class Recipe:
                 f"name is {self.name!r}, must be a plain directory name of at most {MOST_NAME_BYTES} bytes; it becomes "
                 "runs/NAME"
             )
+        check_group_names(self.dense_optimizer_groups, self.sparse_optimizer_groups)
         if self.parallel.dense == "fsdp" and self.train.checkpoint != "none":
             raise RecipeError(
                 "parallel.dense is 'fsdp', of which this release saves no checkpoint; set train.checkpoint to 'none', "
@@ -326,7 +296,24 @@ def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(of := changed.get(section), Mapping) and isinstance(value := of.get(key), str) and value in names:
             warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
             changed[section] = {**of, key: names[value]}
+    if (wide := changed.pop("wide_optimizer", None)) is not None:
+        warn_renamed("wide_optimizer", "sparse_optimizer_groups.wide.optimizer")
+        groups = changed.get("sparse_optimizer_groups", {})
+        if isinstance(groups, Mapping):  # what else it may be is an error of its own
+            group = _with_wide_optimizer(groups.get("wide", {"tables": ["wide.*"]}), wide)
+            changed["sparse_optimizer_groups"] = {**groups, "wide": group}
     return changed
+
+
+def _with_wide_optimizer(group: Any, wide: Any) -> Any:
+    """The group ``wide`` with what the former key ``wide_optimizer`` says: all or, on a command line, some of it."""
+    if not isinstance(group, Mapping):
+        return group
+    optimizer = group.get("optimizer", {})
+    if isinstance(optimizer, Mapping) and isinstance(wide, Mapping):
+        init_args = {**optimizer.get("init_args", {}), **wide.get("init_args", {})}
+        wide = {**optimizer, **wide, **({"init_args": init_args} if init_args else {})}
+    return {**group, "optimizer": wide}
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -353,8 +340,8 @@ def _check_keys(cls: type[Any], values: object, where: str, complete: bool) -> N
                 f"the recipe has an unknown key '{where}{key}'; {where.rstrip('.') or 'a recipe'} may have "
                 f"{', '.join(types)}{did_you_mean(str(key), types)}"
             )
-        if part := _part(types[key], value):
-            _check_keys(part, value, f"{where}{key}.", complete)
+        for part, of, there in _sections(types[key], value, f"{where}{key}."):
+            _check_keys(part, of, there, complete)
     for f in fields(cls):
         if complete and f.name not in given and f.default is MISSING and f.default_factory is MISSING:
             raise RecipeError(f"the recipe lacks '{where}{f.name}', which is required")
@@ -362,17 +349,22 @@ def _check_keys(cls: type[Any], values: object, where: str, complete: bool) -> N
 
 def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     types = get_type_hints(cls)
-    made = {
-        key: _from_mapping(part, value, f"{where}{key}.") if (part := _part(types[key], value)) else value
-        for key, value in values.items()
-    }
+    made = {key: _made(types[key], value, f"{where}{key}.") for key, value in values.items()}
     try:
         return cls(**made)
     except RecipeError as error:
-        if cls is not Component:
+        if cls not in (Component, DenseOptimizerGroup, SparseOptimizerGroup):
             raise
-        # A component does not know which of the recipe's components it is.
+        # These do not know which of the recipe's components and groups they are.
         raise RecipeError(f"{where}{error}") from None
+
+
+def _made(annotation: Any, value: Any, where: str) -> Any:
+    """A value of a recipe's key: what its sections are made of, and anything else unchanged."""
+    made = [_from_mapping(section, of, there) for section, of, there in _sections(annotation, value, where)]
+    if get_origin(annotation) is dict and made:
+        return dict(zip(value, made, strict=True))
+    return made[0] if made else value
 
 
 def _is_plain(name: object) -> bool:
@@ -382,9 +374,15 @@ def _is_plain(name: object) -> bool:
     return name.isprintable() and not {*"/\\"} & {*name} and len(name.encode(errors="replace")) <= MOST_NAME_BYTES
 
 
-def _part(annotation: Any, value: object) -> type[Any] | None:
-    """The dataclass that a value is to become; None where it stays as it is."""
-    choices = (annotation, *get_args(annotation))
-    if value is None and type(None) in choices:
-        return None
-    return next((c for c in choices if isinstance(c, type) and is_dataclass(c)), None)
+def _sections(annotation: Any, value: object, where: str) -> list[tuple[type[Any], Any, str]]:
+    """Dataclasses that a value is to become, each with its plain values and its key; none where it stays as it is."""
+    if value is None and type(None) in get_args(annotation):
+        return []
+    section = next((c for c in (annotation, *get_args(annotation)) if isinstance(c, type) and is_dataclass(c)), None)
+    if section is None:
+        return []
+    if get_origin(annotation) is not dict:
+        return [(section, value, where)]
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{where.rstrip('.')} is {value!r}, must be a mapping of names to groups")
+    return [(section, of, f"{where}{name}.") for name, of in cast("Mapping[str, Any]", value).items()]

@@ -1,7 +1,7 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Convert Arrow columns to NumPy arrays (ids to rows, bags, numericals), and check that a column can play its role."""
 
 # pyarrow ships no types.
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

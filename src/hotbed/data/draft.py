@@ -1,7 +1,7 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Guess what the columns of a Parquet dataset are: `draft_schema`."""
 
 # pyarrow ships no types.
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,3 +1,4 @@
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 """Read samples from any Parquet file or folder, without a preparation step.
 
 First files and their row groups are found, on any filesystem that pyarrow knows (`find_parquet`); then `ParquetSource`
@@ -32,7 +33,6 @@ from hotbed.files import opened
 from hotbed.jagged import Jagged
 
 # pyarrow ships no types.
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 
 
 _SPLITS = {"train": "train", "valid": "valid", "validation": "valid", "val": "valid", "test": "test"}
@@ -172,7 +172,6 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
 
 
 # pyarrow ships no types.
-# pyright: reportUnknownParameterType=false
 
 
 _LABEL_READERS = 4

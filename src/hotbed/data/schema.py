@@ -32,7 +32,7 @@ class SparseColumn:
     ids
         Ids per sample (1 is one-hot), or None where their number varies (ragged).
     pooling
-        How the rows of one sample become one vector: ``"sum"`` or ``"mean"``.
+        How the rows of one sample become one vector, see `Feature.pooling`.
 
     Raises
     ------

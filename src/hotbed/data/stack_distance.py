@@ -1,3 +1,4 @@
+# pyright: basic
 """Measure hit rates of LRU caches of every size, in one pass over the rows that are looked up.
 
 *Theory of operation.* LRU is a stack algorithm: a cache of C rows always holds the C most recently used ones (Mattson,
@@ -29,9 +30,6 @@ from numpy.typing import NDArray
 
 from hotbed.data.hashing import mix
 from hotbed.errors import SpecError
-
-# pyright: basic
-
 
 _kernel = njit(nogil=True, error_model="numpy")
 

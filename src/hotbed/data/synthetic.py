@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """Write raw logs in Criteo's layout from a known click model, so that the best attainable AUC is known too.
 
 The planted model is a logistic regression over what a model can learn from the log: an effect for each frequent value
@@ -7,7 +8,6 @@ different rates; the intercept makes 26 % of the lines clicks.
 """
 
 # pyarrow ships no types.
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

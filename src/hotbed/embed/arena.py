@@ -1,8 +1,9 @@
-"""An arena: the parts of tables that a rank holds in one store, served by one launch.
+"""Put shards of tables, of one number of columns and one dtype, into one store that one kernel launch serves.
 
-`LocalTile`: a tile of a table as the rank has it that holds it, and what rows are stored as; for checkpoints.
-
-Random bits of stochastic rounding for rows of an arena.
+A `Shard` is a rectangle of a table; an `Arena` holds several, one after the other, and numbers their rows by slot. Of
+tables "a" and "b" of 5 and 3 rows, whole, "a" has slots 0 … 4 and "b" 5 … 7: ``first_slots`` is ``[0, 5, 8]``, and
+``locate`` says that slot 6 is slot 1 of shard 1. A `LocalTile` is a shard and the arena that has it, by the names that
+checkpoints give to what it is stored as.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Shard(NamedTuple):
 
 
 class Arena:
-    """Pieces of tables with as many columns and one dtype, one after the other in one store.
+    """Shards of tables with as many columns and one dtype, one after the other in one store.
 
     Parameters
     ----------
-    pieces
-        What is here, of equally many columns and equal ``dtype``.
+    shards
+        The shards, of equally many columns and equal ``dtype``.
     dim
         Their number of columns.
     seed
@@ -57,7 +58,7 @@ class Arena:
 
     def __init__(
         self,
-        pieces: Sequence[Shard],
+        shards: Sequence[Shard],
         dim: int,
         *,
         seed: int,
@@ -65,30 +66,30 @@ class Arena:
         backend: BackendName,
         storage: Storage | None = None,
     ) -> None:
-        self.pieces = list(pieces)
-        self.tables = [piece.table.name for piece in pieces]
-        """Table of each piece, as `Rows.tables` and `RuleStep.hyper` number them."""
-        self.first_slots = [0, *accumulate(len(piece.rows) for piece in pieces)]
-        """First slot of each piece, and past the last."""
+        self.shards = list(shards)
+        self.tables = [shard.table.name for shard in shards]
+        """Table of each shard, as `Rows.tables` and `RuleStep.hyper` number them."""
+        self.first_slots = [0, *accumulate(len(shard.rows) for shard in shards)]
+        """First slot of each shard, and past the last."""
         self.updates = 0
         """How often rows were updated."""
         self.backend: BackendName = backend
-        self._seeds = [piece.table.seed(seed) for piece in pieces]
+        self._seeds = [shard.table.seed(seed) for shard in shards]
         self.store: RowStore = (storage or Storage()).make(
             [
-                Span(len(p.rows), p.fp32_rows, first_row=p.rows.start, row_step=p.rows.step, first_col=p.cols.start)
-                for p in pieces
+                Span(len(s.rows), s.fp32_rows, first_row=s.rows.start, row_step=s.rows.step, first_col=s.cols.start)
+                for s in shards
             ],
             dim,
-            dtype=pieces[0].table.dtype if pieces else "fp32",
+            dtype=shards[0].table.dtype if shards else "fp32",
             device=device,
             backend=backend,
         )
-        for piece, slot in zip(pieces, self.first_slots, strict=False):
-            table = piece.table
+        for shard, slot in zip(shards, self.first_slots, strict=False):
+            table = shard.table
             if device.type == "meta":
                 break  # no values yet
-            self.store.initialize(slot, seed=table.seed(seed), rows=piece.rows, cols=piece.cols, bound=table.bound)
+            self.store.initialize(slot, seed=table.seed(seed), rows=shard.rows, cols=shard.cols, bound=table.bound)
         self._placed(device)
 
     def to(self, device: torch.device) -> None:
@@ -98,44 +99,44 @@ class Arena:
 
     def _placed(self, device: torch.device) -> None:
         self.seeds = torch.tensor(self._seeds, dtype=torch.int64, device=device)
-        """Seed of each piece's table ``[T]`` int64, 32 bits."""
+        """Seed of each shard's table ``[T]`` int64, 32 bits."""
 
-    def seed_of(self, piece: int) -> int:
-        """Seed of the initial values of a piece's table."""
-        return self._seeds[piece]
+    def seed_of(self, number: int) -> int:
+        """Return the seed of the initial values of a shard's table."""
+        return self._seeds[number]
 
-    def slots(self, piece: int) -> Tensor:
-        """Slots of a piece ``[R]``."""
-        return torch.arange(self.first_slots[piece], self.first_slots[piece + 1], device=self.store.device)
+    def slots(self, number: int) -> Tensor:
+        """List the slots of a shard ``[R]``."""
+        return torch.arange(self.first_slots[number], self.first_slots[number + 1], device=self.store.device)
 
     def locate(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Shard of each slot ``[n]``, and which slot of the piece it is."""
+        """Find the shard of each slot ``[n]``, and which slot of that shard it is."""
         firsts = torch.tensor(self.first_slots[:-1], dtype=torch.int64, device=slots.device)
-        piece = torch.searchsorted(firsts, slots, right=True) - 1
-        return piece, slots - firsts[piece]
+        shard = torch.searchsorted(firsts, slots, right=True) - 1
+        return shard, slots - firsts[shard]
 
-    def rows(self, piece: int) -> Tensor:
-        """The rows of a piece float32; shares memory where all of them are stored so."""
-        raw = self.store.raw(piece)
+    def rows(self, number: int) -> Tensor:
+        """Return the rows of a shard as float32; shares memory where all of them are stored so."""
+        raw = self.store.raw(number)
         if set(raw) == {"weight"} and raw["weight"].dtype == torch.float32:
             return raw["weight"]
-        return self.store.read(self.slots(piece))
+        return self.store.read(self.slots(number))
 
 
-def untied(part: Tensor) -> Tensor:
-    """The same memory as a tensor that has a storage of its own; a part of a store's tensor shares that of all.
+def untied(values: Tensor) -> Tensor:
+    """Return the same memory as a tensor with a storage of its own; a slice of a store's tensor shares that of all.
 
     What saves states (``torch.save``, safetensors, Accelerate) writes whole storages, or takes tensors of one storage
     for one. No byte is copied: tables may take more than half of the memory.
     """
-    if part.untyped_storage().nbytes() == part.nbytes or part.device.type not in ("cpu", "cuda"):
-        return part
+    if values.untyped_storage().nbytes() == values.nbytes or values.device.type not in ("cpu", "cuda"):
+        return values
     # As bytes, for not every version of torch exchanges fp8.
-    return torch.from_dlpack(part.view(torch.uint8)).view(part.dtype)
+    return torch.from_dlpack(values.view(torch.uint8)).view(values.dtype)
 
 
 def raw_shapes(table: Table) -> dict[str, Tensor]:
-    """What the rows of a whole table are stored as, without their values: tensors on ``meta``; see `RowStore.raw`."""
+    """Return what the rows of a whole table are stored as, as tensors on ``meta``; see `RowStore.raw`."""
     return DenseStore([Span(table.rows, table.fp32_rows)], table.dim, dtype=table.dtype, device="meta").raw(0)
 
 
@@ -147,21 +148,21 @@ class LocalTile(NamedTuple):
 
     Attributes
     ----------
-    piece
+    shard
         The table and the rectangle of it.
     arena, number
-        Where it is, and which of the arena's pieces.
+        The arena, and which of its shards this is.
     owned
         Whether this rank updates it; else it is a copy of another rank's, which has no moments.
     """
 
-    piece: Shard
+    shard: Shard
     arena: Arena
     number: int
     owned: bool
 
     def extents(self) -> dict[str, Extent]:
-        """Where in the arrays of its store it is; see `RowStore.extents`.
+        """Find where in the arrays of its store it is; see `RowStore.extents`.
 
         Names are those of the whole table: of a table that has float32 rows before narrow ones, they are
         ``fp32_weight`` also in a tile that has no others.
@@ -170,32 +171,32 @@ class LocalTile(NamedTuple):
         return self.named(self.arena.store.extents(self.number))
 
     def arrays(self) -> dict[str, Tensor]:
-        """The arrays of its store."""
+        """Return the arrays of its store."""
         assert isinstance(self.arena.store, DenseStore)
         return self.arena.store.arrays()
 
     def named(self, found: Mapping[str, T]) -> dict[str, T]:
-        """What its store has under its own names, under those of the whole table."""
-        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+        """Rename what its store has to the names of the whole table."""
+        if set(stored_as(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
             return {"fp32_weight" if name == "weight" else name: value for name, value in found.items()}
         return dict(found)
 
     def unnamed(self, found: Mapping[str, T]) -> dict[str, T]:
-        """The inverse: under the names that its store has."""
-        if set(stored_as(self.piece.table, self.piece.rows)) == {"fp32_weight"}:
+        """Rename what the whole table has to the names of its store."""
+        if set(stored_as(self.shard.table, self.shard.rows)) == {"fp32_weight"}:
             return {"weight" if name == "fp32_weight" else name: value for name, value in found.items()}
         return dict(found)
 
 
 def form(table: Table) -> tuple[RowDtype, int]:
-    """Dtype of a table's rows, and how many before them are float32; tables of one form are stored alike."""
+    """Return the dtype of a table's rows, and how many before them are float32; tables of one form are stored alike."""
     if table.dtype == "fp32" or table.fp32_rows == table.rows:
         return "fp32", 0
     return table.dtype, table.fp32_rows
 
 
 def stored_as(table: Table, rows: range) -> dict[str, range]:
-    """Arrays that hold some rows of a table, and which of these rows each holds: names as in `RowStore.raw`."""
+    """List the arrays that hold some rows of a table, and which of these rows each holds; names of `RowStore.raw`."""
     dtype, fp32_rows = form(table)
     wide = len(range(rows.start, min(rows.stop, fp32_rows), rows.step))
     found = {"fp32_weight": range(wide), "weight": range(wide, len(rows))}
@@ -205,7 +206,7 @@ def stored_as(table: Table, rows: range) -> dict[str, range]:
 
 
 def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
-    """Bits ``[n, cols]`` by row and column of the whole table; None where all rows are float32.
+    """Draw bits for stochastic rounding ``[n, cols]``, by row and column of the whole table; None for float32 rows.
 
     Parameters
     ----------
@@ -214,13 +215,13 @@ def rounding_bits(arena: Arena, slots: Tensor, seeds: Tensor) -> Tensor | None:
     slots
         Which they are ``[n]``.
     seeds
-        Of each piece ``[T]``, see `RuleStep.seeds`.
+        Of each shard ``[T]``, see `RuleStep.seeds`.
     """
-    if not arena.pieces or arena.pieces[0].table.dtype == "fp32":
+    if not arena.shards or arena.shards[0].table.dtype == "fp32":
         return None
-    piece, within = arena.locate(slots)
+    shard, within = arena.locate(slots)
     first, step, col = torch.tensor(
-        [(p.rows.start, p.rows.step, p.cols.start) for p in arena.pieces], device=slots.device
-    )[piece].unbind(1)
+        [(s.rows.start, s.rows.step, s.cols.start) for s in arena.shards], device=slots.device
+    )[shard].unbind(1)
     cols = col[:, None] + torch.arange(arena.store.dim, device=slots.device)
-    return random_bits(seeds[piece], first + within * step, cols)
+    return random_bits(seeds[shard], first + within * step, cols)

@@ -1,6 +1,8 @@
-"""`EmbeddingCollection`: the module that holds embedding tables.
+"""Look features up in embedding tables: `EmbeddingCollection`, the module that models are built with.
 
-Plans of a model: its collections, and what plans call their tables.
+The way of a call is `EmbeddingCollection.forward`: ids are checked (`hotbed.embed.ids`), each table group says what to
+look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.gradients`). `prefetch_ids`
+and `prefetch_rows` do the exchanges of a later call ahead of it. At the end: what plans call the tables of a model.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from hotbed.batch import Embeddings
 from hotbed.comm import Link
 from hotbed.embed.dense import refuse_data_parallel
-from hotbed.embed.dynamic import DynamicTables, Renewed
+from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.gradients import PooledLookup, TableUpdater
 from hotbed.embed.ids import Discarded, checked_ids, verified_ids
 from hotbed.embed.sharded_tables import ShardedTables
@@ -33,8 +35,8 @@ from hotbed.store import Storage
 from hotbed.torch_hooks import untraced
 
 
-class _Ahead(NamedTuple):
-    """Ids of a batch, checked and exchanged before they are needed, perhaps with their rows; what was discarded."""
+class _Prefetched(NamedTuple):
+    """What `prefetch_ids` and `prefetch_rows` keep for the call: checked ids, by table group their routes or rows."""
 
     ids: Jagged
     routes: list[object]
@@ -48,7 +50,7 @@ class EmbeddingCollection(TableModule):
     Their values are in ``state_dict`` under ``<table>.weight``: the memory of the tables, not a copy, yet every tensor
     with a storage of its own, so that ``torch.save``, ``safetensors.torch.save_model`` and the like keep all of them.
     In ``eval()`` mode and under ``no_grad`` nothing is kept for an optimizer. Over several ranks, train what
-    `hotbed.distribute` returns: torch's ``DistributedDataParallel`` and FSDP do not know of tables.
+    `hotbed.distribute` returns: torch's ``DistributedDataParallel`` and FSDP average parameters only.
 
     Parameters
     ----------
@@ -134,32 +136,32 @@ class EmbeddingCollection(TableModule):
             raise BatchError(
                 f"the ids are on {ids.values.device} but the tables on {self.device}; use batch.to('{self.device}')"
             )
-        ahead = cast("_Ahead | None", ids.take_ahead(self))
-        routes: list[object] = [None] * len(self._parts)
-        if ahead is None:
+        prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
+        routes: list[object] = [None] * len(self._groups)
+        if prefetched is None:
             ids = self.check(ids)
         else:
-            ids, routes = ahead.ids, ahead.routes
-            self.bad_ids += ahead.discarded.bad
-            self.truncated_ids += ahead.discarded.truncated
+            ids, routes = prefetched.ids, prefetched.routes
+            self.bad_ids += prefetched.discarded.bad
+            self.truncated_ids += prefetched.discarded.truncated
         kind = ids.values.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         if self._dynamic:
-            ids = self._dynamic.with_rows(ids, self._renew, train=self.training and torch.is_grad_enabled())
+            ids = self._dynamic.with_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
         found = Embeddings([f.name for f in self.features])
-        for part, of_part in zip(self._parts, routes, strict=True):
-            requests = part.requests(ids, room, self._is_trained, of_part)
-            outputs = part.outputs(requests, dtype)
+        for group, of_group in zip(self._groups, routes, strict=True):
+            requests = group.requests(ids, room, self._is_trained, of_group)
+            outputs = group.outputs(requests, dtype)
             anchor = self._anchor if any(r.trained for r in requests) else self._anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
-            if part.pooled:
-                found.add_pooled(part.pooled, looked_up[0], outputs[0] if room else None)
-            for feature, values in zip(part.sequences, looked_up[bool(part.pooled) :], strict=True):
+            if group.pooled:
+                found.add_pooled(group.pooled, looked_up[0], outputs[0] if room else None)
+            for feature, values in zip(group.sequences, looked_up[bool(group.pooled) :], strict=True):
                 found.add_sequence(feature.name, values[:, 0], ids[feature.name], feature.max_len)
         return found
 
     def prefetch_ids(self, ids: Jagged, link: Link) -> None:
-        """Exchange ids of a batch that the next call of the collection with it is to use; all ranks must call this.
+        """Exchange the ids of a batch ahead of the collection's next call with it; all ranks must call this.
 
         Nothing is done for a collection that has dynamic tables.
 
@@ -171,19 +173,19 @@ class EmbeddingCollection(TableModule):
             Ranks, over a process group of its own: other exchanges may be under way.
         """
         if self._dynamic:
-            return  # which rows ids have is not known before the step that precedes them
+            return  # ids get their rows after the step that precedes the call
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
-        # As if all were trained: another thread may be evaluating the model, or about to unfreeze a table, and ranks
-        # must agree. The call itself decides whose gradients are sent.
-        routes = [part.routes(checked, link, lambda _: True) for part in self._parts]
-        for part, of_part in zip(self._parts, routes, strict=True):
-            if of_part is not None:
-                part.prefetch(of_part)
-        ids.put_ahead(self, _Ahead(checked, routes, discarded))
+        # As if all tables were trained: another thread may be evaluating the model, or about to unfreeze a table, and
+        # ranks must agree. The call itself decides whose gradients are sent.
+        routes = [group.routes(checked, link, lambda _: True) for group in self._groups]
+        for group, of_group in zip(self._groups, routes, strict=True):
+            if of_group is not None:
+                group.read_ahead(of_group)
+        ids.put_prefetched(self, _Prefetched(checked, routes, discarded))
 
     def prefetch_rows(self, ids: Jagged, link: Link) -> None:
-        """Bring the rows here that the next call with these ids is to use; all ranks must call this.
+        """Exchange the rows of a batch ahead of the collection's next call with it; all ranks must call this.
 
         After `prefetch_ids` and `settle`; no row may be updated until the call. Nothing is done for a collection that
         has dynamic tables.
@@ -193,14 +195,16 @@ class EmbeddingCollection(TableModule):
         ids, link
             As in `prefetch_ids`.
         """
-        ahead = cast("_Ahead | None", ids.take_ahead(self))
-        if ahead is not None:
-            fetched = [p.fetch(ahead.ids, r, link) for p, r in zip(self._parts, ahead.routes, strict=True)]
-            ids.put_ahead(self, ahead._replace(routes=fetched))
+        prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
+        if prefetched is not None:
+            exchanged = [
+                g.exchange_rows(prefetched.ids, r, link) for g, r in zip(self._groups, prefetched.routes, strict=True)
+            ]
+            ids.put_prefetched(self, prefetched._replace(routes=exchanged))
 
-    def _renew(self, table: str, renewed: Renewed) -> None:
+    def _reinitialize(self, table: str, changed: Reinitialized) -> None:
         with torch.no_grad():
-            self._part(table).renew(table, *renewed)
+            self._group_of(table).reinitialize(table, *changed)
 
     def _is_trained(self, tables: Iterable[str]) -> bool:
         return self.training and self._has_trained(tables)
@@ -209,9 +213,9 @@ class EmbeddingCollection(TableModule):
         return any(self.handles[t].requires_grad for t in tables)
 
     def check(self, ids: Jagged) -> Jagged:
-        """Return ids that are all valid rows in bags that are not too long; remembered, so it is done once.
+        """Check ids: returns ids that are all valid rows, in bags that are not too long; done once per batch.
 
-        What breaks a limit is treated as each feature's ``on_bad_id`` and ``on_too_long`` say. On an accelerator this
+        What breaks a limit is treated by each feature's ``on_bad_id`` and ``on_too_long``. On an accelerator this
         waits for the device: `verify` batches on the host, before they are moved.
         """
         return self._checked(ids, Discarded(self.bad_ids, self.truncated_ids))
@@ -235,35 +239,37 @@ class EmbeddingCollection(TableModule):
         return verified_ids(ids, self.features, self._rows)
 
     def _features_in(self, ids: ModelParallelInput) -> list[Feature]:
-        """Features that model-parallel input brings: those of this collection."""
+        """Select the features of this collection that model-parallel input brings."""
         if not self.is_distributed:
-            raise BatchError("the batch is spread over ranks, the model is not; call hotbed.distribute first")
+            raise BatchError(
+                "the batch is model-parallel input, the model is not distributed; call hotbed.distribute first"
+            )
         return [f for f in self.features if f.name in ids.whole]
 
     def connect(
         self, rule: Rule, fill: Mapping[str, Mapping[str, float]], on_grad: Callable[[Callable[[], Tensor]], None]
     ) -> TableUpdater:
-        """Let an optimizer train these tables; it takes them over from any earlier one. Called by the optimizer."""
+        """Connect an optimizer to its tables, which earlier ones lose; called by the optimizer."""
         for earlier in self._updaters:
             earlier.tables.difference_update(fill)
         for table, initial in fill.items():
             for moment in rule.moments:
-                self._part(table).add_moment(table, moment, initial[moment.name])
-        updater = TableUpdater(rule, fill, self._parts, self._summed_ranks, on_grad, self._dynamic.stepped)
+                self._group_of(table).add_moment(table, moment, initial[moment.name])
+        updater = TableUpdater(rule, fill, self._groups, self._summed_ranks, on_grad, self._dynamic.stepped)
         self._updaters.add(updater)
         return updater
 
     def distribute(
         self, plan: Plan, wire: Wire, device: torch.device | None = None, storage: Storage | None = None
     ) -> None:
-        """Give up all but the tiles of this rank; see `hotbed.distribute`, which calls this. All ranks must.
+        """Replace all tables by the tiles of this rank; called by `hotbed.distribute`. All ranks must call this.
 
         Parameters
         ----------
         plan
             Where the tables' tiles are.
         wire
-            The ranks, and codecs.
+            Links, and options like codecs.
         device
             Where the tables are to be; default: where they are. Tables on ``meta`` get their initial values.
         storage
@@ -281,8 +287,8 @@ class EmbeddingCollection(TableModule):
             )
         place = self.device if device is None else device
         sharded: list[TableGroup] = []
-        for part in self._parts:
-            tables = list(part.tables.values())
+        for group in self._groups:
+            tables = list(group.tables.values())
             new = ShardedTables(
                 tables,
                 self.features,
@@ -294,10 +300,10 @@ class EmbeddingCollection(TableModule):
                 storage=storage or Storage(),
             )
             if self.device.type != "meta":
-                for table in part.tables:
-                    new.load(table, part.raw(table))
+                for table in group.tables:
+                    new.load(table, group.raw(table))
             sharded.append(new)
-        self._parts = sharded
+        self._groups = sharded
         self._dynamic = DynamicTables(list(self.tables.values()), self.features, wire.link)
         self._summed_ranks = wire.summed_ranks
         for name, handle in self.handles.items():
@@ -305,8 +311,11 @@ class EmbeddingCollection(TableModule):
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)
 
 
+# -- plans of a model -------------------------------------------------------------------------------------------------
+
+
 def plan_tables(model: nn.Module) -> list[Table]:
-    """Tables of a model by the names that plans have for them: ``collection.table`` where a name occurs twice."""
+    """List a model's tables by the names that plans have for them: ``collection.table`` where a name occurs twice."""
     names = names_in_plans(model)
     return [
         replace(table, name=names[path, table.name])
@@ -316,11 +325,11 @@ def plan_tables(model: nn.Module) -> list[Table]:
 
 
 def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str, str | Cut], **options: Any) -> Plan:
-    """`make_plan` for the tables of a model.
+    """Make a plan for the tables of a model, see `make_plan`.
 
     A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
-    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. What ``make_plan``
-    is not told of ids is taken from the features: one id per sample and feature.
+    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. The number of ids
+    per table, where ``options`` do not give it, is one per sample and feature.
     """
     names = names_in_plans(model)
     own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
@@ -333,19 +342,19 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Collections of a model, by path."""
+    """Find the collections of a model, by path."""
     return {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
 
 
 def names_in_plans(model: nn.Module) -> dict[tuple[str, str], str]:
-    """Name of each table in plans, by its collection's path and its name there."""
+    """Name each table as plans do, by its collection's path and its name there."""
     tables = [(path, table) for path, collection in collections_of(model).items() for table in collection.tables]
     count = Counter(table for _, table in tables)
     return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
 
 
 def local_plan(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """The part of a plan that is about these tables, by their names in the collection."""
+    """Select the tiles of these tables from a plan, renamed as in their collection (``names``: own name → plan's)."""
     here = {name: own for own, name in names.items()}
     tiles = tuple(replace(tile, table=here[tile.table]) for tile in plan.tiles if tile.table in here)
     return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})

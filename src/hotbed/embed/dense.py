@@ -1,11 +1,10 @@
-"""Gradients of dense parameters: averaged over ranks in rank order, element by element.
+"""Share dense parameters over ranks, with gradients averaged in rank order; make modules that are on ``meta``.
 
-An all-reduce adds in an order that depends on where in its buffer a value lies, and DDP arranges its buffers anew after
+An all-reduce adds in an order that depends on where in its buffer a value lies, and DDP rearranges its buffers after
 the first step; a run that is resumed would not have the bits of one that was not interrupted. Here every rank adds one
-share of a buffer, rank after rank, and sends the sums to the others: what a ring moves, in an order that nothing
-decides but the ranks.
-
-Modules on ``meta`` get their values where they are to be.
+share of a buffer, rank after rank, and sends the sums to the others: as many bytes as a ring moves, in rank order. Two
+ranks with a gradient of four values: rank 0 gets rank 1's first two, rank 1 gets rank 0's last two, each computes
+``(own of rank 0 + own of rank 1) / 2`` of its two and sends them back.
 """
 
 from __future__ import annotations
@@ -19,23 +18,42 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hotbed.comm import Link
+from hotbed.comm import Link, OneRank
+from hotbed.config.places import DensePart
 from hotbed.errors import SpecError
 
 BUCKET_MIB = 25
 """Size of the buckets that gradients are averaged in; while one is, backward goes on."""
 
 
-def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
-    """The model in DDP, with `mean_over_ranks_` in the place of its all-reduce.
+def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
+    """Share a model's dense parameters over ranks, and return what to call: the model itself, or DDP around it.
 
     Parameters
     ----------
     model
-        On its device, with at least one parameter that is trained.
+        On its device.
     link
         The ranks, over a process group that nothing else uses on the host.
+    kind
+        ``"ddp"``: with `mean_over_ranks_` in the place of DDP's all-reduce. ``"fsdp"``: FSDP2, in place.
     """
+    if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
+        return model
+    if kind == "ddp":
+        return _in_ddp(model, link)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = next(p.device.type for p in model.parameters())
+    group = link.group if device == "cpu" else link.gpu_group
+    assert group is not None
+    fully_shard(model, mesh=DeviceMesh.from_group(group, device))
+    return model
+
+
+def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
+    """Wrap a model in DDP, with `mean_over_ranks_` in the place of its all-reduce."""
     on_host = all(p.device.type == "cpu" for p in model.parameters())
     parallel = DistributedDataParallel(
         model,
@@ -52,7 +70,7 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
         done: torch.futures.Future[Any] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
 
-        def work() -> None:
+        def average() -> None:
             try:
                 with torch.cuda.stream(_after(stream)):
                     mean_over_ranks_(buffer, link)
@@ -62,9 +80,9 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
                 done.set_exception(error)
 
         if thread is None:
-            work()
+            average()
         else:
-            thread.submit(work)
+            thread.submit(average)
         return done
 
     parallel.register_comm_hook(None, lambda _, bucket: averaged(bucket.buffer()))  # pyright: ignore[reportUnknownLambdaType]
@@ -72,7 +90,7 @@ def data_parallel(model: nn.Module, link: Link) -> DistributedDataParallel:
 
 
 def refuse_data_parallel(tables: nn.Module) -> None:
-    """Raise `SpecError` if tables that each rank has for itself are called inside torch's own data parallelism.
+    """Raise `SpecError` if tables that are not distributed are called inside torch's own data parallelism.
 
     That averages gradients of parameters, which tables are not: each rank would train its own.
     """
@@ -80,7 +98,7 @@ def refuse_data_parallel(tables: nn.Module) -> None:
     if isinstance(active, DistributedDataParallel) and any(m is tables for m in active.module.modules()):
         wrapper, ranks, call = "DistributedDataParallel", dist.get_world_size(active.process_group), "model"
     elif hasattr(tables, "_is_fsdp_managed_module") and dist.is_initialized():  # so fully_shard marks all modules
-        wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, dense='fsdp'"
+        wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, parallel=hotbed.ParallelOptions(dense='fsdp')"
     else:
         return
     if ranks > 1:
@@ -91,21 +109,21 @@ def refuse_data_parallel(tables: nn.Module) -> None:
 
 
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:
-    """Average a flat tensor over ranks, in place: the ranks' values are added in rank order, and then divided."""
+    """Average a flat tensor over ranks, in place: values are added in rank order, and then divided."""
     share = -(-len(buffer) // link.size)
     sizes = [max(min(share, len(buffer) - r * share), 0) for r in range(link.size)]
-    parts = buffer.split(sizes)
+    shares = buffer.split(sizes)
     theirs = buffer.new_empty(link.size, sizes[link.rank])
-    link.exchange("gradients of dense parameters", parts, list(theirs)).wait()
+    link.exchange("gradients of dense parameters", shares, list(theirs)).wait()
     total = theirs[0]
     for r in range(1, link.size):
         total = total + theirs[r]
     total = total / link.size
-    link.exchange("gradients of dense parameters", [total] * link.size, parts).wait()
+    link.exchange("gradients of dense parameters", [total] * link.size, shares).wait()
 
 
 def _after(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
-    """A stream that goes on from where another is; none where there is none."""
+    """Make a stream that starts after what another has been given; None for None."""
     if stream is None:
         return None
     following = torch.cuda.Stream(stream.device)
@@ -114,7 +132,7 @@ def _after(stream: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Make what is on ``meta``, and move the rest."""
+    """Make the parameters that are on ``meta``, and move the rest."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta and names.setdefault(id(parameter), name) != name:
@@ -147,14 +165,14 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """What marks a value that nobody has set yet."""
+    """Return the mark of values that are not set yet."""
     if dtype == torch.bool:
         return 0
     return torch.iinfo(dtype).min if not (dtype.is_floating_point or dtype.is_complex) else math.nan
 
 
 def _is_unset(t: Tensor) -> Tensor:
-    """Where a tensor still has the mark; of booleans that is not known."""
+    """Find where a tensor still has the mark; booleans have none."""
     if t.dtype == torch.bool:
         return torch.zeros_like(t)
     return t.isnan() if t.is_floating_point() or t.is_complex() else t == _unset(t.dtype)

@@ -1,10 +1,12 @@
-"""`DynamicTables`: the dynamic tables of a collection, whose ids become rows before anything else sees them.
+"""Assign rows of dynamic tables to ids of any size: on first sight, and until they are evicted.
 
-`Vocabulary`: which row of a dynamic table an id has; ids get rows when they are seen and lose them to others.
+Rows are the places of a set-associative directory (`Vocabulary`): an id's hash says in which set of 128 its row is. So
+which ids share room, and which one is evicted, depends on the ids alone, not on how tables or ranks are laid out. Each
+rank has some of the sets; distinct ids are sent to the rank that has theirs, and come back as rows. `DynamicTables`
+replaces ids by rows before anything else sees the batch; rows that change ids are reinitialized on all ranks.
 
-Rows are the places of a set-associative directory: an id's hash says in which set its row is. So which ids share room,
-and which one gives way, depends on the ids alone, not on how tables or ranks are laid out. Each rank keeps some of the
-sets; ids are sent to the rank that keeps theirs, and come back as rows.
+A table of 256 rows has 2 sets. On two ranks, rank 0 has set 0 (rows 0 … 127) and rank 1 set 1 (rows 128 … 255); an id
+that rank 0 sees and whose hash is in set 1 is sent to rank 1, which gives it row 128 if it is the set's first.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from hotbed.ops.cpu_runtime import launch
 from hotbed.specs import DYNAMIC_WAYS, Feature, Table
 
 
-class Renewed(NamedTuple):
-    """Rows that begin anew ``[n]``, and the ids that they now have ``[n]``."""
+class Reinitialized(NamedTuple):
+    """Rows that are reinitialized ``[n]``, and the ids that they now have ``[n]``."""
 
     rows: Tensor
     ids: Tensor
 
     @staticmethod
-    def none() -> Renewed:
-        """No rows."""
-        return Renewed(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    def none() -> Reinitialized:
+        """Return no rows."""
+        return Reinitialized(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 
 
 class _Directory:
@@ -57,7 +59,7 @@ class _Directory:
         return places
 
     def take(self, ids: Tensor, now: int, by_count: bool) -> tuple[Tensor, int]:
-        """Place of each id, −1 where there is none but of ids used now, and how many ids lost theirs."""
+        """Assign a place to each id, −1 where all of its set are used now; return these and the number of evictions."""
         places, evicted = torch.empty_like(ids), torch.empty_like(ids)
         state = self.ids.numpy(), self.times.numpy(), self.counts.numpy()
         where = self.sets, self.first_set, DYNAMIC_WAYS
@@ -81,7 +83,8 @@ class Vocabulary:
     Attributes
     ----------
     evicted, unadmitted
-        How many ids lost their row here, and how often an id had none, for it was seen too seldom or its set was full.
+        How many ids were evicted on this rank, and how often an id had no row, for it was seen too seldom or its set
+        was full.
     """
 
     def __init__(self, table: Table, rank: int, size: int) -> None:
@@ -95,11 +98,11 @@ class Vocabulary:
         self._candidates = _Directory(self.sets, *here) if self.options.admit_after > 1 else None
         self._lock = threading.Lock()
         self._now = 0
-        """Steps of the optimizer so far; what is looked up before the next one gives way to nothing."""
+        """Steps of the optimizer so far; what is looked up before the next one is not evicted."""
         self.evicted = self.unadmitted = 0
 
-    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Renewed]:
-        """Rows of ids, which get some if they have none and this is training; all ranks must call this.
+    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Reinitialized]:
+        """Find the rows of ids, and in training assign some to those without; all ranks must call this.
 
         Parameters
         ----------
@@ -108,69 +111,69 @@ class Vocabulary:
         link
             The ranks; None for one.
         train
-            Whether ids that are not known are to be noted.
+            Whether ids without a row are counted and may get one.
 
         Returns
         -------
         tuple
-            Row of each id ``[n]``, −1 where it has none; and rows of any rank that begin anew.
+            Row of each id ``[n]``, −1 where it has none; and the rows that are reinitialized on any rank.
         """
         distinct, inverse, seen = ids.cpu().unique(return_inverse=True, return_counts=True)
         if link is None or link.size == 1:
-            rows, renewed = self._local(distinct, seen, train)
-            return rows[inverse].to(ids.device), renewed
+            rows, reinitialized = self._local(distinct, seen, train)
+            return rows[inverse].to(ids.device), reinitialized
         sets = torch.empty_like(distinct)
         cpu_cache.sets_of(distinct.numpy(), self.sets, sets.numpy())
         owner = torch.bucketize(sets, torch.tensor(self._cuts[1:-1]), right=True)
         order = torch.argsort(owner, stable=True)
         to = torch.bincount(owner, minlength=link.size).tolist()
         ones = [1] * link.size
-        came: list[int] = link.all_to_all("numbers of ids", torch.tensor(to), ones, ones).wait().tolist()
-        asked = torch.stack([distinct, seen], 1)[order]
-        arrived = link.all_to_all("ids of dynamic tables", asked, to, came).wait()
+        recv_counts: list[int] = link.all_to_all("numbers of ids", torch.tensor(to), ones, ones).wait().tolist()
+        outgoing = torch.stack([distinct, seen], 1)[order]
+        arrived = link.all_to_all("ids of dynamic tables", outgoing, to, recv_counts).wait()
         known, at = arrived[:, 0].unique(return_inverse=True)
         sightings = torch.zeros_like(known).index_add_(0, at, arrived[:, 1])
-        rows, renewed = self._local(known, sightings, train)
-        back = link.all_to_all("rows of ids", rows[at], came, to).wait()
+        rows, reinitialized = self._local(known, sightings, train)
+        back = link.all_to_all("rows of ids", rows[at], recv_counts, to).wait()
         found = torch.empty_like(distinct)
         found[order] = back
-        return found[inverse].to(ids.device), _of_all(renewed, link)
+        return found[inverse].to(ids.device), _from_all_ranks(reinitialized, link)
 
     def stepped(self) -> None:
-        """The optimizer has used all gradients of rows that were looked up: they may go to other ids."""
+        """Count a step: all gradients of rows that were looked up are used, so these may be evicted."""
         self._now += 1
 
-    def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Renewed]:
-        """The same for distinct rising ids whose sets are kept here."""
+    def _local(self, ids: Tensor, seen: Tensor, train: bool) -> tuple[Tensor, Reinitialized]:
+        """Find or assign the rows of distinct rising ids whose sets this rank has."""
         with self._lock:
             directory, options = self._rows, self.options
             now = self._now
             places = directory.find(ids)
             here = places >= 0
-            renewed = torch.zeros(len(ids), dtype=torch.bool)
+            reinitialized = torch.zeros(len(ids), dtype=torch.bool)
             if options.ttl_steps is not None:
                 late = now - directory.times[places.clamp(min=0)] > options.ttl_steps
-                renewed |= here & late
+                reinitialized |= here & late
                 if not train:
-                    places[renewed] = -1
-                    renewed &= False
+                    places[reinitialized] = -1
+                    reinitialized &= False
             if train:
                 known = places[here]
                 directory.times[known] = now
-                directory.counts[known] = torch.where(renewed[here], 0, directory.counts[known]) + seen[here]
+                directory.counts[known] = torch.where(reinitialized[here], 0, directory.counts[known]) + seen[here]
                 wanted = (~here).nonzero()[:, 0]
                 if self._candidates is not None:
                     wanted = wanted[self._admitted(ids[wanted], seen[wanted], now)]
                 places[wanted], evicted = directory.take(ids[wanted], now, options.evict == "lfu")
-                renewed[wanted] = places[wanted] >= 0
+                reinitialized[wanted] = places[wanted] >= 0
                 directory.counts[places[wanted[places[wanted] >= 0]]] = seen[wanted[places[wanted] >= 0]]
                 self.evicted += evicted
             self.unadmitted += int(seen[places < 0].sum())
             rows = torch.where(places >= 0, places + self._first_row, -1)
-            return rows, Renewed(rows[renewed], ids[renewed])
+            return rows, Reinitialized(rows[reinitialized], ids[reinitialized])
 
     def _admitted(self, ids: Tensor, seen: Tensor, now: int) -> Tensor:
-        """Which of these ids, without a row, have been seen often enough now; the others are counted."""
+        """Select the ids without a row that have been seen often enough now; the others are counted."""
         assert self._candidates is not None
         places = self._candidates.find(ids)
         new = (places < 0).nonzero()[:, 0]
@@ -187,50 +190,50 @@ class Vocabulary:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state(self, link: Link | None) -> dict[str, Tensor]:
-        """All that all ranks keep; all must call this."""
+        """Return the directories of all ranks, joined; all must call this."""
         with self._lock:
             found = {name: t.clone() for name, t in self._rows.arrays().items()}
             if self._candidates is not None:
                 found |= {f"candidate_{name}": t.clone() for name, t in self._candidates.arrays().items()}
         if link is not None and link.size > 1:
-            found = {name: _joined(t, self._cuts, link) for name, t in found.items()}
+            found = {name: _gathered(t, self._cuts, link) for name, t in found.items()}
         return {**found, "now": torch.tensor(self._now)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave, of any number of ranks."""
-        part = slice(self._first_row, self._first_row + len(self._rows.ids))
+        """Overwrite this rank's directories with what `state` returned, of any number of ranks."""
+        mine = slice(self._first_row, self._first_row + len(self._rows.ids))
         with self._lock:
             for name, own in self._rows.arrays().items():
-                own.copy_(state[name][part])
+                own.copy_(state[name][mine])
             if self._candidates is not None and "candidate_ids" in state:
                 for name, own in self._candidates.arrays().items():
-                    own.copy_(state[f"candidate_{name}"][part])
+                    own.copy_(state[f"candidate_{name}"][mine])
             self._now = int(state["now"])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what `state` gives."""
+        """Return the shapes of what `state` returns."""
         names = list(self._rows.arrays())
         names += [f"candidate_{name}" for name in names] if self._candidates is not None else []
         return {**dict.fromkeys(names, (self.table.rows,)), "now": ()}
 
 
-def _of_all(renewed: Renewed, link: Link) -> Renewed:
-    """What begins anew on any rank."""
-    count = len(renewed.rows)
+def _from_all_ranks(reinitialized: Reinitialized, link: Link) -> Reinitialized:
+    """Gather the rows that are reinitialized on any rank."""
+    count = len(reinitialized.rows)
     counts = link.all_gather("numbers of new ids", torch.tensor([count])).wait().flatten().tolist()
-    pairs = torch.stack([renewed.rows, renewed.ids], 1).repeat(link.size, 1)
-    came = link.all_to_all("new ids", pairs, [count] * link.size, counts).wait()
-    return Renewed(came[:, 0], came[:, 1])
+    pairs = torch.stack([reinitialized.rows, reinitialized.ids], 1).repeat(link.size, 1)
+    recv_counts = link.all_to_all("new ids", pairs, [count] * link.size, counts).wait()
+    return Reinitialized(recv_counts[:, 0], recv_counts[:, 1])
 
 
-def _joined(values: Tensor, cuts: list[int], link: Link) -> Tensor:
+def _gathered(values: Tensor, cuts: list[int], link: Link) -> Tensor:
     counts = [(b - a) * DYNAMIC_WAYS for a, b in pairwise(cuts)]
     whole = values.repeat(link.size)
     return link.all_to_all("ids of dynamic tables", whole, [len(values)] * link.size, counts).wait()
 
 
 PREFIX = "dynamic_"
-"""What names of a dynamic table's state begin with, after its own."""
+"""Prefix of the names of a dynamic table's state, after its own."""
 
 
 class DynamicTables:
@@ -239,7 +242,7 @@ class DynamicTables:
     Parameters
     ----------
     tables, features
-        Of the collection; those that are not dynamic are left alone.
+        Of the collection; those that are not dynamic are ignored.
     link
         The ranks that share the vocabularies; None for one.
 
@@ -259,17 +262,17 @@ class DynamicTables:
     def __len__(self) -> int:
         return len(self._vocabularies)
 
-    def with_rows(self, ids: Jagged, renew: Callable[[str, Renewed], None], *, train: bool) -> Jagged:
-        """Rows in the place of ids; ids that have none are left out. All ranks must call this.
+    def with_rows(self, ids: Jagged, reinitialize: Callable[[str, Reinitialized], None], *, train: bool) -> Jagged:
+        """Replace ids by rows; ids that have none are left out. All ranks must call this.
 
         Parameters
         ----------
         ids
             The batch.
-        renew
-            Called with a table's rows that begin anew.
+        reinitialize
+            Called with a table's rows that are to be reinitialized.
         train
-            Whether ids that are not known are to be noted.
+            Whether ids without a row are counted and may get one.
         """
         if isinstance(ids, ModelParallelInput):
             raise BatchError(
@@ -280,9 +283,9 @@ class DynamicTables:
         for table, vocabulary in self._vocabularies.items():
             features = self._features[table]
             values = [ids[name].values.long() for name in features]
-            rows, renewed = vocabulary.rows_of(torch.cat(values), self._link, train=train)
-            if len(renewed.rows):
-                renew(table, renewed)
+            rows, reinitialized = vocabulary.rows_of(torch.cat(values), self._link, train=train)
+            if len(reinitialized.rows):
+                reinitialize(table, reinitialized)
             for name, own in zip(features, rows.split([len(v) for v in values]), strict=True):
                 bags, missing = ids[name]._replace(values=own), own < 0
                 if bool(missing.any()):
@@ -292,7 +295,7 @@ class DynamicTables:
         return ids.with_features(changed)
 
     def stepped(self, tables: Collection[str]) -> None:
-        """The optimizer of these tables has used all gradients; see `Vocabulary.stepped`."""
+        """Count a step of these tables' optimizer; see `Vocabulary.stepped`."""
         for table, vocabulary in self._vocabularies.items():
             if table in tables:
                 vocabulary.stepped()
@@ -304,7 +307,7 @@ class DynamicTables:
                 destination[f"{prefix}{table}.{PREFIX}{name}"] = tensor
 
     def load(self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> set[str]:
-        """Take over what `save` added; the keys that this is about."""
+        """Load what `save` added; returns the keys that belong to dynamic tables."""
         expected: set[str] = set()
         for table, vocabulary in self._vocabularies.items():
             shapes = vocabulary.shapes()

@@ -1,6 +1,8 @@
-"""Whole tables out of the tiles of all ranks, and back: for checkpoints and tests, not for training steps.
+"""Copy rows from their owners to other ranks: whole tables for states and tests, updated rows for their readers.
 
-After an update the owners of rows send them to the ranks that read copies of them.
+Whole tables are gathered tile by tile (`gathered_raw`, `gathered_moment`) and scattered without any exchange
+(`scatter_raw`, `scatter_moment`). In training only `push_rows` is called, where a plan has readers: after an update,
+the owners of rows send them to the ranks that have copies of them.
 """
 
 from __future__ import annotations
@@ -17,109 +19,110 @@ from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.specs import Table
 
 
-class Holder:
-    """A tile of a table: its owner, and where this rank has it, as owner or as reader.
+class PlacedTile:
+    """A tile of a table: its owner, and the shard of this rank's arenas that it is, as owner or as reader.
 
     Parameters
     ----------
-    piece
-        The rectangle.
+    shard
+        The rectangle of the table.
     owner
         Its rank.
     owned, copied
-        Arena and number of the piece in it, where it is here.
+        Arena and number of the shard in it, where this rank owns or reads it.
     """
 
     def __init__(
-        self, piece: Shard, owner: int, owned: tuple[Arena, int] | None, copied: tuple[Arena, int] | None
+        self, shard: Shard, owner: int, owned: tuple[Arena, int] | None, copied: tuple[Arena, int] | None
     ) -> None:
-        self.piece, self.owner, self.owned, self.copied = piece, owner, owned, copied
+        self.shard, self.owner, self.owned, self.copied = shard, owner, owned, copied
 
 
-def gathered_raw(table: Table, holders: Sequence[Holder], link: Link, device: torch.device) -> dict[str, Tensor]:
-    """What the rows of a table are stored as, on every rank; see `RowStore.raw`."""
+def gathered_raw(table: Table, tiles: Sequence[PlacedTile], link: Link, device: torch.device) -> dict[str, Tensor]:
+    """Gather what the rows of a table are stored as, on every rank; see `RowStore.raw`."""
     whole = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in raw_shapes(table).items()}
-    for holder in holders:
-        own = None if holder.owned is None else _raw(*holder.owned, holder.piece)
-        for name, part in _regions(whole, holder.piece).items():
-            values = part if own is None else own[name]
-            part.copy_(_broadcast(f"table '{table.name}'", values, holder.owner, link))
+    for tile in tiles:
+        own = None if tile.owned is None else _raw(*tile.owned, tile.shard)
+        for name, region in _regions(whole, tile.shard).items():
+            values = region if own is None else own[name]
+            region.copy_(_broadcast(f"table '{table.name}'", values, tile.owner, link))
     return whole
 
 
-def scatter_raw(whole: Mapping[str, Tensor], holders: Sequence[Holder]) -> None:
-    """Overwrite the tiles of a table that are here."""
-    for holder in holders:
-        parts = _regions(whole, holder.piece)
-        for place in (holder.owned, holder.copied):
+def scatter_raw(whole: Mapping[str, Tensor], tiles: Sequence[PlacedTile]) -> None:
+    """Overwrite the tiles of a table that are on this rank."""
+    for tile in tiles:
+        regions = _regions(whole, tile.shard)
+        for place in (tile.owned, tile.copied):
             if place is not None:
                 arena, number = place
-                arena.store.load_raw(number, _own_names(holder.piece, parts))
+                arena.store.load_raw(number, _own_names(tile.shard, regions))
 
 
-def gathered_moment(name: str, whole: Tensor, holders: Sequence[Holder], link: Link) -> Tensor:
-    """A moment of a table ``[R]`` or ``[R, D]`` on every rank, filled into ``whole``.
+def gathered_moment(name: str, whole: Tensor, tiles: Sequence[PlacedTile], link: Link) -> Tensor:
+    """Gather a moment of a table ``[R]`` or ``[R, D]`` on every rank, into ``whole``.
 
-    Of a moment per row whose row is cut into columns, each owner has its own; they are equal unless they were declared
-    to differ, and then the last one's is taken.
+    Of a moment per row whose row is cut into columns, each owner has its own; they are equal, unless
+    `per_shard_statistics` lets them differ, and then the last one's is taken.
     """
-    for holder in holders:
-        part = _cells(whole, holder.piece)
-        own = part if holder.owned is None else holder.owned[0].store.moment(holder.owned[1], name)
-        part.copy_(_broadcast(f"moment '{name}'", own, holder.owner, link))
+    for tile in tiles:
+        region = _cells(whole, tile.shard)
+        own = region if tile.owned is None else tile.owned[0].store.moment(tile.owned[1], name)
+        region.copy_(_broadcast(f"moment '{name}'", own, tile.owner, link))
     return whole
 
 
-def scatter_moment(name: str, whole: Tensor, holders: Sequence[Holder]) -> None:
+def scatter_moment(name: str, whole: Tensor, tiles: Sequence[PlacedTile]) -> None:
     """Overwrite a moment of the tiles of a table that this rank owns."""
-    for holder in holders:
-        if holder.owned is not None:
-            arena, piece = holder.owned
-            arena.store.load_moment(piece, name, _cells(whole, holder.piece))
+    for tile in tiles:
+        if tile.owned is not None:
+            arena, number = tile.owned
+            arena.store.load_moment(number, name, _cells(whole, tile.shard))
 
 
-def _cells(whole: Tensor, piece: Shard) -> Tensor:
-    rows = whole[piece.rows.start : piece.rows.stop : piece.rows.step]
-    return rows if whole.dim() == 1 else rows[:, piece.cols.start : piece.cols.stop]
+def _cells(whole: Tensor, shard: Shard) -> Tensor:
+    """Select the values of a shard from those of its table ``[R]`` or ``[R, D]``; a view."""
+    rows = whole[shard.rows.start : shard.rows.stop : shard.rows.step]
+    return rows if whole.dim() == 1 else rows[:, shard.cols.start : shard.cols.stop]
 
 
-def _raw(arena: Arena, number: int, piece: Shard) -> dict[str, Tensor]:
-    """`RowStore.raw` of a piece, with the names that its table has."""
+def _raw(arena: Arena, number: int, shard: Shard) -> dict[str, Tensor]:
+    """Return `RowStore.raw` of a shard, with the names that its table has."""
     raw = arena.store.raw(number)
-    return {"fp32_weight": raw["weight"]} if _is_prefix(piece) else raw
+    return {"fp32_weight": raw["weight"]} if _is_prefix(shard) else raw
 
 
-def _own_names(piece: Shard, raw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The inverse: with the names that the store has."""
-    return {"weight": raw["fp32_weight"]} if _is_prefix(piece) else raw
+def _own_names(shard: Shard, raw: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return raw arrays of a table with the names that the shard's store has."""
+    return {"weight": raw["fp32_weight"]} if _is_prefix(shard) else raw
 
 
-def _is_prefix(piece: Shard) -> bool:
-    """Whether all of a piece is of the float32 rows of a table that has others."""
-    return piece.fp32_rows == len(piece.rows) and set(raw_shapes(piece.table)) != {"weight"}
+def _is_prefix(shard: Shard) -> bool:
+    """Say whether all rows of a shard are among the float32 rows of a table that has others."""
+    return shard.fp32_rows == len(shard.rows) and set(raw_shapes(shard.table)) != {"weight"}
 
 
-def _regions(whole: Mapping[str, Tensor], piece: Shard) -> dict[str, Tensor]:
-    """The parts of a whole table's raw tensors that a piece holds, those without rows left out."""
-    table, rows, cols = piece.table, piece.rows, piece.cols
+def _regions(whole: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """Select the regions of a whole table's raw tensors that a shard holds, those without rows left out; views."""
+    table, rows, cols = shard.table, shard.rows, shard.cols
     fp32_rows = table.rows if "fp32_weight" not in whole and whole["weight"].dtype == torch.float32 else table.fp32_rows
     wide = range(rows.start, min(rows.stop, fp32_rows), rows.step)
     narrow = rows[len(wide) :]
     found: dict[str, Tensor] = {}
     for name, tensor in whole.items():
-        part = wide if name == "fp32_weight" or fp32_rows == table.rows else narrow
-        if not len(part):
+        region = wide if name == "fp32_weight" or fp32_rows == table.rows else narrow
+        if not len(region):
             continue
-        first = 0 if part is wide else table.fp32_rows
+        first = 0 if region is wide else table.fp32_rows
         columns = slice(cols.start, cols.stop)
         if name == "exponents":
             columns = slice(cols.start // SCALE_BLOCK, -(-cols.stop // SCALE_BLOCK))
-        found[name] = tensor[part.start - first : part[-1] + 1 - first : part.step, columns]
+        found[name] = tensor[region.start - first : region[-1] + 1 - first : region.step, columns]
     return found
 
 
 def _broadcast(what: str, values: Tensor, owner: int, link: Link) -> Tensor:
-    """One rank's values, which the others have the shape of; as bytes, because Gloo knows no fp8."""
+    """Broadcast one rank's values, whose shape the others have; as bytes, because Gloo knows no fp8."""
     sent = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
     link.broadcast(what, sent.view(torch.uint8), owner).wait()
     return sent
@@ -128,7 +131,10 @@ def _broadcast(what: str, values: Tensor, owner: int, link: Link) -> Tensor:
 def push_rows(
     placement: Placement, arenas: Sequence[Arena], copies: Sequence[Arena], touched: Mapping[Arena, Tensor], link: Link
 ) -> None:
-    """Bring the copies of rows up to date; all ranks must call this.
+    """Send updated rows to the ranks that have copies of them; all ranks must call this.
+
+    Of a table whose rows 0 … 4 rank 0 owns and ranks 1 and 2 read, a step updates slots 3, 1 and 3: rank 0 sends both
+    the rows of slots 1 and 3, and where these are among the reader's copies.
 
     Parameters
     ----------
@@ -149,22 +155,22 @@ def push_rows(
         to[:, kind] = torch.bincount(readers, minlength=link.size)
         messages.append((here, there))
     ones = [1] * link.size
-    came = link.all_to_all("numbers of updated rows", to, ones, ones).wait().T.tolist()
+    recv_counts = link.all_to_all("numbers of updated rows", to, ones, ones).wait().T.tolist()
     for kind, (here, there) in enumerate(messages):
         counts = to[:, kind].tolist()
-        slots = link.all_to_all("updated rows' places", there, counts, came[kind])
-        rows = link.all_to_all("updated rows", arenas[kind].store.read(here, use="update"), counts, came[kind])
+        slots = link.all_to_all("updated rows' places", there, counts, recv_counts[kind])
+        rows = link.all_to_all("updated rows", arenas[kind].store.read(here, use="update"), counts, recv_counts[kind])
         copies[kind].store.write(slots.wait(), rows.wait())
 
 
 def _messages(placement: Placement, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What is sent of an arena, by reader: slot here, slot there, reader."""
+    """List what is sent of an arena, by reader: slot here, slot there, reader."""
     tiles = torch.tensor(placement.owned(placement.kinds[kind]), dtype=torch.int64, device=placement.copies.device)
     if touched is None or not len(tiles):
         nothing = torch.empty(0, dtype=torch.int64, device=placement.copies.device)
         return nothing, nothing, nothing
     slots = touched.unique()
-    piece, within = arena.locate(slots)
-    first_there = placement.copies[:, tiles][:, piece]  # [W, n]
+    shard, within = arena.locate(slots)
+    first_there = placement.copies[:, tiles][:, shard]  # [W, n]
     readers, which = (first_there >= 0).nonzero(as_tuple=True)
     return slots[which], first_there[readers, which] + within[which], readers

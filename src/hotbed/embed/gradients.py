@@ -1,6 +1,8 @@
-"""From backward to the optimizer's step: gradients of looked-up vectors wait in a `TableUpdater`.
+"""Keep gradients of looked-up vectors from backward to the optimizer's step, which applies the rule once per row.
 
-The lookup as autograd sees it: forward pools rows, backward leaves gradients with the optimizer's updaters.
+`PooledLookup` is the lookup as autograd sees it: forward pools rows, backward hands (bags, gradient) to the
+`TableUpdater` of each optimizer, where they wait. `TableUpdater.apply` is the step: it joins what waits by arena and
+lets each `TableGroup` update its rows.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from hotbed.torch_hooks import are_tables_left_out
 _OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
 
 
-class _Piece(NamedTuple):
-    """A gradient of an arena's rows."""
+class _Gradient(NamedTuple):
+    """A gradient of rows of one arena, and whether each row's gradients from one rank are one sum already."""
 
     occurrences: Occurrences
     grad: Tensor
@@ -41,15 +43,15 @@ class TableUpdater:
     Parameters
     ----------
     rule
-        Of the optimizer.
+        The optimizer's.
     tables
-        Those it trains.
-    parts
-        Of the collection.
+        Tables that it trains.
+    groups
+        Table groups of the collection.
     ranks
         Number of ranks whose gradients add up; each counts ``1 / ranks``, for their losses are means.
     on_grad
-        Called for every gradient that arrives, with what says whether it is finite.
+        Called for every gradient that arrives, with a function that says whether it is finite.
     on_stepped
         Called with its tables when gradients have been used.
     """
@@ -58,31 +60,31 @@ class TableUpdater:
         self,
         rule: Rule,
         tables: Collection[str],
-        parts: Sequence[TableGroup],
+        groups: Sequence[TableGroup],
         ranks: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
         on_stepped: Callable[[Collection[str]], None],
     ) -> None:
         self.rule = rule
         self.tables = set(tables)
-        self._parts = [part for part in parts if not self.tables.isdisjoint(part.tables)]
-        self._part_of = {t: part for part in self._parts for t in part.tables if t in self.tables}
+        self._groups = [group for group in groups if not self.tables.isdisjoint(group.tables)]
+        self._group_of = {t: group for group in self._groups for t in group.tables if t in self.tables}
         self._ranks = ranks
         self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
-        self._order = {t: i for i, t in enumerate(self._part_of)}
+        self._order = {t: i for i, t in enumerate(self._group_of)}
         self._steps = torch.zeros(len(self._order), dtype=torch.int64, device="cpu")
         self._hyper: dict[Arena, tuple[object, Tensor, Tensor]] = {}
 
     def receive(self, contribution: Contribution) -> None:
-        """Keep a gradient for the step, if it may concern a table of this optimizer."""
+        """Keep a gradient for the step, if it may be of a table of this optimizer."""
         if not self.tables.isdisjoint(contribution.tables):
             self._waiting.append(contribution)
             self._on_grad(contribution.finite)
 
     @torch.no_grad()
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
-        """Coalesce everything that waits and apply the rule once per row; then forget it."""
+        """Coalesce all gradients that wait and apply the rule once per row; then forget them."""
         for table in hyper:
             if table not in self.tables:
                 raise OptimizerError(
@@ -91,19 +93,19 @@ class TableUpdater:
                 )
         if any(waiting.changed() for waiting in self._waiting):
             raise OptimizerError(CHANGED)
-        found: dict[Arena, list[_Piece]] = defaultdict(list)
+        found: dict[Arena, list[_Gradient]] = defaultdict(list)
         for waiting in self._waiting:
-            for arena, occurrences, grad in waiting.pieces():
-                found[arena].append(_Piece(occurrences, grad, waiting.is_summed))
-        device = next(iter(self._part_of.values())).device if self._part_of else torch.device("cpu")
+            for arena, occurrences, grad in waiting.gradients():
+                found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
+        device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
         one = torch.ones((), dtype=torch.float32, device=device)
         inv_scale = one if inv_scale is None else inv_scale
         gate = one if gate is None else gate
         self._count(hyper, gate, device)
-        for part in self._parts:
-            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in part.arenas}
-            here = {arena: _joined(arena, found[arena]) for arena in part.arenas if arena in found}
-            part.update(steps, here)
+        for group in self._groups:
+            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in group.arenas}
+            here = {arena: _concatenated(arena, found[arena]) for arena in group.arenas if arena in found}
+            group.update(steps, here)
         self._waiting.clear()
         self._on_stepped(self.tables)
 
@@ -118,7 +120,7 @@ class TableUpdater:
         self._steps += (trained & (gate != 0)).long()
 
     def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
-        """What this step does to the pieces of an arena."""
+        """Make what kernels need to update the shards of an arena: hyperparameters by shard, seeds for rounding."""
         idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
         # Tables of a group have one list of hyperparameters, so there are few different lines.
         found = list(map(hyper.get, arena.tables))
@@ -151,50 +153,50 @@ class TableUpdater:
         )
 
     def clear(self) -> None:
-        """Forget everything that waits."""
+        """Forget all gradients that wait."""
         for waiting in self._waiting:
             waiting.drop()
         self._waiting.clear()
 
     def finite(self) -> Tensor:
-        """0-d bool: whether every waiting gradient is finite."""
+        """Return, as 0-d bool, whether every waiting gradient is finite."""
         flags = [waiting.finite() for waiting in self._waiting]
         return torch.stack(flags).all() if flags else torch.tensor(True)
 
     def state(self, table: str) -> dict[str, Tensor]:
-        """A table's moments and its ``step``; where the whole table is here, moments are its memory, not a copy."""
-        part = self._part_of[table]
+        """Return a table's moments and its ``step``; of a table that is all on this rank, their memory, not a copy."""
+        group = self._group_of[table]
         moments = () if are_tables_left_out() else self.rule.moments
-        found = {m.name: untied(part.moment(table, m.name)) for m in moments}
+        found = {m.name: untied(group.moment(table, m.name)) for m in moments}
         return {**found, "step": self._steps[self._order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
-        part = self._part_of[table]
+        """Overwrite a table's moments and ``step`` with what `state` returned."""
+        group = self._group_of[table]
         for moment in () if are_tables_left_out() else self.rule.moments:
-            part.load_moment(table, moment.name, state[moment.name])
+            group.load_moment(table, moment.name, state[moment.name])
         self._steps[self._order[table]] = state["step"]
 
 
-def _joined(arena: Arena, found: Sequence[_Piece]) -> tuple[Occurrences, Tensor]:
-    """Occurrences of several gradients, and these one after the other."""
+def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences, Tensor]:
+    """Join gradients of one arena: their occurrences, and the gradients one after the other."""
     if len(found) == 1:
         return found[0].occurrences, found[0].grad
-    # Summed one by one, as those are that ranks send each other, so that no plan changes the order of additions.
-    found = [piece if piece.is_summed else _summed(arena, piece) for piece in found]
-    grads = [piece.grad for piece in found]
+    # Each is summed first, as those are that ranks send each other, so that no plan changes the order of additions.
+    found = [gradient if gradient.is_summed else _summed(arena, gradient) for gradient in found]
+    grads = [gradient.grad for gradient in found]
     return Occurrences.concatenate([p.occurrences for p in found], list(map(len, grads))), torch.cat(grads)
 
 
-def _summed(arena: Arena, piece: _Piece) -> _Piece:
-    """The same with one row per slot."""
+def _summed(arena: Arena, gradient: _Gradient) -> _Gradient:
+    """Sum a gradient to one row per slot."""
     kernels = ops.select(arena.store.device, arena.backend)
-    groups = kernels.group(piece.occurrences)
+    groups = kernels.group(gradient.occurrences)
     count = int(groups.counts[0])
     sums = arena.store.empty((count, arena.store.dim), torch.float32)
     here = torch.arange(count, device=sums.device)
-    kernels.segment_sum(piece.occurrences, groups, piece.grad, here, sums)
-    return _Piece(Occurrences(groups.rows[:count], here, None), sums, True)
+    kernels.segment_sum(gradient.occurrences, groups, gradient.grad, here, sums)
+    return _Gradient(Occurrences(groups.rows[:count], here, None), sums, True)
 
 
 class PooledLookup(torch.autograd.Function):
@@ -222,7 +224,7 @@ class PooledLookup(torch.autograd.Function):
         outputs
             Uninitialised; in a list, so that autograd takes what is returned for new tensors.
         updaters
-            Who is to receive gradients.
+            Those that receive gradients.
         """
         ctx.requests, ctx.updaters = requests, updaters
         ctx.versions = [request.bags.versions() for request in requests]
@@ -232,7 +234,7 @@ class PooledLookup(torch.autograd.Function):
         for source, bags, output, _ in requests:
             source.store.lookup(bags, outputs[output])
         room = {output: bags.room for _, bags, output, _ in requests}
-        # No view where there is no room: autograd lets nobody change a Function's view in place.
+        # No view where there is no room: autograd forbids changing a Function's view in place.
         return tuple(out[:, room[i] :] if room[i] else out for i, out in enumerate(outputs))
 
     @staticmethod
@@ -240,7 +242,7 @@ class PooledLookup(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Leave the gradients where the optimizer's step finds them."""
+        """Hand the gradients to the updaters, where the optimizer's step finds them."""
         updaters = list(ctx.updaters)
         of_weights = None
         if ctx.needs_input_grad[1]:
@@ -267,7 +269,7 @@ class PooledLookup(torch.autograd.Function):
 
 
 def _rows_of(grad: Tensor) -> tuple[Tensor, int]:
-    """A gradient ``[B, F, D]`` as rows ``[…, D]`` and how many of them there are per sample; copied only if it must."""
+    """View a gradient ``[B, F, D]`` as rows ``[…, D]``, and count these per sample; copied only if it must be."""
     batch, features, dim = grad.shape
     if batch == 0 or grad.stride(2) != 1 or grad.stride(1) != dim or grad.stride(0) % dim:
         return grad.contiguous().view(batch * features, dim), features

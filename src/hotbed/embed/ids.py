@@ -1,6 +1,8 @@
-"""Every id is checked before a kernel reads memory with it; what breaks a limit is refused, dropped, hashed or cut.
+"""Check every id before a kernel reads memory with it, and lay bags out as kernels take them.
 
-Where the bags of some features lie in a batch, as kernels take it.
+An id out of range is refused, dropped or hashed, a bag that is too long refused or cut off (`checked_ids`); what was
+found is remembered by the batch, so that it is checked once. `BagPlaces` then finds the bags of some features in batch
+after batch.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
 from hotbed.ops.layout import FIXED, RAGGED_ROW, START
-from hotbed.specs import ANY_ID, Feature
+from hotbed.specs import ANY_ID, POOLING_CODE, Feature
 
 
 class Discarded(NamedTuple):
-    """Ids that were not used as they came, by feature."""
+    """Counts of ids that were not looked up unchanged, by feature."""
 
     bad: Counter[str]
     """Out of range, and dropped or hashed."""
@@ -30,18 +32,18 @@ class Discarded(NamedTuple):
 
 
 def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int], discarded: Discarded) -> Jagged:
-    """Return ids that are all valid rows, in bags that are not too long.
+    """Repair or refuse ids: returns ids that are all valid rows, in bags that are not too long.
 
     Parameters
     ----------
     ids
-        As they came.
+        The batch.
     features
-        Whose ids to check; others are left alone.
+        Features whose ids to check.
     rows
         Rows by table.
     discarded
-        Counted up here.
+        Increased by what is discarded.
 
     Raises
     ------
@@ -75,7 +77,7 @@ def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, in
 
 
 def _claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[str, int]]:
-    """What `Jagged.verified` must contain."""
+    """List what `Jagged.verified` must contain."""
     return {(f.name, rows[f.table]) for f in features} | {
         (f.name, -f.max_len) for f in features if f.max_len is not None
     }
@@ -152,7 +154,7 @@ def _repaired(ids: Jagged, feature: Feature, rows: int, bad: Counter[str]) -> Ba
 
 
 def kept(bags: Bags, keep: Tensor) -> Bags:
-    """The ids where ``keep`` is set."""
+    """Select the ids where ``keep`` is set."""
     offsets = torch.zeros(bags.batch_size + 1, dtype=torch.int64, device=keep.device)
     offsets[1:] = torch.bincount(_sample_of_each(bags)[keep], minlength=bags.batch_size).cumsum(0)
     weights = None if bags.weights is None else bags.weights[keep]
@@ -177,7 +179,7 @@ def _out_of_range(bags: Bags, rows: int) -> Tensor:
 
 
 def _sample_of_each(bags: Bags) -> Tensor:
-    """Sample that each id belongs to ``[N]``."""
+    """Find the sample that each id belongs to ``[N]``."""
     return torch.repeat_interleave(torch.arange(bags.batch_size, device=bags.values.device), bags.lengths())
 
 
@@ -195,7 +197,7 @@ def hashed(ids: Tensor, rows: int) -> Tensor:
 
 
 class BagPlaces:
-    """Makes the `BagLayout` of some features for batch after batch.
+    """The places of some features' bags in batch after batch.
 
     Parameters
     ----------
@@ -214,11 +216,11 @@ class BagPlaces:
         self.single = single
         self._last: tuple[object, Tensor] | None = None
         self._at: tuple[tuple[str, ...], list[int]] | None = None
-        self._has_mean = not single and any(f.pooling == "mean" for f in features)
+        self._has_divisors = any(POOLING_CODE[f.pooling] for f in features)
         # `BagLayout.features`, with zeros where the batch decides.
         self._fixed = torch.tensor(
             [
-                [0, 0, 0, slots[f.table][0], f.pooling == "mean", position, slots[f.table][1]]
+                [0, 0, 0, slots[f.table][0], POOLING_CODE[f.pooling], position, slots[f.table][1]]
                 for f, position in features.items()
             ],
             dtype=torch.int64,
@@ -231,7 +233,7 @@ class BagPlaces:
         return {f.table for f in self.features}
 
     def layout(self, ids: Jagged, width: int, room: int) -> BagLayout:
-        """Where the bags lie in a batch; features are found by name.
+        """Lay out the bags of a batch; features are found by name.
 
         Parameters
         ----------
@@ -254,20 +256,20 @@ class BagPlaces:
             None if ids.weights is None else _values(ids.weights),
             batch_size,
             total,
-            self._has_mean,
+            self._has_divisors,
             1 if self.single else width,
             0 if self.single else room,
         )
 
     def _found(self, ids: Jagged) -> list[int]:
-        """Which features of a batch these are; batches have the same names, so the last answer is kept."""
+        """Find the features in a batch by name; batches have the same names, so the last result is kept."""
         last = self._at  # another thread may make a layout, too
         if last is None or last[0] != ids.names:
             self._at = last = ids.names, [ids.index(f.name) for f in self.features]
         return last[1]
 
     def _entries(self, ids: Jagged, at: list[int]) -> Tensor:
-        """`BagLayout.features`; fixed features keep their places from batch to batch, so the last one is kept."""
+        """Make `BagLayout.features`; fixed features keep their places from batch to batch, so the last one is kept."""
         places = (ids.names, ids.fixed, ids.starts, ids.values.device)
         last = self._last  # another thread may make a layout, too
         if last is None or last[0] != places:
@@ -280,6 +282,6 @@ class BagPlaces:
 
 
 def _values(weights: Tensor) -> Tensor:
-    """Per-id weights as float32; those that are trained are copied, for they may change before the tables' step."""
+    """Convert per-id weights to float32; trained ones are copied, for they may change before the tables' step."""
     values = weights.detach().to(torch.float32)
     return values.clone() if weights.requires_grad and values.data_ptr() == weights.data_ptr() else values

@@ -1,4 +1,4 @@
-"""`LocalTables`: tables that are all on this rank, looked up and updated in place."""
+"""Look up and update tables that are all on this rank, in place: one arena, and one kernel launch, per dtype."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hotbed.specs import Feature, Table
 
 
 class LocalTables(TableGroup):
-    """Tables that are all here: an arena per dtype, looked up and updated directly.
+    """Tables that are all on this rank: an arena per dtype, looked up and updated directly.
 
     Parameters
     ----------
     dim, tables, features
-        As in `TableGroup`; of the features those of these tables count.
+        As in `TableGroup`; features of other tables are ignored.
     seed, device, backend
         As in `Arena`.
     """
@@ -40,7 +40,7 @@ class LocalTables(TableGroup):
         backend: BackendName,
     ) -> None:
         super().__init__(dim, tables, features)
-        self._sources: list[_Whole] = []
+        self._sources: list[_LocalSource] = []
         self._place: dict[str, tuple[Arena, int]] = {}
         position = {name: i for i, name in enumerate(self.pooled)}
         of_sequences: dict[str, list[Feature]] = {}
@@ -55,7 +55,7 @@ class LocalTables(TableGroup):
             unpooled = [f for f in self.sequences if f.table in names]
             of_sequences[dtype] = unpooled
             self._sources.append(
-                _Whole(
+                _LocalSource(
                     arena,
                     BagPlaces(pooled, slots) if pooled else None,
                     [BagPlaces({f: 0}, slots, single=True) for f in unpooled],
@@ -109,39 +109,39 @@ class LocalTables(TableGroup):
     @override
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
         super().add_moment(table, moment, initial)
-        arena, piece = self._place[table]
+        arena, number = self._place[table]
         arena.store.add_moment(moment)
-        arena.store.fill(piece, moment.name, initial)
+        arena.store.fill(number, moment.name, initial)
 
     @override
     def raw(self, table: str) -> dict[str, Tensor]:
-        arena, piece = self._place[table]
-        return arena.store.raw(piece)
+        arena, number = self._place[table]
+        return arena.store.raw(number)
 
     @override
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
-        arena, piece = self._place[table]
-        arena.store.load_raw(piece, raw)
+        arena, number = self._place[table]
+        arena.store.load_raw(number, raw)
 
     @override
     def local_tiles(self, table: str) -> list[LocalTile]:
-        arena, piece = self._place[table]
-        return [LocalTile(arena.pieces[piece], arena, piece, True)]
+        arena, number = self._place[table]
+        return [LocalTile(arena.shards[number], arena, number, True)]
 
     @override
     def rows(self, table: str) -> Tensor:
-        arena, piece = self._place[table]
-        return arena.rows(piece)
+        arena, number = self._place[table]
+        return arena.rows(number)
 
     @override
     def moment(self, table: str, name: str) -> Tensor:
-        arena, piece = self._place[table]
-        return arena.store.moment(piece, name)
+        arena, number = self._place[table]
+        return arena.store.moment(number, name)
 
     @override
     def load_moment(self, table: str, name: str, values: Tensor) -> None:
-        arena, piece = self._place[table]
-        arena.store.load_moment(piece, name, values)
+        arena, number = self._place[table]
+        arena.store.load_moment(number, name, values)
 
     @override
     def to(self, device: torch.device) -> None:
@@ -149,8 +149,8 @@ class LocalTables(TableGroup):
             arena.to(device)
 
 
-class _Whole:
-    """An arena of whole tables as a `RowSource`."""
+class _LocalSource:
+    """An arena of whole tables, and the places of their features' bags; a `RowSource`."""
 
     def __init__(self, arena: Arena, pooled: BagPlaces | None, sequences: list[BagPlaces]) -> None:
         self.arena, self.pooled, self.sequences = arena, pooled, sequences
@@ -165,13 +165,13 @@ class _Whole:
         return self.arena.updates
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        return _Local(self, bags, versions, grad)
+        return _LocalGradient(self, bags, versions, grad)
 
 
-class _Local(NamedTuple):
-    """A gradient of rows of one arena that are all here."""
+class _LocalGradient(NamedTuple):
+    """A gradient of rows of one arena of this rank; a `Contribution`."""
 
-    source: _Whole
+    source: _LocalSource
     bags: BagLayout
     versions: tuple[int, int, int]
     grad: Tensor
@@ -193,6 +193,6 @@ class _Local(NamedTuple):
     def drop(self) -> None:
         pass
 
-    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
         arena = self.source.arena
         return [(arena, arena.store.occurrences(self.bags), self.grad)]

@@ -1,10 +1,11 @@
-"""A plan as kernels need it: which tile holds a row, in which arena of its owner, and at which slot.
+"""Find where rows are: which tile of a plan holds a row, on which rank, in which arena, at which slot.
 
 Tiles with as many columns, one dtype and one kind of memory share an *arena kind*; every rank has an arena of each kind
-for what it owns and one for what it reads. Slots number the rows of a rank's tiles, in the order of the plan; so every
-rank knows every slot of every other.
+for the tiles that it owns and one for those that it reads copies of. Slots number the rows of a rank's tiles, in the
+order of the plan; so every rank knows every slot of every other.
 
-Parts of rows inside a matrix of whole rows: a matrix of narrower rows, its cells, is the same memory.
+A *lane* is a range of columns that tiles have. Units narrower than a row are moved in *cells*: a matrix of whole rows
+is the same memory as one of narrower rows, its cells.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from hotbed.specs import RowDtype, Table
 
 @dataclass(frozen=True)
 class Cells:
-    """Some columns of some rows of a matrix ``[…, D]``: a unit has ``cols`` columns, which are whole cells.
+    """Some columns of some rows of a matrix ``[…, D]``; a unit has ``cols`` columns, which are whole cells.
+
+    Columns 16 … 47 of row 1 of a matrix of 64 columns, in cells of 16, are cells 4 · 1 + 1 and 6: ``at = [5, 6]``.
 
     Attributes
     ----------
@@ -44,7 +47,7 @@ class Cells:
     cols: int
 
     def take(self, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-        """The units ``[n, cols]``; ``out`` is contiguous memory to copy to."""
+        """Copy the units ``[n, cols]`` out of a matrix; ``out`` is contiguous memory to copy to."""
         cells = matrix.reshape(-1, self.width)
         if out is None:
             return torch.index_select(cells, 0, self.at).view(-1, self.cols)
@@ -61,7 +64,7 @@ TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
 
 
 class Kind(NamedTuple):
-    """What an arena holds: tiles of so many columns and of this dtype, in this memory, perhaps with a cache before."""
+    """What tiles of one arena have in common: number of columns, dtype, memory, and whether a cache is before it."""
 
     cols: int
     dtype: RowDtype
@@ -69,23 +72,28 @@ class Kind(NamedTuple):
     cached: bool = False
 
 
-class Found(NamedTuple):
-    """Tiles of some rows: a row has one in every range of columns its table is cut into.
+class RowTiles(NamedTuple):
+    """Pairs of a row and a tile that holds it: a row has one in every lane that its table is cut into.
 
     Attributes
     ----------
-    at
-        ``[n]`` which of the rows.
+    row
+        ``[n]`` which of the given rows.
     tile
         ``[n]`` its tile.
     """
 
-    at: Tensor
+    row: Tensor
     tile: Tensor
 
 
 class Placement:
     """Where the tables of one dim are.
+
+    Of table "t" of 9 rows, cut by row over 3 ranks, tile r has rows r, r + 3, r + 6 of owner r. Its column of `entries`
+    is: table 0, owner r, first row r, stop r + 7, step 3, kind 0, lane 0, slot 0, no copy (−1). Row 4 is in tile 1, at
+    slot (4 − 1) / 3 = 1. A second table in the plan has keys from 9 on (``first_keys = [0, 9, …]``), and its tile on
+    rank r slots from 3 on.
 
     Parameters
     ----------
@@ -94,9 +102,9 @@ class Placement:
     plan
         Tiles of these tables and perhaps others.
     rank
-        This process.
+        This process' rank.
     device
-        Where rows are looked up by.
+        Where the tensors below are.
 
     Attributes
     ----------
@@ -105,7 +113,7 @@ class Placement:
     kinds
         Arena kinds, the same on all ranks.
     lanes
-        Distinct ranges of columns.
+        Distinct ranges of columns, by first column.
     has_readers
         Whether any rank holds a copy of any rows.
     entries
@@ -114,10 +122,11 @@ class Placement:
     copies
         ``[W, tiles]`` int64: the same of every rank.
     lines
-        ``[tiles]`` int64: lane of each tile; 0 for those of a table some of whose lanes overlap, because its rows are
-        not all cut at the same columns.
+        ``[tiles]`` int64: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`).
+        The line of a tile is its lane, or 0 in a table some of whose lanes overlap, because its rows are not all cut at
+        the same columns.
     first_keys
-        ``[T + 1]`` int64: key of row 0 of each table, where the rows of all tables are numbered through.
+        ``[T + 1]`` int64: key of row 0 of each table; keys number the rows of all tables.
     """
 
     def __init__(self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device) -> None:
@@ -166,53 +175,55 @@ class Placement:
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
 
     def owned(self, kind: Kind) -> list[int]:
-        """Tiles of this kind that this rank owns, in the order of their slots."""
+        """List the tiles of this kind that this rank owns, in the order of their slots."""
         return self._owned[kind]
 
     def copied(self, kind: Kind) -> list[int]:
-        """Tiles of this kind that this rank reads a copy of, in the order of their slots."""
+        """List the tiles of this kind that this rank reads a copy of, in the order of their slots."""
         return self._copied[kind]
 
-    def pieces(self, tiles: Sequence[int]) -> list[Shard]:
-        """These tiles as pieces of an arena."""
+    def shards(self, tiles: Sequence[int]) -> list[Shard]:
+        """Return these tiles as shards of an arena."""
         by_name = {t.name: t for t in self.tables}
         return [Shard(by_name[t.table], t.rows, t.cols) for t in (self.tiles[i] for i in tiles)]
 
     def cells(self, kind: int, rows: Tensor, lane: Tensor) -> Cells:
-        """Where units of a kind are in a matrix of whole rows, by row ``[n]`` and lane ``[n]``."""
+        """Find where units of a kind are in a matrix of whole rows, by row ``[n]`` and lane ``[n]``."""
         cols, width = self.kinds[kind].cols, self._cell[kind]
         first = rows * (self.dim // width) + torch.div(self._lane_starts[lane], width, rounding_mode="floor")
         if width < cols:
             first = (first[:, None] + torch.arange(cols // width, device=rows.device)).flatten()
         return Cells(first, width, cols)
 
-    def find(self, keys: Tensor) -> Found:
-        """The tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""
+    def find(self, keys: Tensor) -> RowTiles:
+        """Find the tiles that hold these rows ``[n]``, given by key; layer by layer, inside a layer in their order."""
         found = [layer.find(keys, self.first_keys, self.entries) for layer in self._layers]
         if len(found) == 1:
             return found[0]
-        return Found(torch.cat([f.at for f in found]), torch.cat([f.tile for f in found]))
+        return RowTiles(torch.cat([f.row for f in found]), torch.cat([f.tile for f in found]))
 
-    def slots(self, keys: Tensor, found: Found, column: int = SLOT) -> Tensor:
-        """Slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
-        within = keys[found.at] - self._row_keys[found.tile]
+    def slots(self, keys: Tensor, found: RowTiles, column: int = SLOT) -> Tensor:
+        """Number the slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
+        within = keys[found.row] - self._row_keys[found.tile]
         if self._strided:
             within = torch.div(within, self.entries[STEP][found.tile], rounding_mode="floor")
         return self.entries[column][found.tile] + within
 
 
 def _overlap(tiles: Sequence[Tile]) -> bool:
-    """Whether any two of the distinct ranges of columns of these tiles have a column in common."""
+    """Say whether any two of the distinct ranges of columns of these tiles have a column in common."""
     lanes = sorted({(t.cols.start, t.cols.stop) for t in tiles})
     return any(stop > start for (_, stop), (start, _) in pairwise(lanes))
 
 
 class _Layer(NamedTuple):
-    """Tiles of which no two of a table have a row in common, and of each table one row step.
+    """Tiles of which no two of a table have a row in common, all those of a table with one row step.
 
-    ``step [T]`` (0: the layer has no tile of the table), ``base [T]`` and ``span [T]`` order the tiles by (table,
-    residue of the row by the step, first row): ``keys`` of the tiles rise. ``plain``: every step is 1, and they are the
-    keys of rows.
+    A row's tile is found by one binary search. ``step [T]`` (0: the layer has no tile of the table), ``base [T]`` and
+    ``span [T]`` order the tiles by (table, residue of the row by the step, first row), so that ``keys`` of the tiles
+    rise: of 9 rows with step 3 they are ``base + residue · span + first row`` = 0, 10, 20, and row 4 has 0 + 1 · 9 + 4,
+    between 10 and 20. ``plain``: every step is 1, and keys of tiles are those of their first rows. ``complete``:
+    every row is in some tile.
     """
 
     step: Tensor
@@ -223,10 +234,10 @@ class _Layer(NamedTuple):
     plain: bool
     complete: bool
 
-    def find(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> Found:
+    def find(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> RowTiles:
         if self.plain and self.complete:
             at = torch.searchsorted(self.keys, keys, right=True) - 1
-            return Found(torch.arange(len(keys), device=keys.device), self.tiles[at])
+            return RowTiles(torch.arange(len(keys), device=keys.device), self.tiles[at])
         table = torch.searchsorted(first_keys, keys, right=True) - 1
         row = keys - first_keys[table]
         step = self.step[table]
@@ -234,18 +245,18 @@ class _Layer(NamedTuple):
         at = torch.searchsorted(self.keys, self.base[table] + residue * self.span[table] + row, right=True) - 1
         tile = self.tiles[at.clamp(min=0)]
         if self.complete:
-            return Found(torch.arange(len(row), device=row.device), tile)
+            return RowTiles(torch.arange(len(row), device=row.device), tile)
         first = entries[FIRST][tile]
         inside = (at >= 0) & (step > 0) & (entries[TABLE][tile] == table) & (row >= first) & (row < entries[STOP][tile])
         inside &= (row - first) % entries[STEP][tile] == 0
         which = inside.nonzero()[:, 0]
-        return Found(which, tile[which])
+        return RowTiles(which, tile[which])
 
 
 def _layers(
     tiles: Sequence[Tile], number: Mapping[str, int], rows: Sequence[int], device: torch.device
 ) -> list[_Layer]:
-    """As few layers as there are pairs (columns, row step) of a table."""
+    """Sort tiles into as few layers as a table has pairs (columns, row step): grids of two columns have two."""
 
     def numbers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)

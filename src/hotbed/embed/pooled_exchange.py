@@ -1,10 +1,22 @@
-"""The wire format ``"pooled"``: owners pool the rows of a bag that they hold, and one vector crosses the wire.
+"""Exchange pooled vectors: owners pool the rows of a bag that they hold, and one vector crosses the wire.
 
-A *unit* is what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same
-columns. Its owner is told the ids and answers with their pooled vector (below). Units of a bag are
-then added here, in the order of ranks; a bag of one unit has the bits of plain pooling.
+This is the wire format ``"pooled"`` of a plan; `hotbed.embed.row_exchange` is the format ``"rows"``. A *unit* here is
+what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same columns. Its owner
+gets their slots and answers with their pooled vector. The requester then adds the units of a bag, in rank order; a bag
+of one unit has the bits of plain pooling, one of several is summed in another order.
 
-The owner's side of the wire format ``"pooled"``: units it is asked for, their vectors, their gradients.
+The batch of `hotbed.embed.route`: rank 0 has bags [4 1] and [3 4 2], and rank r the rows r, r + 3, r + 6::
+
+    units, by owner        rank 0  │ rank 1          │ rank 2
+      bag                    1     │   0       1     │   1
+      ids                   [3]    │  [4 1]   [4]    │  [2]
+      slots there           [1]    │  [1 0]   [1]    │  [0]
+    counts of units          1     │   2             │   1         of ids  1 │ 3 │ 1
+    vectors that arrive    r₃      │ r₄ + r₁   r₄    │   r₂
+    position                 1     │   0       2     │   3         those of a bag follow each other, in rank order
+    bags of positions      [0] [1 2 3]                            pooled as in one process
+
+First come requests and what owners make of them, then the requester's side (`make_pooled_route`, `PooledVectors`).
 """
 
 from __future__ import annotations
@@ -19,18 +31,19 @@ from torch import Tensor
 
 from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.placement import KIND, LANE, OWNER, Found, Placement
+from hotbed.embed.placement import KIND, LANE, OWNER, Placement, RowTiles
 from hotbed.embed.table_group import Contribution, Vectors
-from hotbed.embed.wire import Sent, Wire
+from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
-from hotbed.ops.layout import FIXED, MEAN, OUT, RAGGED_ROW, START, counts_of
+from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, counts_of
+from hotbed.ops.reference import divisors
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.store import RowStore
 
 
-class Asked(NamedTuple):
-    """Units of one arena kind: what a rank asks for, by owner, or what an owner is asked for, by rank.
+class UnitRequest(NamedTuple):
+    """Units of one arena kind: what a rank requests, by owner, or what is requested of an owner, by rank.
 
     Attributes
     ----------
@@ -41,7 +54,7 @@ class Asked(NamedTuple):
     weights
         Per-id weights ``[n]`` float32, or None.
     divisors
-        Ids of each unit's whole bag ``[m]`` float32, 1 where pooling is not mean; None where none is.
+        By what the sum of each unit's whole bag is divided ``[m]`` float32; None where no feature divides.
     ids, units
         How many of them by owner, or by rank.
     """
@@ -54,26 +67,32 @@ class Asked(NamedTuple):
     units: list[int]
 
 
-def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
-    """Exchange what ranks ask for, by arena kind; all ranks must call this.
+def exchange_requests(requests: Sequence[UnitRequest], link: Link) -> list[UnitRequest]:
+    """Exchange the requests of all ranks, one per arena kind; all ranks must call this.
+
+    Rank 1 of the example gets slots ``[1, 0, 1]`` with lengths ``[2, 1]`` from rank 0, and if its own bags are [1] and
+    [8], slot ``[0]`` from itself, without a length: ``slots [1, 0, 1, 0]``, ``lengths [2, 1, 1]``, ``ids [3, 1, 0]``,
+    ``units [2, 1, 0]``.
 
     Raises
     ------
     BatchError
         If some ranks have per-id weights and others have none.
     """
-    device = asking[0].slots.device
-    weighted = asking[0].weights is not None
-    counts = torch.tensor([c for a in asking for c in (a.ids, a.units)] + [[int(weighted)] * link.size]).T.contiguous()
+    device = requests[0].slots.device
+    weighted = requests[0].weights is not None
+    counts = torch.tensor(
+        [c for r in requests for c in (r.ids, r.units)] + [[int(weighted)] * link.size]
+    ).T.contiguous()
     ones = [1] * link.size
-    came = link.all_to_all("numbers of ids", counts.to(device), ones, ones).wait().T.tolist()
-    if any(flag != weighted for flag in came[-1]):
-        ranks = [r for r, flag in enumerate(came[-1]) if flag]
+    recv_counts = link.all_to_all("numbers of ids", counts.to(device), ones, ones).wait().T.tolist()
+    if any(flag != weighted for flag in recv_counts[-1]):
+        ranks = [r for r, flag in enumerate(recv_counts[-1]) if flag]
         raise BatchError(f"ranks {ranks} have per-id weights and the others none; give all of them, or none")
     handles: list[list[Handle[Tensor] | None]] = []
-    for i, a in enumerate(asking):
-        ids, units = came[2 * i], came[2 * i + 1]
-        # As many ids as units: every unit has one id, and nobody need say so.
+    for i, a in enumerate(requests):
+        ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
+        # As many ids as units: every unit has one id, so no lengths are sent.
         sent = [0 if n == m else m for n, m in zip(a.ids, a.units, strict=True)]
         kept = torch.repeat_interleave(torch.tensor([s > 0 for s in sent]), torch.tensor(a.units)).to(device)
         expected = [0 if n == m else m for n, m in zip(ids, units, strict=True)]
@@ -85,17 +104,17 @@ def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
                 None if a.divisors is None else link.all_to_all("lengths of whole bags", a.divisors, a.units, units),
             ]
         )
-    found: list[Asked] = []
-    for i, (slots, lengths, weights, divisors) in enumerate(handles):
-        ids, units = came[2 * i], came[2 * i + 1]
+    found: list[UnitRequest] = []
+    for i, (slots, lengths, weights, divided_by) in enumerate(handles):
+        ids, units = recv_counts[2 * i], recv_counts[2 * i + 1]
         assert slots is not None
         assert lengths is not None
         found.append(
-            Asked(
+            UnitRequest(
                 slots.wait(),
                 _with_ones(lengths.wait(), ids, units),
                 None if weights is None else weights.wait(),
-                None if divisors is None else divisors.wait(),
+                None if divided_by is None else divided_by.wait(),
                 ids,
                 units,
             )
@@ -104,29 +123,29 @@ def ask(asking: Sequence[Asked], link: Link) -> list[Asked]:
 
 
 def _with_ones(lengths: Tensor, ids: Sequence[int], units: Sequence[int]) -> Tensor:
-    """Lengths of all units, from those of the ranks that sent them."""
-    parts: list[Tensor] = []
+    """Return lengths of all units, from those of the ranks that sent them."""
+    by_rank: list[Tensor] = []
     first = 0
     for n, m in zip(ids, units, strict=True):
         if n == m:
-            parts.append(lengths.new_ones(m))
+            by_rank.append(lengths.new_ones(m))
         else:
-            parts.append(lengths[first : first + m])
+            by_rank.append(lengths[first : first + m])
             first += m
-    return torch.cat(parts)
+    return torch.cat(by_rank)
 
 
-def pool(store: RowStore, asked: Asked, ops: Backend) -> Tensor:
-    """Vectors of units ``[m, cols]`` float32: the sum of their rows in bag order, over the length of the whole bag."""
-    out = store.empty((len(asked.lengths), 1, store.dim), torch.float32)
-    rows = store.read(asked.slots)  # one table for the kernel, whatever tables and dtypes the rows are of
-    ids = torch.arange(len(asked.slots), device=rows.device)
-    ops.lookup(rows_of(rows), _layout(asked, ids), out)
+def pool(store: RowStore, request: UnitRequest, ops: Backend) -> Tensor:
+    """Pool units into vectors ``[m, cols]`` float32: sums of rows in bag order, over the divisors of whole bags."""
+    out = store.empty((len(request.lengths), 1, store.dim), torch.float32)
+    rows = store.read(request.slots)  # one table for the kernel, whatever tables and dtypes the rows are of
+    ids = torch.arange(len(request.slots), device=rows.device)
+    ops.lookup(rows_of(rows), _layout(request, ids), out)
     vectors = out[:, 0]
-    return vectors if asked.divisors is None else vectors / asked.divisors[:, None]
+    return vectors if request.divisors is None else vectors / request.divisors[:, None]
 
 
-def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
+def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backend) -> tuple[Tensor, Tensor]:
     """Sum the gradient of each row for each rank, from gradients of units ``[m, cols]``.
 
     Returns
@@ -135,15 +154,15 @@ def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tu
         Slots ``[u]``, rank by rank, and sums ``[u, cols]``.
     """
     device = grad.device
-    unit = torch.repeat_interleave(torch.arange(len(asked.lengths), device=device), asked.lengths)
+    unit = torch.repeat_interleave(torch.arange(len(request.lengths), device=device), request.lengths)
     rank = torch.repeat_interleave(
-        torch.arange(len(asked.ids), device=device), torch.tensor(asked.ids, device=device), output_size=len(unit)
+        torch.arange(len(request.ids), device=device), torch.tensor(request.ids, device=device), output_size=len(unit)
     )
-    scale = asked.weights
-    if asked.divisors is not None:
-        scale = (1 if scale is None else scale) / asked.divisors[unit]
-    starts = tuple(accumulate(asked.ids, initial=0))
-    occurrences = Occurrences(rank * store.slots + asked.slots, unit, scale, starts)
+    scale = request.weights
+    if request.divisors is not None:
+        scale = (1 if scale is None else scale) / request.divisors[unit]
+    starts = tuple(accumulate(request.ids, initial=0))
+    occurrences = Occurrences(rank * store.slots + request.slots, unit, scale, starts)
     groups = ops.group(occurrences)
     slots = groups.rows[: int(groups.counts[0])] % store.slots
     sums = torch.empty(len(slots), grad.shape[1], dtype=torch.float32, device=device)
@@ -151,10 +170,10 @@ def sum_by_rank(store: RowStore, asked: Asked, grad: Tensor, ops: Backend) -> tu
     return slots, sums
 
 
-def _layout(asked: Asked, ids: Tensor) -> BagLayout:
+def _layout(request: UnitRequest, ids: Tensor) -> BagLayout:
     features = torch.tensor([[0, -1, 0, 0, 0, 0, 0]], device=ids.device)
-    offsets = torch.nn.functional.pad(asked.lengths.cumsum(0), (1, 0))[None]
-    return BagLayout(ids, features, offsets, asked.weights, len(asked.lengths), len(ids), False, 1)
+    offsets = torch.nn.functional.pad(request.lengths.cumsum(0), (1, 0))[None]
+    return BagLayout(ids, features, offsets, request.weights, len(request.lengths), len(ids), False, 1)
 
 
 class PooledStream(NamedTuple):
@@ -165,33 +184,33 @@ class PooledStream(NamedTuple):
     kind
         Number of the kind.
     rows, lanes
-        Where vectors go when they arrive ``[m]``: row here, and lane.
+        Where vectors go when they arrive ``[m]``: position, and lane.
     bags
         Bag of each unit ``[m]``, by owner: ``feature · B + sample``.
-    to
+    send_counts
         Units by owner.
-    asked
-        What the ranks asked for here.
+    requested
+        What the ranks request of this one.
     """
 
     kind: int
     rows: Tensor
     lanes: Tensor
     bags: Tensor
-    to: list[int]
-    asked: Asked
+    send_counts: list[int]
+    requested: UnitRequest
 
 
 @dataclass(frozen=True)
 class PooledRoute:
-    """Bags of one output, exchanged.
+    """The bags of one output after the exchange of their ids.
 
     Attributes
     ----------
     bags
-        The bags, with rows here in the place of ids: at least one for each unit.
+        The bags, with positions of units in the place of ids.
     rows
-        How many rows there are here.
+        Number of positions.
     streams
         What is exchanged, by arena kind.
     trained
@@ -205,57 +224,63 @@ class PooledRoute:
 
 
 def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, *, trained: bool) -> PooledRoute:
-    """Cut bags into units and tell the owners; all ranks must call this. See `hotbed.embed.route.make_route`."""
+    """Cut bags into units and exchange the requests for them; all ranks must call this.
+
+    Parameters are those of `hotbed.embed.route.make_route`. In the example at the top of this file ``bag`` is
+    ``[0, 0, 1, 1, 1]`` (of ids 4, 1, 3, 4, 2), sorted by ``message`` (the owner, as there is one kind and lane) the ids
+    are 3 │ 4 1 4 │ 2, ``starts`` of units ``[0, 1, 3, 4]``, ``of_unit`` (their bags) ``[1, 0, 1, 1]``, ``row`` (their
+    positions) ``[1, 0, 2, 3]``, and ``first_rows`` (first position of each bag, and past the last) ``[0, 1, 4]``.
+    """
     size, features = bags.batch_size, len(bags.features)
     order_of = bags.features.clone()
     order_of[:, OUT] = torch.arange(features, device=order_of.device)
-    ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_mean=False, width=features, room=0))
+    ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_divisors=False, width=features, room=0))
     bag = ids.bags % features * size + torch.div(ids.bags, features, rounding_mode="floor")
     found = placement.find(ids.slots)
     kind, owner, lane = (placement.entries[column] for column in (KIND, OWNER, LANE))
     message = ((kind * link.size + owner) * len(placement.lanes) + lane)[found.tile]
-    order = torch.argsort(found.at, stable=True)  # layers follow each other, but ids of a bag must keep their order
+    order = torch.argsort(found.row, stable=True)  # layers follow each other, but ids of a bag must keep their order
     order = order[torch.argsort(message[order], stable=True)]
-    at, tile, message = found.at[order], found.tile[order], message[order]
+    at, tile, message = found.row[order], found.tile[order], message[order]
     starts = _starts(message, bag[at])
     of_unit, kind, owner, lane = bag[at[starts]], kind[tile[starts]], owner[tile[starts]], lane[tile[starts]]
     lengths = torch.diff(starts, append=torch.tensor([len(at)], device=starts.device))
     row, first_rows = _rows(of_unit, placement.lines[tile[starts]], features * size)
-    slots = placement.slots(ids.slots, Found(at, tile))
+    slots = placement.slots(ids.slots, RowTiles(at, tile))
     weights = None if bags.weights is None else _by_occurrence(bags, bags.weights)[at]
-    divisors = None
-    if bags.has_mean:
+    divided_by = None
+    if bags.has_divisors:
         whole = torch.bincount(bag, minlength=features * size)[of_unit]
-        mean = bags.features[:, MEAN].bool()[torch.div(of_unit, max(size, 1), rounding_mode="floor")]
-        divisors = torch.where(mean, whole, 1).float()
-    asking: list[Asked] = []
-    parts: list[slice] = []
+        pooling = bags.features[torch.div(of_unit, max(size, 1), rounding_mode="floor"), POOLING]
+        divided_by = divisors(pooling, whole)
+    requests: list[UnitRequest] = []
+    slices: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     ends = torch.searchsorted(kind, torch.arange(len(placement.kinds) + 1, device=at.device)).tolist()
     for a, b in pairwise(ends):
         i, j = firsts[[a, b]].tolist()
         to = owner[a:b]
-        asking.append(
-            Asked(
+        requests.append(
+            UnitRequest(
                 slots[i:j],
                 lengths[a:b],
                 None if weights is None else weights[i:j],
-                None if divisors is None else divisors[a:b],
+                None if divided_by is None else divided_by[a:b],
                 torch.bincount(torch.repeat_interleave(to, lengths[a:b]), minlength=link.size).tolist(),
                 torch.bincount(to, minlength=link.size).tolist(),
             )
         )
-        parts.append(slice(a, b))
+        slices.append(slice(a, b))
     streams = [
-        PooledStream(i, row[part], lane[part], of_unit[part], asking[i].units, asked)
-        for (i, part), asked in zip(enumerate(parts), ask(asking, link), strict=True)
+        PooledStream(i, row[here], lane[here], of_unit[here], requests[i].units, requested)
+        for (i, here), requested in zip(enumerate(slices), exchange_requests(requests, link), strict=True)
     ]
     rows = int(first_rows[-1])
     return PooledRoute(within_group(bags, first_rows, rows), rows, streams, trained)
 
 
 def _starts(*keys: Tensor) -> Tensor:
-    """Positions where any of the keys differs from the one before."""
+    """Find the positions where any of the keys differs from the one before."""
     if not len(keys[0]):
         return torch.empty(0, dtype=torch.int64, device=keys[0].device)
     new = torch.ones(len(keys[0]), dtype=torch.bool, device=keys[0].device)
@@ -264,7 +289,7 @@ def _starts(*keys: Tensor) -> Tensor:
 
 
 def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
-    """Row of each unit, and first row of each bag: its units of a line have rows of their own, in their order."""
+    """Give each unit a position among those of its bag and line; return these, and the first one of each bag."""
     lanes = int(lane.max()) + 1 if len(lane) else 1
     key = bag * lanes + lane
     order = torch.argsort(key, stable=True)
@@ -279,13 +304,13 @@ def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
-    """Values that are parallel to the batch's ids, in the order of occurrences."""
+    """Sort values that are parallel to the batch's ids into the order of occurrences."""
     starts = bags.features[:, START].tolist()
     return torch.cat([values[start : start + count] for start, count in zip(starts, counts_of(bags), strict=True)])
 
 
 def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
-    """The bags as runs of neighbouring rows; what is mean has been divided already."""
+    """Return the bags as runs of neighbouring positions; owners have divided the sums already."""
     size, features = bags.batch_size, len(bags.features)
     first = first_rows[torch.arange(features, device=first_rows.device) * size]
     places = torch.zeros_like(bags.features)
@@ -301,24 +326,10 @@ def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
 class PooledVectors:
     """Vectors of units, which bags are pooled from; a `RowSource` and its own `Vectors`.
 
-    Parameters
-    ----------
-    route
-        What was exchanged.
-    arenas
-        Of this rank, by kind.
-    tables
-        Tables of the features.
-    wire, ops
-        Exchange and kernels.
-    placement
-        Of the tables.
-    link
-        Over which the vectors come; see `hotbed.embed.row_exchange.ExchangedRows`.
+    Parameters are those of `hotbed.embed.row_exchange.ExchangedRows`, and the placement of the tables.
     """
 
     updates = 0
-    """Never updated, see `hotbed.embed.row_exchange.ExchangedRows`."""
 
     def __init__(
         self,
@@ -334,14 +345,14 @@ class PooledVectors:
         self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, placement
         handles: list[Handle[Tensor]] = []
         for stream in route.streams:
-            with wire.work.counted(len(stream.asked.slots)):
-                answer = encode(pool(arenas[stream.kind].store, stream.asked, ops), wire.forward)
-            handles.append(link.all_to_all("pooled vectors", answer, stream.asked.units, stream.to))
+            with wire.load.counted(len(stream.requested.slots)):
+                answer = encode(pool(arenas[stream.kind].store, stream.requested, ops), wire.options.forward_codec)
+            handles.append(link.all_to_all("pooled vectors", answer, stream.requested.units, stream.send_counts))
         vectors = arenas[0].store.empty((route.rows, placement.dim), torch.float32)
         if sum(len(s.rows) * placement.kinds[s.kind].cols for s in route.streams) < vectors.numel():
             vectors.zero_()  # a bag may have more units of some columns than of others
         for stream, handle in zip(route.streams, handles, strict=True):
-            values = decode(handle.wait(), wire.forward)
+            values = decode(handle.wait(), wire.options.forward_codec)
             placement.cells(stream.kind, stream.rows, stream.lanes).put(values, vectors)
         self._rows = rows_of(vectors)
 
@@ -351,34 +362,34 @@ class PooledVectors:
         return self
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Pooled vectors into ``out [B, width, D]``."""
+        """Pool vectors into ``out [B, width, D]``."""
         self._ops.lookup(self._rows, bags, out)
 
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Not here: the rows stayed with their owners."""
+        """Refuse: the rows stayed with their owners."""
         raise BatchError(
             f"per-id weights that are trained need the rows of {', '.join(sorted(self.tables))}, which stay with their "
             "owners where wire is 'pooled'; plan wire='rows' for these tables"
         )
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        """Send each unit the gradient of its bag."""
+        """Send each unit's owner the gradient of its bag."""
         link, size = self._wire.link, max(bags.batch_size, 1)
         handles: list[Handle[Tensor]] = []
         for stream in self.route.streams:
             feature, sample = torch.div(stream.bags, size, rounding_mode="floor"), stream.bags % size
             of_bag = sample * bags.width + bags.room + bags.features[feature, OUT]
             units = self._placement.cells(stream.kind, of_bag, stream.lanes).take(grad)
-            values = encode(units.float(), self._wire.backward)
-            handles.append(link.all_to_all("gradients", values, stream.to, stream.asked.units))
-        return Sent(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))
+            values = encode(units.float(), self._wire.options.backward_codec)
+            handles.append(link.all_to_all("gradients", values, stream.send_counts, stream.requested.units))
+        return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))
 
     def _arrived(self, handles: Sequence[Handle[Tensor]]) -> list[tuple[Arena, Occurrences, Tensor]]:
         found: list[tuple[Arena, Occurrences, Tensor]] = []
         for stream, handle in zip(self.route.streams, handles, strict=True):
-            grad = decode(handle.wait(), self._wire.backward)
+            grad = decode(handle.wait(), self._wire.options.backward_codec)
             arena = self._arenas[stream.kind]
             if len(grad):
-                slots, sums = sum_by_rank(arena.store, stream.asked, grad, self._ops)
+                slots, sums = sum_by_rank(arena.store, stream.requested, grad, self._ops)
                 found.append((arena, Occurrences(slots, torch.arange(len(slots), device=slots.device), None), sums))
         return found

@@ -1,19 +1,20 @@
-"""Two-dimensional sparse parallelism: groups of ranks, each with a full copy of all tables.
+"""Keep several copies of all tables one model: groups of ranks, each with a full copy (2D sparse parallelism).
 
 Ranks form a mesh of M replicas × N shards. A row of it is a *group*, which shares one plan and exchanges ids, rows and
-gradients as if it were alone; a column holds the same tiles M times. What keeps the copies together is either an
-average every few steps (`hotbed.embed.replicas`), or, exactly, the gradients of all groups in every update
-(`gathered_pieces`). Dense parameters know nothing of it: they are data-parallel over all ranks.
+gradients without the others; a column holds the same tiles M times. What keeps the copies together is either an average
+every few steps (`Sync`), or, exactly, the gradients of all groups in every update (`gather_gradients`). Dense
+parameters are data-parallel over all ranks. Four ranks in two replicas, ``layout="groups"``::
+
+    replica 0   ranks 0 1     each group: one plan for 2 ranks, one copy of every table
+    replica 1   ranks 2 3     the same tiles: ranks 0 and 2, ranks 1 and 3
 
 Source: "Two-dimensional Sparse Parallelism for Large Scale DLRM Training" (arXiv 2508.03854).
 
-The average of replicas: rows and moments of the same tiles, over the ranks that hold them.
-
-A thread does it, over process groups of its own: it begins when a step is over, and whoever next needs the rows waits
+A thread averages, over process groups of its own: it begins when a step is over, and the next reader of the rows waits
 for it (`Sync.finish`), which in training is after the exchange of the next batch's ids.
 
-Only rows that some replica has touched since the last sync can differ, so each replica says which it has touched (as
-numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has touched so many that this
+Only rows that some replica has updated since the last average can differ, so replicas exchange which these are (as
+numbers or as a bitmap, whichever is smaller) and only these are averaged; where a replica has updated so many that this
 saves nothing, all are. The result is the same, to the bit, because of how the mean is taken:
 ``x₀ + ((x₁ − x₀) + (x₂ − x₀) + …) / M``, and x₀ itself where all are equal. (A plain mean of three equal values need
 not be that value.)
@@ -36,6 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hotbed.comm import Link
+from hotbed.config.places import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
 from hotbed.embed.placement import Placement
@@ -46,9 +48,6 @@ from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
 
-Layout = Literal["groups", "replicas"]
-"""What neighbouring ranks are: of one group, or replicas of the same tiles."""
-
 
 class Replicas:
     """The groups that hold copies of the tables, as one rank sees them; all processes must make it together.
@@ -57,14 +56,9 @@ class Replicas:
     ----------
     base
         All T ranks.
-    count
-        Replicas M, a divisor of T.
-    sync_every
-        Steps between averages.
-    layout
-        Which ranks are neighbours.
-    exact
-        Whether copies are updated alike, instead of averaged.
+    options
+        The number of replicas M, a divisor of T; steps between averages; which ranks are neighbours; whether copies are
+        updated by the gradients of all samples instead of averaged (``exact``).
 
     Attributes
     ----------
@@ -73,7 +67,7 @@ class Replicas:
     link, shards
         The ranks that hold the same tiles as this one, by replica; the ranks of the own group.
     thread
-        What averages in the background.
+        The thread that averages in the background.
     of_thread
         `link` and `shards` over process groups of its own.
     syncs, rows
@@ -83,11 +77,12 @@ class Replicas:
         Seconds that it took, and seconds of these that steps waited for.
     """
 
-    def __init__(self, base: Link, count: int, sync_every: int, layout: Layout, *, exact: bool) -> None:
+    def __init__(self, base: Link, options: ParallelOptions) -> None:
         ranks = torch.arange(base.size)
-        mesh = ranks.view(count, -1) if layout == "groups" else ranks.view(-1, count).T
+        count = options.replicas
+        mesh = ranks.view(count, -1) if options.layout == "groups" else ranks.view(-1, count).T
         self.mesh = DeviceMesh(base.device.type, mesh, mesh_dim_names=("replica", "shard"))
-        self.exact, self.sync_every = exact, sync_every
+        self.exact, self.sync_every = options.exact, options.sync_every
         self.link = self._along("replica", base)
         self.shards = self._along("shard", base)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-sync")
@@ -96,7 +91,7 @@ class Replicas:
         self.sync_s = self.waited_s = 0.0
 
     def _along(self, dim: Literal["replica", "shard"], base: Link) -> Link:
-        """The link of this rank's line of the mesh, over a process group of its own."""
+        """Make the link of this rank's line of the mesh, over a process group of its own."""
         lines: list[list[int]] = (self.mesh.mesh if dim == "shard" else self.mesh.mesh.T).tolist()
         own = next(line for line in lines if base.rank in line)
         return Link(self.mesh.get_group(dim), base.timeout, of=base, names=own, beside=lines).clone()
@@ -107,8 +102,9 @@ class Replicas:
         return sum(sum(link.sent_bytes.values()) for link in (self.link, self.of_thread[0]))
 
 
-def check_replicas(size: int, replicas: int, sync_every: int, *, exact: bool) -> None:
-    """Raise `SpecError` for numbers that make no mesh of ``size`` ranks."""
+def check_replicas(size: int, options: ParallelOptions) -> None:
+    """Raise `SpecError` for options that make no mesh of ``size`` ranks."""
+    replicas, sync_every, exact = options.replicas, options.sync_every, options.exact
     if replicas < 1 or size % replicas:
         raise SpecError(
             f"replicas is {replicas}, must divide the {size} ranks; choose one of "
@@ -125,24 +121,24 @@ def check_replicas(size: int, replicas: int, sync_every: int, *, exact: bool) ->
         )
 
 
-def gathered_pieces(
-    pieces: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
+def gather_gradients(
+    gradients: Sequence[tuple[Arena, Occurrences, Tensor]], arenas: Sequence[Arena], link: Link
 ) -> list[tuple[Arena, Occurrences, Tensor]]:
-    """Gradients that arrived at the same tiles of any replica, at all of them; all ranks must call this.
+    """Gather the gradients that arrived at the same tiles of any replica; all ranks must call this.
 
-    Each rank's sums stay by themselves, replica after replica, so that they are added in the order of one group whose
-    ranks are numbered so.
+    Each rank's sums stay separate, replica after replica, so that they are added in the order of one group whose ranks
+    are numbered so.
 
     Parameters
     ----------
-    pieces
-        By arena, what arrived here: slots and sums, by rank of the group.
+    gradients
+        By arena, what arrived on this rank: slots and sums, by rank of the group.
     arenas
         Of this rank, by kind.
     link
         Replicas.
     """
-    here = {arena: (occurrences, grad) for arena, occurrences, grad in pieces}
+    here = {arena: (occurrences, grad) for arena, occurrences, grad in gradients}
     device = arenas[0].store.device
     own = torch.tensor([len(here[a][0].slots) if a in here else 0 for a in arenas], dtype=torch.int64, device=device)
     counts: list[list[int]] = link.all_gather("numbers of gradients", own).wait().T.tolist()
@@ -163,19 +159,19 @@ def gathered_pieces(
 
 
 def gathered(what: str, values: Tensor, counts: Sequence[int], link: Link) -> Tensor:
-    """Rows of all replicas ``[Σ counts, …]``, of which each has so many."""
+    """Gather rows of all replicas ``[Σ counts, …]``, given how many each has."""
     found = values.new_empty(sum(counts), *values.shape[1:])
     link.exchange(what, [values.contiguous()] * link.size, list(found.split(list(counts)))).wait()
     return found
 
 
 BUCKET_BYTES = 8 << 20
-"""Size of what is averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
+"""Bytes that are averaged at once. Ranks that read copies of rows are sent all that were averaged in one message."""
 Message = Literal["numbers", "bitmap", "nothing"]
 
 
 class Sync:
-    """The average of one part's tiles.
+    """The average of the tiles of one table group.
 
     Parameters
     ----------
@@ -188,7 +184,7 @@ class Sync:
     def __init__(self, replicas: Replicas, arenas: Sequence[Arena], copies: Sequence[Arena]) -> None:
         self._replicas, self._arenas, self._copies = replicas, arenas, copies
         self._steps = 0
-        self._touched = {arena: Touched() for arena in arenas}
+        self._touched = {arena: TouchedSlots() for arena in arenas}
         self._seeds: dict[Arena, Tensor] = {}
         self._under_way: Future[None] | None = None
 
@@ -198,7 +194,7 @@ class Sync:
         found: Mapping[Arena, tuple[Occurrences, Tensor]],
         placement: Placement,
     ) -> None:
-        """Note what a step has touched; begin to average if it is time."""
+        """Record the slots that a step has updated; begin to average every ``sync_every`` steps."""
         for arena in self._arenas:
             self._seeds[arena] = steps[arena].seeds
         for arena, (occurrences, _) in found.items():
@@ -215,18 +211,18 @@ class Sync:
         device = placement.copies.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-        def work() -> None:
+        def average() -> None:
             begin = time.perf_counter()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self._average(placement)
             self._replicas.sync_s += time.perf_counter() - begin
 
-        self._under_way = self._replicas.thread.submit(work)
+        self._under_way = self._replicas.thread.submit(average)
         if not self._replicas.link.overlaps:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun; raises what went wrong there, to everyone who waits."""
+        """Wait for an average that was begun; each call raises the error that it ended with."""
         if self._under_way is not None:
             begin = time.perf_counter()
             self._under_way.result()
@@ -253,44 +249,44 @@ class Sync:
         self._replicas.syncs += 1
 
 
-class Touched:
-    """Slots that were touched since the last average; memory for as many, not for all slots."""
+class TouchedSlots:
+    """Slots that were updated since the last average; memory for as many, not for all slots."""
 
     def __init__(self) -> None:
-        self._parts: list[Tensor] = []
+        self._slots: list[Tensor] = []
         self._distinct = 0
 
     def add(self, slots: Tensor) -> None:
         """More slots ``[n]`` int64, of which some may have been touched before."""
-        self._parts.append(slots)
-        if sum(len(part) for part in self._parts) > 2 * max(self._distinct, 1 << 18):
-            self._parts = [torch.cat([part.to(slots.device) for part in self._parts]).unique()]
-            self._distinct = len(self._parts[0])
+        self._slots.append(slots)
+        if sum(map(len, self._slots)) > 2 * max(self._distinct, 1 << 18):
+            self._slots = [torch.cat([earlier.to(slots.device) for earlier in self._slots]).unique()]
+            self._distinct = len(self._slots[0])
 
     def take(self, device: torch.device) -> Tensor:
-        """All of them, rising, and forget them."""
-        parts, self._parts, self._distinct = self._parts, [], 0
-        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(p.to(device) for p in parts)]).unique()
+        """Return all of them, rising, and forget them."""
+        slots, self._slots, self._distinct = self._slots, [], 0
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(s.to(device) for s in slots)]).unique()
 
 
 def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:
-    """Slots of tables that the step is of."""
+    """Select the slots of tables that the step updates."""
     active = step.hyper[:, ACTIVE] != 0
     return slots if bool(active.all()) else slots[active[arena.locate(slots)[0]]]
 
 
 def row_bytes(store: RowStore) -> int:
-    """Bytes of a row and its moments on the wire."""
+    """Count the bytes of a row and its moments on the wire."""
     return 4 * (store.dim + sum(1 if store.moment_is_per_row(m) else store.dim for m in store.moment_names))
 
 
-def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
-    """How replicas say which of their rows they have touched: ``"nothing"`` where all rows are averaged.
+def choose_message(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
+    """Choose how replicas exchange which rows they have updated: ``"nothing"`` where all rows are averaged.
 
     Parameters
     ----------
     counts
-        Rows touched, by replica: no fewer than the largest of these will be averaged.
+        Rows updated, by replica: no fewer than the largest of these will be averaged.
     slots
         Rows that each has.
     bytes_per_row
@@ -305,14 +301,14 @@ def choose(counts: Sequence[int], slots: int, bytes_per_row: int) -> Message:
 
 
 def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], link: Link) -> Tensor:
-    """Slots that any replica has touched, rising; all slots where it would cost more to say which.
+    """Find the slots that any replica has updated, rising; all slots where exchanging which would cost more.
 
     Parameters
     ----------
     store
         Whose slots.
     touched
-        Those that were touched here, rising.
+        Those that were updated on this rank, rising.
     counts
         How many were, by replica.
     link
@@ -321,7 +317,7 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
     slots = store.slots
     if not sum(counts):
         return touched
-    message = choose(counts, slots, row_bytes(store))
+    message = choose_message(counts, slots, row_bytes(store))
     if message == "nothing" and isinstance(store, DenseStore):  # in others not all rows exist
         return torch.arange(slots, device=touched.device)
     if message == "numbers":
@@ -336,7 +332,7 @@ def touched_anywhere(store: RowStore, touched: Tensor, counts: Sequence[int], li
 
 
 def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None:
-    """Average rows and their moments over replicas.
+    """Average rows and their moments over replicas, in place.
 
     Parameters
     ----------
@@ -345,7 +341,7 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
     slots
         Which ``[n]``, the same on all replicas.
     seeds
-        Of each piece, for rounding.
+        Of each shard, for rounding.
     link
         Replicas.
     """
@@ -363,14 +359,14 @@ def average_rows(arena: Arena, slots: Tensor, seeds: Tensor, link: Link) -> None
 def over_replicas_(values: Tensor, reduced: Callable[[Tensor], Tensor], what: str, link: Link) -> None:
     """Reduce a flat tensor over replicas, in place: each one reduces a share ``[M, n] → [n]`` and sends it to all."""
     share = -(-len(values) // link.size)
-    parts = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
-    theirs = values.new_empty(link.size, len(parts[link.rank]))
-    link.exchange(what, parts, list(theirs)).wait()
-    link.exchange(what, [reduced(theirs)] * link.size, parts).wait()
+    shares = values.split([max(min(share, len(values) - r * share), 0) for r in range(link.size)])
+    theirs = values.new_empty(link.size, len(shares[link.rank]))
+    link.exchange(what, shares, list(theirs)).wait()
+    link.exchange(what, [reduced(theirs)] * link.size, shares).wait()
 
 
 def _mean(theirs: Tensor) -> Tensor:
-    """In replica order; the first where all are equal, also −0 and infinities."""
+    """Average ``[M, n]`` in replica order; the first where all are equal, also −0 and infinities."""
     first = theirs[0]
     change = theirs[1] - first
     for other in theirs[2:]:

@@ -1,17 +1,36 @@
-"""Which rows of which ranks a batch needs: its ids as messages to the ranks that own them.
+"""Route ids to the ranks that own their rows.
 
-A *unit* is a vector that crosses the wire, all or some columns of one distinct row of the batch. Units of one arena
-kind form a *stream*: per stream there is one exchange of slots, one of rows and one of gradients. Rows that this rank
-holds a copy of form streams of their own: their rows do not cross the wire, their gradients do.
-
-What arrives is laid out as a small table, one row per distinct row of the batch, and the batch's ids are renamed to
-positions in it. So everything that follows, pooling as well as summing gradients, is what a rank does that has all
+A rank sends each owner the slots of the distinct rows that its batch needs. What comes back
+(`hotbed.embed.row_exchange`) is laid out as a small table, one row per distinct row, and the batch's ids are renamed to
+positions in it. So everything that follows, pooling as well as summing gradients, is what one rank does that has all
 rows.
 
-Routes of model-parallel input: owners have the ids of all samples, so only vectors cross the wire.
+Five ids of rank 0 of three; the table has rows 0 … 8 and is cut by row, so rank r has rows r, r + 3, r + 6 in its slots
+0, 1, 2::
 
-Every bag is one unit of every tile of its table, also an empty one, because the rank that needs its vector does not
-know how long it is. So nobody has to tell anybody anything.
+    bags of rank 0        [4 1] [3 4 2]                      two samples, five ids
+    distinct rows          1  2  3  4
+      owner                1  2  0  1                        row mod 3
+      slot there           0  0  1  1                        row div 3
+    by owner              rank 0 │ rank 1 │ rank 2
+      rows                   3   │  1  4  │   2
+      slots sent             1   │  0  1  │   0              send_counts [1, 2, 1]
+                             ▼       ▼        ▼              all-to-all of counts, then of slots
+    rank 1 received       from rank 0: 0 1 │ from rank 1: 0 │ from rank 2: none     (rank 1's own bags are [1] [8])
+                             ▼       ▼        ▼              owners read these slots and send the rows
+    rows that arrive      position  0  1  2  3
+                          row       3  1  4  2
+    renamed bags          [2 1] [0 2 3]                      pooled like bags of a table of four rows
+
+Gradients go the same way back: rank 0 adds up what its two bags owe row 4, sends rank 1 one sum per row, and rank 1
+adds the sums of slot 0 in rank order, that of rank 0 before its own.
+
+A *unit* is a vector that crosses the wire: a whole row, or the columns of it that one tile has. Units of one arena kind
+(`Placement.kinds`) form a *stream*: per stream there is one exchange of slots, one of rows and one of gradients. Rows
+of which this rank holds a copy form streams of their own: their rows do not cross the wire, their gradients do.
+
+Model-parallel input needs no exchange of ids: owners have the ids of all samples, and every rank works out from the
+plan which pooled vectors it gets (`make_model_parallel_route`).
 """
 
 from __future__ import annotations
@@ -24,76 +43,77 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
-from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Cells, Found, Placement
-from hotbed.embed.pooled_exchange import Asked, PooledRoute, PooledStream, within_group
+from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Cells, Placement, RowTiles
+from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import OUT, renamed
-from hotbed.specs import Feature
+from hotbed.ops.reference import divisors
+from hotbed.specs import POOLING_CODE, Feature
 
 
 @dataclass
 class Stream:
-    """Units of one arena kind.
+    """Units of one arena kind, as this rank requests them of their owners, and as the ranks request them of this one.
 
     Attributes
     ----------
     kind
-        Number of the kind.
+        Number of the arena kind.
     copied
         Whether this rank holds copies of these rows.
     slots
-        Slot of each unit in the arena of its owner ``[n]``, by owner.
+        Slot of each requested unit in the arena of its owner ``[n]``, by owner.
     copies
         Slot of each unit among this rank's copies ``[n]``, where it holds them.
-    to
-        Units by owner.
+    send_counts
+        Requested units by owner.
     first
-        First row of whole units, which lie here in order; −1 where units are parts of rows.
+        Position of the first unit, the others follow it; −1 where units are some columns of rows only.
     cells
-        Where units are parts of rows: which parts of which rows.
+        Where units are some columns of rows: which columns of which positions.
     received
-        Slots that were asked for here ``[m]``, by rank.
-    came
-        How many each rank asked for.
+        Slots that the ranks request of this one ``[m]``, by rank.
+    recv_counts
+        How many each rank requests.
     """
 
     kind: int
     copied: bool
     slots: Tensor
     copies: Tensor | None
-    to: list[int]
+    send_counts: list[int]
     first: int
     cells: Cells | None
     received: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    came: list[int] = field(default_factory=list)
+    recv_counts: list[int] = field(default_factory=list)
 
     def own(self, rank: int) -> tuple[int, int]:
-        """First and past the last of the units that this rank asks of itself."""
-        return sum(self.to[:rank]), sum(self.to[: rank + 1])
+        """Return first and past the last of the units that this rank requests of itself."""
+        return sum(self.send_counts[:rank]), sum(self.send_counts[: rank + 1])
 
     def own_received(self, rank: int) -> tuple[int, int]:
-        """The same among what was asked for here."""
-        return sum(self.came[:rank]), sum(self.came[: rank + 1])
+        """Return the same of `received`."""
+        return sum(self.recv_counts[:rank]), sum(self.recv_counts[: rank + 1])
 
 
 @dataclass
 class Route:
-    """A batch's ids of one output, exchanged.
+    """The bags of one output after the exchange of their ids.
 
     Attributes
     ----------
     bags
-        The bags, with positions of rows here in the place of ids.
+        The bags, with positions in the place of ids.
     groups
-        Ids of equal rows.
+        Occurrences of each distinct row.
     places
-        Position here of each group's row ``[U]``.
+        Position of each distinct row ``[U]``, rows rising.
     rows
-        How many rows there are here.
+        Number of positions.
     streams
-        What is exchanged.
+        What is exchanged, by arena kind.
     trained
         Whether gradients will be exchanged, too.
     """
@@ -107,7 +127,7 @@ class Route:
 
 
 def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, *, trained: bool) -> Route:
-    """Find the owners of a batch's ids and tell them; all ranks must call this.
+    """Find the owners of a batch's distinct rows and exchange their slots; all ranks must call this.
 
     Parameters
     ----------
@@ -120,72 +140,80 @@ def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, 
     link
         The ranks.
     trained
-        Whether gradients will be sent.
+        Whether gradients will be sent; else slots of rows are not, of which this rank has copies.
     """
     groups = ops.group(ops.occurrences(bags))
     keys = groups.rows[: int(groups.counts[0])]
     found = placement.find(keys)
     streams, places, rows = _streams(placement, keys, found, link)
     route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
-    _tell_owners([s for s in streams if trained or not s.copied], placement.entries.device, link)
+    _exchange_slots([s for s in streams if trained or not s.copied], placement.entries.device, link)
     return route
 
 
-def _streams(placement: Placement, keys: Tensor, found: Found, link: Link) -> tuple[list[Stream], Tensor, int]:
-    """Streams, place of each distinct row, and number of places."""
+def _streams(placement: Placement, keys: Tensor, found: RowTiles, link: Link) -> tuple[list[Stream], Tensor, int]:
+    """Sort distinct rows into streams; returns these, the position of each row, and the number of positions.
+
+    Rows 1, 2, 3, 4 of owners 1, 2, 0, 1 make one stream of slots ``[1, 0, 1, 0]`` with counts ``[1, 2, 1]``; their
+    positions are ``[1, 3, 0, 2]`` (see the top of this file).
+    """
     has_copies = placement.has_readers
     stream = placement.entries[KIND]
     if has_copies:
         stream = 2 * stream + (placement.entries[COPY] >= 0)
     key = (stream * link.size + placement.entries[OWNER])[found.tile]
-    count = len(placement.kinds) * (2 if has_copies else 1)
+    stream_count = len(placement.kinds) * (2 if has_copies else 1)
     order = torch.argsort(key.to(torch.int32), stable=True)
-    to = torch.bincount(key, minlength=count * link.size).view(count, link.size).tolist()
-    found = Found(found.at[order], found.tile[order])
+    counts = torch.bincount(key, minlength=stream_count * link.size).view(stream_count, link.size).tolist()
+    found = RowTiles(found.row[order], found.tile[order])
     slots = placement.slots(keys, found)
     places = torch.full((len(keys),), -1, dtype=torch.int64, device=keys.device)
     streams: list[Stream] = []
-    parts: list[tuple[Stream, Found]] = []
+    cut: list[tuple[Stream, RowTiles]] = []
     rows = start = 0
-    for number, sent in enumerate(to):
-        stop = start + sum(sent)
+    for number, send_counts in enumerate(counts):
+        stop = start + sum(send_counts)
         kind, is_copy = (number // 2, number % 2 == 1) if has_copies else (number, False)
-        part = Found(found.at[start:stop], found.tile[start:stop])
-        copies = placement.slots(keys, part, COPY) if is_copy else None
+        units = RowTiles(found.row[start:stop], found.tile[start:stop])
+        copies = placement.slots(keys, units, COPY) if is_copy else None
         whole = placement.kinds[kind].cols == placement.dim
-        streams.append(Stream(kind, is_copy, slots[start:stop], copies, sent, rows if whole else -1, None))
+        streams.append(Stream(kind, is_copy, slots[start:stop], copies, send_counts, rows if whole else -1, None))
         if whole:
-            places[part.at] = torch.arange(rows, rows + stop - start, device=keys.device)
+            places[units.row] = torch.arange(rows, rows + stop - start, device=keys.device)
             rows += stop - start
         else:
-            parts.append((streams[-1], part))
+            cut.append((streams[-1], units))
         start = stop
-    cut = (places < 0).nonzero()[:, 0]
-    places[cut] = torch.arange(rows, rows + len(cut), device=keys.device)
-    for s, part in parts:
-        s.cells = placement.cells(s.kind, places[part.at], placement.entries[LANE][part.tile])
-    return streams, places, rows + len(cut)
+    cut_rows = (places < 0).nonzero()[:, 0]
+    places[cut_rows] = torch.arange(rows, rows + len(cut_rows), device=keys.device)
+    for s, units in cut:
+        s.cells = placement.cells(s.kind, places[units.row], placement.entries[LANE][units.tile])
+    return streams, places, rows + len(cut_rows)
 
 
-def _tell_owners(streams: Sequence[Stream], device: torch.device, link: Link) -> None:
-    """Exchange how many rows of each stream are asked for, and then which."""
+def _exchange_slots(streams: Sequence[Stream], device: torch.device, link: Link) -> None:
+    """Exchange how many slots of each stream the ranks request of each other, and then which."""
     if not streams:
         return
-    counts = torch.tensor([s.to for s in streams], dtype=torch.int64, device=device).T.contiguous()
+    counts = torch.tensor([s.send_counts for s in streams], dtype=torch.int64, device=device).T.contiguous()
     ones = [1] * link.size
-    came = link.all_to_all("numbers of ids", counts, ones, ones).wait().T.tolist()
-    on_their_way: list[Handle[Tensor]] = []
-    for stream, numbers in zip(streams, came, strict=True):
-        stream.came = numbers
-        on_their_way.append(link.all_to_all("ids", stream.slots, stream.to, numbers))
-    for stream, handle in zip(streams, on_their_way, strict=True):
+    received = link.all_to_all("numbers of ids", counts, ones, ones).wait().T.tolist()
+    handles: list[Handle[Tensor]] = []
+    for stream, recv_counts in zip(streams, received, strict=True):
+        stream.recv_counts = recv_counts
+        handles.append(link.all_to_all("ids", stream.slots, stream.send_counts, recv_counts))
+    for stream, handle in zip(streams, handles, strict=True):
         stream.received = handle.wait()
 
 
 def make_model_parallel_route(
     features: Sequence[Feature], ids: ModelParallelInput, placement: Placement, link: Link, *, trained: bool
 ) -> PooledRoute:
-    """What vectors go where; nothing is exchanged.
+    """Work out which pooled vectors each rank gets of a batch whose ids the owners have; nothing is exchanged.
+
+    Every bag is one unit of every tile of its table, also an empty one: the rank that needs its vector does not have
+    its ids, so it does not know. Two tables of one column range, "a" on rank 0 and "b" on rank 1, three ranks of two
+    samples each: every rank gets bags 0, 1 (of "a") from rank 0 and bags 2, 3 (of "b") from rank 1.
 
     Parameters
     ----------
@@ -207,7 +235,7 @@ def make_model_parallel_route(
     """
     if len(ids.sizes) != link.size:
         raise BatchError(
-            f"the batch is spread over {len(ids.sizes)} ranks, the model over {link.size}; make them equal"
+            f"the model-parallel input is of {len(ids.sizes)} ranks, the model of {link.size}; make them equal"
         )
     whole = {t.name: range(t.rows) for t in placement.tables}
     for tile in placement.tiles:
@@ -229,13 +257,13 @@ def make_model_parallel_route(
 def _stream(
     kind: int, features: Sequence[Feature], ids: ModelParallelInput, placement: Placement, link: Link
 ) -> PooledStream:
-    """Units of one kind: by owner, then tile, then feature, then sample."""
+    """List the units of one arena kind: by owner, then tile, then feature, then sample."""
     size, device = len(ids), ids.values.device
     entries = placement.entries.tolist()
     lanes: list[Tensor] = []
     bags: list[Tensor] = []
-    to = [0] * link.size
-    held: list[tuple[Feature, int]] = []
+    send_counts = [0] * link.size
+    own: list[tuple[Feature, int]] = []
     for owner in range(link.size):
         for i, tile in enumerate(placement.tiles):
             if tile.owner != owner or entries[KIND][i] != kind:
@@ -244,10 +272,10 @@ def _stream(
                 if feature.table != tile.table:
                     continue
                 if owner == link.rank:
-                    held.append((feature, entries[SLOT][i]))
+                    own.append((feature, entries[SLOT][i]))
                 lanes.append(torch.full((size,), entries[LANE][i], device=device))
                 bags.append(torch.arange(f * size, (f + 1) * size, device=device))
-                to[owner] += size
+                send_counts[owner] += size
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     of_unit = torch.cat([nothing, *bags])
     return PooledStream(
@@ -255,20 +283,20 @@ def _stream(
         of_unit,
         torch.cat([nothing, *lanes]),
         of_unit,
-        to,
-        _asked(held, ids),
+        send_counts,
+        _requests_to_owner(own, ids),
     )
 
 
-def _asked(held: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> Asked:
-    """What every rank would ask this one for: bags of these features, whose tables start at these slots."""
+def _requests_to_owner(own: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> UnitRequest:
+    """Make the requests of all ranks to this one: bags of its own features, whose tables start at these slots."""
     whole, device = ids.whole, ids.values.device
     none = torch.empty(0, dtype=torch.int64, device=device)
-    slots, lengths, weights, divisors = [none], [none], [none.float()], [none.float()]
+    slots, lengths, weights, divided_by = [none], [none], [none.float()], [none.float()]
     counts = [0] * len(ids.sizes)
-    any_mean = any(feature.pooling == "mean" for feature, _ in held)
+    any_divisor = any(POOLING_CODE[feature.pooling] for feature, _ in own)
     for rank, (start, stop) in enumerate(pairwise(accumulate(ids.sizes, initial=0))):
-        for feature, first_slot in held:
+        for feature, first_slot in own:
             bags = whole[feature.name]
             a, b = _span(whole, feature.name, start, stop)
             of_rank = bags.lengths()[start:stop]
@@ -277,19 +305,19 @@ def _asked(held: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> Aske
             counts[rank] += b - a
             if bags.weights is not None:
                 weights.append(bags.weights[a:b].detach().float())
-            divisors.append((of_rank.clamp(min=1) if feature.pooling == "mean" else torch.ones_like(of_rank)).float())
-    return Asked(
+            divided_by.append(divisors(POOLING_CODE[feature.pooling], of_rank))
+    return UnitRequest(
         torch.cat(slots),
         torch.cat(lengths),
         torch.cat(weights) if whole.weights is not None else None,
-        torch.cat(divisors) if any_mean else None,
+        torch.cat(divided_by) if any_divisor else None,
         counts,
-        [len(held) * size for size in ids.sizes],
+        [len(own) * size for size in ids.sizes],
     )
 
 
 def _span(whole: Jagged, name: str, start: int, stop: int) -> tuple[int, int]:
-    """Where the ids of these samples lie among those of a feature."""
+    """Find where the ids of these samples lie among those of a feature."""
     bags = whole[name]
     if bags.offsets is None:
         return start * (bags.fixed or 0), stop * (bags.fixed or 0)

@@ -1,4 +1,17 @@
-"""The rows that a batch needs, brought here; and the gradients of these rows, sent back to who owns them."""
+"""Exchange rows and their gradients: rows of a batch from owners to requesters, sums of gradients back.
+
+This is the wire format ``"rows"`` of a plan. A `Route` says which slots each rank reads for which other; rows arrive at
+their positions in one matrix ``[rows, dim]``, which bags are then pooled from by the kernel that serves whole tables.
+Backward adds up the gradients of each position and sends the sums the way back.
+
+What a rank requests of itself is copied, not sent. The matrix that holds a stream's sums has room behind them for those
+that arrive; rank 1 of the example in `hotbed.embed.route` (its own rows 1 and 8, of ranks 1 and 2)::
+
+    row of the matrix      0       1    │   2        3
+    holds                 Σ row 1  Σ row 8 │  rank 0's Σ row 1, Σ row 4
+    sent to               itself   rank 2  │
+    arrived, in rank order [2, 3] of rank 0, [0] of itself, for slots [0, 1] and [0]
+"""
 
 from __future__ import annotations
 
@@ -14,7 +27,7 @@ from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.route import Route, Stream
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
-from hotbed.embed.wire import Sent, Wire
+from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import OptimizerError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.rows import decode, encode, rows_of
@@ -22,12 +35,12 @@ from hotbed.store import RowStore
 
 
 class ExchangedRows:
-    """Rows of a batch by position, see `Route`; a `RowSource` and its own `Vectors`.
+    """The rows of a batch by position, exchanged by the constructor; a `RowSource` and its own `Vectors`.
 
     Parameters
     ----------
     route
-        What was exchanged.
+        Which rows, of which ranks.
     arenas, copies
         Of this rank, by kind.
     tables
@@ -41,7 +54,7 @@ class ExchangedRows:
     """
 
     updates = 0
-    """Never updated: what was fetched stays as it is, whatever the owners do to their rows."""
+    """Never updated: exchanged rows are copies, whatever the owners do to theirs."""
 
     def __init__(
         self,
@@ -57,14 +70,14 @@ class ExchangedRows:
         self.route, self.tables = route, tables
         self._arenas, self._wire, self._ops = arenas, wire, ops
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
-        fetch = _fetch if wire.forward == "fp32" else _fetch_encoded
+        exchange = _exchange if wire.options.forward_codec == "fp32" else _exchange_encoded
         over = replace(wire, link=link)
-        on_their_way = [fetch(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
+        handles = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
-                with wire.work.counted(len(stream.copies)):
+                with wire.load.counted(len(stream.copies)):
                     _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
-        for handle in on_their_way:
+        for handle in handles:
             handle.wait()
         self._rows = rows_of(self._vectors)
 
@@ -74,11 +87,11 @@ class ExchangedRows:
         return self
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Pooled vectors into ``out [B, width, D]``."""
+        """Pool vectors into ``out [B, width, D]``."""
         self._ops.lookup(self._rows, bags, out)
 
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Gradient of the per-id weights into ``out [N]``."""
+        """Write the gradient of the per-id weights into ``out [N]``."""
         self._ops.weight_gradient(self._rows, bags, grad, out)
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
@@ -87,10 +100,10 @@ class ExchangedRows:
             raise OptimizerError(CHANGED)
         route, wire = self.route, self._wire
         whole = [s for s in route.streams if s.cells is None]
-        room = route.rows + (sum(_from_others(s, wire) for s in whole) if wire.backward == "fp32" else 0)
+        room = route.rows + (sum(_from_others(s, wire) for s in whole) if wire.options.backward_codec == "fp32" else 0)
         sums = self._arenas[0].store.empty((room, self._vectors.shape[1]), torch.float32)
         self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.places, sums)
-        send = _send if wire.backward == "fp32" else _send_encoded
+        send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
         arriving: list[Handle[_Arrived]] = []
         for stream in route.streams:
@@ -103,20 +116,22 @@ class ExchangedRows:
                 units = store.empty((count + others, store.dim), torch.float32)
                 stream.cells.take(sums[: route.rows], out=units[:count])
                 arriving.append(send(stream, units, 0, count, wire))
-        return Sent(self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving]))
+        return SentGradient(
+            self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving])
+        )
 
-    def _arrived(self, came: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
-        """What the ranks sent to this one, by arena, in rank order."""
+    def _arrived(self, arrived: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
+        """Join what the ranks sent to this one, by arena, in rank order."""
         found: list[tuple[Arena, Occurrences, Tensor]] = []
         for kind, arena in enumerate(self._arenas):
-            here = [(s, a) for s, a in zip(self.route.streams, came, strict=True) if s.kind == kind and len(a.rows)]
+            here = [(s, a) for s, a in zip(self.route.streams, arrived, strict=True) if s.kind == kind and len(a.rows)]
             if here:
                 matrices = list({id(a.matrix): a.matrix for _, a in here}.values())
                 firsts = dict(zip(map(id, matrices), accumulate(map(len, matrices), initial=0), strict=False))
                 slots = torch.cat([s.received for s, _ in here])
                 rows = torch.cat([a.rows + firsts[id(a.matrix)] for _, a in here])
                 if len(here) > 1:
-                    ranks = torch.tensor([r for s, _ in here for r, n in enumerate(s.came) for _ in range(n)])
+                    ranks = torch.tensor([r for s, _ in here for r, n in enumerate(s.recv_counts) for _ in range(n)])
                     order = torch.argsort(ranks.to(slots.device), stable=True)
                     slots, rows = slots[order], rows[order]
                 matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
@@ -132,27 +147,28 @@ class _Arrived(NamedTuple):
 
 
 def _from_others(stream: Stream, wire: Wire) -> int:
+    """Count the units that other ranks request of this one."""
     start, stop = stream.own_received(wire.link.rank)
-    return sum(stream.came) - (stop - start)
+    return sum(stream.recv_counts) - (stop - start)
 
 
-def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
-    """Send the rows that others asked for, and receive what this rank asked for, where it belongs if it can be.
+def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+    """Send the rows that others request, and receive what this rank requests, at their positions if they are whole.
 
-    What it asks of itself is not sent, but read; which can wait until the rest is on its way.
+    What it requests of itself is read after the rest is on its way.
     """
     rank = wire.link.rank
     before, after = stream.own(rank)
     first, last = stream.own_received(rank)
     received = stream.received
-    with wire.work.counted(len(received) - (last - first)):
+    with wire.load.counted(len(received) - (last - first)):
         outgoing = store.read(torch.cat([received[:first], received[last:]]))
     if stream.cells is None:
         units = vectors[stream.first : stream.first + len(stream.slots)]
     else:
         units = store.empty((len(stream.slots), store.dim), torch.float32)
-    handle = _swap("rows", outgoing, stream.came, units, stream.to, wire.link)
-    with wire.work.counted(last - first):
+    handle = _swap("rows", outgoing, stream.recv_counts, units, stream.send_counts, wire.link)
+    with wire.load.counted(last - first):
         store.read(received[first:last], out=units[before:after])
 
     def finish() -> None:
@@ -166,23 +182,23 @@ def _fetch(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Hand
 def _swap(
     what: str, send: Tensor, send_counts: Sequence[int], recv: Tensor, recv_counts: Sequence[int], link: Link
 ) -> Handle[None]:
-    """Send rows, of which none are for this rank, and receive rows, with a gap for those of this rank."""
+    """Send rows to the other ranks and receive theirs; what this rank has for itself stays a gap in ``recv``."""
     outgoing = send.split([0 if r == link.rank else n for r, n in enumerate(send_counts)])
     incoming = list(recv.split(list(recv_counts)))
     incoming[link.rank] = recv[:0]
     return link.exchange(what, outgoing, incoming)
 
 
-def _fetch_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
-    """The same with a codec; what a rank asks of itself goes through it, too, but not its copies."""
-    with wire.work.counted(len(stream.received)):
-        answer = encode(store.read(stream.received), wire.forward)
-    handle = wire.link.all_to_all("rows", answer, stream.came, stream.to)
-    return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.forward)))
+def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+    """Exchange rows with a codec; what a rank requests of itself goes through it, too, but not its copies."""
+    with wire.load.counted(len(stream.received)):
+        answer = encode(store.read(stream.received), wire.options.forward_codec)
+    handle = wire.link.all_to_all("rows", answer, stream.recv_counts, stream.send_counts)
+    return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.options.forward_codec)))
 
 
 def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
-    """Put the units of a stream ``[n, cols]`` where they belong."""
+    """Write the units of a stream ``[n, cols]`` at their positions."""
     if stream.cells is None:
         vectors[stream.first : stream.first + len(units)] = units
     else:
@@ -190,16 +206,16 @@ def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
 
 
 def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
-    """Send the units of a stream, which are in a matrix from row ``first`` on, and receive into it from ``free`` on.
+    """Send the gradients of a stream, rows of a matrix from ``first`` on, and receive into it from ``free`` on.
 
     What is for this rank stays where it is.
     """
     link = wire.link
     before, after = stream.own(link.rank)
-    outgoing = list(matrix[first : first + len(stream.slots)].split(stream.to))
+    outgoing = list(matrix[first : first + len(stream.slots)].split(stream.send_counts))
     outgoing[link.rank] = matrix[:0]
     others = _from_others(stream, wire)
-    counts = [0 if r == link.rank else n for r, n in enumerate(stream.came)]
+    counts = [0 if r == link.rank else n for r, n in enumerate(stream.recv_counts)]
     handle = link.exchange("gradients", outgoing, matrix[free : free + others].split(counts))
     lower = sum(counts[: link.rank])
     rows = torch.cat(
@@ -216,12 +232,12 @@ def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> 
 
 
 def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
-    """The same with a codec, which what stays here goes through, too; it arrives in a matrix of its own."""
-    values = encode(matrix[first : first + len(stream.slots)], wire.backward)
-    handle = wire.link.all_to_all("gradients", values, stream.to, stream.came)
+    """Send gradients with a codec, which those for this rank pass, too; they arrive in a matrix of their own."""
+    values = encode(matrix[first : first + len(stream.slots)], wire.options.backward_codec)
+    handle = wire.link.all_to_all("gradients", values, stream.send_counts, stream.recv_counts)
 
     def arrived() -> _Arrived:
-        grad = decode(handle.wait(), wire.backward)
+        grad = decode(handle.wait(), wire.options.backward_codec)
         return _Arrived(grad, torch.arange(len(grad), device=grad.device))
 
     return Handle(arrived)

@@ -1,4 +1,9 @@
-"""Tables that are distributed by a plan: the tiles of this rank, and what the ranks tell each other about a batch."""
+"""Look up and update tables that a plan distributes: this rank's tiles, and the exchanges of a batch.
+
+A call exchanges ids (`routes`, see `hotbed.embed.route`), then rows or pooled vectors (`exchange_rows`), and returns
+`Request`s whose sources have what arrived. An update is applied to the tiles that this rank owns; rows that are cut
+into columns need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gather.push_rows`, and replicas an average.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from hotbed import ops
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
-from hotbed.embed.gather import Holder, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
+from hotbed.embed.gather import PlacedTile, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.placement import KIND, Kind, Placement
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
@@ -35,15 +40,15 @@ from hotbed.store import DenseStore, Span, Storage
 _Routes = list[Route | PooledRoute]
 
 
-class _Fetched(NamedTuple):
-    """Routes, and the rows that they ask for."""
+class _RoutedRows(NamedTuple):
+    """Routes, and their rows or pooled vectors."""
 
     routes: _Routes
     sources: list[RowSource]
 
 
 class _LookedUp(NamedTuple):
-    """Features that are exchanged together, the output they go to, and whether their wire format is ``"pooled"``."""
+    """Features whose ids are exchanged together, their output, and whether their wire format is ``"pooled"``."""
 
     places: BagPlaces
     output: int
@@ -60,11 +65,11 @@ class ShardedTables(TableGroup):
     plan
         Where tiles are.
     wire
-        The ranks, and how vectors are encoded between them.
+        Links between the ranks, and options like codecs.
     seed, device, backend
         As in `Arena`.
     storage
-        How rows are kept that are not in the device's memory; tiers and sizes of caches are the plan's.
+        How rows are kept that are not in the device's memory; tiers and sizes of caches come from the plan.
     """
 
     def __init__(
@@ -85,11 +90,11 @@ class ShardedTables(TableGroup):
         self._plan = plan
         self._backend: BackendName = backend
         self.placement = Placement(tables, plan, wire.link.rank, device)
-        self._row_sums = ColumnSums(self.placement)
+        self._column_sums = ColumnSums(self.placement)
 
         def arena(kind: Kind, tiles: list[int], where: Storage) -> Arena:
-            pieces = self.placement.pieces(tiles)
-            return Arena(pieces, kind.cols, seed=seed, device=device, backend=backend, storage=where)
+            shards = self.placement.shards(tiles)
+            return Arena(shards, kind.cols, seed=seed, device=device, backend=backend, storage=where)
 
         def own(kind: Kind) -> Arena:
             tiles = self.placement.owned(kind)
@@ -104,19 +109,28 @@ class ShardedTables(TableGroup):
             if not replicas.exact:
                 self.replicas = replicas.link.size
                 self._sync = Sync(replicas, self.arenas, self.copies)
+        self._place_features(features)
+
+    def _place_features(self, features: Sequence[Feature]) -> None:
+        """Sort features by how their ids are exchanged.
+
+        Pooled "a" and "b" of wire ``"rows"``, pooled "c" of ``"pooled"`` and the sequence "d" are exchanged in three:
+        "a" and "b" (output 0, columns 0 and 1), "c" (output 0, column 2), "d" (output 1). As model-parallel input, "a",
+        "b" and "c" are in one.
+        """
         firsts = self.placement.first_keys.tolist()
-        slots = {t.name: (first, 0) for t, first in zip(tables, firsts, strict=False)}
+        keys = {name: (first, 0) for name, first in zip(self.tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
-        self._spread = _LookedUp(BagPlaces(pooled, slots), 0, True)
+        self._model_parallel = _LookedUp(BagPlaces(pooled, keys), 0, True)
         by_wire = {
-            form: {f: i for f, i in pooled.items() if plan.wire.get(f.table, "rows") == form}
+            form: {f: i for f, i in pooled.items() if self._plan.wire.get(f.table, "rows") == form}
             for form in ("rows", "pooled")
         }
-        self._looked_up = [_LookedUp(BagPlaces(f, slots), 0, form == "pooled") for form, f in by_wire.items() if f]
+        self._looked_up = [_LookedUp(BagPlaces(f, keys), 0, form == "pooled") for form, f in by_wire.items() if f]
         first = int(bool(pooled))
         self._looked_up += [
-            _LookedUp(BagPlaces({f: 0}, slots, single=True), first + i, False) for i, f in enumerate(self.sequences)
+            _LookedUp(BagPlaces({f: 0}, keys, single=True), first + i, False) for i, f in enumerate(self.sequences)
         ]
 
     @property
@@ -126,7 +140,7 @@ class ShardedTables(TableGroup):
 
     @property
     def ops(self) -> ops.Backend:
-        """Kernels."""
+        """The backend's kernels."""
         return ops.select(self.device, self._backend)
 
     @property
@@ -154,7 +168,11 @@ class ShardedTables(TableGroup):
                 )
             return [
                 make_model_parallel_route(
-                    list(self._spread.places.features), ids, self.placement, link, trained=trained(set(self.tables))
+                    list(self._model_parallel.places.features),
+                    ids,
+                    self.placement,
+                    link,
+                    trained=trained(set(self.tables)),
                 )
             ]
         for places, _, is_pooled in self._looked_up:
@@ -171,8 +189,8 @@ class ShardedTables(TableGroup):
         if routes is None:
             routes = self.routes(ids, self.wire.link, trained)
         self.settle()
-        fetched = routes if isinstance(routes, _Fetched) else self.fetch(ids, routes, self.wire.link)
-        for (places, output, _), route, source in zip(self._looked_up_in(ids), *fetched, strict=True):
+        exchanged = routes if isinstance(routes, _RoutedRows) else self.exchange_rows(ids, routes, self.wire.link)
+        for (places, output, _), route, source in zip(self._looked_up_in(ids), *exchanged, strict=True):
             bags = route.bags
             if not places.single:
                 bags = replace(bags, width=room + len(self.pooled), room=room)
@@ -181,19 +199,19 @@ class ShardedTables(TableGroup):
         return found
 
     @override
-    def fetch(self, ids: Jagged, routes: object, link: Link) -> _Fetched:
+    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> _RoutedRows:
         found = cast(_Routes, routes)
         tables = [looked_up.places.tables for looked_up in self._looked_up_in(ids)]
-        return _Fetched(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
+        return _RoutedRows(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
 
     def _looked_up_in(self, ids: Jagged) -> list[_LookedUp]:
-        return [self._spread] if isinstance(ids, ModelParallelInput) else self._looked_up
+        return [self._model_parallel] if isinstance(ids, ModelParallelInput) else self._looked_up
 
     @override
-    def prefetch(self, routes: object) -> None:
+    def read_ahead(self, routes: object) -> None:
         for route in cast(_Routes, routes):
             for stream in route.streams:
-                slots = stream.asked.slots if isinstance(stream, PooledStream) else stream.received
+                slots = stream.requested.slots if isinstance(stream, PooledStream) else stream.received
                 if len(slots):
                     self.arenas[stream.kind].store.prefetch(slots)
 
@@ -209,15 +227,15 @@ class ShardedTables(TableGroup):
         self.settle()
         step = next(iter(steps.values()))
         cut: dict[int, Arena] = {}
-        if sums_rows(step.rule, step.uses) and not self.wire.per_shard_statistics:
-            cut = {kind: self.arenas[kind] for kind in self._row_sums.kinds}
+        if self._column_sums.kinds and not self.wire.options.per_shard_statistics and sums_rows(step.rule, step.uses):
+            cut = {kind: self.arenas[kind] for kind in self._column_sums.kinds}
         for arena, (occurrences, grad) in found.items():
             if arena not in cut.values():
                 arena.updates += 1
-                with self.wire.work.counted():
+                with self.wire.load.counted():
                     arena.store.update(steps[arena], occurrences, grad)
         if cut:
-            self._row_sums.update(cut, steps, found, self.ops, self.wire.link)
+            self._column_sums.update(cut, steps, found, self.ops, self.wire.link)
         if self.placement.has_readers:
             touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
             push_rows(self.placement, self.arenas, self.copies, touched, self.wire.link)
@@ -242,24 +260,24 @@ class ShardedTables(TableGroup):
         self.settle()
         for arena in self.arenas:
             arena.store.add_moment(moment)
-        for holder in self._holders(table):
-            if holder.owned is not None:
-                arena, piece = holder.owned
-                arena.store.fill(piece, moment.name, initial)
+        for tile in self._placed_tiles(table):
+            if tile.owned is not None:
+                arena, number = tile.owned
+                arena.store.fill(number, moment.name, initial)
 
     # -- whole tables ----------------------------------------------------------------------------------------------
 
-    def _holders(self, table: str) -> list[Holder]:
-        """Tiles of a table, when nobody writes to them."""
+    def _placed_tiles(self, table: str) -> list[PlacedTile]:
+        """List the tiles of a table, after any average that is under way."""
         self.settle()
         placement = self.placement
-        found: list[Holder] = []
+        found: list[PlacedTile] = []
         for i, tile in enumerate(placement.tiles):
             if tile.table == table:
                 kind = int(placement.entries[KIND, i])
                 owned, copied = placement.owned(placement.kinds[kind]), placement.copied(placement.kinds[kind])
                 found.append(
-                    Holder(
+                    PlacedTile(
                         Shard(self.tables[table], tile.rows, tile.cols),
                         tile.owner,
                         (self.arenas[kind], owned.index(i)) if i in owned else None,
@@ -270,19 +288,19 @@ class ShardedTables(TableGroup):
 
     @override
     def raw(self, table: str) -> dict[str, Tensor]:
-        return gathered_raw(self.tables[table], self._holders(table), self.wire.link, self.device)
+        return gathered_raw(self.tables[table], self._placed_tiles(table), self.wire.link, self.device)
 
     @override
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
-        scatter_raw(raw, self._holders(table))
+        scatter_raw(raw, self._placed_tiles(table))
 
     @override
     def local_tiles(self, table: str) -> list[LocalTile]:
         found: list[LocalTile] = []
-        for holder in self._holders(table):
-            for place, owned in ((holder.owned, True), (holder.copied, False)):
+        for tile in self._placed_tiles(table):
+            for place, owned in ((tile.owned, True), (tile.copied, False)):
                 if place is not None:
-                    found.append(LocalTile(holder.piece, *place, owned))
+                    found.append(LocalTile(tile.shard, *place, owned))
         return found
 
     @override
@@ -300,11 +318,11 @@ class ShardedTables(TableGroup):
         per_row = arena.store.moment_is_per_row(name)
         shape = (spec.rows,) if per_row else (spec.rows, spec.dim)
         whole = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return gathered_moment(name, whole, self._holders(table), self.wire.link)
+        return gathered_moment(name, whole, self._placed_tiles(table), self.wire.link)
 
     @override
     def load_moment(self, table: str, name: str, values: Tensor) -> None:
-        scatter_moment(name, values, self._holders(table))
+        scatter_moment(name, values, self._placed_tiles(table))
 
     @override
     def to(self, device: torch.device) -> None:

@@ -1,4 +1,9 @@
-"""The tables of one dim of a collection: how they are held, looked up and updated on one rank that has them all."""
+"""Define what a collection wants of its tables of one dim, whether they are local or sharded.
+
+`TableGroup` is implemented by `hotbed.embed.local_tables` (all tables on this rank) and `hotbed.embed.sharded_tables`
+(tiles of a plan). A lookup is a list of `Request`s: bags, the `RowSource` that has their rows, and the output that they
+are pooled into. Backward asks the source for a `Contribution`, the gradient that waits for the optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +26,18 @@ CHANGED = (
     "ids, offsets or per-id weights were changed in place between the lookup and the step, so it is lost which rows "
     "the gradients belong to; give every batch its own tensors, or step before reusing them"
 )
-"""What a user is told whose ids are not what they were."""
+"""Error for ids that were changed between lookup and step."""
 
 
 class Vectors(Protocol):
-    """Rows that bags are pooled from: a store, or what was fetched from other ranks."""
+    """Rows that bags are pooled from: a store, or rows exchanged with other ranks."""
 
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Pooled vectors into ``out [B, width, D]``."""
+        """Pool vectors into ``out [B, width, D]``."""
         ...
 
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Gradient of the per-id weights into ``out [N]``."""
+        """Write the gradient of the per-id weights into ``out [N]``."""
         ...
 
 
@@ -41,7 +46,7 @@ class Contribution(Protocol):
 
     @property
     def tables(self) -> set[str]:
-        """Tables it may concern."""
+        """Tables that it may be of."""
         ...
 
     @property
@@ -50,19 +55,19 @@ class Contribution(Protocol):
         ...
 
     def changed(self) -> bool:
-        """Whether the ids it belongs to were changed in place since the lookup."""
+        """Say whether the ids that it belongs to were changed in place since the lookup."""
         ...
 
     def finite(self) -> Tensor:
-        """0-d bool: whether all of it is finite, on all ranks."""
+        """Return, as 0-d bool, whether all of it is finite, on all ranks."""
         ...
 
-    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
-        """By arena: slots, and the rows of the gradient that they receive."""
+    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        """Return by arena: slots, and the rows of the gradient that they receive."""
         ...
 
     def drop(self) -> None:
-        """It will not be used."""
+        """Forget it: no step will use it."""
         ...
 
 
@@ -80,7 +85,7 @@ class RowSource(Protocol):
         ...
 
     def contribution(self, bags: BagLayout, versions: tuple[int, int, int], grad: Tensor) -> Contribution:
-        """A gradient, ready to wait for the step.
+        """Make a gradient ready to wait for the step.
 
         Parameters
         ----------
@@ -119,9 +124,9 @@ class TableGroup(ABC):
     arenas
         What this rank updates.
     replicas
-        How many copies of the tables are trained apart and averaged.
+        How many copies of the tables are trained separately and averaged.
     is_first_replica
-        Whether what is here is of the first copy.
+        Whether this rank has tiles of the first copy.
     """
 
     replicas = 1
@@ -131,11 +136,11 @@ class TableGroup(ABC):
         self.dim = dim
         self.tables = {t.name: t for t in tables}
         own = [f for f in features if f.table in self.tables]
-        self.pooled = [f.name for f in own if f.pooling != "none"]
-        self.sequences = [f for f in own if f.pooling == "none"]
+        self.pooled = [f.name for f in own if f.is_pooled]
+        self.sequences = [f for f in own if not f.is_pooled]
         self.arenas: list[Arena] = []
         self.initial_moments: dict[str, dict[str, float]] = {}
-        """What rows begin with, by table and moment."""
+        """Initial values of moments, by table and moment."""
 
     @property
     @abstractmethod
@@ -149,13 +154,13 @@ class TableGroup(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised tensor for an output."""
+        """Return an uninitialised tensor for an output."""
 
     @abstractmethod
     def requests(
         self, ids: Jagged, room: int, trained: Callable[[set[str]], bool], routes: object = None
     ) -> list[Request]:
-        """What to look up: output 0 is for all pooled features, if there are any; then one per sequence.
+        """List what to look up: output 0 is for all pooled features, if there are any; then one per sequence.
 
         Parameters
         ----------
@@ -166,76 +171,76 @@ class TableGroup(ABC):
         trained
             Whether any of these tables is trained.
         routes
-            What `routes` or `fetch` gave for these ids, if it was asked before.
+            What `routes` or `exchange_rows` returned for these ids, if either was called before.
         """
 
     def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> object:
         """Exchange ids before they are needed; None where there is nothing to exchange."""
         return None
 
-    def fetch(self, ids: Jagged, routes: object, link: Link) -> object:
-        """Bring the rows of these routes here, before `requests` is called with what this returns."""
+    def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> object:
+        """Exchange the rows of these routes, before `requests` is called with what this returns."""
         return routes
 
-    def prefetch(self, routes: object) -> None:
-        """Have rows read that these routes ask for here, where that takes time; the thread that calls does it."""
+    def read_ahead(self, routes: object) -> None:
+        """Read ahead, in this thread, the rows that these routes request of this rank, where a store is slow."""
         return
 
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
-        """Apply a step to what was found: by arena, slots and the rows of the gradient they receive."""
+        """Apply a step to gradients: by arena, slots and the rows of the gradient that they receive."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Average replicas that steps have changed since they were averaged."""
+        """Average replicas, if any step was taken since they were."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until nobody else reads or writes rows."""
+        """Wait for an average of replicas that is under way, which reads and writes rows."""
 
     def add_moment(self, table: str, moment: Moment, initial: float) -> None:
-        """Make room for a moment of a table, filled with a value."""
+        """Allocate a moment of a table, filled with a value."""
         self.initial_moments.setdefault(table, {})[moment.name] = initial
 
-    def renew(self, table: str, rows: Tensor, ids: Tensor) -> None:
-        """Let rows of a dynamic table begin anew, with the initial values of these ids; moments, too."""
+    def reinitialize(self, table: str, rows: Tensor, ids: Tensor) -> None:
+        """Reinitialize rows ``[n]`` of a dynamic table with the initial values of these ids ``[n]``; moments, too."""
         spec, own = self.tables[table], self.initial_moments.get(table, {})
-        for held in self.local_tiles(table):
-            piece, store = held.piece, held.arena.store
-            here = (rows >= piece.rows.start) & (rows < piece.rows.stop)
-            here &= (rows - piece.rows.start) % piece.rows.step == 0
+        for tile in self.local_tiles(table):
+            shard, store = tile.shard, tile.arena.store
+            here = (rows >= shard.rows.start) & (rows < shard.rows.stop)
+            here &= (rows - shard.rows.start) % shard.rows.step == 0
             if not bool(here.any()):
                 continue
-            slots = (rows[here] - piece.rows.start) // piece.rows.step + held.arena.first_slots[held.number]
+            slots = (rows[here] - shard.rows.start) // shard.rows.step + tile.arena.first_slots[tile.number]
             slots = slots.to(store.device)
-            values = torch.empty(len(slots), len(piece.cols), device=store.device)
-            kernels = ops.select(store.device, held.arena.backend)
-            seed, own_ids = held.arena.seed_of(held.number), ids[here].to(store.device)
-            kernels.initial_values_(values, seed=seed, rows=own_ids, cols=piece.cols, bound=spec.bound)
+            values = torch.empty(len(slots), len(shard.cols), device=store.device)
+            kernels = ops.select(store.device, tile.arena.backend)
+            seed, own_ids = tile.arena.seed_of(tile.number), ids[here].to(store.device)
+            kernels.initial_values_(values, seed=seed, rows=own_ids, cols=shard.cols, bound=spec.bound)
             store.write(slots, values)
-            for moment, initial in own.items() if held.owned else ():
+            for moment, initial in own.items() if tile.owned else ():
                 shape = (len(slots),) if store.moment_is_per_row(moment) else values.shape
                 store.write(slots, torch.full(shape, initial, device=store.device), moment)
 
     @abstractmethod
     def raw(self, table: str) -> dict[str, Tensor]:
-        """What the rows of a table are stored as; see `RowStore.raw`."""
+        """Return what the rows of a table are stored as; see `RowStore.raw`."""
 
     @abstractmethod
     def load(self, table: str, raw: Mapping[str, Tensor]) -> None:
-        """Overwrite a table with what `raw` gave."""
+        """Overwrite a table with what `raw` returned."""
 
     @abstractmethod
     def local_tiles(self, table: str) -> list[LocalTile]:
-        """Tiles of a table that are on this rank."""
+        """List the tiles of a table that are on this rank."""
 
     @abstractmethod
     def rows(self, table: str) -> Tensor:
-        """The rows of a table ``[R, D]`` float32."""
+        """Return the rows of a table ``[R, D]`` float32."""
 
     @abstractmethod
     def moment(self, table: str, name: str) -> Tensor:
-        """A moment of a table ``[R]`` or ``[R, D]``."""
+        """Return a moment of a table ``[R]`` or ``[R, D]``."""
 
     @abstractmethod
     def load_moment(self, table: str, name: str, values: Tensor) -> None:
@@ -243,9 +248,9 @@ class TableGroup(ABC):
 
     @abstractmethod
     def to(self, device: torch.device) -> None:
-        """Move everything."""
+        """Move rows and moments to a device."""
 
     def outputs(self, requests: Sequence[Request], dtype: torch.dtype) -> list[Tensor]:
-        """Uninitialised ``[B, width, D]`` per output."""
+        """Allocate ``[B, width, D]`` per output."""
         shapes = {r.output: (r.bags.batch_size, r.bags.width, self.dim) for r in requests}
         return [self.empty(shapes[i], dtype) for i in range(len(shapes))]

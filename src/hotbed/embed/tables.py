@@ -1,4 +1,4 @@
-"""`TableModule`: embedding tables as a module of PyTorch: where they are, their values and their state."""
+"""Make embedding tables a module of PyTorch: devices, values, ``state_dict``, freezing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
 @contextmanager
 def tables_on_meta() -> Generator[None]:
-    """Let collections that are made inside, and not told where to be, have their tables on ``meta``.
+    """Make tables on ``meta`` in the collections that are made inside without a device.
 
-    Then a rank makes only the rows that `hotbed.distribute` gives it, while everything else of a model is made as ever.
+    Then a rank makes only the rows that `hotbed.distribute` gives it, and everything else of a model as usual.
     """
     token = _tables_on_meta.set(True)
     try:
@@ -43,7 +43,7 @@ def tables_on_meta() -> Generator[None]:
 
 
 class TableModule(nn.Module):
-    """Tables and the features that are looked up in them; lookups are the matter of `EmbeddingCollection`."""
+    """Tables and the features that are looked up in them; `EmbeddingCollection` adds the lookup."""
 
     handles: dict[str, Tensor]
 
@@ -64,7 +64,7 @@ class TableModule(nn.Module):
         self._backend: BackendName = backend
         elsewhere = torch.device("meta") if _tables_on_meta.get() else torch.get_default_device()
         place = elsewhere if device is None else torch.device(device)
-        self._parts: list[TableGroup] = [
+        self._groups: list[TableGroup] = [
             LocalTables(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
@@ -80,42 +80,42 @@ class TableModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        return self._parts[0].device
+        return self._groups[0].device
 
     @property
     def is_distributed(self) -> bool:
         """Whether ranks share the tables."""
-        return any(isinstance(part, ShardedTables) for part in self._parts)
+        return any(isinstance(group, ShardedTables) for group in self._groups)
 
     @property
     def replicas(self) -> int:
-        """How many copies of the tables are trained apart and averaged; 1 where there are none."""
-        return max(part.replicas for part in self._parts)
+        """How many copies of the tables are trained separately and averaged; 1 where there are none."""
+        return max(group.replicas for group in self._groups)
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank holds tiles of the first copy, or the only one, of the tables: that which is saved."""
-        return all(part.is_first_replica for part in self._parts)
+        """Whether this rank has tiles of the first copy of the tables, which is the one that is saved."""
+        return all(group.is_first_replica for group in self._groups)
 
     def sync(self) -> None:
-        """Average the replicas of the tables now, if any step was taken since they were; all ranks must call this."""
-        for part in self._parts:
-            part.sync()
+        """Average the replicas of the tables, if any step was taken since they were; all ranks must call this."""
+        for group in self._groups:
+            group.sync()
 
     def settle(self) -> None:
         """Wait for an average of replicas that is under way; lookups and steps do."""
-        for part in self._parts:
-            part.settle()
+        for group in self._groups:
+            group.settle()
 
     @property
     def nbytes(self) -> int:
         """Bytes of rows and moments on this rank."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(group.nbytes for group in self._groups)
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of files that hold rows and moments of this rank."""
-        return sum(arena.store.disk_bytes for part in self._parts for arena in part.arenas)
+        return sum(arena.store.disk_bytes for group in self._groups for arena in group.arenas)
 
     @property
     def unadmitted_ids(self) -> Counter[str]:
@@ -124,25 +124,25 @@ class TableModule(nn.Module):
 
     @property
     def traffic(self) -> Traffic:
-        """What caches and files of this rank did so far."""
-        return sum((arena.store.traffic for part in self._parts for arena in part.arenas), Traffic())
+        """Counts of what caches and files of this rank did so far."""
+        return sum((arena.store.traffic for group in self._groups for arena in group.arenas), Traffic())
 
     def weight(self, table: str) -> Tensor:
-        """The rows of a table ``[R, D]`` float32.
+        """Return the rows of a table ``[R, D]`` float32.
 
-        They share the memory of a float32 table that is whole here, else they are a copy. Where the table is
+        They share the memory of a float32 table that is all on this rank, else they are a copy. Where the table is
         distributed, all ranks must call this.
         """
-        return self._part(table).rows(table)
+        return self._group_of(table).rows(table)
 
     def adopt_initial(self, table: str, seed: int, bound: float) -> None:
-        """Note what the initial values of a table were, where they came out of a checkpoint."""
-        self._part(table)
+        """Record the seed and bound of a table's initial values, where they came out of a checkpoint."""
+        self._group_of(table)
         self.tables[table] = replace(self.tables[table], init_seed=seed, init_bound=bound)
 
     def local_tiles(self, table: str) -> list[LocalTile]:
-        """Tiles of a table that are on this rank; for checkpoints."""
-        return self._part(table).local_tiles(table)
+        """List the tiles of a table that are on this rank; for checkpoints."""
+        return self._group_of(table).local_tiles(table)
 
     def freeze(self, *tables: str) -> Self:
         """Stop training these tables (all if none is named)."""
@@ -154,14 +154,14 @@ class TableModule(nn.Module):
 
     def _set_trained(self, tables: Sequence[str], trained: bool) -> Self:
         for name in tables or self.tables:
-            self._part(name)
+            self._group_of(name)
             self.handles[name].requires_grad_(trained)
         return self
 
-    def _part(self, table: str) -> TableGroup:
-        for part in self._parts:
-            if table in part.tables:
-                return part
+    def _group_of(self, table: str) -> TableGroup:
+        for group in self._groups:
+            if table in group.tables:
+                return group
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
     # -- nn.Module -------------------------------------------------------------------------------------------------
@@ -170,8 +170,8 @@ class TableModule(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.empty(0, device=self.device)).device  # what fn does to a tensor; tables keep their dtype
         if device != self.device:
-            for part in self._parts:
-                part.to(device)
+            for group in self._groups:
+                group.to(device)
             for handle in self.handles.values():
                 handle.data = handle.data.to(device)
         return self
@@ -182,7 +182,7 @@ class TableModule(nn.Module):
         if are_tables_left_out():
             return
         for table in self.tables:
-            for name, tensor in self._part(table).raw(table).items():
+            for name, tensor in self._group_of(table).raw(table).items():
                 destination[f"{prefix}{table}.{name}"] = untied(tensor)
 
     def _load_from_state_dict(
@@ -211,7 +211,7 @@ class TableModule(nn.Module):
             error_msgs += wrong
             if not missing and not wrong:
                 with torch.no_grad():
-                    self._part(table).load(table, {name: state_dict[key] for name, key in keys.items()})
+                    self._group_of(table).load(table, {name: state_dict[key] for name, key in keys.items()})
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
 
@@ -223,7 +223,7 @@ class TableModule(nn.Module):
         self._updaters = weakref.WeakSet()  # a copy has no optimizer yet
 
     def extra_repr(self) -> str:
-        """Tables and features, one per line."""
+        """List tables and features, one per line."""
         tables = [f"{t.name}: {t.rows:,} × {t.dim} {t.dtype}" for t in self.tables.values()]
         features = [f"{f.name} → {f.table} ({f.pooling})" for f in self.features]
         return "\n".join([*tables, *features])

@@ -1,6 +1,7 @@
-"""How vectors go from rank to rank, and gradients that are on their way.
+"""Connect the tables of all ranks: over which links and codecs vectors travel, how much, and gradients under way.
 
-What the tables of a rank are asked to do, to see whether ranks are asked alike.
+`Wire` is what all tables of a model share. `LoadCounters` counts lookups and seconds of this rank, by which a run
+reports whether ranks have equal loads. `SentGradient` is a gradient between backward and step.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Link
+from hotbed.config.places import ParallelOptions
 from hotbed.embed.arena import Arena
-from hotbed.embed.replicas import Replicas, gathered_pieces
+from hotbed.embed.replicas import Replicas, gather_gradients
 from hotbed.ops import Occurrences
-from hotbed.ops.rows import Codec
+
+_DEFAULTS = ParallelOptions()
 
 
 class LoadCounters:
-    """Counts of one rank.
+    """Lookups and seconds of one rank's tables.
 
     Attributes
     ----------
@@ -40,52 +43,48 @@ class LoadCounters:
 
     @contextmanager
     def counted(self, lookups: int = 0) -> Generator[None]:
-        """Count what happens inside."""
+        """Count the lookups and the time of the body."""
         start = time.perf_counter()
         yield
-        with self._lock:  # rows of a batch may be fetched by another thread
+        with self._lock:  # another thread may exchange rows of the next batch
             self.seconds += time.perf_counter() - start
             self.lookups += lookups
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How vectors go from rank to rank.
+    """Links, options and counters of a distributed model's tables.
 
     Attributes
     ----------
     link
         The ranks; of its own, because gradients travel while others compute.
-    forward, backward
-        Codecs of rows and of gradients; all but ``"fp32"`` change results.
-    per_shard_statistics
-        Whether rules that sum over columns do so over the columns of each tile; it changes results.
+    options
+        Codecs of rows and of gradients, and whether rules sum over the columns of each tile only.
     replicas
         Other groups that hold copies of the tables, if there are any.
-    work
-        What this rank's tables did.
+    load
+        Lookups and seconds of this rank.
     """
 
     link: Link
-    forward: Codec = "fp32"
-    backward: Codec = "fp32"
-    per_shard_statistics: bool = False
+    options: ParallelOptions = _DEFAULTS
     replicas: Replicas | None = None
-    work: LoadCounters = field(default_factory=LoadCounters)
+    load: LoadCounters = field(default_factory=LoadCounters)
 
     @property
     def links(self) -> list[Link]:
-        """The ranks of the own group; and where there are replicas, those that hold the same tiles."""
+        """List the links of the own group, and where there are replicas, of the ranks that hold the same tiles."""
         return [self.link] if self.replicas is None else [self.link, self.replicas.link]
 
     @property
     def summed_ranks(self) -> int:
-        """How many ranks' gradients a row is updated by."""
+        """Count the ranks whose gradients a row is updated by."""
         exact = self.replicas is not None and self.replicas.exact
         return math.prod(link.size for link in (self.links if exact else [self.link]))
 
 
-class Sent:
+class SentGradient:
     """A gradient on its way to the owners of its rows; a `Contribution`.
 
     Parameters
@@ -99,7 +98,7 @@ class Sent:
     device
         Where gradients are.
     arrived
-        Waits for what the ranks sent to this one; by arena, in rank order.
+        Waits for what the ranks sent to this one, and returns it by arena, in rank order.
     """
 
     is_summed = True
@@ -114,18 +113,18 @@ class Sent:
     ) -> None:
         self.tables = tables
         self._wire, self._arenas, self._device, self._arrived = wire, arenas, device, arrived
-        self._pieces: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
+        self._gradients: Sequence[tuple[Arena, Occurrences, Tensor]] | None = None
         self._agreed: Tensor | None = None
 
     def changed(self) -> bool:
-        """False: it was summed as soon as it was there."""
+        """Return False: the gradient was summed in backward."""
         return False
 
     def finite(self) -> Tensor:
-        """0-d bool: whether all that arrived anywhere is finite; all ranks must ask."""
+        """Return, as 0-d bool, whether all that arrived on any rank is finite; all ranks must call this."""
         if self._agreed is None:
             finite = torch.ones((), dtype=torch.bool, device=self._device)
-            for _, _, grad in self.pieces():
+            for _, _, grad in self.gradients():
                 finite = finite & torch.isfinite(grad).all()
             for link in self._wire.links:
                 flags = link.all_gather("whether gradients are finite", finite.to(torch.uint8)[None])
@@ -134,13 +133,13 @@ class Sent:
         return self._agreed
 
     def drop(self) -> None:
-        """Receive what is on its way all the same: the other ranks wait until it has arrived."""
-        self.pieces()
+        """Receive and forget it: the other ranks wait until it has arrived."""
+        self.gradients()
 
-    def pieces(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
-        """By arena: slots, and the rows of the gradient that they receive."""
-        if self._pieces is None:  # several optimizers may ask
-            self._pieces = self._arrived()
+    def gradients(self) -> Sequence[tuple[Arena, Occurrences, Tensor]]:
+        """Return by arena: slots, and the rows of the gradient that they receive."""
+        if self._gradients is None:  # several optimizers may call this
+            self._gradients = self._arrived()
             if self._wire.replicas is not None and self._wire.replicas.exact:
-                self._pieces = gathered_pieces(self._pieces, self._arenas, self._wire.replicas.link)
-        return self._pieces
+                self._gradients = gather_gradients(self._gradients, self._arenas, self._wire.replicas.link)
+        return self._gradients

@@ -15,7 +15,7 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.ops import BackendName
-from hotbed.specs import MAX_DIM, Feature, Table
+from hotbed.specs import MAX_DIM, POOLED, Feature, Table
 from hotbed.torch_hooks import untraced
 
 
@@ -88,7 +88,8 @@ class WideDeep(nn.Module):
     in the ids: beside every table one with a column per label, computed in float32 also under autocast. The logits are
     the sum of both parts.
 
-    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe: ``wide_optimizer``)::
+    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe:
+    ``sparse_optimizer_groups``)::
 
         RowWiseAdagrad(model.embeddings, lr=0.08)
         FTRL(model.wide, lr=0.02, beta=0.0)  # its tables start at 0, as FTRL wants
@@ -172,9 +173,10 @@ class WideDeep(nn.Module):
 
 def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
     for feature in features:
-        if feature.pooling == "none":
+        if not feature.is_pooled:
             raise SpecError(
-                f"{type(model).__name__}: feature '{feature.name}' is not pooled; give it pooling='sum' or 'mean'"
+                f"{type(model).__name__}: feature '{feature.name}' is not pooled; give it pooling="
+                + " or ".join(map(repr, POOLED))
             )
 
 

@@ -27,7 +27,8 @@ from hotbed.embed.ids import hashed
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import DotInteraction
-from hotbed.specs import Feature
+from hotbed.ops.reference import divisors
+from hotbed.specs import NO_DIVISOR, POOLING_CODE, Feature
 
 Ids = Tensor | tuple[Tensor, Tensor]
 """Ids of a feature: ``[B, k]``, or ``(values [N], lengths [B])``; int64."""
@@ -142,7 +143,7 @@ class PlainEmbeddings(nn.Module):
     def __init__(self, collection: EmbeddingCollection) -> None:
         super().__init__()
         for feature in collection.features:
-            if feature.pooling == "none" or feature.max_len is not None:
+            if not feature.is_pooled or feature.max_len is not None:
                 raise SpecError(
                     f"feature '{feature.name}' has pooling '{feature.pooling}' and max_len {feature.max_len}; only "
                     "pooled features without max_len can be exported as plain torch"
@@ -180,10 +181,11 @@ class PlainEmbeddings(nn.Module):
                 values, used = torch.where(right, values, 0), right.to(torch.float32)
         weight = cast(Tensor, self.tables[self._number[feature.table]].weight)
         out = embedding_bag(values, weight, offsets, mode="sum", per_sample_weights=used, include_last_offset=True)
-        if feature.pooling == "sum":
+        pooling = POOLING_CODE[feature.pooling]
+        if pooling == NO_DIVISOR:
             return out
         upto = pad(torch.ones_like(values) if used is None else used.long(), (1, 0)).cumsum(0)
-        return out / (upto[offsets[1:]] - upto[offsets[:-1]]).clamp(min=1)[:, None]
+        return out / divisors(pooling, upto[offsets[1:]] - upto[offsets[:-1]])[:, None]
 
 
 class PlainInteraction(nn.Module):

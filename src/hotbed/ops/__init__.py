@@ -1,4 +1,4 @@
-"""Kernels: one signature, three backends.
+"""Run the operations on rows: one signature, three backends.
 
 ``reference.py`` is plain PyTorch, the definition and the oracle of every test; ``cpu_*.py`` are Numba, ``triton_*.py``
 are Triton. `select` picks one by device; nothing ever falls back to another silently.

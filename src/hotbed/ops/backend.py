@@ -1,4 +1,4 @@
-"""Which kernels run: chosen by device, or named explicitly; a backend that cannot run here is an error."""
+"""Choose the kernels: by device, or by name; a backend that cannot run here is an error."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, Protocol, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
 from hotbed.errors import BackendError, did_you_mean
 from hotbed.ops.layout import BagLayout, CacheTags, Groups, Occurrences, Rows, RuleStep
+from hotbed.optim import Rule
 
 BackendName = Literal["auto", "reference", "cpu", "triton"]
 
@@ -23,7 +24,7 @@ launches: Counter[str] = Counter()
 
 
 class Backend(Protocol):
-    """The operations every backend implements; `hotbed.ops.reference` defines what they compute."""
+    """List the operations every backend implements; `hotbed.ops.reference` defines what they compute."""
 
     NAME: str
 
@@ -36,7 +37,7 @@ class Backend(Protocol):
         ...
 
     def weight_gradient(self, rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Gradient of the per-id weights, into ``out [N]``."""
+        """Write the gradient of the per-id weights into ``out [N]``."""
         ...
 
     def occurrences(self, bags: BagLayout) -> Occurrences:
@@ -70,15 +71,15 @@ class Backend(Protocol):
         ...
 
     def interaction(self, vectors: Tensor, width: int) -> Tensor:
-        """Dot interaction: ``[B, n, D] → [B, width]``."""
+        """Compute the dot interaction: ``[B, n, D] → [B, width]``."""
         ...
 
     def interaction_backward(self, grad: Tensor, vectors: Tensor) -> Tensor:
-        """Gradient of the dot interaction ``[B, n, D]``."""
+        """Compute the gradient of the dot interaction ``[B, n, D]``."""
         ...
 
     def cache_find(self, tags: CacheTags, wanted: Tensor) -> Tensor:
-        """Place of each wanted key ``[n]``, −1 where it is not in the cache."""
+        """Find the place of each wanted key ``[n]``, −1 where it is not in the cache."""
         ...
 
     def cache_use(self, tags: CacheTags, places: Tensor, now: int) -> None:
@@ -98,6 +99,7 @@ class Backend(Protocol):
         ...
 
 
+@cache
 def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     """Return the kernels for a device.
 
@@ -129,6 +131,26 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     if name == "triton" and kind == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendError("backend 'triton' needs CUDA tensors; for a slow check on the CPU set TRITON_INTERPRET=1")
     return _load(name)
+
+
+Kernel = TypeVar("Kernel")
+
+
+def kernel_of(kernels: Mapping[str, Kernel], rule: Rule, backend: str) -> Kernel:
+    """Return a backend's kernel of an optimizer's rule.
+
+    Raises
+    ------
+    BackendError
+        If it has none: the rule was defined outside of hotbed.
+    """
+    if rule.name not in kernels:
+        raise BackendError(
+            f"backend '{backend}' has no kernel of the rule '{rule.name}', only of {', '.join(kernels)}; make the "
+            "EmbeddingCollection with backend='reference', which runs the rule's formula, or add a kernel "
+            "(docs/extending.md)"
+        )
+    return kernels[rule.name]
 
 
 def host_backend(name: BackendName, device: torch.device) -> BackendName:

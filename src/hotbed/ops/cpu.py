@@ -1,4 +1,4 @@
-"""The Numba backend: `hotbed.ops.reference`'s operations on CPU tensors."""
+"""Gather the Numba backend: `hotbed.ops.reference`'s operations on CPU tensors."""
 
 from hotbed.ops.cpu_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.cpu_interaction import interaction, interaction_backward

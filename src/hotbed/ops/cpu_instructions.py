@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""The few instructions Numba has no words for: prefetching, streaming, bfloat16, indexing without a question."""
+"""Emit the few instructions Numba has no words for: prefetch, streaming store, bfloat16, unchecked index."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Dot interaction on the CPU: batched matrix products of torch (AMX or AVX-512 where there is), triangles in Numba."""
+"""Compute the dot interaction on the CPU: products by torch (AMX or AVX-512 where there is), triangles in Numba."""
 
 from __future__ import annotations
 

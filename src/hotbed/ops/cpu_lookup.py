@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Pooled lookup on the CPU: one pass over the bags of an arena, feature by feature, rows prefetched ahead."""
+"""Pool the rows of bags on the CPU: one pass over the bags of an arena, feature by feature, rows prefetched ahead."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from hotbed.ops.layout import (
     FIRST_NARROW,
     FIRST_WIDE,
     FIXED,
-    MEAN,
     OUT,
+    POOLING,
     RAGGED_ROW,
     START,
     TABLE,
@@ -37,6 +37,7 @@ from hotbed.ops.layout import (
     BagLayout,
     Rows,
 )
+from hotbed.specs import MEAN
 
 NO_WEIGHTS = np.empty(0, np.float32)
 MIN_SAMPLES_PER_TASK = 64
@@ -110,6 +111,12 @@ def bag_bounds(features, offsets, f, b):
         return start + b * fixed, start + (b + 1) * fixed
     row = features[f, RAGGED_ROW]
     return start + offsets[row, b], start + offsets[row, b + 1]
+
+
+@kernel(inline="always")
+def divisor(pooling, count):
+    """What the sum of a bag of ``count > 0`` ids is divided by; see `hotbed.ops.reference.divisors`."""
+    return np.float32(count) if pooling == MEAN else np.float32(1)
 
 
 @kernel(inline="always")
@@ -204,11 +211,11 @@ def _pool_samples(
 
 @kernel(inline="always")
 def _divide(features, f, count, acc):
-    """Divide the sum of a bag of ``count`` ids by it, where the feature's pooling is the mean."""
-    if features[f, MEAN] and count:
-        length = np.float32(count)
+    """Divide the sum of a bag of ``count`` ids as the feature's pooling says."""
+    if features[f, POOLING] and count:
+        by = divisor(features[f, POOLING], count)
         for d in range(acc.shape[0]):
-            acc[d] /= length
+            acc[d] /= by
 
 
 @kernel(inline="always")
@@ -251,4 +258,4 @@ def _weight_gradient(rows, ids, features, offsets, samples, width, room, grad, o
                     else:
                         read_stored_row(row, rows.kind, rows.narrow, rows.exponents, rows.dim, at)
                     dot = sum_of_products(row, 0, g, 0, blocks)
-                    out[i] = dot / np.float32(stop - start) if features[f, MEAN] else dot
+                    out[i] = dot / divisor(features[f, POOLING], stop - start) if features[f, POOLING] else dot

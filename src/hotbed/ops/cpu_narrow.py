@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Narrow values as vectors of float32, in LLVM: what the bits of `hotbed.ops.rows` mean, many columns at a time.
+"""Read narrow rows as float32 and round into them, many columns at a time, in LLVM; bits as in `hotbed.ops.rows`.
 
 *float16* is widened by the CPU's instruction where it has one. Elsewhere LLVM would call a function that Numba does
 not link, so the same is done with integers. *fp8* becomes the float16 of the same bits, which has one more bit of
@@ -271,7 +271,14 @@ def write_stored_row(
     key: Any,
     first_col: Any,
 ) -> Any:
-    """Round ``values[:dim]`` stochastically into narrow row ``at``, with the random bits of a `row_key`."""
+    """Round ``values[:dim]`` stochastically into narrow row ``at``, with the random bits of a `row_key`.
+
+    Of an int8 row whose exponent was −9, and values 1.0 and 0.3::
+
+        exponent   −6: the smallest with 127 · 2^e ≥ 1.0
+        1.0        64 · 2⁻⁶, exactly
+        0.3        19.2 · 2⁻⁶: 20 where the upper 24 random bits are below 0.2 · 2²⁴, else 19
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, kind, _, _, dim, at, key, first_col = args

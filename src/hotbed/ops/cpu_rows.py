@@ -1,11 +1,8 @@
-"""Rows of every dtype in Numba: where they are. What is in them: `hotbed.ops.cpu_narrow`.
+# pyright: basic, reportCallIssue=false
+"""Find rows of every dtype, hash their cells, and fill in initial values, in Numba; definitions in `hotbed.ops.rows`.
 
-Kernels take a `RowArrays`. What a narrow row's bits mean is looked up at run time (``kind``), once per row, so there is
-one compiled kernel for all dtypes. Definitions: `hotbed.ops.rows`.
-
-The hash of `hotbed.ops.rows` in Numba.
-
-Initial values on the CPU: `hotbed.ops.reference.initial_values_`, bit for bit.
+Kernels take a `RowArrays`. What a narrow row's bits mean (`hotbed.ops.cpu_narrow`) is looked up at run time (``kind``),
+once per row, so there is one compiled kernel for all dtypes.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from hotbed.ops.cpu_narrow import BF16, FP8, FP16, INT8, WIDE
 from hotbed.ops.cpu_runtime import kernel, launch
 from hotbed.ops.layout import FIRST_NARROW, FIRST_WIDE, SCALE_BLOCK, WIDE_ROWS, Rows
 
-# pyright: basic
+# -- random bits ---------------------------------------------------------------------------------------------------
 
 
 @kernel()
@@ -48,7 +45,7 @@ def cell_bits(key, col):
     return mix32(np.uint32(key + np.uint32(np.uint32(col) * np.uint32(0x9E3779B9))))
 
 
-# pyright: basic, reportCallIssue=false
+# -- where rows are ------------------------------------------------------------------------------------------------
 
 
 _KINDS = {torch.float32: WIDE, torch.bfloat16: BF16, torch.float16: FP16, torch.int8: INT8, torch.float8_e4m3fn: FP8}
@@ -101,7 +98,7 @@ def prefetch_row(rows, wide, at):
             prefetch_bytes(rows.exponents, at * blocks, blocks)
 
 
-# pyright: basic, reportCallIssue=false
+# -- initial values ------------------------------------------------------------------------------------------------
 
 
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:

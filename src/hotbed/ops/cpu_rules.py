@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""The optimizers' rules in Numba: one row, in place; definitions in `hotbed.ops.reference_rules`.
+"""Apply an optimizer's rule to one row, in place, in Numba; definitions in `hotbed.optim`.
 
 All rules are one compiled function that switches at run time: a variant per rule would cost a second of compilation
 each, and one more predictable branch per row costs nothing (docs/decisions/0003).
@@ -28,11 +28,16 @@ RULES = {
 
 @kernel(inline="always")
 def apply_rule(rule, w, m0, m1, g, h, scratch):
-    """One step of a row.
+    """Update a row by one step.
 
     ``w`` is the row, ``m0`` and ``m1`` are its moments, of one or ``dim`` values; ``g`` is the summed gradient,
     zero-padded to whole blocks, and is used up; ``h`` is the row's line of `RuleStep.hyper`; ``scratch`` is as long as
     ``g`` and zero beyond ``dim``.
+
+    Row-wise AdaGrad with learning rate 0.1, ε = 0::
+
+        w [1, 1], m0 [0], g [3, 4]   →   m0 [12.5] = mean of 9 and 16
+                                         w [0.915, 0.887] = 1 − 0.1 / √12.5 · g
     """
     dim = w.shape[0]
     blocks = g.shape[0] // BLOCK

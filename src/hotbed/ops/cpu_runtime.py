@@ -1,4 +1,5 @@
-"""How Numba kernels are compiled, cached and launched.
+# pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+"""Compile, cache and launch Numba kernels, and allocate their memory.
 
 *Cache.* Numba's on-disk cache does not notice an edited helper in another module, so the cache directory is named after
 a hash of all kernel sources, and all copies of the same sources share it. Of several processes that need a kernel which
@@ -7,8 +8,6 @@ seconds on every kernel.
 
 *Threads.* Kernels use ``torch.get_num_threads()`` threads. Two Python threads may launch kernels at once under OpenMP;
 Numba's own ``workqueue`` layer would abort the process, so where OpenMP is missing launches take turns behind a lock.
-
-Host memory: huge pages for arenas, recycled blocks for the large results of kernels.
 
 *Huge pages.* Random rows of a large arena miss the TLB on 4 KiB pages; with transparent huge pages they rarely do.
 
@@ -41,9 +40,6 @@ from numba.core import event as numba_event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from torch import Tensor
-
-# pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-
 
 PREFETCH_ROWS = 12
 """How many rows ahead kernels prefetch (8 to 32 measured equal within noise; see docs/log.md)."""

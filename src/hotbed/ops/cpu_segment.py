@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""Occurrences and groups on the CPU.
+"""List occurrences and group them by slot, on the CPU.
 
 Slots are sorted by a stable radix sort of at most 11 bits a pass. Where the occurrences lie table by table, each thread
 sorts whole tables in its own cache; else all threads sort all of them together. (`torch.sort` compares 64-bit keys and
@@ -17,9 +17,9 @@ from torch import Tensor
 from hotbed.errors import BatchError
 from hotbed.ops.backend import launches
 from hotbed.ops.cpu_instructions import peek, poke
-from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds
+from hotbed.ops.cpu_lookup import NO_WEIGHTS, bag_bounds, divisor
 from hotbed.ops.cpu_runtime import kernel, launch
-from hotbed.ops.layout import BASE, FIXED, MEAN, OUT, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
+from hotbed.ops.layout import BASE, FIXED, OUT, POOLING, RAGGED_ROW, RUN, START, BagLayout, Groups, Occurrences
 
 Array = NDArray[np.int64]
 RUNS_PER_TASK = 512
@@ -34,7 +34,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
     launches["cpu.occurrences"] += 1
     slots = torch.empty(bags.total, dtype=torch.int64, device="cpu")
     owners = torch.empty(bags.total, dtype=torch.int64, device="cpu")
-    scaled = bags.weights is not None or bags.has_mean
+    scaled = bags.weights is not None or bags.has_divisors
     scale = torch.empty(bags.total if scaled else 0, dtype=torch.float32, device="cpu")
     per_id = NO_WEIGHTS if bags.weights is None else bags.weights.numpy()
     firsts = launch(
@@ -71,7 +71,7 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
         firsts[f + 1] = firsts[f] + total
     for f in prange(count):
         shift = firsts[f] - features[f, START]
-        base, place, mean = features[f, BASE], room + features[f, OUT], features[f, MEAN]
+        base, place, pooling = features[f, BASE], room + features[f, OUT], features[f, POOLING]
         for b in range(samples):
             start, stop = bag_bounds(features, offsets, f, b)
             for i in range(start, stop):
@@ -79,7 +79,7 @@ def _occurrences(ids, features, offsets, per_id, samples, width, room, slots, ow
                 poke(owners, i + shift, b * width + place)
                 if scale.shape[0]:
                     factor = per_id[i] if per_id.shape[0] else np.float32(1)
-                    scale[i + shift] = factor / np.float32(stop - start) if mean else factor
+                    scale[i + shift] = factor / divisor(pooling, stop - start) if pooling else factor
     return firsts
 
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportCallIssue=false
-"""Sums on the CPU, with the order of additions part of the source.
+"""Add up rows and columns on the CPU, with the order of additions part of the source.
 
 No kernel is compiled with ``fastmath``: LLVM may not reorder a sum. Where a sum is to be fast, its lanes are written
 out as vectors here. Sums over rows keep as many columns in registers as fit, while they go from row to row; columns do
@@ -212,7 +212,11 @@ def sum_stored_rows(
     """Sum rows of a table into ``acc[:dim]`` as `sum_rows` does: narrow ones from number ``wide_rows`` on.
 
     The arrays are those of `hotbed.ops.cpu_rows.RowArrays`; the first rows of the table in them are ``first_wide`` and
-    ``first_narrow``. All is one intrinsic and no function of Numba's, which would count references for every bag.
+    ``first_narrow``; so of ids 0, 3, 1 of a table with 2 wide rows, the first 10 and 20::
+
+        wide row 10 + narrow row 21 + wide row 11
+
+    All is one intrinsic and no function of Numba's, which would count references for every bag.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the kernels take and give: rows and bags of an arena, occurrences of slots, groups of equal slots."""
+"""Define what kernels take and give: rows and bags of an arena, occurrences of slots, groups of equal slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 16
 SCALE_BLOCK = 128
 """Columns of an int8 row that share a scale."""
 
-START, FIXED, RAGGED_ROW, BASE, MEAN, OUT, TABLE = range(7)
+START, FIXED, RAGGED_ROW, BASE, POOLING, OUT, TABLE = range(7)
 """Columns of `BagLayout.features`."""
 
 FIRST_SLOT, WIDE_ROWS, FIRST_WIDE, FIRST_NARROW, FIRST_ROW, ROW_STEP, FIRST_COL = range(7)
@@ -35,7 +35,7 @@ FREE = -1
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of an arena.
+    """Hold the rows of an arena.
 
     A table is here whole or in part: some columns of every ``step``-th row. Slots of a table are numbered in row order.
     Its first rows may be float32 ("wide") while the others have the arena's dtype; a table of a float32 arena has wide
@@ -69,7 +69,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class BagLayout:
-    """Where the bags of one arena's features lie in the ids of a batch.
+    """Say where the bags of one arena's features lie in the ids of a batch.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class BagLayout:
         All ids of the batch, int32 or int64; features of other arenas may lie between.
     features
         ``[F, 7]`` int64, one row per feature: position of its first id; ids per sample, or −1 where it is ragged; its
-        row of ``offsets``; slot of its table's row 0; 1 for mean pooling; position of its vector among those of a
+        row of ``offsets``; slot of its table's row 0; its `POOLING_CODE`; position of its vector among those of a
         sample; its table, as in `Rows.tables`.
     offsets
         ``[ragged features, B + 1]`` int64, relative to the feature's first id.
@@ -87,8 +87,8 @@ class BagLayout:
         Samples ``B``.
     total
         Ids ``N`` of these features.
-    has_mean
-        Whether any feature uses mean pooling.
+    has_divisors
+        Whether the pooling of any feature divides the sum of a bag's rows.
     width
         Vectors per sample of the tensor that the bags are pooled into (or whose gradient is read), ``[B, width, D]``.
     room
@@ -101,7 +101,7 @@ class BagLayout:
     weights: Tensor | None
     batch_size: int
     total: int
-    has_mean: bool
+    has_divisors: bool
     width: int
     room: int = 0
 
@@ -112,7 +112,7 @@ class BagLayout:
 
 @dataclass(frozen=True)
 class Occurrences:
-    """Every id of an arena's batch: which slot it reads and which bag it belongs to.
+    """List every id of an arena's batch: which slot it reads and which bag it belongs to.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class Occurrences:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleStep:
-    """One step of an optimizer over an arena; all but the rule are tensors, so that nothing recompiles or waits.
+    """Describe one step of an optimizer over an arena; all but the rule are tensors, so nothing recompiles or waits.
 
     Attributes
     ----------
@@ -181,7 +181,7 @@ class RuleStep:
 
 @dataclass(frozen=True)
 class Groups:
-    """Occurrences grouped by slot, and each group cut into runs of at most `RUN`.
+    """Group occurrences by slot, and cut each group into runs of at most `RUN`.
 
     The buffers have room for ``N`` groups and runs; only the first ``counts`` of them are valid, so that a GPU need
     not tell the host how many there are.
@@ -209,7 +209,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class CacheTags:
-    """What is in the places of a set-associative cache: a key may be in any way of one set, which its hash decides.
+    """Hold the keys of a set-associative cache by place: a key may be in any way of one set, which its hash decides.
 
     Attributes
     ----------
@@ -220,7 +220,7 @@ class CacheTags:
     ways
         Places of a set.
     by_count
-        Whether the least often used key of a set gives way (LFU; of equals the least recently used), or the least
+        Whether the least often used key of a set is evicted (LFU; of equals the least recently used), or the least
         recently used one (LRU).
     """
 
@@ -237,7 +237,7 @@ class CacheTags:
 
 
 def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
-    """The bags with other ids, given in the order of occurrences."""
+    """Replace the ids of bags by others, given in the order of occurrences."""
     features = bags.features.clone()
     features[:, BASE] = 0
     features[:, TABLE] = 0
@@ -254,7 +254,7 @@ def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
 
 
 def counts_of(bags: BagLayout) -> list[int]:
-    """Number of ids of each feature."""
+    """Count the ids of each feature."""
     return [
         bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1])
         for fixed, row in bags.features[:, [FIXED, RAGGED_ROW]].tolist()

@@ -1,4 +1,4 @@
-"""The definition of every operation, in plain PyTorch. Runs on any device; slow; the oracle of all kernel tests."""
+"""Define every operation, in plain PyTorch. Runs on any device; slow; the oracle of all kernel tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hotbed.ops.layout import (
     ACTIVE,
     BASE,
     FIXED,
-    MEAN,
     OUT,
+    POOLING,
     RAGGED_ROW,
     RUN,
     START,
@@ -26,6 +26,7 @@ from hotbed.ops.layout import (
 from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.reference_rules import apply_rule, block_sum
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
+from hotbed.specs import MEAN
 
 NAME = "reference"
 
@@ -36,6 +37,7 @@ __all__ = [
     "cache_take",
     "cache_use",
     "cache_write",
+    "divisors",
     "group",
     "initial_values_",
     "interaction",
@@ -85,8 +87,8 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
 def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
     """Pool the rows of each bag.
 
-    A bag's vector is the sum of its rows as float32 (times their weights) in bag order, starting from the first; mean
-    pooling then divides by the number of ids. An empty bag gives zeros. The vector is rounded to the nearest of
+    A bag's vector is the sum of its rows as float32 (times their weights) in bag order, starting from the first, which
+    some poolings then divide (`divisors`). An empty bag gives zeros. The vector is rounded to the nearest of
     ``out``'s dtype.
 
     Parameters
@@ -110,15 +112,15 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
             if bags.weights is not None:
                 each = each * bags.weights[at, None]
             pooled[live] = each if j == 0 else pooled[live] + each
-        if feature[MEAN]:
-            pooled /= lengths.clamp(min=1)[:, None]
+        if feature[POOLING]:
+            pooled /= divisors(feature[POOLING], lengths)[:, None]
         out[:, bags.room + feature[OUT]] = pooled.to(out.dtype)
 
 
 def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
     """Gradient of the per-id weights: for each id, its row times the gradient of its bag's vector.
 
-    Columns are added as `block_sum` does; for mean pooling the sum is divided by the number of ids.
+    Columns are added as `block_sum` does; the sum is divided as those of the lookup are.
 
     Parameters
     ----------
@@ -138,7 +140,21 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
         at = slice(feature[START], feature[START] + len(sample))
         each = read_rows(rows, bags.ids[at].long() + feature[BASE])
         dots = block_sum(each * grad[sample * bags.width + bags.room + feature[OUT]].float())
-        out[at] = dots / lengths[sample] if feature[MEAN] else dots
+        out[at] = dots / divisors(feature[POOLING], lengths)[sample] if feature[POOLING] else dots
+
+
+def divisors(pooling: Tensor | int, lengths: Tensor) -> Tensor:
+    """What the sums of bags of these lengths are divided by, float32; 1 for empty ones, and where nothing divides.
+
+    Parameters
+    ----------
+    pooling
+        `POOLING_CODE` of all bags, or of each ``[n]``.
+    lengths
+        Numbers of ids ``[n]``.
+    """
+    is_mean = torch.full_like(lengths, pooling) == MEAN if isinstance(pooling, int) else pooling == MEAN
+    return torch.where(is_mean, lengths.clamp(min=1), 1).float()
 
 
 def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:
@@ -170,8 +186,8 @@ def occurrences(bags: BagLayout) -> Occurrences:
             if bags.weights is None
             else bags.weights[at]
         )
-        scales.append(scale / lengths[sample] if feature[MEAN] else scale)
-    scaled = bags.weights is not None or bags.has_mean
+        scales.append(scale / divisors(feature[POOLING], lengths)[sample] if feature[POOLING] else scale)
+    scaled = bags.weights is not None or bags.has_divisors
     return Occurrences(torch.cat(slots), torch.cat(owners), torch.cat(scales) if scaled else None)
 
 

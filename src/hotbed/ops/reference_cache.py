@@ -1,4 +1,4 @@
-"""A set-associative cache: the definition of its operations, in plain PyTorch.
+"""Define the operations of a set-associative cache, in plain PyTorch.
 
 Everything is integer arithmetic, so all backends agree to the bit.
 """
@@ -48,8 +48,8 @@ def cache_use(tags: CacheTags, places: Tensor, now: int) -> None:
 def cache_take(tags: CacheTags, wanted: Tensor, now: int) -> tuple[Tensor, Tensor]:
     """Find a place for each of these distinct keys, one after the other, and note that it is used now, once so far.
 
-    It is the first free place of the key's set; else that of the key that gives way by ``tags.by_count``, of equals
-    the first. No key gives way that is used now.
+    It is the first free place of the key's set; else that of the key that is evicted by ``tags.by_count``, of equals
+    the first. No key is evicted that is used now.
 
     Parameters
     ----------

@@ -1,17 +1,19 @@
-"""The definition of every optimizer's rule: what happens to rows once their gradients are summed, in plain PyTorch."""
+"""Define a step of an optimizer: what happens to rows once their gradients are summed, in plain PyTorch.
+
+What is the same for all optimizers is here; the formula of each rule is beside its class in `hotbed.optim`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+import inspect
+from collections.abc import Collection, Generator
 
 import torch
 from torch import Tensor
 
 from hotbed.ops.layout import BLOCK, DECAY, L2, LR, MAX_GRAD_NORM, MAX_NORM, OWN
 from hotbed.optim import COMMON, Rule
-
-Steps = Generator[Tensor, Tensor, Tensor]
-"""Yields what is to be summed over the columns of each row ``[U, cols]``, is sent the sums ``[U]``, returns rows."""
+from hotbed.optim.rules import Steps, sqrt
 
 
 def apply_rule(rule: Rule, w: Tensor, moments: dict[str, Tensor], g: Tensor, hyper: Tensor) -> Tensor:
@@ -72,8 +74,10 @@ def rule_steps(
     l2, decay = hyper[:, L2, None], hyper[:, DECAY, None]
     g = torch.where(l2 == 0, g, g + l2 * w)
     w = torch.where(decay == 0, w, w - decay * w)
-    own = [moments[m.name] for m in rule.moments]
-    w = yield from _RULES[rule.name](w, own, g, hyper[:, LR, None], hyper[:, OWN:, None], dim)
+    own = dict(zip((*rule.hyper, *(f"1 - {name}^t" for name in rule.corrected)), hyper[:, OWN:].T, strict=True))
+    named = {name: values[:, None] for name, values in {"lr": hyper[:, LR], **own}.items()}
+    new = rule.formula(w, moments, g, named, dim)
+    w = (yield from new) if isinstance(new, Generator) else new
     if "max_norm" in uses:
         w = yield from _limited(w, hyper[:, MAX_NORM])
     return w
@@ -81,7 +85,7 @@ def rule_steps(
 
 def sums_rows(rule: Rule, uses: Collection[str]) -> bool:
     """Whether `rule_steps` sums over columns."""
-    return rule.name in _SUMMING or not {"max_grad_norm", "max_norm"}.isdisjoint(uses)
+    return inspect.isgeneratorfunction(rule.formula) or not {"max_grad_norm", "max_norm"}.isdisjoint(uses)
 
 
 def block_sum(x: Tensor) -> Tensor:
@@ -108,108 +112,7 @@ def sum_of_blocks(blocks: Tensor) -> Tensor:
     return total
 
 
-def sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded square root of float32; ``torch.sqrt`` is not on every CPU."""
-    return x.double().sqrt().float()
-
-
 def _limited(x: Tensor, limit: Tensor) -> Steps:
     """Rows ``[U, D]`` scaled down to norms of at most ``limit [U]``; the others as they are."""
     norm = sqrt((yield x * x))
     return torch.where((norm > limit)[:, None], x * (limit / norm)[:, None], x)
-
-
-def _sgd(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    return w - lr * g
-
-
-def _momentum(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    (m,) = moments
-    m.copy_(own[:, 0] * m + g)
-    return w - lr * m
-
-
-def _adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    (v,) = moments
-    v.add_(g * g)
-    return w - lr * g / (sqrt(v) + own[:, 0])
-
-
-def _rowwise_adagrad(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
-    (v,) = moments
-    before = v.clone()
-    v.add_((yield g * g) / dim)
-    return w - rowwise_step_size(before[:, None], v[:, None], lr, own) * g
-
-
-def rowwise_step_size(before: Tensor, after: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    """``lr / (√(v / c + ε_inside) + ε)``, v from after the step, or from before it where ``delayed``.
-
-    ``own [U, 4, …]`` are the rule's own hyperparameters; the others are ``[U, …]``.
-    """
-    eps, eps_inside, scale, delayed = own.unbind(1)
-    v = torch.where(delayed == 0, after, before)
-    return lr / (sqrt(v / scale + eps_inside) + eps)
-
-
-def _adam(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
-    direction = yield from _adam_direction(moments, g, own, own[:, 3:], dim)
-    return w - lr * direction
-
-
-def _lamb(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
-    r = (yield from _adam_direction(moments, g, own, own[:, 4:], dim)) + own[:, 3] * w
-    w_norm = sqrt((yield w * w))
-    r_norm = sqrt((yield r * r))
-    trust = torch.where((w_norm > 0) & (r_norm > 0), w_norm / r_norm, 1.0)
-    return w - lr * trust[:, None] * r
-
-
-def _adam_direction(moments: list[Tensor], g: Tensor, own: Tensor, corrections: Tensor, dim: int) -> Steps:
-    """``m̂ / (√v̂ + ε)``; v is per element or per row."""
-    m, v = moments
-    beta1, beta2, eps = own[:, 0], own[:, 1], own[:, 2]
-    m.copy_(beta1 * m + (1 - beta1) * g)
-    if v.dim() == 1:
-        v.copy_(beta2[:, 0] * v + (1 - beta2[:, 0]) * ((yield g * g) / dim))
-        v = v[:, None]
-    else:
-        v.copy_(beta2 * v + (1 - beta2) * (g * g))
-    return m / corrections[:, 0] / (sqrt(v / corrections[:, 1]) + eps)
-
-
-def _ftrl(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor) -> Tensor:
-    z, n = moments
-    beta, l1, l2 = own[:, 0], own[:, 1], own[:, 2]
-    grown = n + g * g
-    sigma = (sqrt(grown) - sqrt(n)) / lr
-    z.copy_(z + (g - sigma * w))
-    n.copy_(grown)
-    shrunk = torch.copysign(l1.expand_as(z), z) - z
-    return torch.where(z.abs() <= l1, 0.0, shrunk / ((beta + sqrt(grown)) / lr + l2))
-
-
-_Elementwise = Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor], Tensor]
-
-
-def _steps(formula: _Elementwise) -> Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor, int], Steps]:
-    """A rule that sums nothing, as one that does."""
-
-    def steps(w: Tensor, moments: list[Tensor], g: Tensor, lr: Tensor, own: Tensor, dim: int) -> Steps:
-        yield from ()
-        return formula(w, moments, g, lr, own)
-
-    return steps
-
-
-_RULES: dict[str, Callable[[Tensor, list[Tensor], Tensor, Tensor, Tensor, int], Steps]] = {
-    "sgd": _steps(_sgd),
-    "momentum": _steps(_momentum),
-    "adagrad": _steps(_adagrad),
-    "rowwise_adagrad": _rowwise_adagrad,
-    "adam": _adam,
-    "partial_rowwise_adam": _adam,
-    "lamb": _lamb,
-    "ftrl": _steps(_ftrl),
-}
-_SUMMING = ("rowwise_adagrad", "partial_rowwise_adam", "lamb")

@@ -1,8 +1,8 @@
-"""Rows of an arena by slot, as float32 values: reading, and writing with rounding. Plain PyTorch, any device.
+"""Read and write rows as float32 values, whatever they are stored as or sent as. Plain PyTorch, any device.
 
-Random numbers by counter: a hash of (seed, row, column), so a cell has the same bits wherever it is computed.
+*Random bits* are a hash of (seed, row, column), so a cell has the same bits wherever it is computed.
 
-Rows narrower than float32: what their bits mean, and how values are rounded into them. Plain PyTorch, any device.
+*Narrow rows* are stored in fewer bits than float32, into which values are rounded:
 
 ==========  =========================  ==============================================
 dtype       torch                      values
@@ -18,9 +18,8 @@ dtype       torch                      values
 A scale is a power of two, so ``q · 2^e`` and the way back are exact in every backend, and a value that can be
 represented stays as it is. The exponent of a block only grows: to the smallest that holds its largest value.
 
-Codecs: vectors as the bytes that cross a wire, and back. Plain PyTorch, any device.
-
-An encoded vector is a row of bytes, so that every collective can carry it (Gloo knows no fp8 and no 16-bit integers).
+*Codecs* turn vectors into the bytes that ranks exchange, and back. An encoded vector is a row of bytes, so that every
+collective can carry it (Gloo knows no fp8 and no 16-bit integers).
 For a value x of a row whose largest magnitude is m, all finite:
 
 ========  ===========  ==================================================================================

@@ -1,4 +1,4 @@
-"""The Triton backend: `hotbed.ops.reference`'s operations on CUDA tensors, or slowly in Triton's interpreter."""
+"""Gather the Triton backend: `hotbed.ops.reference`'s operations on CUDA tensors, or slowly in Triton's interpreter."""
 
 from hotbed.ops.triton_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.triton_interaction import interaction, interaction_backward

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""A set-associative cache in Triton; see `hotbed.ops.reference_cache`.
+"""Find, read and replace the records of a cache, in Triton; see `hotbed.ops.reference_cache`.
 
 `cache_take` must find the places of one set's new keys one after the other, but sets are independent. So keys are
 sorted by set, in their own order where sets are equal, and one program has all keys of a set: it keeps the ways in
@@ -109,7 +109,12 @@ def _take_kernel(
     BLOCK_WAYS: tl.constexpr,
     BY_COUNT: tl.constexpr,
 ):
-    """Places for all keys of one set; programs that do not stand at the first of them have nothing to do."""
+    """Find places for all keys of one set; programs that do not stand at the first of them have nothing to do.
+
+    Set 0 of two ways has key 4, used at time 1, and a free place; keys 6 and 8 are wanted at time 3::
+
+        keys [−1, 4], times [0, 1]   →   keys [6, 8], times [3, 3], out [0, 1], evicted [−1, 4]
+    """
     at = tl.program_id(0).to(tl.int64)
     mine = tl.load(of_set + at)
     if tl.load(of_set + at - 1, mask=at > 0, other=-1) != mine:

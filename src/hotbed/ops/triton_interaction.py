@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Dot interaction in Triton, forward and backward, one program per sample.
+"""Compute the dot interaction in Triton, forward and backward, one program per sample.
 
 Neither the Gram matrix nor its gradient exists outside a program. At DLRM's size (27 vectors of 128) a sample is 14 KB
 of float32 reads for 93,000 multiply-adds, so on the tensor cores the kernels are bound by memory. A float32 product is

@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Pooled lookup in Triton, and the gradient of its weights: one launch per arena, whatever its features look like.
+"""Pool the rows of bags in Triton, and compute the gradient of their weights: one launch per arena.
 
 A program serves a block of consecutive samples of ONE feature. So everything that differs between features (fixed or
-ragged, where the table starts, sum or mean) is a scalar of the program, ids are read side by side, and the rows of the
-block, wherever they lie, are in flight together. Two reads depend on each other, the id and its row; a one-hot bag
+ragged, where the table starts, how it is pooled) is a scalar of the program, ids are read side by side, and the rows of
+the block, wherever they lie, are in flight together. Two reads depend on each other, the id and its row; a one-hot bag
 needs nothing else.
 """
 
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotbed import specs
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, BagLayout, Rows
 from hotbed.ops.triton_rows import as_float32, load_rows, locate, round_nearest, row_pointers
@@ -22,8 +23,8 @@ from hotbed.ops.triton_runtime import (
     BASE,
     FEATURE,
     FIXED,
-    MEAN,
     OUT,
+    POOLING,
     RAGGED_ROW,
     START,
     STRICT,
@@ -33,6 +34,8 @@ from hotbed.ops.triton_runtime import (
     power_of_two,
     rows_per_program,
 )
+
+MEAN = tl.constexpr(specs.MEAN)
 
 
 @triton.jit
@@ -47,6 +50,12 @@ def _bounds(feature, offsets, sample, batch_size):
     end = tl.load(row + 1, mask=in_batch & ragged, other=0)
     first = tl.load(feature + START) + tl.where(ragged, begin, sample * fixed)
     return first, tl.where(ragged, end - begin, tl.where(in_batch, fixed, 0))
+
+
+@triton.jit
+def divisors(pooling, length):
+    """What the sums of bags of these lengths are divided by; see `hotbed.ops.reference.divisors`."""
+    return tl.where(pooling == MEAN, tl.maximum(length, 1), 1).to(tl.float32)
 
 
 @triton.jit
@@ -81,7 +90,7 @@ def _lookup_kernel(
     BLOCK_B: tl.constexpr,
     HAS_WIDE: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
+    HAS_DIVISORS: tl.constexpr,
 ):
     """``out[b, f] = Σ_j weights[j] · row[ids[j]]`` over the ids j of bag (b, f), left to right; ÷ count."""
     feature = features + tl.program_id(1) * FEATURE
@@ -96,10 +105,9 @@ def _lookup_kernel(
         each = _rows_of_ids(rows, ids, first + j, live, feature, D, BLOCK_D, HAS_WIDE)
         each = _weighted(each, weights, first + j, live, WEIGHTED)
         acc = tl.where(live[:, None], acc + each, acc)
-    if HAS_MEAN:
-        mean = tl.load(feature + MEAN) != 0
-        count = tl.where(mean, tl.maximum(length, 1), 1).to(tl.float32)
-        acc = tl.div_rn(acc, tl.broadcast_to(count[:, None], [BLOCK_B, BLOCK_D]))
+    if HAS_DIVISORS:
+        by = divisors(tl.load(feature + POOLING), length)
+        acc = tl.div_rn(acc, tl.broadcast_to(by[:, None], [BLOCK_B, BLOCK_D]))
     col = tl.arange(0, BLOCK_D)
     to = out + (sample * width + room + tl.load(feature + OUT))[:, None] * D + col[None, :]
     tl.store(to, round_nearest(acc, out.dtype.element_ty), mask=(sample < batch_size)[:, None] & (col < D)[None, :])
@@ -120,7 +128,7 @@ def _weight_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     HAS_WIDE: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
+    HAS_DIVISORS: tl.constexpr,
 ):
     """``out[j] = row[ids[j]] · grad[b, f]`` for the ids j of bag (b, f); ÷ count."""
     feature = features + tl.program_id(1) * FEATURE
@@ -133,9 +141,8 @@ def _weight_gradient_kernel(
     for j in range(tl.max(length, axis=0)):
         live = length > j
         dot = block_sum(_rows_of_ids(rows, ids, first + j, live, feature, D, BLOCK_D, HAS_WIDE) * g, BLOCK_D)
-        if HAS_MEAN:
-            mean = tl.load(feature + MEAN) != 0
-            dot = tl.div_rn(dot, tl.where(mean, tl.maximum(length, 1), 1).to(tl.float32))
+        if HAS_DIVISORS:
+            dot = tl.div_rn(dot, divisors(tl.load(feature + POOLING), length))
         tl.store(out + first + j, dot, mask=live)
 
 
@@ -163,7 +170,7 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
             BLOCK_B=block_b,
             HAS_WIDE=len(rows.wide) > 0,
             WEIGHTED=bags.weights is not None,
-            HAS_MEAN=bags.has_mean,
+            HAS_DIVISORS=bags.has_divisors,
             **STRICT,
         )
 
@@ -191,6 +198,6 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
             BLOCK_D=block_d,
             BLOCK_B=block_b,
             HAS_WIDE=len(rows.wide) > 0,
-            HAS_MEAN=bags.has_mean,
+            HAS_DIVISORS=bags.has_divisors,
             **STRICT,
         )

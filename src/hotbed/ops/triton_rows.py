@@ -1,14 +1,13 @@
-"""Rows of an arena in Triton: where a slot lies, loading it as float32, rounding into it; see `hotbed.ops.rows`.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
+"""Find rows, load them as float32, round into them, and fill in initial values, in Triton; see `hotbed.ops.rows`.
 
 The element type of ``narrow`` says what its bits mean; float8_e4m3fn travels as uint8, because it is decoded and
 encoded by integer arithmetic, which needs no GPU that knows it. So is bfloat16, whose conversions the interpreter gets
 wrong, and so is all stochastic rounding: bits are the same on every device.
 
-Three kinds of arena are compiled apart: float32 ones have wide rows only, others narrow rows, and ``HAS_WIDE`` says
-whether they have wide rows as well. A row of either kind is then a masked load from each of two arrays, of which one
-has an empty mask and moves nothing.
-
-Initial values in Triton; bits equal to `hotbed.ops.reference.initial_values_`.
+Three kinds of arena are compiled separately: float32 ones have wide rows only, others narrow rows, and ``HAS_WIDE``
+says whether they have wide rows as well. A row of either kind is then a masked load from each of two arrays, of which
+one has an empty mask and moves nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +39,6 @@ from hotbed.ops.triton_runtime import (
     random_bits,
     rows_per_program,
 )
-
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
-
 
 _MIN_EXPONENT = tl.constexpr(rows.MIN_EXPONENT)
 _INT8_NAN = tl.constexpr(rows.INT8_NAN)
@@ -298,7 +294,7 @@ def _power_of_two(exponent):
     return (exponent + 127 << 23).to(tl.float32, bitcast=True)
 
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# -- initial values ------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["seed", "row_start", "row_step", "rows", "col_start", "col_step"])

@@ -1,4 +1,5 @@
-"""The optimizers' formulas in Triton: what happens to a row once its gradient is summed.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+"""Apply an optimizer's rule to a tile of rows, in Triton: load rows and moments, compute, round, store.
 
 A rule is a pure function of a tile of ``R`` rows::
 
@@ -10,12 +11,10 @@ of which the rule's own begin at ``OWN``, with the bias corrections behind them.
 caller's. To add an optimizer, write its function and list it in `RULES`.
 
 Divisions and roots are correctly rounded (`_div`, ``sqrt_rn``), and each line adds in the order of
-`hotbed.ops.reference_rules`.
+`hotbed.optim`.
 
-An optimizer's step over a tile of rows in Triton: load row and moments, apply the rule, round, store.
-
-The steps and their order are `hotbed.ops.reference_rules.apply_rule`'s. Those that no table uses are left out at
-compile time; of the others each table's hyperparameters decide.
+`apply` is a whole step; its order is that of `hotbed.ops.reference_rules.apply_rule`. Steps that no table uses are left
+out at compile time; of the others each table's hyperparameters decide.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hotbed.ops.backend import kernel_of
 from hotbed.ops.layout import Rows, RuleStep
 from hotbed.ops.triton_rows import load_rows, locate, row_pointers, store_rows
 from hotbed.ops.triton_runtime import (
@@ -43,8 +43,6 @@ from hotbed.ops.triton_runtime import (
     power_of_two,
 )
 from hotbed.optim import COMMON
-
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
 
 
 class Hyper(NamedTuple):
@@ -212,7 +210,7 @@ RULES: dict[str, Any] = {
 }
 
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# -- a whole step --------------------------------------------------------------------------------------------------
 
 
 _NONE, _PER_ROW, _PER_ELEMENT = 0, 1, 2
@@ -237,7 +235,7 @@ def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[
     kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in step.rule.moments] + [_NONE] * unused
     pointers = Target(row_pointers(rows), *moments, step.hyper, step.seeds, step.inv_scale, step.gate)
     return pointers, {
-        "RULE": RULES[step.rule.name],
+        "RULE": kernel_of(RULES, step.rule, "triton"),
         "USES": tuple(name in step.uses for name in ("active", *COMMON)),
         "HYPER": step.hyper.shape[1],
         "KINDS": tuple(kinds),
@@ -261,7 +259,12 @@ def apply(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Apply the rule to those of these slots whose table is active."""
+    """Apply the rule to those of these slots whose table is active.
+
+    Tile of slots 3, −1, 7 where the tables of 3 and 7 start at slots 0 and 5, and only the second is active::
+
+        table [0, 0, 1], slot [−1, −1, 7]: one row is loaded, changed and stored
+    """
     table = _table_of(target.rows.tables, tables, slot, BLOCK_T)
     line = target.hyper + table * HYPER
     slot = tl.where(tl.load(line + ACTIVE) != 0, slot, -1)

@@ -1,13 +1,10 @@
-"""What all Triton launches share: compiler options and the rules for tile sizes.
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+"""Share among all Triton kernels: compiler options, tile sizes, constants and random bits.
 
 There is no autotuning: a configuration that depends on a timing would make the bits of a run depend on it too. Tiles
 are cut by two rules instead. A program works on about `TILE` elements, because four warps then have eight 16-byte loads
 per thread in flight, enough to cover the latency of a random row; and a row is never split over programs, because a
 reduction over its columns would then need a second launch.
-
-The numbers of `hotbed.ops.layout` as Triton constants.
-
-Random numbers by counter in Triton; bits equal to `hotbed.ops.rows`.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ START = tl.constexpr(layout.START)
 FIXED = tl.constexpr(layout.FIXED)
 RAGGED_ROW = tl.constexpr(layout.RAGGED_ROW)
 BASE = tl.constexpr(layout.BASE)
-MEAN = tl.constexpr(layout.MEAN)
+POOLING = tl.constexpr(layout.POOLING)
 OUT = tl.constexpr(layout.OUT)
 TABLE = tl.constexpr(layout.TABLE)
 FEATURE = tl.constexpr(layout.TABLE + 1)
@@ -83,9 +80,6 @@ OWN = tl.constexpr(layout.OWN)
 RUN = tl.constexpr(layout.RUN)
 BLOCK = tl.constexpr(layout.BLOCK)
 SCALE_BLOCK = tl.constexpr(layout.SCALE_BLOCK)
-
-
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
 
 
 @triton.jit

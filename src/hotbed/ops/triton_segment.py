@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Occurrences and groups in Triton; the host never learns a size that only the device knows.
+"""List occurrences and group them by slot, in Triton; the host never learns a size that only the device knows.
 
 `group` sorts, marks where groups and runs start, and numbers both by a cumulative sum; buffers have room for the worst
 case (N groups, N runs), and how much of them is valid stays on the device. So the whole step can be captured in a CUDA
@@ -15,7 +15,19 @@ from torch import Tensor
 
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import RUN, BagLayout, Groups, Occurrences
-from hotbed.ops.triton_runtime import BASE, FEATURE, FIXED, MEAN, OUT, RAGGED_ROW, START, STRICT, ceil_div, power_of_two
+from hotbed.ops.triton_lookup import divisors
+from hotbed.ops.triton_runtime import (
+    BASE,
+    FEATURE,
+    FIXED,
+    OUT,
+    POOLING,
+    RAGGED_ROW,
+    START,
+    STRICT,
+    ceil_div,
+    power_of_two,
+)
 
 _BLOCK = 1024
 """Positions per program: eight per thread of four warps."""
@@ -25,7 +37,7 @@ _BLOCK = 1024
 def _occurrences_kernel(
     slots,  # [N]
     owners,  # [N]
-    scale,  # [N]; written where WEIGHTED or HAS_MEAN
+    scale,  # [N]; written where WEIGHTED or HAS_DIVISORS
     ids,
     features,  # [F, 7], see BagLayout
     offsets,  # [ragged features, B + 1]
@@ -37,13 +49,15 @@ def _occurrences_kernel(
     BLOCK_F: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
+    HAS_DIVISORS: tl.constexpr,
 ):
     """Slot ``ids[i] + base``, owner ``b · width + position``, scale ``weights[i] / count`` of every id i of bag (b, f).
 
     The programs of one feature take its ids in turn, so a feature with long bags keeps as many programs busy as one
     with single ids; which bag an id belongs to is a division where the feature is fixed, a binary search where it is
-    ragged.
+    ragged. One ragged feature, three samples, mean pooling, slots from 10 on::
+
+        ids [5, 6, 5], offsets [0, 2, 2, 3]   →   slots [15, 16, 15], owners [0, 0, 2], scale [0.5, 0.5, 1]
     """
     f = tl.program_id(1)
     others = tl.arange(0, BLOCK_F)
@@ -84,14 +98,12 @@ def _occurrences_kernel(
         to = out_start + i
         tl.store(slots + to, tl.load(ids + start + i, mask=live, other=0).to(tl.int64) + base, mask=live)
         tl.store(owners + to, sample * width + position, mask=live)
-        if WEIGHTED or HAS_MEAN:
+        if WEIGHTED or HAS_DIVISORS:
             factor = tl.full([BLOCK], 1.0, tl.float32)
             if WEIGHTED:
                 factor = tl.load(weights + start + i, mask=live, other=0.0)
-            if HAS_MEAN:
-                factor = tl.div_rn(
-                    factor, tl.where(tl.load(feature + MEAN) != 0, tl.maximum(length, 1), 1).to(tl.float32)
-                )
+            if HAS_DIVISORS:
+                factor = tl.div_rn(factor, divisors(tl.load(feature + POOLING), length))
             tl.store(scale + to, factor, mask=live)
 
 
@@ -99,7 +111,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
     """List slot, bag and gradient factor of every id, see `hotbed.ops.reference.occurrences`."""
     launches["triton.occurrences"] += 1
     features = len(bags.features)
-    scaled = bags.weights is not None or bags.has_mean
+    scaled = bags.weights is not None or bags.has_divisors
     slots = torch.empty(bags.total, dtype=torch.int64, device=bags.ids.device)
     owners = torch.empty_like(slots)
     scale = torch.empty(bags.total, dtype=torch.float32, device=slots.device) if scaled else None
@@ -120,7 +132,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
                 BLOCK_F=power_of_two(features),
                 BLOCK=_BLOCK,
                 WEIGHTED=bags.weights is not None,
-                HAS_MEAN=bags.has_mean,
+                HAS_DIVISORS=bags.has_divisors,
                 **STRICT,
             )
     return Occurrences(slots, owners, scale)

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Segment sum in Triton, alone or with the optimizer's rule fused into it.
+"""Sum the gradients of each distinct slot in Triton, and apply the optimizer's rule to its row.
 
 A slot's gradient is the canonical sum: its occurrences left to right in runs of 32, then the runs left to right.
 Segments are of very different lengths (Criteo has tables of 3 rows, 20,000 occurrences each, beside millions of rows
@@ -104,7 +104,12 @@ def _runs_kernel(
     RUN: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """``p_r = Σ grad[bag(i)] · scale(i)`` over the occurrences i of run r; slots of one run: the rule at once."""
+    """``p_r = Σ grad[bag(i)] · scale(i)`` over the occurrences i of run r; slots of one run: the rule at once.
+
+    Slot 3 once and slot 7 forty times, all gradients 1::
+
+        run_starts [0, 1, 33, 41]   slot 3: 1 to the rule; slot 7: 32 into partials[0], 8 into partials[3]
+    """
     runs = tl.load(counts + 1)
     if tl.load(target.gate) == 0:
         runs = runs * 0
@@ -187,7 +192,10 @@ def _long_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """``g = Σ_r p_r`` over the runs r of a slot, left to right; then the rule."""
+    """``g = Σ_r p_r`` over the runs r of a slot, left to right; then the rule.
+
+    In the example of `_runs_kernel` the program of window 0 has slot 7: it gives 32 + 8 to the rule.
+    """
     window = tl.program_id(0).to(tl.int64)
     group = tl.load(long + window)
     if (group >= 0) & (tl.load(target.gate) != 0):
@@ -251,7 +259,13 @@ def _launch(
     grad: Tensor,
     dim: int,
 ) -> None:
-    """Sum, and finish each sum at the slot that ``slots`` names by occurrence and ``rows`` by group."""
+    """Sum, and finish each sum at the slot that ``slots`` names by occurrence and ``rows`` by group.
+
+    For 41 occurrences of 16 columns::
+
+        windows 2, partials [4, 16], tiles of rows_per_program(16, TILE // 2) runs
+        one program of `_long_kernel` for each window; with 32 occurrences or fewer there is none
+    """
     total = len(groups.order)
     block_d = max(power_of_two(dim), BLOCK)
     tile_rows = rows_per_program(block_d, TILE // 2)

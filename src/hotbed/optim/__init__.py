@@ -2,7 +2,7 @@
 
 from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
 from hotbed.optim.adam import LAMB, Adam, AdamW, PartialRowWiseAdam
-from hotbed.optim.base import SparseOptimizer
+from hotbed.optim.base import SparseOptimizer, TableSelection
 from hotbed.optim.ftrl import FTRL
 from hotbed.optim.rules import COMMON, Moment, Rule, SparseModule, Updater
 from hotbed.optim.sgd import SGD
@@ -21,5 +21,6 @@ __all__ = [
     "Rule",
     "SparseModule",
     "SparseOptimizer",
+    "TableSelection",
     "Updater",
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.errors import SpecError
 from hotbed.optim.base import SparseOptimizer, WeightDecayMode
-from hotbed.optim.rules import Moment, Rule, SparseModule
+from hotbed.optim.rules import Moment, Rule, SparseModule, Steps, sqrt
 
 
 class AdagradBase(SparseOptimizer):
@@ -25,6 +26,12 @@ class AdagradBase(SparseOptimizer):
                 f"{type(self).__name__}: eps and initial_accumulator are both 0 as float32 for {tables}; "
                 "one must be positive"
             )
+
+
+def _adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:
+    v = moments["sum_of_squares"]
+    v.add_(g * g)
+    return w - h["lr"] * g / (sqrt(v) + h["eps"])
 
 
 class Adagrad(AdagradBase):
@@ -49,7 +56,9 @@ class Adagrad(AdagradBase):
         As for every `SparseOptimizer`.
     """
 
-    rule = Rule("adagrad", hyper=("eps",), moments=(Moment("sum_of_squares", "element", "initial_accumulator"),))
+    rule = Rule(
+        "adagrad", _adagrad, hyper=("eps",), moments=(Moment("sum_of_squares", "element", "initial_accumulator"),)
+    )
 
     def __init__(
         self,
@@ -67,20 +76,38 @@ class Adagrad(AdagradBase):
         super().__init__(model, {**options, "max_grad_norm": max_grad_norm, "max_norm": max_norm}, groups)
 
 
+def _rowwise_adagrad(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Steps:
+    v = moments["sum_of_squares"]
+    before = v.clone()
+    v.add_((yield g * g) / dim)
+    own = (h["eps"], h["eps_inside"], h["moment_scale"], h["delayed"])
+    return w - rowwise_step_size(before[:, None], v[:, None], h["lr"], own) * g
+
+
+def rowwise_step_size(before: Tensor, after: Tensor, lr: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """``lr / (√(v / c + ε_inside) + ε)``, v from after the step, or from before it where ``delayed``.
+
+    ``own`` are the rule's own hyperparameters in kernel order, of the same shape as the others.
+    """
+    eps, eps_inside, scale, delayed = own
+    v = torch.where(delayed == 0, after, before)
+    return lr / (sqrt(v / scale + eps_inside) + eps)
+
+
 class RowWiseAdagrad(AdagradBase):
     """AdaGrad with one moment per row: ``v ← v + mean_d(g_d²)``, ``w ← w − lr · g / (√(v / c) + ε)``.
 
     Source: Neo/ZionEX (arXiv 2104.05158 §4.1) and FBGEMM's exact row-wise AdaGrad. g is the summed gradient of the row;
     mean_d sums 16-column blocks in column order.
 
-    c is 1 but for tables that several replicas train apart and average (`hotbed.distribute` with ``replicas=M``): the
+    c is 1 but for tables that several replicas train separately and average (``ParallelOptions(replicas=M)``): the
     momentum-scaled rule of 2D sparse parallelism (arXiv 2508.03854). There a replica sees B/M of the B samples of a
     batch. If a sample's gradient of a row has mean μ and variance σ², the mean over B samples adds ``|μ|² + σ²/B`` to v
     per step, that over B/M adds ``|μ|² + Mσ²/B``, and averaging v over replicas leaves it so. Hence v is too large by a
     factor between 1 (the replicas' gradients agree) and M (they are noise, or one replica alone has seen the row); its
     root makes steps too short by up to √M, and ``c = M`` makes them longer by √M. But by that much for *every* row:
     where replicas agree, which is where rows are popular, steps are then too long. So c is a hyperparameter in
-    ``[1, M]``, and no value of it gives the steps of one group; ``hotbed.distribute(…, exact=True)`` does. With
+    ``[1, M]``, and no value of it gives the steps of one group; ``ParallelOptions(exact=True)`` does. With
     ``eps_inside`` the rule is the plain one with ``lr · √c`` and ``ε · c``.
 
     Parameters
@@ -111,6 +138,7 @@ class RowWiseAdagrad(AdagradBase):
 
     rule = Rule(
         "rowwise_adagrad",
+        _rowwise_adagrad,
         hyper=("eps", "eps_inside", "moment_scale", "delayed"),
         moments=(Moment("sum_of_squares", "row", "initial_accumulator"),),
     )

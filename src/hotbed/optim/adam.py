@@ -6,11 +6,12 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.optim.base import SparseOptimizer
-from hotbed.optim.rules import Moment, Rule
+from hotbed.optim.rules import Moment, Rule, Steps, sqrt
 
 FIRST = Moment("exp_avg", "element")
 BETAS = ("beta1", "beta2")
@@ -49,6 +50,23 @@ class AdamBase(SparseOptimizer):
         return [*map(float, group["betas"]), float(group["eps"]), *(float(group[n]) for n in self.rule.hyper[3:])]
 
 
+def _direction(m: Tensor, v: Tensor, h: Mapping[str, Tensor]) -> Tensor:
+    """``m̂ / (√v̂ + ε)`` with v ``[U, D]`` or ``[U, 1]``."""
+    return m / h["1 - beta1^t"] / (sqrt(v / h["1 - beta2^t"]) + h["eps"])
+
+
+def _adam_direction(moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor]) -> Tensor:
+    """``m̂ / (√v̂ + ε)`` after both moments have decayed."""
+    m, v = moments["exp_avg"], moments["exp_avg_sq"]
+    m.copy_(h["beta1"] * m + (1 - h["beta1"]) * g)
+    v.copy_(h["beta2"] * v + (1 - h["beta2"]) * (g * g))
+    return _direction(m, v, h)
+
+
+def _adam(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:
+    return w - h["lr"] * _adam_direction(moments, g, h)
+
+
 class Adam(AdamBase):
     """Adam on the touched rows.
 
@@ -74,7 +92,7 @@ class Adam(AdamBase):
         As for every `SparseOptimizer`.
     """
 
-    rule = Rule("adam", hyper=(*BETAS, "eps"), moments=(FIRST, Moment("exp_avg_sq", "element")), corrected=BETAS)
+    rule = Rule("adam", _adam, hyper=(*BETAS, "eps"), moments=(FIRST, Moment("exp_avg_sq", "element")), corrected=BETAS)
 
 
 class AdamW(Adam):
@@ -116,6 +134,14 @@ class AdamW(Adam):
         )
 
 
+def _partial_rowwise_adam(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Steps:
+    m, v = moments["exp_avg"], moments["exp_avg_sq"]
+    beta2 = h["beta2"][:, 0]
+    m.copy_(h["beta1"] * m + (1 - h["beta1"]) * g)
+    v.copy_(beta2 * v + (1 - beta2) * ((yield g * g) / dim))
+    return w - h["lr"] * _direction(m, v[:, None], h)
+
+
 class PartialRowWiseAdam(AdamBase):
     """`Adam` with one second moment per row: ``v ← β₂v + (1 − β₂) mean_d(g_d²)``.
 
@@ -130,9 +156,21 @@ class PartialRowWiseAdam(AdamBase):
     """
 
     rule = Rule(
-        "partial_rowwise_adam", hyper=(*BETAS, "eps"), moments=(FIRST, Moment("exp_avg_sq", "row")), corrected=BETAS
+        "partial_rowwise_adam",
+        _partial_rowwise_adam,
+        hyper=(*BETAS, "eps"),
+        moments=(FIRST, Moment("exp_avg_sq", "row")),
+        corrected=BETAS,
     )
     weight_decay_mode = "decoupled"
+
+
+def _lamb(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Steps:
+    r = _adam_direction(moments, g, h) + h["weight_decay"] * w
+    w_norm = sqrt((yield w * w))
+    r_norm = sqrt((yield r * r))
+    trust = torch.where((w_norm > 0) & (r_norm > 0), w_norm / r_norm, 1.0)
+    return w - h["lr"] * trust[:, None] * r
 
 
 class LAMB(AdamBase):
@@ -154,6 +192,7 @@ class LAMB(AdamBase):
 
     rule = Rule(
         "lamb",
+        _lamb,
         hyper=(*BETAS, "eps", "weight_decay"),
         moments=(FIRST, Moment("exp_avg_sq", "element")),
         corrected=BETAS,

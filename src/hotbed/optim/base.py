@@ -17,16 +17,57 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
 from hotbed.optim.rules import Rule, SparseModule, Updater
 
 WeightDecayMode = Literal["l2", "decoupled"]
+
+
+class TableSelection(nn.Module):
+    """Select tables of a model, for an optimizer that trains no others.
+
+    Parameters
+    ----------
+    model
+        Any module that contains embedding collections.
+    tables
+        Names ``path.to.collection.table`` in the model, which the optimizer's groups and state use, too.
+
+    Raises
+    ------
+    SpecError
+        If no name is given, or one is of no table of the model.
+
+    Examples
+    --------
+    >>> deep = RowWiseAdagrad(TableSelection(model, ["embeddings.user", "embeddings.item"]), lr=0.01)  # doctest: +SKIP
+    >>> wide = FTRL(TableSelection(model, ["wide.user", "wide.item"]), lr=0.1)  # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module, tables: Sequence[str]) -> None:
+        super().__init__()
+        self._model = [model]  # in a list, so that it is no part of this module
+        self.tables = tuple(tables)
+        known = list(_places(self))
+        if not self.tables:
+            raise SpecError(f"no table is selected; tables are {', '.join(known)}")
+        for name in self.tables:
+            if name not in known:
+                raise SpecError(
+                    f"table '{name}' does not exist; tables are {', '.join(known)}{did_you_mean(name, known)}"
+                )
+
+    @override
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Of the model."""
+        return self._model[0].named_modules(*args, **kwargs)
 
 
 class Trained(NamedTuple):
@@ -48,7 +89,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     Parameters
     ----------
     model
-        Any module that contains embedding collections.
+        Any module that contains embedding collections, all of whose tables are trained; or a `TableSelection`.
     defaults
         Options of the default group. These mean the same for every optimizer: ``lr``; ``weight_decay``;
         ``max_grad_norm``, the largest norm of a row's summed gradient (a longer one is scaled down; None: any);
@@ -73,13 +114,16 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
-        if not collections:
+        places = _places(model)
+        if not places:
             raise SpecError(
                 f"{type(model).__name__} has no hotbed.EmbeddingCollection; sparse optimizers update embedding tables "
                 "only, use torch.optim for the rest"
             )
-        places = {f"{path}.{t}".lstrip("."): (path, t) for path, c in collections.items() for t in c.handles}
+        if isinstance(model, TableSelection):
+            places = {name: places[name] for name in model.tables}
+        trained = {path for path, _ in places.values()}
+        collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
         self._options = tuple(defaults)
         resolved = _resolve_groups(places, groups or (), known=set(defaults))
@@ -229,6 +273,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy moments into the tables and take over the parameter groups.
 
+        The saved optimizer may have been made with a part of this one's model, or the other way round: what is ``user``
+        in the state of ``FTRL(model.wide)`` is ``wide.user`` for an optimizer of ``model``.
+
         Raises
         ------
         OptimizerError
@@ -236,8 +283,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         """
         here = [group["tables"] for group in self.param_groups]
         there = [group.get("tables") for group in state_dict["param_groups"]]
-        if here != there:
+        if not _are_same_groups(here, there):
             raise OptimizerError(f"the saved optimizer has groups of tables {there}, this one {here}; make them equal")
+        groups = [{**g, "tables": own} for g, own in zip(state_dict["param_groups"], here, strict=True)]
+        state_dict = {**state_dict, "param_groups": groups}
         self._refresh_state()
         handles = [handle for group in self.param_groups for handle in group["params"]]
         own = {i: {name: view.shape for name, view in self.state[h].items()} for i, h in enumerate(handles)}
@@ -262,6 +311,24 @@ class SparseOptimizer(torch.optim.Optimizer):
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]
                 self.state[handle] = self._updaters[path].state(table)
+
+
+def _places(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Path of the collection, and name there, of every table of a model by its full name."""
+    collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
+    return {f"{path}.{table}".lstrip("."): (path, table) for path, of in collections.items() for table in of.handles}
+
+
+def _are_same_groups(here: Sequence[Sequence[str]], there: Sequence[Sequence[str] | None]) -> bool:
+    """Whether groups have the same tables, which one side may name without the path of its collections."""
+
+    def same(a: str, b: str) -> bool:
+        return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")
+
+    return len(here) == len(there) and all(
+        saved is not None and len(own) == len(saved) and all(map(same, own, saved))
+        for own, saved in zip(here, there, strict=True)
+    )
 
 
 def _resolve_groups(

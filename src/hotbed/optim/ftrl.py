@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.optim.base import SparseOptimizer
-from hotbed.optim.rules import Moment, Rule
+from hotbed.optim.rules import Moment, Rule, sqrt
+
+
+def _ftrl(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:
+    z, n = moments["z"], moments["n"]
+    grown = n + g * g
+    sigma = (sqrt(grown) - sqrt(n)) / h["lr"]
+    z.copy_(z + (g - sigma * w))
+    n.copy_(grown)
+    shrunk = torch.copysign(h["l1"].expand_as(z), z) - z
+    return torch.where(z.abs() <= h["l1"], 0.0, shrunk / ((h["beta"] + sqrt(grown)) / h["lr"] + h["l2"]))
 
 
 class FTRL(SparseOptimizer):
@@ -41,6 +52,7 @@ class FTRL(SparseOptimizer):
 
     rule = Rule(
         "ftrl",
+        _ftrl,
         hyper=("beta", "l1", "l2"),
         moments=(Moment("z", "element"), Moment("n", "element", "initial_accumulator")),
     )

@@ -1,12 +1,35 @@
-"""Define what passes between optimizers and the tables they train: rules, hyperparameters, moments."""
+"""Define what passes between optimizers and the tables they train: rules, hyperparameters, moments.
+
+A `Rule` carries its formula in plain PyTorch, which every kernel of the rule must equal bit for bit. So a rule can be
+defined outside of hotbed, too: collections with ``backend="reference"`` run the formula itself. docs/extending.md shows
+both: a rule in a file of your own, and one with kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from hotbed.errors import SpecError
+
+Steps = Generator[Tensor, Tensor, Tensor]
+"""Yields what is to be summed over the columns of each row ``[U, cols]``, is sent the sums ``[U]``, returns rows."""
+
+Formula = Callable[[Tensor, dict[str, Tensor], Tensor, Mapping[str, Tensor], int], Tensor | Steps]
+"""``formula(w, moments, g, h, dim)``: what a rule does to rows ``w [U, cols]`` with summed gradients ``g [U, cols]``.
+
+Returns the new rows. ``moments`` has the rule's state by name, ``[U]`` or ``[U, cols]`` float32, and is changed in
+place; ``h`` has ``"lr"``, each name of `Rule.hyper`, and ``"1 - NAME^t"`` for each of `Rule.corrected`, ``[U, 1]``.
+
+The columns may be only some of the ``dim`` of a row, for tables that are cut into columns. A formula that needs sums
+over all columns is a generator function: ``square = (yield g * g)`` is ``[U]``. Each row is computed from its own
+values alone.
+"""
+
+_formulas: dict[str, Formula] = {}
 
 
 @dataclass(frozen=True)
@@ -39,7 +62,9 @@ class Rule:
     Attributes
     ----------
     name
-        Which formula.
+        By which backends find their kernel, and checkpoints say whose the moments are.
+    formula
+        What it does to rows; see `Formula`.
     hyper
         The rule's own hyperparameters in kernel order; `COMMON` ones come before them.
     moments
@@ -47,13 +72,50 @@ class Rule:
     corrected
         Own hyperparameters β for which the kernels also get the bias correction ``1 − β^step``, in this order, after
         ``hyper``.
+
+    Raises
+    ------
+    SpecError
+        If there are more than two moments, two of one name, a corrected name that is not in ``hyper``, or another
+        formula of that name.
     """
 
     name: str
+    formula: Formula
     hyper: tuple[str, ...] = ()
     moments: tuple[Moment, ...] = ()
     corrected: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        names = [moment.name for moment in self.moments]
+        if len(names) > MOST_MOMENTS or len(set(names)) < len(names):
+            raise SpecError(
+                f"rule '{self.name}' has moments {names}; it can have {MOST_MOMENTS} at most, of different names"
+            )
+        for name in self.corrected:
+            if name not in self.hyper:
+                raise SpecError(f"rule '{self.name}' corrects '{name}', which is not in its hyper {list(self.hyper)}")
+        known = _formulas.get(self.name, self.formula)
+        if _path(known) != _path(self.formula):
+            raise SpecError(
+                f"rule '{self.name}' has the formula {_path(known)} already, not {_path(self.formula)}; give the new "
+                "rule another name"
+            )
+        _formulas[self.name] = self.formula
+
+
+def _path(formula: Formula) -> str:
+    """Import path of a formula; it is the same when a module or a notebook's cell is run again."""
+    return f"{formula.__module__}.{formula.__qualname__}"
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded square root of float32; ``torch.sqrt`` is not on every CPU."""
+    return x.double().sqrt().float()
+
+
+MOST_MOMENTS = 2
+"""Of a rule; kernels take two."""
 
 COMMON = ("lr", "max_grad_norm", "max_norm", "l2", "decay")
 """Hyperparameters of every rule, in kernel order.

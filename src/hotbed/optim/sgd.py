@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.optim.base import SparseOptimizer
 from hotbed.optim.rules import Moment, Rule
 
-PLAIN = Rule("sgd")
-MOMENTUM = Rule("momentum", hyper=("momentum",), moments=(Moment("momentum_buffer", "element"),))
+
+def _sgd(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:
+    return w - h["lr"] * g
+
+
+def _momentum(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:
+    m = moments["momentum_buffer"]
+    m.copy_(h["momentum"] * m + g)
+    return w - h["lr"] * m
+
+
+PLAIN = Rule("sgd", _sgd)
+MOMENTUM = Rule("momentum", _momentum, hyper=("momentum",), moments=(Moment("momentum_buffer", "element"),))
 
 
 class SGD(SparseOptimizer):

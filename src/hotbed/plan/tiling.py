@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.ops.layout import BLOCK, SCALE_BLOCK
-from hotbed.specs import Table, is_int
+from hotbed.specs import Table, Tier, is_int
 
 
 def first_common(a: range, b: range) -> int | None:
@@ -53,9 +53,6 @@ def common_places(a: range, b: range) -> range:
     start, step = (first - a.start) // a.step, math.lcm(a.step, b.step) // a.step
     return range(start, start + step * count_common(a, b), step)
 
-
-Tier = Literal["device", "host", "disk"]
-"""Which memory of a rank holds a tile: the compute device's, the host's, or files."""
 
 WireFormat = Literal["rows", "pooled"]
 """What crosses the wire: distinct rows, or pooled vectors."""

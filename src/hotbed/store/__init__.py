@@ -1,15 +1,15 @@
-"""Where rows and moments live: one contract (`RowStore`), one shared test suite, several implementations."""
+"""Keep rows and moments: one contract (`RowStore`), several stores, one place where tiers are chosen (`Storage`)."""
 
-from hotbed.store.base import Extent, RowStore, Span, Tier
+from hotbed.specs import Tier
+from hotbed.store.base import Extent, RowStore, Span, Traffic, Values
 from hotbed.store.dense import MOMENT, DenseStore
-from hotbed.store.existing import ExistingRows
-from hotbed.store.lazy import LazyStore
-from hotbed.store.records import Traffic
+from hotbed.store.lazy import ExistingArray, ExistingRows, LazyStore
 from hotbed.store.storage import Storage
 
 __all__ = [
     "MOMENT",
     "DenseStore",
+    "ExistingArray",
     "ExistingRows",
     "Extent",
     "LazyStore",
@@ -18,4 +18,5 @@ __all__ = [
     "Storage",
     "Tier",
     "Traffic",
+    "Values",
 ]

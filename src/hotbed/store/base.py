@@ -1,14 +1,23 @@
-"""The contract of a row store.
+"""Define what a row store and the records below it must do.
 
-A store holds ``slots`` rows of ``dim`` columns in one dtype (the first rows of a span may be float32) and, beside each
-row, the moments an optimizer asked for. It knows no hyperparameters: callers pass rule and hyperparameters with each
-update.
+*Row store* (`RowStore`): ``slots`` rows of ``dim`` columns in one dtype (the first rows of a span may be float32) and,
+beside each row, the moments an optimizer asked for. It knows no hyperparameters: callers pass rule and hyperparameters
+with each update.
+
+*Records* (`Records`): bytes of one size, found by slot; most slots have none yet. A record holds a row as it is stored
+and its moments (see `hotbed.store.format`), but whoever keeps records knows only bytes. So a record has the same bits
+wherever it is kept, and a cache or a file cannot change what is trained. Records may be layers: a cache over a file::
+
+    LazyStore.read([7, 9]) ─ CachedRecords.read: 7 is here, 9 is not ─ FileRecords.read([9])
+
+Each layer counts its own bytes and its own `Traffic`; the store adds them up when it is asked.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, Self
 
 import torch
@@ -16,13 +25,58 @@ from torch import Tensor
 
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
-from hotbed.store.records import Traffic, Use
+from hotbed.specs import Tier
 
-Tier = Literal["device", "host", "disk"]
+Use = Literal["lookup", "update", "once", "ahead"]
+"""What a record is read for.
+
+``lookup``: counts as a hit or a miss; ``update``: to be changed, mostly after a lookup; ``once``: as all of a table is
+for a checkpoint, so no cache keeps it; ``ahead``: before a lookup needs it, so nobody waits.
+"""
+
+
+@dataclass
+class Traffic:
+    """Counts what caches, staging and files did so far.
+
+    Attributes
+    ----------
+    hits, misses
+        Records that lookups asked of a cache and were there, or were not; those that are not materialized yet are
+        misses. What several ranks, or several features' lookups, ask for in one step counts for each.
+    read_bytes, written_bytes
+        What came from files, and went to them.
+    ahead
+        Records that were read before they were needed, from files or for a device.
+    to_device_bytes, from_device_bytes
+        Records that came to a cache on a device from the host's memory or a file, and went back.
+    waited_s
+        Seconds that reading and writing of files held up the caller.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    ahead: int = 0
+    to_device_bytes: int = 0
+    from_device_bytes: int = 0
+    waited_s: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of hits, 0 where nothing was asked of a cache."""
+        return self.hits / max(self.hits + self.misses, 1)
 
 
 class Span(NamedTuple):
-    """Consecutive slots that hold rows of one table, whole or in part.
+    """Describe consecutive slots that hold rows of one table, all of them or some.
 
     Attributes
     ----------
@@ -42,7 +96,7 @@ class Span(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Rows ``start … stop − 1`` of one of a store's `RowStore.arrays`."""
+    """Name rows ``start … stop − 1`` of one of a store's `DenseStore.arrays`."""
 
     array: str
     start: int
@@ -50,7 +104,7 @@ class Extent(NamedTuple):
 
 
 class Values(NamedTuple):
-    """What is kept of rows.
+    """Hold all that a store keeps of some rows.
 
     Attributes
     ----------
@@ -69,7 +123,7 @@ class Values(NamedTuple):
 
 
 class RowStore(ABC):
-    """Rows and their moments, addressed by slot.
+    """Keep rows and their moments, addressed by slot.
 
     Attributes
     ----------
@@ -106,7 +160,7 @@ class RowStore(ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """What caches and files did so far."""
+        """What caches, staging and files did so far."""
         return Traffic()
 
     @abstractmethod
@@ -118,26 +172,26 @@ class RowStore(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialised tensor for `lookup` to write to."""
+        """Make an uninitialised tensor for `lookup` to write to."""
 
     @abstractmethod
     def occurrences(self, bags: BagLayout) -> Occurrences:
-        """Slot, bag and gradient factor of every id, as `update` takes them."""
+        """List slot, bag and gradient factor of every id, as `update` takes them."""
 
     @abstractmethod
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        """Pooled vectors into ``out [B, width, D]``; see `hotbed.ops.reference.lookup`."""
+        """Write pooled vectors into ``out [B, width, D]``; see `hotbed.ops.reference.lookup`."""
 
     @abstractmethod
     def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        """Gradient of the per-id weights into ``out [N]``; see `hotbed.ops.reference.weight_gradient`."""
+        """Write the gradient of the per-id weights into ``out [N]``; see `hotbed.ops.reference.weight_gradient`."""
 
     @abstractmethod
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         """Apply a rule once to each distinct slot of the occurrences; see `hotbed.ops.reference.update`."""
 
     def prefetch(self, slots: Tensor) -> None:
-        """Be told of slots that the next `read` or `lookup` asks for; may be called by another thread."""
+        """Read ahead the slots that the next `read` or `lookup` asks for; may be called by another thread."""
         return
 
     @abstractmethod
@@ -161,9 +215,9 @@ class RowStore(ABC):
     def read(
         self, slots: Tensor, moment: str | None = None, *, out: Tensor | None = None, use: Use = "lookup"
     ) -> Tensor:
-        """Float32 copy of the rows ``[n, D]`` (or of a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64.
+        """Copy the rows as float32 ``[n, D]`` (or a moment, ``[n]`` or ``[n, D]``) at these slots ``[n]`` int64.
 
-        ``out`` is contiguous memory to copy to; it is returned then. ``use`` is what caches are told.
+        ``out`` is contiguous memory to copy to; it is returned then. ``use`` is passed to caches and files.
         """
 
     @abstractmethod
@@ -175,7 +229,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def values(self, slots: Tensor) -> Values:
-        """Copy all that is kept of the rows at these slots, to be changed; no lookup."""
+        """Copy all that is kept of the rows at these slots, to be changed; caches do not count it as a lookup."""
 
     @abstractmethod
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
@@ -186,11 +240,11 @@ class RowStore(ABC):
 
     @abstractmethod
     def to(self, device: torch.device) -> Self:
-        """The same rows and moments on another device; the store itself if it is there already."""
+        """Return the same rows and moments on another device; the store itself if it is there already."""
 
     @abstractmethod
     def moment(self, span: int, name: str) -> Tensor:
-        """A moment of the slots of a span ``[R]`` or ``[R, D]``; shares memory with a `DenseStore`."""
+        """Return a moment of the slots of a span ``[R]`` or ``[R, D]``; shares memory with a `DenseStore`."""
 
     @abstractmethod
     def load_moment(self, span: int, name: str, values: Tensor) -> None:
@@ -198,7 +252,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def raw(self, span: int) -> dict[str, Tensor]:
-        """What the rows of a span are stored as; shares memory with a `DenseStore`.
+        """Return what the rows of a span are stored as; shares memory with a `DenseStore`.
 
         ``weight`` ``[R, D]`` float32 where all rows are; else ``weight`` (narrow rows), ``exponents`` of int8 rows, and
         ``fp32_weight`` of the rows that are float32, if any.
@@ -207,3 +261,86 @@ class RowStore(ABC):
     @abstractmethod
     def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
         """Overwrite the rows of a span with what `raw` gave."""
+
+
+class Records(ABC):
+    """Keep records by slot.
+
+    Parameters
+    ----------
+    record_bytes
+        Size of each, a multiple of 4.
+
+    Attributes
+    ----------
+    device
+        Where the tensors are that are given and taken.
+    reads_ahead
+        Whether `prefetch` has anything to do.
+    counted
+        What was done here; not what was done below.
+    """
+
+    device = torch.device("cpu")
+    reads_ahead = False
+
+    def __init__(self, record_bytes: int) -> None:
+        self.record_bytes = record_bytes
+        self.counted = Traffic()
+
+    def layers(self) -> list[Records]:
+        """List these records and those below them, the fastest first."""
+        return [self]
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory in use here; not below."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of files in use."""
+        return 0
+
+    @abstractmethod
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        """Copy records.
+
+        Parameters
+        ----------
+        slots
+            ``[n]`` int64.
+        out
+            ``[n, record_bytes]`` uint8; rows of slots without a record stay as they are.
+        use
+            What for, see `Use`.
+
+        Returns
+        -------
+        Tensor
+            ``[n]`` bool: which slots have a record.
+        """
+
+    @abstractmethod
+    def write(self, slots: Tensor, records: Tensor) -> None:
+        """Overwrite or add the records ``[n, record_bytes]`` uint8 of distinct slots ``[n]``, which may be kept."""
+
+    @abstractmethod
+    def keys(self) -> Tensor:
+        """List all slots that have a record here or below, rising ``[n]``, on the CPU."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all records, also those below."""
+
+    def prefetch(self, slots: Tensor) -> None:
+        """Read records that the next `read` will ask for, if that takes time; may be called by another thread."""
+        return
+
+    def to(self, device: torch.device) -> None:
+        """Move what is meant to be on the device that computes to this one."""
+        return
+
+    def close(self) -> None:
+        """Close files; memory is freed with the object."""
+        return

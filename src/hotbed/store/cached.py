@@ -1,10 +1,20 @@
-"""`CachedRecords`: the records that are used most in faster memory, over records in a file or elsewhere."""
+"""Put layers over slow records: a cache, staging for a device, read-ahead of a file.
+
+`hotbed.store.storage` stacks them once, when a store is built, and only those that this machine needs::
+
+    disk, cache on a GPU:   CachedRecords ─ DeviceStaging ─ ReadAhead ─ FileRecords
+    disk, cache on the CPU: CachedRecords ─ ReadAhead ─ FileRecords
+    disk, no cache:         ReadAhead ─ FileRecords
+
+A record is dirty while only the cache has its newest bytes; it is written to the layer below when another takes its
+place (write-back).
+"""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +24,23 @@ from hotbed import ops
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.records import Over, Records, Traffic, Use, distinct
+from hotbed.store.base import Records, Use
+from hotbed.store.keyed import distinct, positions
 
 Policy = Literal["lru", "lfu"]
 WAYS = 32
 """Places of a set (Neo's row cache)."""
+MOST_BATCHES_AHEAD = 32
+"""Prefetches whose records may wait to be used."""
 
 
-class CachedRecords(Over):
-    """A set-associative cache that is written back, on the device of the records below.
+def needs_staging(device: torch.device) -> bool:
+    """Whether a device reads and writes records of the host's memory or of files through copies."""
+    return device.type != "cpu"
+
+
+class CachedRecords(Records):
+    """Keep the records that are used most in a set-associative cache, written back to the records below.
 
     What is read or written is kept, in the place of what was used least; records of the same read or write never make
     room for each other, and what finds no place goes to the records below. On a GPU, threads must use one stream.
@@ -30,18 +48,30 @@ class CachedRecords(Over):
     Parameters
     ----------
     below
-        Where all records are.
+        Where all records are, on the host.
     rows
         How many of them to keep; rounded up to whole sets.
     policy
-        ``"lru"`` gives up the least recently, ``"lfu"`` the least often used record of a set.
+        ``"lru"`` evicts the least recently, ``"lfu"`` the least often used record of a set.
+    device
+        Where the cache is, so where records are given and taken; None: on the host, whatever device computes.
     backend
         Kernels to use; ``"auto"`` goes by device.
     """
 
-    def __init__(self, below: Records, rows: int, policy: Policy = "lru", *, backend: BackendName = "auto") -> None:
-        super().__init__(below)
+    def __init__(
+        self,
+        below: Records,
+        rows: int,
+        policy: Policy = "lru",
+        *,
+        device: torch.device | None = None,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__(below.record_bytes)
         self.backend_name: BackendName = backend
+        self._on_host = device is None
+        self._place(below, device or below.device)
         ways = min(WAYS, rows)
         places = -(-rows // ways) * ways
         self._slab = memory.zeros((places, self.record_bytes), torch.uint8, self.device)
@@ -50,7 +80,16 @@ class CachedRecords(Over):
         self._dirty = torch.zeros(places, dtype=torch.bool, device=self.device)
         self._now = 0
         self._lock = threading.Lock()
-        self._counted = Traffic()
+
+    def _place(self, below: Records, device: torch.device) -> None:
+        """Put the cache on a device, over records of the host."""
+        self.device = device
+        self.below = DeviceStaging(below, device) if needs_staging(device) and not self._on_host else below
+        self.reads_ahead = below.reads_ahead
+
+    @override
+    def layers(self) -> list[Records]:
+        return [self, *self.below.layers()]
 
     @property
     def ops(self) -> ops.Backend:
@@ -65,34 +104,31 @@ class CachedRecords(Over):
     @property
     @override
     def nbytes(self) -> int:
-        own = (self._slab, self._tags.keys, self._tags.times, self._tags.counts, self._dirty)
-        return sum(t.nbytes for t in own) + self.below.nbytes
-
-    @property
-    @override
-    def traffic(self) -> Traffic:
-        return self._counted + self.below.traffic
+        return sum(t.nbytes for t in (self._slab, self._tags.keys, self._tags.times, self._tags.counts, self._dirty))
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        kernels = self.ops
         with self._lock:
-            places = self.ops.cache_find(self._tags, slots)
-            self.ops.cache_read(self._slab, places, out)
+            places = kernels.cache_find(self._tags, slots)
+            kernels.cache_read(self._slab, places, out)
             if use != "once":
                 self._now += 1
-                self.ops.cache_use(self._tags, places, self._now)
+                kernels.cache_use(self._tags, places, self._now)
         here = places >= 0
         missing = (~here).nonzero()[:, 0]
         if use == "lookup":
-            self._counted.hits += len(slots) - len(missing)
-            self._counted.misses += len(missing)
+            self.counted.hits += len(slots) - len(missing)
+            self.counted.misses += len(missing)
         if not len(missing):
             return here
         found = torch.empty(len(missing), self.record_bytes, dtype=torch.uint8, device=self.device)
         there = self.below.read(slots[missing], found, use=use)
         if not bool(there.all()):
             missing, found = missing[there], found[there]
-        self.ops.cache_write(out, missing, found)
+        if not len(missing):
+            return here
+        kernels.cache_write(out, missing, found)
         here[missing] = True
         if use != "once":
             absent, first = distinct(slots[missing])
@@ -101,10 +137,11 @@ class CachedRecords(Over):
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
+        kernels = self.ops
         with self._lock:
-            places = self.ops.cache_find(self._tags, slots)
-            self.ops.cache_write(self._slab, places, records)
-            self.ops.cache_use(self._tags, places, self._now)
+            places = kernels.cache_find(self._tags, slots)
+            kernels.cache_write(self._slab, places, records)
+            kernels.cache_use(self._tags, places, self._now)
             missing = (places < 0).nonzero()[:, 0]
             self._dirty[places if not len(missing) else places[places >= 0]] = True
         if len(missing):
@@ -131,11 +168,13 @@ class CachedRecords(Over):
 
     @override
     def to(self, device: torch.device) -> None:
+        if self._on_host:
+            return
         with self._lock:
-            super().to(device)
-            keys, times, counts = (t.to(self.device) for t in (self._tags.keys, self._tags.times, self._tags.counts))
+            self._place(self.below.below if isinstance(self.below, DeviceStaging) else self.below, device)
+            keys, times, counts = (t.to(device) for t in (self._tags.keys, self._tags.times, self._tags.counts))
             self._tags = replace(self._tags, keys=keys, times=times, counts=counts)
-            self._slab, self._dirty = self._slab.to(self.device), self._dirty.to(self.device)
+            self._slab, self._dirty = self._slab.to(device), self._dirty.to(device)
 
     def _gathered(self, records: Tensor, at: Tensor) -> Tensor:
         out = torch.empty(len(at), self.record_bytes, dtype=torch.uint8, device=self.device)
@@ -143,19 +182,187 @@ class CachedRecords(Over):
         return out
 
     def _insert(self, slots: Tensor, records: Tensor, *, dirty: bool) -> None:
-        """Keep records of distinct slots that are not here; write back what makes room, or finds none."""
+        """Keep records of distinct slots that are not here; write back what is evicted, or finds no place."""
+        kernels = self.ops
         with self._lock:
             if not dirty:  # what was read without the lock may be here by now, perhaps changed
-                absent = (self.ops.cache_find(self._tags, slots) < 0).nonzero()[:, 0]
+                absent = (kernels.cache_find(self._tags, slots) < 0).nonzero()[:, 0]
                 if len(absent) < len(slots):
                     slots, records = slots[absent], self._gathered(records, absent)
-            places, evicted = self.ops.cache_take(self._tags, slots, self._now)
+            places, evicted = kernels.cache_take(self._tags, slots, self._now)
             kept = places >= 0
             lost = (kept & (evicted != FREE) & self._dirty[places.clamp(min=0)]).nonzero()[:, 0]
             out_slots, out = evicted[lost], self._gathered(self._slab, places[lost])
             if dirty and not bool(kept.all()):
                 out_slots, out = torch.cat([out_slots, slots[~kept]]), torch.cat([out, records[~kept]])
-            # Before anyone can miss it here: it must be there.
-            self.below.write(out_slots, out)
-            self.ops.cache_write(self._slab, places, records)
+            if len(out_slots):  # written below before anyone can miss it here
+                self.below.write(out_slots, out)
+            kernels.cache_write(self._slab, places, records)
             self._dirty[places[kept]] = dirty
+
+
+class DeviceStaging(Records):
+    """Copy records between the host, where they are, and a device that reads and writes them.
+
+    Copies go through page-locked memory. Those to the device are asynchronous, those from it wait for the device.
+
+    Parameters
+    ----------
+    below
+        Where the records are.
+    device
+        Where they are given and taken.
+    """
+
+    def __init__(self, below: Records, device: torch.device) -> None:
+        super().__init__(below.record_bytes)
+        self.below, self.device, self.reads_ahead = below, device, below.reads_ahead
+
+    @override
+    def layers(self) -> list[Records]:
+        return [self, *self.below.layers()]
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return 0
+
+    @override
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        found = memory.staging(out.shape, torch.uint8, self.device)
+        there = self.below.read(slots.cpu(), found, use=use)
+        at = there.nonzero()[:, 0]
+        self.counted.to_device_bytes += len(at) * self.record_bytes
+        if len(at) == len(there):
+            out.copy_(found, non_blocking=True)
+        elif len(at):  # only records that were found are copied
+            sent = memory.staging((len(at), self.record_bytes), torch.uint8, self.device)
+            torch.index_select(found, 0, at, out=sent)
+            came = sent.to(self.device, non_blocking=True)
+            out.view(torch.int32).index_copy_(0, at.to(self.device), came.view(torch.int32))
+        return there.to(self.device)
+
+    @override
+    def write(self, slots: Tensor, records: Tensor) -> None:
+        sent = memory.staging(records.shape, torch.uint8, self.device)
+        sent.copy_(records)
+        self.counted.from_device_bytes += sent.nbytes
+        self.below.write(slots.cpu(), sent)
+
+    @override
+    def keys(self) -> Tensor:
+        return self.below.keys()
+
+    @override
+    def clear(self) -> None:
+        self.below.clear()
+
+    @override
+    def prefetch(self, slots: Tensor) -> None:
+        self.below.prefetch(slots.cpu())
+
+
+class _BatchAhead(NamedTuple):
+    """Records that were read before they were needed: those that exist, by rising slot."""
+
+    slots: Tensor
+    records: Tensor
+    fresh: Tensor
+    """``[n]`` bool: neither looked up nor written since."""
+
+    def outdate(self, written: Tensor) -> None:
+        """Note which were written after they were read, or while."""
+        at, found = positions(self.slots, written)
+        self.fresh[at[found]] = False
+
+
+class ReadAhead(Records):
+    """Read records of a file before they are needed.
+
+    One thread may `prefetch` while another, the only one that writes, looks up and updates.
+
+    Parameters
+    ----------
+    below
+        Where they are.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, below: Records) -> None:
+        super().__init__(below.record_bytes)
+        self.below = below
+        self._lock = threading.Lock()
+        self._batches: list[_BatchAhead] = []
+        self._written: list[Tensor] | None = None
+        """What was written since the prefetch under way began."""
+
+    @override
+    def layers(self) -> list[Records]:
+        return [self, *self.below.layers()]
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(batch.records.nbytes for batch in list(self._batches))
+
+    @override
+    def prefetch(self, slots: Tensor) -> None:
+        if not len(slots):
+            return
+        slots, _ = distinct(slots)
+        with self._lock:
+            self._written = []
+        records = torch.empty(len(slots), self.record_bytes, dtype=torch.uint8)
+        there = self.below.read(slots, records, use="ahead")
+        with self._lock:
+            slots, order = slots[there].sort()
+            batch = _BatchAhead(slots, records[there][order], torch.ones(len(slots), dtype=torch.bool))
+            for written in self._written or ():
+                batch.outdate(written)
+            self._written = None
+            self._batches = [*self._batches, batch][-MOST_BATCHES_AHEAD:]
+
+    @override
+    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
+        if not self._batches:
+            return self.below.read(slots, out, use=use)
+        there = torch.zeros(len(slots), dtype=torch.bool)
+        rest = torch.arange(len(slots))
+        with self._lock:
+            for batch in self._batches:
+                at, found = positions(batch.slots, slots[rest])
+                found &= batch.fresh[at] if len(batch.slots) else False
+                out[rest[found]] = batch.records[at[found]]
+                there[rest[found]] = True
+                self.counted.ahead += int(found.sum())
+                rest = rest[~found]
+                if use == "lookup":
+                    batch.fresh[at[found]] = False
+            self._batches = [batch for batch in self._batches if bool(batch.fresh.any())]
+        if len(rest):
+            found_below = torch.empty(len(rest), self.record_bytes, dtype=torch.uint8)
+            below = self.below.read(slots[rest], found_below, use=use)
+            out[rest[below]] = found_below[below]
+            there[rest[below]] = True
+        return there
+
+    @override
+    def write(self, slots: Tensor, records: Tensor) -> None:
+        # First, so that what is read ahead from now on is what was written; what was read before is marked then.
+        self.below.write(slots, records)
+        with self._lock:
+            for batch in self._batches:
+                batch.outdate(slots)
+            if self._written is not None:
+                self._written.append(slots)
+
+    @override
+    def keys(self) -> Tensor:
+        return self.below.keys()
+
+    @override
+    def clear(self) -> None:
+        with self._lock:
+            self._batches.clear()
+        self.below.clear()

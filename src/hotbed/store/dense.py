@@ -1,4 +1,4 @@
-"""All rows in plain tensors, in the memory of the device or of the host."""
+"""Keep all rows in plain tensors, in the memory of the device or of the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from hotbed import ops
 from hotbed.ops import BackendName, BagLayout, Occurrences, Rows, RuleStep
 from hotbed.ops.rows import MIN_EXPONENT, block_count, places, read_rows, write_rows
 from hotbed.optim import Moment
-from hotbed.specs import RowDtype, row_bytes
+from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
-from hotbed.store.base import Extent, RowStore, Span, Tier, Values
-from hotbed.store.records import Use
+from hotbed.store.base import Extent, RowStore, Span, Use, Values
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -34,7 +33,7 @@ INITIAL_CHUNK = 1 << 22
 
 
 class DenseStore(RowStore):
-    """Rows and moments as plain tensors on one device.
+    """Keep rows and moments as plain tensors on one device.
 
     Parameters
     ----------
@@ -119,10 +118,10 @@ class DenseStore(RowStore):
             return
         chunk = max(INITIAL_CHUNK // self.dim, 1)
         for start in range(0, len(rows), chunk):
-            part = rows[start : start + chunk]
-            values = torch.empty(len(part), self.dim, dtype=torch.float32, device=self.device)
-            self.ops.initial_values_(values, seed=seed, rows=part, cols=cols, bound=bound)
-            self.write(torch.arange(slot + start, slot + start + len(part), device=self.device), values)
+            some = rows[start : start + chunk]
+            values = torch.empty(len(some), self.dim, dtype=torch.float32, device=self.device)
+            self.ops.initial_values_(values, seed=seed, rows=some, cols=cols, bound=bound)
+            self.write(torch.arange(slot + start, slot + start + len(some), device=self.device), values)
 
     @override
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -238,12 +237,12 @@ class DenseStore(RowStore):
             tensor.copy_(raw[name])
 
     def arrays(self) -> dict[str, Tensor]:
-        """Everything that is stored, by name: what rows are stored as, and moments; shares the store's memory."""
+        """Return all that is stored, by name: what rows are stored as, and moments; shares the store's memory."""
         rows = {"wide": self.rows.wide, "narrow": self.rows.narrow, "exponents": self.rows.exponents}
         return {**rows, **{f"{MOMENT}{name}": t for name, t in self.moments.items()}}
 
     def extents(self, span: int) -> dict[str, Extent]:
-        """Where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
+        """Find where in `arrays` a span is: what `raw` gives, under its names, and moments under ``moment.NAME``."""
         rows, fp32_rows = self.spans[span][:2]
         first_slot = sum(s.rows for s in self.spans[:span])
         first_wide = sum(s.fp32_rows for s in self.spans[:span])
@@ -261,7 +260,7 @@ class DenseStore(RowStore):
         return {**found, **{name: Extent(name, first_slot, first_slot + rows) for name in moments}}
 
     def places(self, slots: Tensor) -> dict[str, Tensor]:
-        """By array, which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""
+        """Find by array which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""
         found = {f"{MOMENT}{name}": slots for name in self.moments}
         if not len(self.rows.narrow):  # then slots are positions in `wide`
             return {"wide": slots, **found}

@@ -1,4 +1,10 @@
-"""`RecordFormat`: what the bytes of a record mean, a row as it is stored and then its moments."""
+"""Lay out the bytes of a record: a row as it is stored, then its moments.
+
+A record of an int8 row of 130 columns with one moment per row, 136 bytes::
+
+    130 values | 2 exponents of blocks of 128 columns | moment, float32
+    0 … 129      130 … 131                               132 … 135
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ Stored = dict[str, Tensor]
 
 
 class RecordFormat:
-    """Records of rows that are float32 (wide), of another dtype, or of both kinds, and of moments, which are float32.
+    """Read and write rows and moments in records; rows are float32 (wide), narrow, or of both kinds, moments float32.
 
     Parameters
     ----------

@@ -1,8 +1,10 @@
-"""Keyed records: a slot's record is a place in an append-only slab, in memory or in a file.
+"""Keep records in an append-only slab, in memory or in a file, found by slot.
 
-Only slots that were written have a place, so a table may have more rows than the disk has bytes.
+Only slots that were written have a place, so a table may have more rows than the disk has bytes. Records are numbered
+in the order in which they were added; a hash table has the number of each slot::
 
-`Index`: the number of each key, in the order in which keys were added.
+    write slots [700, 5], then [5, 9]   →   700: number 0, 5: number 1 (overwritten), 9: number 2
+    slab or file                            | record of 700 | record of 5 | record of 9 |
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,119 +28,97 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.errors import StoreError
-from hotbed.ops import cpu_records
+from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import memory
-from hotbed.store.records import Records, Traffic, Use, positions
-
-_FIRST = 1 << 10
-
-
-class Index:
-    """Numbers 0, 1, 2, … of int64 keys that are not negative; any thread may `find` while one adds."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        with self._lock:
-            self._count = 0
-            self._keys = torch.empty(_FIRST // 2, dtype=torch.int64)
-            self._make_places(_FIRST)
-
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self._keys.nbytes + self._places.nbytes + self._numbers.nbytes
-
-    @property
-    def keys(self) -> Tensor:
-        """All keys ``[n]``, by number."""
-        return self._keys[: self._count]
-
-    def find(self, keys: Tensor) -> Tensor:
-        """Number of each key ``[n]``, −1 where it is not there."""
-        out = torch.empty(len(keys), dtype=torch.int64)
-        with self._lock:
-            launch(cpu_records.find, self._places.numpy(), self._numbers.numpy(), keys.numpy(), out.numpy())
-        return out
-
-    def add(self, keys: Tensor) -> Tensor:
-        """Add distinct keys ``[n]`` that are not there, and return their numbers."""
-        with self._lock:
-            first, count = self._count, self._count + len(keys)
-            if count > len(self._keys):
-                grown = torch.empty(max(count, 2 * len(self._keys)), dtype=torch.int64)
-                grown[:first] = self._keys[:first]
-                self._keys = grown
-            self._keys[first:count] = keys
-            size = len(self._places)
-            if 2 * count > size:  # at most half full: searches stay short
-                while 2 * count > size:
-                    size *= 2
-                self._make_places(size)
-                cpu_records.add(self._places.numpy(), self._numbers.numpy(), self._keys[:first].numpy(), 0)
-            cpu_records.add(self._places.numpy(), self._numbers.numpy(), keys.numpy(), first)
-            self._count = count
-        return torch.arange(first, count)
-
-    def _make_places(self, size: int) -> None:
-        self._places = torch.full((size,), cpu_records.EMPTY, dtype=torch.int64)
-        self._numbers = torch.empty(size, dtype=torch.int64)
-
+from hotbed.store.base import Records, Use
 
 UNWRITTEN_BYTES = 256 << 20
 """Limit of the memory that holds what is not in the file yet, by default."""
 READERS = 16
 """Threads that read a file: a disk is fast when it has much to do at once."""
+_FIRST = 1 << 10
+"""Places of a new hash table, a power of two."""
 _NORESERVE = 0x4000  # Linux: no swap is set aside for memory that is never touched
 
 
 class KeyedRecords(Records):
-    """Records in a slab, found by an `Index`."""
+    """Number the records of a slab; any thread may `read` while one writes."""
 
     def __init__(self, record_bytes: int) -> None:
-        self.record_bytes = record_bytes
-        self._index = Index()
+        super().__init__(record_bytes)
+        self._lock = threading.Lock()
+        self._forget()
 
     def __len__(self) -> int:
-        return len(self._index)
+        return self._count
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of memory of slots and numbers."""
+        return self._keys.nbytes + self._places.nbytes + self._numbers.nbytes
+
+    @override
+    def keys(self) -> Tensor:
+        return self._keys[: self._count].sort().values
 
     @override
     def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        numbers = self._index.find(slots)
+        numbers = torch.empty(len(slots), dtype=torch.int64)
+        with self._lock:
+            launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
         there = numbers >= 0
-        if len(self._index):
-            self._read(numbers, there, out)
+        if self._count:
+            self._read(numbers, there, out, use)
         return there
 
     @override
     def write(self, slots: Tensor, records: Tensor) -> None:
         if not len(slots):
             return
-        numbers = self._index.find(slots)
-        new, count = (numbers < 0).nonzero()[:, 0], len(self._index)
-        self._make_room(count + len(new))
-        numbers[new] = torch.arange(count, count + len(new))
+        numbers = torch.empty(len(slots), dtype=torch.int64)
+        with self._lock:
+            launch(cpu_cache.find_numbers, self._places.numpy(), self._numbers.numpy(), slots.numpy(), numbers.numpy())
+        new = (numbers < 0).nonzero()[:, 0]
+        self._make_room(self._count + len(new))
+        numbers[new] = torch.arange(self._count, self._count + len(new))
         self._write(numbers, records)
         if len(new):
-            self._index.add(slots[new])  # last, so that whoever finds a record can read it
+            self._add(slots[new])  # last, so that whoever finds a record can read it
 
-    @override
-    def keys(self) -> Tensor:
-        return self._index.keys.sort().values
+    def _add(self, slots: Tensor) -> None:
+        """Number distinct slots that have no number yet."""
+        with self._lock:
+            first, count = self._count, self._count + len(slots)
+            if count > len(self._keys):
+                grown = torch.empty(max(count, 2 * len(self._keys)), dtype=torch.int64)
+                grown[:first] = self._keys[:first]
+                self._keys = grown
+            self._keys[first:count] = slots
+            size = len(self._places)
+            if 2 * count > size:  # at most half full: searches stay short
+                while 2 * count > size:
+                    size *= 2
+                self._places = torch.full((size,), cpu_cache.EMPTY, dtype=torch.int64)
+                self._numbers = torch.empty(size, dtype=torch.int64)
+                cpu_cache.add_numbers(self._places.numpy(), self._numbers.numpy(), self._keys[:first].numpy(), 0)
+            cpu_cache.add_numbers(self._places.numpy(), self._numbers.numpy(), slots.numpy(), first)
+            self._count = count
 
-    def _make_room(self, count: int) -> None:
-        """Be ready for so many records."""
-        return
+    def _forget(self) -> None:
+        """Forget all slots."""
+        with self._lock:
+            self._count = 0
+            self._keys = torch.empty(_FIRST // 2, dtype=torch.int64)
+            self._places = torch.full((_FIRST,), cpu_cache.EMPTY, dtype=torch.int64)
+            self._numbers = torch.empty(_FIRST, dtype=torch.int64)
 
     @abstractmethod
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor) -> None:
+    def _make_room(self, count: int) -> None:
+        """Be ready for so many records."""
+
+    @abstractmethod
+    def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
         """Copy the records with these numbers, where there are any."""
 
     @abstractmethod
@@ -147,7 +127,7 @@ class KeyedRecords(Records):
 
 
 class MemoryRecords(KeyedRecords):
-    """Records in memory, of which only what is used is taken.
+    """Keep records in memory, of which only what is used is taken.
 
     Parameters
     ----------
@@ -165,11 +145,11 @@ class MemoryRecords(KeyedRecords):
     @property
     @override
     def nbytes(self) -> int:
-        return len(self._index) * self.record_bytes + self._index.nbytes
+        return self._count * self.record_bytes + self.key_bytes
 
     @override
     def clear(self) -> None:
-        self._index.clear()
+        self._forget()
         # Pages appear when they are first written to; huge ones would hold rows that nobody asked for.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NORESERVE if sys.platform == "linux" else 0)
         slab = np.frombuffer(mmap.mmap(-1, self._most * self.record_bytes, flags=flags), np.uint8)
@@ -184,7 +164,7 @@ class MemoryRecords(KeyedRecords):
             )
 
     @override
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor) -> None:
+    def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
         if bool(there.all()):
             torch.index_select(self._slab, 0, numbers, out=out)
         else:
@@ -195,17 +175,15 @@ class MemoryRecords(KeyedRecords):
         self._slab.index_copy_(0, numbers, records)
 
 
-class _Batch:
+class _Unwritten(NamedTuple):
     """Records that a file does not have yet, by rising number."""
 
-    def __init__(self, numbers: Tensor, records: Tensor) -> None:
-        self.numbers, order = numbers.sort()
-        self.records = records[order]
-        self.nbytes = self.records.nbytes
+    numbers: Tensor
+    records: Tensor
 
 
 class FileRecords(KeyedRecords):
-    """Records in a file without a name, which nobody can mistake for data that is whole: it ends with the process.
+    """Keep records in a file without a name, which nobody can mistake for complete data: it ends with the process.
 
     Writing is done by a thread, in order of place, from a limited amount of memory. One thread may call `write`, any
     may read; a record that is overwritten meanwhile may come as a mixture of both.
@@ -236,32 +214,27 @@ class FileRecords(KeyedRecords):
             raise StoreError(f"no file for rows can be made in {directory} ({error}); choose another") from None
         self._close = weakref.finalize(self, os.close, self._file)
         self._changed = threading.Condition()
-        self._unwritten: deque[_Batch] = deque()
+        self._unwritten: deque[_Unwritten] = deque()
         self._unwritten_bytes = 0
         self._failure: OSError | None = None
         self._readers = ThreadPoolExecutor(READERS, "hotbed-rows")
         self._writer = ThreadPoolExecutor(1, "hotbed-write-rows")
-        self._counted, self._counting = Traffic(), threading.Lock()
+        self._counting = threading.Lock()  # another thread may be reading ahead
 
     @property
     @override
     def nbytes(self) -> int:
-        return self._index.nbytes + self._unwritten_bytes
+        return self.key_bytes + self._unwritten_bytes
 
     @property
     @override
     def disk_bytes(self) -> int:
-        return len(self._index) * self.record_bytes
-
-    @property
-    @override
-    def traffic(self) -> Traffic:
-        return self._counted
+        return self._count * self.record_bytes
 
     @override
     def clear(self) -> None:
         self._drain()
-        self._index.clear()
+        self._forget()
         os.ftruncate(self._file, 0)
 
     @override
@@ -271,19 +244,12 @@ class FileRecords(KeyedRecords):
         self._close()
 
     @override
-    def read(self, slots: Tensor, out: Tensor, *, use: Use = "lookup") -> Tensor:
-        start = time.perf_counter()
-        there = super().read(slots, out, use=use)
-        if use != "ahead":
-            self._count(waited_s=time.perf_counter() - start)
-        return there
-
-    def _count(self, **more: float) -> None:
-        with self._counting:  # another thread may be reading ahead
-            self._counted += Traffic(**more)  # pyright: ignore[reportArgumentType]
+    def _make_room(self, count: int) -> None:
+        """Nothing: the file grows as it is written."""
 
     @override
-    def _read(self, numbers: Tensor, there: Tensor, out: Tensor) -> None:
+    def _read(self, numbers: Tensor, there: Tensor, out: Tensor, use: Use) -> None:
+        start = time.perf_counter()
         at = there.nonzero()[:, 0]
         with self._changed:
             waiting = list(self._unwritten)
@@ -292,31 +258,42 @@ class FileRecords(KeyedRecords):
             out[at[found]] = batch.records[place[found]]
             at = at[~found]
         wanted, order = numbers[at].sort()
-        rows = at[order]
-        parts = self._parts(len(wanted))
-        calls = [(wanted[a:b], self._readers.submit(self._read_part, wanted[a:b], rows[a:b], out)) for a, b in parts]
-        for part, call in calls:
-            self._check(part, call)
-        self._count(read_bytes=len(wanted) * self.record_bytes)
+        rows, chunk = at[order], max(-(-len(wanted) // READERS), 256)
+        chunks = list(zip(wanted.split(chunk), rows.split(chunk), strict=True)) if len(wanted) else []
+        calls = [
+            self._readers.submit(cpu_cache.read_records, self._file, n.numpy(), to.numpy(), out.numpy())
+            for n, to in chunks
+        ]
+        for (of_chunk, _), call in zip(chunks, calls, strict=True):
+            if (done := call.result()) < len(of_chunk):
+                self._explain(of_chunk[done:], written=False)
+        with self._counting:
+            self.counted.read_bytes += len(wanted) * self.record_bytes
+            if use != "ahead":
+                self.counted.waited_s += time.perf_counter() - start
 
     @override
     def _write(self, numbers: Tensor, records: Tensor) -> None:
         start = time.perf_counter()
-        batch = _Batch(numbers, records)
+        numbers, order = numbers.sort()
+        batch = _Unwritten(numbers, records[order])
         with self._changed:
-            self._changed.wait_for(lambda: not self._unwritten or self._unwritten_bytes + batch.nbytes <= self._limit)
+            while self._unwritten and self._unwritten_bytes + batch.records.nbytes > self._limit:
+                self._changed.wait()
             if self._failure is not None:
                 raise self._failure
             self._unwritten.append(batch)
-            self._unwritten_bytes += batch.nbytes
+            self._unwritten_bytes += batch.records.nbytes
         self._writer.submit(self._write_oldest)
-        self._count(written_bytes=batch.nbytes, waited_s=time.perf_counter() - start)
+        with self._counting:
+            self.counted.written_bytes += batch.records.nbytes
+            self.counted.waited_s += time.perf_counter() - start
 
     def _write_oldest(self) -> None:
         batch = self._unwritten[0]
         failure: OSError | None = None
         try:
-            done = cpu_records.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
+            done = cpu_cache.write_records(self._file, batch.numbers.numpy(), batch.records.numpy())
             if done < len(batch.numbers):
                 self._explain(batch.numbers[done:], written=True)
         except OSError as error:
@@ -325,7 +302,7 @@ class FileRecords(KeyedRecords):
             self._failure = self._failure or failure
             if failure is None:  # what is not in the file stays where it can be read
                 self._unwritten.popleft()
-                self._unwritten_bytes -= batch.nbytes
+                self._unwritten_bytes -= batch.records.nbytes
             else:
                 self._limit = 1 << 62  # nobody waits for room that does not come
             self._changed.notify_all()
@@ -336,18 +313,6 @@ class FileRecords(KeyedRecords):
             self._changed.wait_for(lambda: not self._unwritten or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
-
-    def _parts(self, count: int) -> Iterator[tuple[int, int]]:
-        step = max(-(-count // READERS), 256)
-        return ((start, min(start + step, count)) for start in range(0, count, step))
-
-    def _read_part(self, numbers: Tensor, rows: Tensor, out: Tensor) -> int:
-        return cpu_records.read_records(self._file, numbers.numpy(), rows.numpy(), out.numpy())
-
-    def _check(self, numbers: Tensor, call: Future[int]) -> None:
-        done = call.result()
-        if done < len(numbers):
-            self._explain(numbers[done:], written=False)
 
     def _explain(self, numbers: Tensor, *, written: bool) -> None:
         """Raise what the system says of these records, of which the first run could not be read or written."""
@@ -361,3 +326,19 @@ class FileRecords(KeyedRecords):
         except OSError as error:
             raise OSError(error.errno, f"rows in {self._directory} could not be {what}: {error}") from None
         raise OSError(f"rows in {self._directory} could not be {what}, for no reason that the system gives")
+
+
+def positions(of: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Find each wanted value ``[n]`` among rising ones: its position, and whether it is there."""
+    if not len(of):
+        return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool)
+    at = torch.searchsorted(of, wanted).clamp_(max=len(of) - 1)
+    return at, of[at] == wanted
+
+
+def distinct(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """List the distinct slots, rising, and the first position of each."""
+    ordered, order = slots.sort(stable=True)
+    new = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[new], order[new]

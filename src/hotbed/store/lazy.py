@@ -1,91 +1,284 @@
-"""`LazyStore`: rows that exist once they have been trained, in records that may lie anywhere.
+"""Read, load and list whole tables of a store whose rows are materialized on their first update; for checkpoints.
 
-All other rows have their initial values, which are computed when they are asked for. What a batch needs is brought
-together, computed in float32 by the kernels that serve every store, and put back; so where records lie changes no bit.
+`LazyStore` is the store. Its tables may have more rows than any memory, so a checkpoint takes the rows that exist:
+`ExistingRows` names them as arrays, which are read piece by piece.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import overload
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.ops import BagLayout, Occurrences, Rows, RuleStep
-from hotbed.ops.layout import ACTIVE, renamed
-from hotbed.ops.rows import random_bits, rows_of
-from hotbed.store.lazy_rows import LazyRows
+from hotbed.errors import StoreError
+from hotbed.optim import Moment
+from hotbed.store.dense import MOMENT
+from hotbed.store.format import Stored
+from hotbed.store.lazy_rows import Initial, LazyRows
+
+ROWS_AT_ONCE = 1 << 16
+"""Rows that are read or written together where all of a table is."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class LazyStore(LazyRows):
-    """Rows that exist once they have been trained; made with what `LazyRows` is made with."""
+    """Keep rows that are materialized on their first update, in records; made with what `LazyRows` is made with."""
+
+    # -- initial values and moments --------------------------------------------------------------------------------
 
     @override
-    def occurrences(self, bags: BagLayout) -> Occurrences:
-        return self.ops.occurrences(bags)
+    def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
+        whole = slot in self._firsts[:-1] and len(rows) == self.spans[self._firsts.index(slot)].rows
+        if whole:
+            span = self._firsts.index(slot)
+            entry = self.spans[span]
+            if (rows.start, rows.step, cols.start) == (entry.first_row, entry.row_step, entry.first_col):
+                self._forget(span)
+                self._initial[span] = Initial(seed, bound)
+                return
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            chunk = rows[first : first + ROWS_AT_ONCE]
+            values = torch.empty(len(chunk), self.dim, device=self.device)
+            self.ops.initial_values_(values, seed=seed, rows=chunk, cols=cols, bound=bound)
+            self.write(torch.arange(slot + first, slot + first + len(chunk)), values)
 
     @override
-    def lookup(self, bags: BagLayout, out: Tensor) -> None:
-        self.ops.lookup(*self._looked_up(bags), out)
-
-    @override
-    def weight_gradient(self, bags: BagLayout, grad: Tensor, out: Tensor) -> None:
-        self.ops.weight_gradient(*self._looked_up(bags), grad, out)
-
-    def _looked_up(self, bags: BagLayout) -> tuple[Rows, BagLayout]:
-        """The rows of a batch, and its bags with positions of these in the place of ids."""
-        groups = self.ops.group(self.ops.occurrences(bags))
-        count = int(groups.counts[0])
-        rows = rows_of(self.read(groups.rows[:count]))
-        return rows, renamed(bags, self.ops.spread(groups, torch.arange(count, device=self.device)))
-
-    @override
-    def prefetch(self, slots: Tensor) -> None:
-        self.records.prefetch(self._at_records(slots))
-
-    @override
-    def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        if not bool(step.gate):
+    def add_moment(self, moment: Moment) -> None:
+        if any(m.name == moment.name for m in self._format.moments):
             return
-        occurrences = self._trained(occurrences, step)
-        groups = self.ops.group(occurrences)
-        count = int(groups.counts[0])
-        slots = self._at_records(groups.rows[:count])
-        if not count:
+        self._format = self._format.with_moment(moment)
+        for initial in self._initial_moments:
+            initial[moment.name] = 0.0
+        self._keep_only(self.records.keys())
+
+    @override
+    def fill(self, span: int, moment: str, value: float) -> None:
+        self._initial_moments[span][moment] = value
+        shape = () if self.moment_is_per_row(moment) else (self.dim,)
+        for slots in self.keys(span).split(ROWS_AT_ONCE):
+            self.write(slots, torch.full((len(slots), *shape), value), moment)
+
+    def _forget(self, span: int) -> None:
+        keys, own = self.records.keys(), self.keys(span)
+        if not len(own):
             return
+        if len(own) == len(keys):
+            self.records.clear()
+            return
+        self._keep_only(keys[torch.isin(keys, own, invert=True)])
+
+    def _keep_only(self, slots: Tensor) -> None:
+        """Copy the records of these slots into new ones of the present format, which may be longer; drop others."""
+        old, self.records = self.records, self._make_records(self._format.record_bytes, self.slots, self.device)
+        more = self._format.record_bytes - old.record_bytes
+        for chunk in self._at_records(slots).split(ROWS_AT_ONCE):
+            before = torch.empty(len(chunk), old.record_bytes, dtype=torch.uint8, device=chunk.device)
+            old.read(chunk, before, use="once")
+            self.records.write(chunk, torch.nn.functional.pad(before, (0, more)))
+        for layer in old.layers():
+            layer.close()
+
+    # -- rows that exist -------------------------------------------------------------------------------------------
+
+    def keys(self, span: int) -> Tensor:
+        """List the slots of a span that exist, rising."""
+        return self.keys_by_span()[span]
+
+    def keys_by_span(self) -> list[Tensor]:
+        """List the slots of each span that exist, rising."""
+        keys = self.records.keys()
+        cuts = torch.searchsorted(keys, torch.tensor(self._firsts, dtype=torch.int64)).tolist()
+        return [keys[first:last] for first, last in pairwise(cuts)]
+
+    def has_narrow(self, span: int) -> bool:
+        """Whether not all rows of a span are float32."""
+        return self.spans[span].fp32_rows < self.spans[span].rows
+
+    def count_wide(self, slots: Tensor) -> int:
+        """Count how many of these slots, all of one span, have float32 rows."""
+        return int(self._is_wide(self._at_records(slots)).sum())
+
+    def stored_names(self, span: int) -> list[str]:
+        """Name what the rows of a span are stored as, and its moments."""
+        names = ["weight"]
+        if self.has_narrow(span):
+            names += ["exponents"] if self._format.dtype == torch.int8 else []
+            names += ["fp32_weight"] if self.spans[span].fp32_rows else []
+        return names + [f"{MOMENT}{m.name}" for m in self._format.moments]
+
+    def stored(self, slots: Tensor) -> Stored:
+        """Read what rows of these rising slots, all of one span, are stored as, and their moments, to the CPU.
+
+        Names as in `raw`.
+        """
+        records, wide = self._read(self._at_records(slots), use="once")
+        found = self._format.stored(records, wide)
+        return {name: found[own].cpu() for name, own in self._names(slots).items() if own in found}
+
+    def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
+        """Overwrite rows of these rising slots, all of one span, by what `stored` gave, or some of it.
+
+        A row without a record that has its initial values and moments afterwards still has none.
+        """
+        slots = self._at_records(slots)
+        records, wide = self._read(slots, use="once")
+        before = records.clone()
+        names = self._names(slots)
+        self._format.put_stored(records, wide, {names[name]: self._at_records(t) for name, t in stored.items()})
+        self._write_changed(slots, records, before)
+
+    def put_values(self, slots: Tensor, values: Tensor) -> None:
+        """Overwrite rows by float32 values ``[n, D]``, rounded to the nearest as if nothing had been there before."""
+        slots = self._at_records(slots)
+        before, wide = self._read(slots, use="once")
+        records = self._format.blank(len(slots), slots.device)
+        for moment in self._format.moments:
+            self._format.moment(records, moment.name).copy_(self._format.moment(before, moment.name))
+        self._format.put_rows(records, wide, self._at_records(values))
+        self._write_changed(slots, records, before)
+
+    def _write_changed(self, slots: Tensor, records: Tensor, before: Tensor) -> None:
+        changed = (records.view(torch.int32) != before.view(torch.int32)).any(1)
         if self.on_change is not None:
-            self.on_change(slots)
-        records, wide = self._read(slots, use="update")
-        span, rows = self._cells(slots)
-        values = self._format.rows(records, wide).to(self.device).contiguous()
-        moments = {m.name: self._format.moment(records, m.name).to(self.device).contiguous() for m in step.rule.moments}
-        here = torch.arange(count, device=self.device)
-        occurrences, groups = replace(occurrences, slots=self.ops.spread(groups, here)), replace(groups, rows=here)
-        self.ops.update(step, self._as_tables(values, slots), moments, occurrences, groups, grad)
-        random = None
-        if self._format.has_narrow:
-            cols = self._entries[span, 4, None] + torch.arange(self.dim, device=span.device)
-            random = random_bits(step.seeds.to(span.device)[span], rows, cols)
-        self._format.put_rows(records, wide, values.to(records.device), random)
-        for name, moment in moments.items():
-            self._format.moment(records, name).copy_(moment)
-        self.records.write(slots, records)
+            self.on_change(slots[changed])
+        self.records.write(slots[changed], records[changed])
 
-    def _trained(self, occurrences: Occurrences, step: RuleStep) -> Occurrences:
-        """Those of tables that the step is of; the others' rows shall not come to be."""
-        active = step.hyper[:, ACTIVE] != 0
-        if bool(active.all()):
-            return occurrences
-        span = torch.searchsorted(self._bounds.to(occurrences.slots.device), occurrences.slots, right=True) - 1
-        keep = active[span]
-        scale = None if occurrences.scale is None else occurrences.scale[keep]
-        return Occurrences(occurrences.slots[keep], occurrences.bags[keep], scale)
+    def _names(self, slots: Tensor) -> dict[str, str]:
+        """Map names of `raw`, and of moments, to those of `RecordFormat.stored`."""
+        span = self.spans[bisect_right(self._firsts, int(slots[0])) - 1]
+        names = {f"{MOMENT}{m.name}": m.name for m in self._format.moments}
+        if span.fp32_rows == span.rows:
+            return {**names, "weight": "wide"}
+        return {**names, "weight": "narrow", "exponents": "exponents", "fp32_weight": "wide"}
 
-    def _as_tables(self, values: Tensor, slots: Tensor) -> Rows:
-        """Float32 rows of rising slots as parts of the tables that they are of."""
-        tables = torch.zeros(len(self.spans), 7, dtype=torch.int64, device=slots.device)
-        cuts = torch.searchsorted(slots, self._bounds)
-        tables[:, 0] = tables[:, 2] = tables[:, 3] = cuts[:-1]
-        tables[:, 1], tables[:, 5] = cuts.diff(), 1
-        return replace(rows_of(values), tables=tables.to(values.device))
+    # -- whole spans -----------------------------------------------------------------------------------------------
+
+    @override
+    def moment(self, span: int, name: str) -> Tensor:
+        return self._all(span)[f"{MOMENT}{name}"]
+
+    @override
+    def load_moment(self, span: int, name: str, values: Tensor) -> None:
+        self._load(span, {f"{MOMENT}{name}": values})
+
+    @override
+    def raw(self, span: int) -> dict[str, Tensor]:
+        return {name: t for name, t in self._all(span).items() if not name.startswith(MOMENT)}
+
+    @override
+    def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
+        self._load(span, raw)
+
+    def _slots_of(self, span: int) -> Tensor:
+        return torch.arange(self._firsts[span], self._firsts[span + 1])
+
+    def _all(self, span: int) -> Stored:
+        rows, size = self.spans[span].rows, self._format.record_bytes
+        if rows * size > 1 << 36:
+            raise StoreError(
+                f"a whole table whose rows are materialized one by one would be {rows * size:,} bytes; use "
+                "save_checkpoint, which saves the rows that exist"
+            )
+        chunks = [self.stored(slots) for slots in self._slots_of(span).split(ROWS_AT_ONCE)]
+        found = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        if self.spans[span].fp32_rows == 0:
+            found.pop("fp32_weight", None)
+        return {name: t.to(self.device) for name, t in found.items()}
+
+    def _load(self, span: int, values: Mapping[str, Tensor]) -> None:
+        wide = self.spans[span].fp32_rows
+        for slots in self._slots_of(span).split(ROWS_AT_ONCE):
+            first, last = int(slots[0]) - self._firsts[span], int(slots[-1]) + 1 - self._firsts[span]
+            chunk: Stored = {}
+            for name, t in values.items():
+                before = wide if name in ("weight", "exponents") and wide < self.spans[span].rows else 0
+                end = wide if name == "fp32_weight" else self.spans[span].rows - before
+                low, high = (min(max(at - before, 0), end) for at in (first, last))
+                chunk[name] = t[low:high].cpu()
+            self.put_stored(slots, chunk)
+
+
+class ExistingArray:
+    """Read one array of the rows that exist, on indexing; values are given as integers of their bits.
+
+    Attributes
+    ----------
+    dtype, shape
+        Of the values.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, store: LazyStore, slots: Tensor, name: str) -> None:
+        self._store, self._slots, self._name = store, slots, name
+        sample = store.stored(slots[:1])[name]
+        self.dtype, self.shape = sample.dtype, (len(slots), *sample.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self[:1].nbytes
+
+    @overload
+    def __getitem__(self, at: slice) -> Tensor: ...
+    @overload
+    def __getitem__(self, at: Tensor) -> Tensor: ...
+    def __getitem__(self, at: slice | Tensor) -> Tensor:
+        return self._store.stored(self._slots[at])[self._name].view(_BITS[self.dtype.itemsize])
+
+    def index_select(self, _: int, at: Tensor) -> Tensor:
+        """Rows at these rising positions."""
+        return self[at]
+
+
+class ExistingRows:
+    """List the rows of a store that exist now, as arrays.
+
+    Attributes
+    ----------
+    slots
+        Of each span, rising.
+    arrays
+        By span and name (as in `RowStore.raw`, and ``moment.NAME``); those without rows are left out.
+    first
+        Of each array, the position of its first row among those of its span.
+    """
+
+    def __init__(self, store: LazyStore) -> None:
+        self.slots = store.keys_by_span()
+        self.arrays: dict[str, ExistingArray] = {}
+        self.first: dict[str, int] = {}
+        self._slots_of: dict[str, Tensor] = {}
+        for span, slots in enumerate(self.slots):
+            wide = store.count_wide(slots)
+            for name in store.stored_names(span) if len(slots) else ():
+                start, stop = 0, len(slots)
+                if name == "fp32_weight":
+                    stop = wide
+                elif not name.startswith(MOMENT) and store.has_narrow(span):
+                    start = wide
+                if start < stop:
+                    key = f"{span}.{name}"
+                    self.first[key], self._slots_of[key] = start, slots[start:stop]
+                    self.arrays[key] = ExistingArray(store, slots[start:stop], name)
+
+    def of(self, span: int) -> dict[str, str]:
+        """Map the names of the arrays of a span to keys of `arrays`."""
+        return {key.split(".", 1)[1]: key for key in self.arrays if key.startswith(f"{span}.")}
+
+    def places(self, slots: Tensor) -> dict[str, Tensor]:
+        """Find by array which of its rows belong to these slots ``[n]``; slots that did not exist have none."""
+        slots = slots.cpu()
+        found: dict[str, Tensor] = {}
+        for key, own in self._slots_of.items():
+            at = torch.searchsorted(own, slots).clamp_(max=len(own) - 1)
+            found[key] = at[own[at] == slots]
+        return found

@@ -1,4 +1,4 @@
-"""Tensors in the memory of a device, and in the host's memory as a device sees it."""
+"""Allocate tensors in the memory of a device, or in the host's as a device sees it; explain what does not fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised tensor; see `cpu_runtime.empty`."""
+    """Allocate an uninitialised tensor; see `cpu_runtime.empty`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
             return cpu_runtime.empty(shape, dtype)
@@ -41,7 +41,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zero-filled tensor; see `cpu_runtime.zeros`."""
+    """Allocate a zero-filled tensor; see `cpu_runtime.zeros`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
             return cpu_runtime.zeros(shape, dtype)
@@ -61,7 +61,7 @@ def refuse_too_many(nbytes: int, device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated, within the limits of this process's control groups; None if nobody says."""
+    """Count bytes that can still be allocated within the limits of this process's control groups; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -75,7 +75,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _of_groups() -> Iterator[int]:
-    """What each control group that this process is in may still take."""
+    """Yield what each control group that this process is in may still take."""
     for folder, group_version in control_groups("memory", ROOT):
         limit, used, cache = _GROUP_FILES[group_version]
         try:
@@ -100,7 +100,7 @@ def _explained(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that there is not."""
+    """Whether an allocation failed for lack of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     # torch's allocator of the CPU raises a plain RuntimeError.
@@ -109,7 +109,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def why_out_of_memory(error: Exception) -> str | None:
-    """What to say of an error if it is one of memory that is not of tables, as of a model's layers or a batch."""
+    """Explain an error if it is one of memory that is not of tables, as of a model's layers or a batch."""
     if not is_out_of_memory(error):
         return None
     device = torch.device("cuda" if isinstance(error, torch.OutOfMemoryError) else "cpu")
@@ -133,7 +133,7 @@ def _too_many(nbytes: int, device: torch.device) -> str:
 
 
 def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised tensor in the host's memory for what goes to a device or comes from it.
+    """Allocate an uninitialised tensor in the host's memory for copies to a device or from it.
 
     Page-locked, so that copies are asynchronous and at full speed; torch reuses it only after they have ended.
     """
@@ -141,7 +141,7 @@ def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zero-filled tensor of a device that lies in the host's memory; kernels read and write it there, in place.
+    """Allocate a zero-filled tensor of a device in the host's memory; kernels read and write it there, in place.
 
     For CUDA the memory is page-locked, so that it has one address for host and device (unified virtual addressing), in
     huge pages. torch's own page-locked memory is not used: it comes in sizes of powers of two, and is never returned.
@@ -162,7 +162,7 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if nbytes > host_bytes():
         raise StoreError(
             f"{nbytes:,} bytes of rows or moments do not fit into this machine's memory of {host_bytes():,} bytes; use "
-            "host 'records', whose rows come to be when they are trained, tier 'disk', or more ranks"
+            "host 'records', whose rows are materialized on their first update, tier 'disk', or more ranks"
         )
     index = cast("int | None", device.index)
     place = torch.device("cuda", torch.cuda.current_device() if index is None else index)
@@ -170,14 +170,14 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 
 def host_bytes() -> int:
-    """Memory of this machine."""
+    """Return the bytes of memory of this machine."""
     if sys.platform == "linux":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 1 << 36
 
 
 class _PageLocked:
-    """Bytes of the host's memory that torch takes for a device's, by the CUDA array interface.
+    """Offer bytes of the host's memory to torch as a device's, by the CUDA array interface.
 
     The tensor that is made of it keeps it; when both are gone the memory is unlocked and returned.
     """

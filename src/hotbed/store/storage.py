@@ -1,52 +1,84 @@
-"""`Storage`: in which memory an arena's rows are, and the store that this takes."""
+"""Choose the memory of a store's rows, and stack the layers that this takes on this machine; tiers register here.
+
+A tier is a way to keep records, in `RECORDS`: a new one is a file with its `Records`, its row there, and its name in
+`hotbed.specs.Tier`. Tests run the store's contract on every tier that is registered.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from hotbed.errors import StoreError
 from hotbed.ops import BackendName, host_backend
-from hotbed.specs import RowDtype
-from hotbed.store.ahead import ReadAhead
-from hotbed.store.base import RowStore, Span, Tier
-from hotbed.store.cached import CachedRecords, Policy
-from hotbed.store.crossing import DeviceStaging
+from hotbed.specs import RowDtype, Tier
+from hotbed.store import cached
+from hotbed.store.base import Records, RowStore, Span
+from hotbed.store.cached import CachedRecords, Policy, ReadAhead
 from hotbed.store.dense import DenseStore
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.lazy import LazyStore
-from hotbed.store.records import Records
 
 CacheTier = Literal["device", "host"]
 HostRows = Literal["records", "uva"]
 
 
+class TierRecords(NamedTuple):
+    """Say how a tier keeps records.
+
+    Attributes
+    ----------
+    make
+        Makes records of so many bytes, for at most so many slots, with files in this directory if it has any.
+    is_slow
+        Whether records are worth reading ahead also when they stay on the host.
+    """
+
+    make: Callable[[int, int, str | Path], Records]
+    is_slow: bool
+
+
+def _in_memory(record_bytes: int, slots: int, directory: str | Path) -> Records:
+    return MemoryRecords(record_bytes, slots)
+
+
+def _in_file(record_bytes: int, slots: int, directory: str | Path) -> Records:
+    return FileRecords(record_bytes, directory)
+
+
+RECORDS: dict[Tier, TierRecords] = {
+    "host": TierRecords(_in_memory, is_slow=False),
+    "disk": TierRecords(_in_file, is_slow=True),
+}
+"""Tiers whose rows are materialized on their first update; ``"device"`` is a `DenseStore`."""
+
+
 @dataclass(frozen=True)
 class Storage:
-    """Where rows are.
+    """Say where rows are, and make the store for it.
 
-    Records are read ahead where that is worth it on the device that they are made for; a store that is moved to another
-    one keeps what it has.
+    Whether records are read ahead is decided for the device that they are made for; a store that is moved to another
+    device keeps that decision.
 
     Parameters
     ----------
     tier
         ``"device"``: the compute device's memory, all rows at once. ``"host"`` and ``"disk"``: the host's memory, or a
-        file; rows come to be when they are trained.
+        file; rows are materialized on their first update.
     cache_rows
-        Rows of a cache before them; 0: none.
+        Rows of a cache over them; 0: none.
     policy
-        Which rows the cache gives up.
+        Which rows the cache evicts.
     cache_tier
         Where the cache is: in the compute device's memory, or in the ``"host"``'s.
     host
-        How rows are in tier ``"host"``: ``"records"`` come to be when they are trained, and are brought to the device
+        How rows are in tier ``"host"``: ``"records"`` are materialized on their first update, and copied to the device
         batch by batch; with ``"uva"`` all rows are there at once, and a CUDA device reads and writes them in place.
     directory
         Where files are made; default: that of temporary files.
@@ -62,7 +94,7 @@ class Storage:
     def make(
         self, spans: Sequence[Span], dim: int, *, dtype: RowDtype, device: torch.device, backend: BackendName
     ) -> RowStore:
-        """A store for these spans, as in `DenseStore`.
+        """Make a store for these spans, as in `DenseStore`.
 
         Raises
         ------
@@ -82,19 +114,15 @@ class Storage:
         return LazyStore(spans, dim, records, tier=self.tier, dtype=dtype, device=device, backend=backend)
 
     def _records(self, backend: BackendName, record_bytes: int, slots: int, device: torch.device) -> Records:
+        """Stack the layers that records of this tier need on this device."""
+        make, is_slow = RECORDS[self.tier]
+        records = make(record_bytes, slots, self.directory or tempfile.gettempdir())
         on_device = self.cache_rows > 0 and self.cache_tier == "device"
-        if self.tier == "host":
-            records: Records = MemoryRecords(record_bytes, slots)
-        else:
-            records = FileRecords(record_bytes, self.directory or tempfile.gettempdir())
-        if self.tier == "disk" or (on_device and device.type != "cpu"):
+        if is_slow or (on_device and cached.needs_staging(device)):
             records = ReadAhead(records)
+        if not self.cache_rows:
+            return records
+        rows = min(self.cache_rows, slots)
         if on_device:
-            records = DeviceStaging(records, device)
-        elif self.cache_rows:
-            backend = host_backend(backend, device)
-        return (
-            CachedRecords(records, min(self.cache_rows, slots), self.policy, backend=backend)
-            if self.cache_rows
-            else records
-        )
+            return CachedRecords(records, rows, self.policy, device=device, backend=backend)
+        return CachedRecords(records, rows, self.policy, backend=host_backend(backend, device))

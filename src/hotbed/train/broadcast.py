@@ -1,8 +1,8 @@
-"""`BroadcastLoader`: one process reads the data and sends every other its samples.
+"""Read the data in one process, and send every other its samples.
 
-What is read once need not be decoded by every process. Batches go ahead of their
-use, by a thread over a process group of its own, but never more than ``ahead`` of them: that is how many exchanges a
-rank has still to take part in when training stops, on all ranks alike.
+What is read once need not be decoded by every process. Batches are sent before their use, by a thread over a process
+group of its own, but at most ``ahead`` of them: a rank takes part in that many more exchanges when training stops, as
+all ranks do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotbed.jagged import Jagged
 
 
 class BroadcastLoader:
-    """Shares of the batches of a loader that only one rank has.
+    """Load this rank's samples of batches that only one rank reads.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class BroadcastLoader:
     reader
         The rank that reads.
     ahead
-        Batches that are sent ahead of their use.
+        Batches that are sent before their use.
     """
 
     def __init__(self, loader: Loader | None, link: Link, *, reader: int = 0, ahead: int = 2) -> None:

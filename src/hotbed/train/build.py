@@ -1,7 +1,8 @@
-"""From a recipe to its data source, model, optimizers and trainer."""
+"""Build what a recipe names: its data source, model, optimizers and trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -15,15 +16,17 @@ from torch.optim import Optimizer
 from hotbed.config import Component, DataRecipe, Recipe
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
-from hotbed.embed import Distributed, EmbeddingCollection, tables_on_meta
+from hotbed.embed import Distributed, tables_on_meta
 from hotbed.errors import RecipeError, SpecError, did_you_mean
-from hotbed.optim import SparseOptimizer
+from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
+from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan
+from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
-from hotbed.train.trainer import Trainer, resolve_device
+from hotbed.train.trainer import Trainer
 
 
 def open_source(data: DataRecipe) -> Source:
@@ -96,19 +99,12 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     _check_labels(recipe, source)
     model = build_model(recipe, source, resolve_device(recipe.train.device))
-    _refuse_unsuited(recipe)
-    dense = build("dense_optimizer", recipe.dense_optimizer, Optimizer, model.parameters())
-    wide, rest = None, model
-    if recipe.wide_optimizer is not None:
-        collection = _wide_of(model, recipe)
-        wide = build("wide_optimizer", recipe.wide_optimizer, Optimizer, collection)
-        rest = _without(model, collection)
-    sparse = build("sparse_optimizer", recipe.sparse_optimizer, Optimizer, rest)
+    optimizers = _optimizers(recipe, model)
     return Trainer(
         model,
-        dense,
-        sparse,
-        wide=wide,
+        optimizers.pop("dense"),
+        optimizers.pop("sparse"),
+        group_optimizers=optimizers,
         recipe=recipe.train,
         schedule=recipe.schedule,
         group=source.schema.group,
@@ -119,7 +115,7 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Raise unless the labels of all splits of the recipe are in range, and its best evaluation can be told."""
+    """Raise unless the labels of all splits of the recipe are in range, and the monitored metric is defined."""
     data, train = recipe.data, recipe.train
     kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else []
     named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
@@ -137,23 +133,33 @@ def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:
     return HotSplit.of_file(Path(recipe.hot.rows), source.schema, Ranks(model).size)
 
 
-def _wide_of(model: nn.Module, recipe: Recipe) -> EmbeddingCollection:
-    wide = getattr(model, "wide", None)
-    if not isinstance(wide, EmbeddingCollection):
-        raise RecipeError(
-            f"wide_optimizer is set, but {recipe.model.class_path} has no attribute `wide` that is an "
-            f"EmbeddingCollection; leave wide_optimizer out, or use a model like hotbed.nn.WideDeep"
-        )
-    return wide
+def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
+    """Make the optimizers ``dense``, ``sparse`` and those of the recipe's groups, by name."""
+    for key, component in _dense_components(recipe).items():
+        _refuse_unsuited(key, component)
+    parameters = dict(model.named_parameters())
+    of_dense, dense_groups = group_parameters(model, recipe)
+    of_sparse, sparse_groups = group_tables(model, recipe)
 
+    def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
+        return build(key, component, Optimizer, [parameters[name] for name in names])
 
-def _without(model: nn.Module, part: nn.Module) -> nn.Module:
-    """The model's other parts, by the names that they have in the model."""
-    rest = nn.Module()
-    for name, child in (model.module if isinstance(model, Distributed) else model).named_children():
-        if child is not part:
-            rest.add_module(name, child)
-    return rest
+    def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
+        return build(key, component, SparseOptimizer, TableSelection(model, tables))
+
+    made = {
+        "dense": dense("dense_optimizer", recipe.dense_optimizer, of_dense),
+        "sparse": sparse("sparse_optimizer", recipe.sparse_optimizer, of_sparse)
+        if sparse_groups
+        else build("sparse_optimizer", recipe.sparse_optimizer, Optimizer, model),
+    }
+    for name, names in dense_groups.items():
+        key = f"dense_optimizer_groups.{name}.optimizer"
+        made[name] = dense(key, recipe.dense_optimizer_groups[name].optimizer, names)
+    for name, tables in sparse_groups.items():
+        key = f"sparse_optimizer_groups.{name}.optimizer"
+        made[name] = sparse(key, recipe.sparse_optimizer_groups[name].optimizer, tables)
+    return made
 
 
 def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:
@@ -174,10 +180,18 @@ _NAMES: dict[type[Any], str] = {
 }
 
 
-def _refuse_unsuited(recipe: Recipe) -> None:
-    """Raise `RecipeError` for an optimizer of the dense part that a step cannot use."""
-    path, cls = recipe.dense_optimizer.class_path, recipe.dense_optimizer.load()
-    needs = ""
+def _dense_components(recipe: Recipe) -> dict[str, Component]:
+    """Optimizers of parameters, by their keys in the recipe."""
+    groups = recipe.dense_optimizer_groups.items()
+    return {
+        "dense_optimizer": recipe.dense_optimizer,
+        **{f"dense_optimizer_groups.{name}.optimizer": group.optimizer for name, group in groups},
+    }
+
+
+def _refuse_unsuited(key: str, component: Component) -> None:
+    """Raise `RecipeError` for an optimizer of parameters that a step cannot use."""
+    cls, needs = component.load(), ""
     if issubclass(cls, torch.optim.SparseAdam):
         needs = "sparse gradients, which dense parameters do not have; tables have a sparse_optimizer of their own"
     elif issubclass(cls, Optimizer):
@@ -185,7 +199,7 @@ def _refuse_unsuited(recipe: Recipe) -> None:
         if closure is not None and closure.default is Parameter.empty:
             needs = "a closure that computes the loss again, which a step does once"
     if needs:
-        raise RecipeError(f"dense_optimizer: {path} needs {needs}; use another, such as torch.optim.Adam")
+        raise RecipeError(f"{key}: {component.class_path} needs {needs}; use another, such as torch.optim.Adam")
 
 
 def check_split(key: str, split: str, source: Source) -> None:

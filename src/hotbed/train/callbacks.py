@@ -1,77 +1,41 @@
-"""`Callback`, and the callbacks that come with hotbed.
+"""Do at moments of training what is not training: logs, checkpoints, stopping early, signals.
 
-What to say when a loss is NaN or infinite.
-
-Signals that ask: SIGUSR1 for a checkpoint; SIGTERM and SIGINT (Ctrl-C) for a checkpoint and the end of training.
+A `Callback` is called by the `Trainer` after steps, evaluations and so on. Those of hotbed are here, but for the
+progress of commands and the schedule of hot batches.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from torch import Tensor, nn
-
-from hotbed.batch import Batch
-from hotbed.config import Monitor
-from hotbed.errors import NonFiniteError, RecipeError
+from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
+from hotbed.checkpoint.manifest import step_of
+from hotbed.config import Monitor, Recipe
+from hotbed.errors import RecipeError
 from hotbed.files import without_nan
+from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.metrics import Metrics
+from hotbed.train.trainer import Callback, Trainer
 
-if TYPE_CHECKING:
-    from hotbed.train.trainer import Trainer
-
-
-class Callback:
-    """Does something at certain moments of training; override what you need."""
-
-    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
-        """Before `on_train_start`: in which precision, and by which library, the dense part is computed, and why."""
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Before the first step; ``trainer.steps_total`` is known here, if it can be."""
-
-    def on_step(self, trainer: Trainer, loss: float) -> None:
-        """After every step; ``trainer.step`` counts it already."""
-
-    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Every ``log_every`` steps: step, epoch, mean loss since the last record, learning rates, samples/s."""
-
-    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """After every evaluation during training."""
-
-    def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """After an evaluation by which `HotSchedule` has set a rate: logloss, rate_before, rate."""
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """After a step and its evaluation, if it had one: a run goes on from here if this is what it saved."""
-
-    def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """When this rank has written its part of a checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """After the last step; not called when training fails."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """What a resumed run is to know of this callback, as plain values."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+_log = logging.getLogger("hotbed")
 
 
 class JsonLines(Callback):
-    """Appends every record and evaluation to a file, one JSON object per line.
+    """Append every record and evaluation to a file, one JSON object per line.
 
     Parameters
     ----------
@@ -110,7 +74,7 @@ class JsonLines(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes curves for TensorBoard.
+    """Write curves for TensorBoard.
 
     Parameters
     ----------
@@ -163,7 +127,7 @@ def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:
 
 
 class BestSoFar:
-    """Remembers the best value of a metric.
+    """Remember the best value of a metric.
 
     Parameters
     ----------
@@ -181,7 +145,7 @@ class BestSoFar:
         return {"monitor": self._monitor, "best": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go on with the best value if it is of the same metric; else anew. Returns which."""
+        """Take over the best value if it is of the same metric; return whether it is."""
         same = bool(state["monitor"] == self._monitor)
         if same:
             self.value = state["best"]
@@ -205,7 +169,7 @@ class BestSoFar:
 
 
 class EarlyStop(Callback):
-    """Stops when evaluations have not become better for a while.
+    """Stop when evaluations have not become better for a while.
 
     Parameters
     ----------
@@ -232,53 +196,146 @@ class EarlyStop(Callback):
         return {**self._best.state_dict(), "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting; anew, if another metric is monitored."""
+        """Take over the count, unless another metric is monitored."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
 
 
-def refuse_non_finite(loss: float, own: Tensor, batch: Batch, what: str, trainer: Trainer) -> None:
-    """Raise `NonFiniteError` unless the loss is finite: where it happened, the likely cause and what to try.
+class KeepLast(Callback):
+    """Keep the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
 
-    ``loss`` is that of all ranks, ``own`` is finite where this rank had no part in it; ``what`` names the batch.
+    One is saved whenever a stop is requested, or ``trainer.ask_save`` is set, as a signal does.
+
+    Parameters
+    ----------
+    where
+        Directory that checkpoints go to: a local path, or a URI like ``s3://bucket/path``.
+    recipe
+        Stored in each.
+    every
+        Steps between checkpoints; None: no other reason.
+    minutes
+        Minutes between checkpoints, by the first rank's clock.
+    keep_last
+        How many of the newest are kept.
+    keep_every
+        Those of steps that are multiples of this are kept for good.
+    background
+        Write while training goes on (see `save_checkpoint`); the last one is waited for.
+    at_end
+        Whether to save one when training is over.
     """
-    if math.isfinite(loss):
-        return
-    cause = "The samples of another rank did this, whose own message says how"
-    if not math.isfinite(own.item()) or trainer.ranks.size == 1:
-        cause = _cause(batch, what, trainer.model)
-    raise NonFiniteError(
-        f"the loss is {loss} in step {trainer.step + 1:,} (epoch {trainer.epoch}, batch {trainer.position:,} of it); "
-        f"training stopped before the batch touched any parameter or table. {cause}"
-    )
+
+    def __init__(
+        self,
+        where: str | Path | Directory,
+        recipe: Recipe,
+        every: int | None = None,
+        *,
+        minutes: float | None = None,
+        keep_last: int = 1,
+        keep_every: int | None = None,
+        background: bool = True,
+        at_end: bool = True,
+    ) -> None:
+        self._where, self._recipe, self._at_end = directory(where), recipe, at_end
+        self._every, self._minutes = every, minutes
+        self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
+        self._saved_at, self._own = time.monotonic(), -1
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Lock the directory, and remove what earlier runs left unfinished there."""
+        self._saved_at, self._own = time.monotonic(), trainer.step
+        trainer.saver.lock(self._where, remove_unfinished=True)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save if it is time."""
+        trainer.saver.poll()
+        if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
+            self._save(trainer, background=self._background)
+        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
+            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Save the final state."""
+        if self._at_end or trainer.told_to_stop:
+            self._save(trainer, background=False)
+
+    def _save(self, trainer: Trainer, *, background: bool) -> None:
+        step = trainer.step
+        trainer.saver.begin(
+            self._where / f"last-{step:08d}",
+            step,
+            self._recipe,
+            background=background,
+            then=partial(self._remove_old, step),
+            may_exist=step == self._own,  # it was saved already, or it is what was resumed from
+        )
+        self._saved_at, self._own = time.monotonic(), step
+
+    def _remove_old(self, newest: int) -> None:
+        """Remove what is older than the newest, of which this is the step, and is not to be kept."""
+        found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
+        for step in sorted(found)[: -self._keep_last]:
+            if self._keep_every is None or step % self._keep_every:
+                remove_checkpoint(found[step])
 
 
-def _cause(batch: Batch, batch_is: str, model: nn.Module) -> str:
-    for what, tensor in (("dense", batch.dense), ("weights", batch.weights)):
-        place = _first_bad(tensor)
-        if tensor is not None and place is not None:
-            column = f", column {place[1]}" if len(place) > 1 else ""
-            return (
-                f"The cause is in the input: {what} of sample {place[0]:,} of {batch_is}{column} is "
-                f"{float(tensor[tuple(place)])}. Mend the data or fill such values in the source"
-            )
-    for name, parameter in model.named_parameters():
-        if _first_bad(parameter) is not None:
-            return (
-                f"The input is finite but parameter '{name}' is not: an earlier step diverged. Try a lower lr, or a "
-                f"longer schedule.warmup_steps"
-            )
-    return (
-        "The input and the dense parameters are finite, so values inside the model overflow. Try a lower lr of the "
-        "sparse or dense optimizer, a longer schedule.warmup_steps, or train.precision fp32"
-    )
+class KeepBest(Callback):
+    """Keep the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends.
 
+    Parameters
+    ----------
+    where, recipe, background
+        As in `KeepLast`.
+    """
 
-def _first_bad(tensor: Tensor | None) -> list[int] | None:
-    """Index of the first entry that is not finite."""
-    if tensor is None or bool(tensor.isfinite().all()):
-        return None
-    return (~tensor.detach().isfinite()).nonzero()[0].tolist()
+    def __init__(self, where: str | Path | Directory, recipe: Recipe, *, background: bool = True) -> None:
+        self._where, self._recipe, self._background = directory(where), recipe, background
+        self._best = BestSoFar(recipe.train.monitor)
+        self._place: Directory | None = None
+        self._is_best = False
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Lock the directory, and remove what earlier runs left unfinished there."""
+        trainer.saver.lock(self._where, remove_unfinished=True)
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Remember whether this evaluation is the best."""
+        self._is_best = self._best.improved(metrics)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save if the evaluation of this step was the best."""
+        trainer.saver.poll()
+        if self._is_best:
+            self._is_best = False
+            place = self._place = self._where / f"best-{trainer.step:08d}"
+            remove_old = partial(self._remove_old, place.name)
+            trainer.saver.begin(place, trainer.step, self._recipe, background=self._background, then=remove_old)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Load the best model; it stays as it is if there was no evaluation."""
+        if self._place is not None and not trainer.told_to_stop:  # then there is more to train
+            load_checkpoint(self._place, {"model": trainer.model})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and where its checkpoint is."""
+        return {**self._best.state_dict(), "path": None if self._place is None else self._place.path}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was the best, unless its checkpoint is gone or another metric is monitored."""
+        if state["path"] is None:
+            return
+        place = directory(state["path"])
+        if not place.has(MANIFEST):
+            _log.warning("the best checkpoint so far, %s, is gone; later evaluations decide which is the best", place)
+        elif self._best.load_state_dict(state):
+            self._place = place
+
+    def _remove_old(self, best: str) -> None:
+        for checkpoint in checkpoints_in(self._where, "best"):
+            if checkpoint.name != best:
+                remove_checkpoint(checkpoint)
 
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
@@ -286,25 +343,26 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if
 
 @dataclass
 class Signals:
-    """What this process was asked for."""
+    """Signals that this process got."""
 
     stopped_by: int | None = None
-    """The signal that asked it to stop."""
+    """The one that requested a stop."""
 
 
 @contextmanager
 def signals_to(trainer: Trainer) -> Generator[Signals]:
-    """Let signals ask a trainer while the body runs.
+    """Turn signals into requests to a trainer while the body runs: to save a checkpoint, and to stop.
 
-    Any rank may get them: all save after the same step, the one under way or the next. So a checkpoint is there after
-    at most two steps, an evaluation that is under way, and the time that writing takes. A second SIGTERM or SIGINT does
+    SIGUSR1 requests a checkpoint; SIGTERM and SIGINT (Ctrl-C) a checkpoint and the end of training. Any rank may get
+    them: all save after the same step, the one under way or the next. So a checkpoint is there after at most two steps,
+    an evaluation that is under way, and the time that writing takes. A second SIGTERM or SIGINT does
     what it did before: it ends the process, SIGINT too at once, whatever runs. Handlers of the process are as before
     afterwards; a signal that it ignores stays ignored, and where the body runs in another thread than the main one,
     signals are left alone.
     """
     got = Signals()
 
-    def asked(number: int, _: FrameType | None) -> None:
+    def request(number: int, _: FrameType | None) -> None:
         trainer.ask_save = True
         if number in (signal.SIGTERM, signal.SIGINT):
             trainer.ask_stop, got.stopped_by = True, number
@@ -312,7 +370,7 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
             usual = before[number]
             signal.signal(number, signal.SIG_DFL if usual is signal.default_int_handler else usual)
         if number == signal.SIGINT and trainer.ranks.is_first:
-            _tell("hotbed: training ends after the step under way; Ctrl-C again ends it at once")
+            _print_line("hotbed: training ends after the step under way; Ctrl-C again ends it at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield got
@@ -320,7 +378,7 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
-        signal.signal(number, asked)
+        signal.signal(number, request)
     try:
         yield got
     finally:
@@ -328,8 +386,8 @@ def signals_to(trainer: Trainer) -> Generator[Signals]:
             signal.signal(number, handler)
 
 
-def _tell(message: str) -> None:
-    """Write a line to stderr whatever is being written there, with the cursor that a progress bar has hidden."""
+def _print_line(message: str) -> None:
+    """Write a line to stderr whatever else writes there, with the cursor that a progress bar has hidden."""
     cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
     with suppress(OSError):
         os.write(2, f"{cursor}{message}\n".encode())

@@ -1,68 +1,92 @@
-"""Callbacks that decide when checkpoints are saved, and which are kept.
+"""Write a run's checkpoints, one at a time, into a directory that is locked for this run.
 
-`Saver`: the checkpoints of a trainer, one at a time, and what they cost.
+`Saver` saves what a trainer gives it; when that is done, and which checkpoints stay, is decided by the callbacks
+`KeepLast` and `KeepBest`. `DirectoryLock` keeps two runs from removing each other's checkpoints.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from functools import partial
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from hotbed.checkpoint import MANIFEST, Directory, Saving, checkpoints_in, directory, load_checkpoint, save_checkpoint
+from hotbed.checkpoint import MANIFEST, Directory, Saving, Stateful, checkpoints_in, save_checkpoint
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
-from hotbed.train.callbacks import BestSoFar, Callback
-from hotbed.train.directory_lock import DirectoryLock
-from hotbed.train.metrics import Metrics
+from hotbed.errors import CheckpointError
+from hotbed.train.parallel import Ranks
+from hotbed.train.throughput import Clock
 
-if TYPE_CHECKING:
-    from hotbed.train.trainer import Trainer
+OWNER = ".owner.json"
+"""File that names the process which writes into a directory."""
+
+_log = logging.getLogger("hotbed")
 
 
 class Saver:
-    """Saves checkpoints of a trainer.
+    """Save checkpoints of a run, one at a time.
 
     Parameters
     ----------
-    trainer
-        Whose.
+    ranks
+        All of them call `lock`, `begin` and `finish`.
+    clock
+        Paused while training waits for a checkpoint.
+    parts
+        Gives what a checkpoint holds, by name.
+    report
+        Called with each record.
 
     Attributes
     ----------
     records
-        Of every checkpoint that this rank has written its part of: ``step``, ``path``, ``bytes``, ``seconds`` and
+        Of every checkpoint that this rank has written its files of: ``step``, ``path``, ``bytes``, ``seconds`` and
         ``stalled_s``, the time that training was held up.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        ranks: Ranks,
+        clock: Clock,
+        parts: Callable[[], Mapping[str, Stateful]],
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._ranks, self._clock, self._parts, self._report = ranks, clock, parts, report
         self._saving: Saving | None = None
         self._step = 0
         self._waited_s = 0.0
-        self._claims: dict[str, DirectoryLock] = {}
+        self._locks: dict[str, DirectoryLock] = {}
         self.records: list[dict[str, Any]] = []
 
-    def claim(self, where: Directory) -> None:
-        """Hold a directory for this run until `release`; all ranks must call this."""
-        with self._trainer.ranks.together(f"use {where}"):
-            if self._trainer.ranks.is_first and where.path not in self._claims:
-                self._claims[where.path] = DirectoryLock(where).__enter__()
+    def lock(self, where: Directory, *, remove_unfinished: bool = False) -> None:
+        """Lock a directory for this run until `release`; all ranks must call this.
+
+        ``remove_unfinished`` also removes what killed runs left there without a manifest.
+        """
+        with self._ranks.together(f"use {where}"):
+            if self._ranks.is_first and where.path not in self._locks:
+                self._locks[where.path] = DirectoryLock(where).__enter__()
+        if remove_unfinished and self._ranks.is_first:
+            _remove_unfinished(where)
 
     def release(self) -> None:
-        """Give directories up."""
-        for claim in self._claims.values():
-            claim.__exit__()
-        self._claims.clear()
+        """Unlock the directories."""
+        for lock in self._locks.values():
+            lock.__exit__()
+        self._locks.clear()
 
     def begin(
         self,
         place: Directory,
+        step: int,
         recipe: Recipe,
         *,
         background: bool,
@@ -75,6 +99,8 @@ class Saver:
         ----------
         place
             The checkpoint's directory.
+        step
+            Steps taken.
         recipe
             Stored in it.
         background
@@ -84,32 +110,31 @@ class Saver:
         may_exist
             Save nothing if it is there already.
         """
-        trainer = self._trainer
-        with trainer.clock.paused():
+        with self._clock.paused():
             start = time.perf_counter()
             self.finish()
             self._waited_s = time.perf_counter() - start
-            (exists,) = trainer.ranks.add(may_exist and trainer.ranks.is_first and place.has(MANIFEST))
+            (exists,) = self._ranks.add(may_exist and self._ranks.is_first and place.has(MANIFEST))
             if exists:
                 return
-            self._step = trainer.step
+            self._step = step
             self._saving = save_checkpoint(
-                place, trainer.parts(), step=trainer.step, recipe=recipe.to_dict(), background=background, then=then
+                place, self._parts(), step=step, recipe=recipe.to_dict(), background=background, then=then
             )
             if not background:
                 self.finish()
 
     def poll(self) -> None:
-        """Report the checkpoint if this rank has written its part; raise what went wrong here."""
+        """Report the checkpoint if this rank has written its files; raise what went wrong here."""
         if self._saving is not None and not self._saving.under_way:
-            self._report(self._saving)
+            self._record(self._saving)
 
     def finish(self) -> None:
         """Wait for the checkpoint under way; all ranks must call this."""
         saving = self._saving
         if saving is not None:
             saving.wait()
-            self._report(saving)
+            self._record(saving)
             self._saving = None
 
     def abandon(self) -> None:
@@ -117,7 +142,7 @@ class Saver:
         if self._saving is not None:
             self._saving.abandon()
 
-    def _report(self, saving: Saving) -> None:
+    def _record(self, saving: Saving) -> None:
         if self.records and self.records[-1]["path"] == saving.path:
             return
         record = {
@@ -128,154 +153,134 @@ class Saver:
             "stalled_s": saving.stalled_s + self._waited_s,
         }
         self.records.append(record)
-        self._trainer.report_checkpoint(record)
+        self._report(record)
 
 
-_log = logging.getLogger("hotbed")
+class DirectoryLock:
+    """Lock a directory of checkpoints for this process while it is used as a context.
 
-
-class KeepLast(Callback):
-    """Keeps the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
-
-    One is saved whenever training is told to stop, or ``trainer.ask_save`` is set, as a signal does.
+    Two runs in one directory would remove each other's checkpoints. On a local file system the lock ends with the
+    process, however that ends. An object store has no such locks: there the file ``.owner.json`` names the process that
+    writes. A killed one leaves it behind, which is noticed on the same host, and by ranks that torchrun starts again
+    under the same ``--rdzv-id`` on any; of two runs that begin in the same moment neither may notice.
 
     Parameters
     ----------
     where
-        Directory that checkpoints go to: a local path, or a URI like ``s3://bucket/path``.
-    recipe
-        Stored in each.
-    every
-        Steps between checkpoints; None: no other reason.
-    minutes
-        Minutes between checkpoints, by the first rank's clock.
-    keep_last
-        How many of the newest are kept.
-    keep_every
-        Those of steps that are multiples of this are kept for good.
-    background
-        Write while training goes on (see `save_checkpoint`); the last one is waited for.
-    at_end
-        Whether to save one when training is over.
+        The directory.
+
+    Raises
+    ------
+    CheckpointError
+        If another run has it.
     """
 
-    def __init__(
-        self,
-        where: str | Path | Directory,
-        recipe: Recipe,
-        every: int | None = None,
-        *,
-        minutes: float | None = None,
-        keep_last: int = 1,
-        keep_every: int | None = None,
-        background: bool = True,
-        at_end: bool = True,
-    ) -> None:
-        self._where, self._recipe, self._at_end = directory(where), recipe, at_end
-        self._every, self._minutes = every, minutes
-        self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
-        self._saved_at, self._own = time.monotonic(), -1
+    def __init__(self, where: Directory) -> None:
+        self._where = where
+        self._descriptor: int | None = None
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove what earlier runs left unfinished there."""
-        self._saved_at, self._own = time.monotonic(), trainer.step
-        claim(trainer, self._where)
+    def __enter__(self) -> Self:
+        self._where.make()
+        if isinstance(self._where, LocalDirectory):
+            self._lock(self._where.root / OWNER)
+            return self
+        if self._where.has(OWNER):
+            owner = json.loads(self._where.read(OWNER))
+            if not _is_dead(owner):
+                raise CheckpointError(
+                    f"{self._where} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}; "
+                    f"choose another train.checkpoint_dir, or remove {self._where}/{OWNER} if that run is dead"
+                )
+        self._where.write(OWNER, json.dumps(_me()))
+        return self
 
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is time."""
-        trainer.saver.poll()
-        if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
-            self._save(trainer, background=self._background)
-        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
-            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is None:
+            self._where.remove(OWNER)
+        else:
+            os.close(self._descriptor)  # the file stays: another process may be about to lock it
 
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Save the final state."""
-        if self._at_end or trainer.told_to_stop:
-            self._save(trainer, background=False)
+    def _lock(self, file: Path) -> None:
+        import fcntl
 
-    def _save(self, trainer: Trainer, *, background: bool) -> None:
-        step = trainer.step
-        trainer.saver.begin(
-            self._where / f"last-{step:08d}",
-            self._recipe,
-            background=background,
-            then=partial(self._remove_old, step),
-            may_exist=step == self._own,  # it was saved already, or it is what was resumed from
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            text = os.read(descriptor, 10_000)
+            os.close(descriptor)
+            owner = json.loads(text or b"{}")
+            raise CheckpointError(
+                f"{self._where} belongs to process {owner.get('pid', '?')} on {owner.get('host', '?')}, which is "
+                "running; choose another train.checkpoint_dir, or end that run"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(_me()).encode())
+        self._descriptor = descriptor
+
+
+def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
+    """Raise `CheckpointError` if a directory holds checkpoints that a new run would mix its own with.
+
+    A run that goes on from one of them, ``resumed``, may use it if none is newer.
+    """
+    existing = checkpoints_in(where)
+    if not existing:
+        return
+    here = [c for c in existing if resumed is not None and are_same(resumed, c)]
+    if not here:
+        raise CheckpointError(
+            f"{where} holds checkpoints of another run, up to {existing[-1].name}; go on from them with "
+            f"--resume {where}, or choose another train.checkpoint_dir"
         )
-        self._saved_at, self._own = time.monotonic(), step
-
-    def _remove_old(self, newest: int) -> None:
-        """Remove what is older than the newest, of which this is the step, and is not to be kept."""
-        found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
-        for step in sorted(found)[: -self._keep_last]:
-            if self._keep_every is None or step % self._keep_every:
-                remove_checkpoint(found[step])
+    newer = [c.name for c in existing if step_of(c) > step_of(here[0])]
+    if newer:
+        raise CheckpointError(
+            f"{where} holds checkpoints that are newer than {here[0].name}: {', '.join(newer)}; remove them, go on "
+            "from the newest, or choose another train.checkpoint_dir"
+        )
 
 
-class KeepBest(Callback):
-    """Keeps the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends.
-
-    Parameters
-    ----------
-    where, recipe, background
-        As in `KeepLast`.
-    """
-
-    def __init__(self, where: str | Path | Directory, recipe: Recipe, *, background: bool = True) -> None:
-        self._where, self._recipe, self._background = directory(where), recipe, background
-        self._best = BestSoFar(recipe.train.monitor)
-        self._place: Directory | None = None
-        self._is_best = False
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove what earlier runs left unfinished there."""
-        claim(trainer, self._where)
-
-    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Remember whether this evaluation is the best."""
-        self._is_best = self._best.improved(metrics)
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Save if the evaluation of this step was the best."""
-        trainer.saver.poll()
-        if self._is_best:
-            self._is_best = False
-            place = self._place = self._where / f"best-{trainer.step:08d}"
-            trainer.saver.begin(
-                place, self._recipe, background=self._background, then=partial(self._remove_old, place.name)
-            )
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Load the best model; it stays as it is if there was no evaluation."""
-        if self._place is not None and not trainer.told_to_stop:  # then there is more to train
-            load_checkpoint(self._place, {"model": trainer.model})
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best value, and where its checkpoint is."""
-        return {**self._best.state_dict(), "path": None if self._place is None else self._place.path}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was the best; anew, if its checkpoint is gone, or another metric is monitored."""
-        if state["path"] is None:
-            return
-        place = directory(state["path"])
-        if not place.has(MANIFEST):
-            _log.warning("the best checkpoint so far, %s, is gone; the best is looked for anew", place)
-        elif self._best.load_state_dict(state):
-            self._place = place
-
-    def _remove_old(self, best: str) -> None:
-        for checkpoint in checkpoints_in(self._where, "best"):
-            if checkpoint.name != best:
-                remove_checkpoint(checkpoint)
+def are_same(a: Directory, b: Directory) -> bool:
+    """Tell whether two directories are one, however they are written."""
+    if isinstance(a, LocalDirectory) and isinstance(b, LocalDirectory):
+        return a.root.resolve() == b.root.resolve()
+    return a.path == b.path
 
 
-def claim(trainer: Trainer, where: Directory) -> None:
-    """Hold a directory of checkpoints, and remove what earlier runs left unfinished there."""
-    trainer.saver.claim(where)
-    if trainer.ranks.is_first:
-        remove_unfinished(where)
+def _me() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": _started(os.getpid()),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _is_dead(owner: dict[str, Any]) -> bool:
+    """Whether the owner is known to have ended: as a process of this host, or as an earlier attempt of this job."""
+    me = _me()
+    if owner.get("job") is not None and owner["job"] == me["job"] != "none":  # "none": torchrun without --rdzv-id
+        return True  # torchrun ends all ranks before it starts them again
+    if owner["host"] != me["host"]:
+        return False
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    there = owner.get("started"), _started(owner["pid"])  # numbers of processes come again, in containers soon
+    return owner["pid"] == os.getpid() or (None not in there and there[0] != there[1])
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in ticks since the machine was; None where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
 
 
 def remove_checkpoint(place: Directory) -> None:
@@ -297,8 +302,8 @@ def set_aside(place: Directory) -> str:
     return f"renamed to {target.name}"
 
 
-def remove_unfinished(where: Directory) -> None:
-    """Remove checkpoints that killed runs began in a directory, and those that they began to remove."""
+def _remove_unfinished(where: Directory) -> None:
+    """Remove checkpoints without a manifest: killed runs were writing or removing them."""
     for name in where.names():
         folder = where / name
         if NAME.fullmatch(name) and not folder.has(MANIFEST):

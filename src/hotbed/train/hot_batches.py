@@ -1,20 +1,22 @@
-"""`HotSplit`: the samples of a batch that need hot rows only, apart from its others, whose rows take longer to come.
+"""Divide batches into hot and cold samples (`HotSplit`), or schedule hot and cold batches by turns (`HotSchedule`).
 
-Hotline's idea (Adnan et al. 2022, arXiv 2204.05436): the hot part of a mini-batch is computed while the rows of the
-cold part are fetched. Both parts' gradients are added before the one update, so what is trained is the same model on
-the same batches; sums over samples are taken in another order.
+A hot sample needs hot rows only, which every rank has in its device's memory.
 
-`HotSchedule`: how often training turns from cold batches to hot ones and back, by what the test loss does.
+`HotSplit` is Hotline's idea (Adnan et al. 2022, arXiv 2204.05436): the hot samples of a mini-batch are computed while
+the rows of the cold ones are fetched. The gradients of both are added before the one update, so what is trained is the
+same model on the same batches; sums over samples are taken in another order. Of a batch whose samples 1 and 3 of 0 … 3
+are hot, it makes the parts [1, 3] and [0, 2].
 
-The rule of Adnan et al. 2021 (arXiv 2103.00686): evaluate after every round; if the loss went up, halve the rate, as
-long runs of one kind hurt; if it went down u times in a row, double it, as turning costs time.
+`HotSchedule` is the rule of Adnan et al. 2021 (arXiv 2103.00686): evaluate after every round of cold and hot batches;
+if the loss went up, halve the rate, as long runs of one kind hurt; if it went down u times in a row, double it, as
+turning costs time. With u = 2 and the losses 0.50, 0.49, 0.48, 0.52 a rate of 10 is 10, 10, 20, 10.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,16 +25,13 @@ from hotbed.config import HotRecipe
 from hotbed.data import Schema
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import by_feature, hot_inputs
-from hotbed.train.callbacks import Callback
 from hotbed.train.metrics import Metrics
 from hotbed.train.table_file import read_hot_rows
-
-if TYPE_CHECKING:
-    from hotbed.train.trainer import Trainer
+from hotbed.train.trainer import Callback, Trainer
 
 
 class HotSplit:
-    """Divides batches.
+    """Divide batches into hot and cold samples.
 
     Parameters
     ----------
@@ -62,7 +61,7 @@ class HotSplit:
 
 
 class HotSchedule(Callback):
-    """Evaluates after every round of hot and cold batches, and sets the rate of the next.
+    """Evaluate after every round of hot and cold batches, and set the rate of the next.
 
     Parameters
     ----------
@@ -78,11 +77,11 @@ class HotSchedule(Callback):
         self._improved = 0  # times in a row
 
     def on_step(self, trainer: Trainer, loss: float) -> None:
-        """Ask for an evaluation where a round is over; at the end of an epoch there is one anyway."""
+        """Request an evaluation where a round is over; at the end of an epoch there is one anyway."""
         trainer.evaluate_now = trainer.position > 0 and self._loader.round_is_over(trainer.position)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Set the rate, and tell of it."""
+        """Set the rate, and report it."""
         before, self._loss, rate = self._loss, metrics.logloss, self._loader.rate
         change = 0.0 if before is None else metrics.logloss - before
         self._improved = self._improved + 1 if change < 0 else 0

@@ -1,4 +1,4 @@
-"""How good predictions are: AUC, logloss, normalized entropy, calibration and grouped AUC.
+"""Evaluate predictions: AUC, logloss, normalized entropy, calibration and grouped AUC.
 
 Everything is computed from logits, not from probabilities: a float32 sigmoid is exactly 1 from 17 on, which would make
 ties that the model did not make. Sums are float64.

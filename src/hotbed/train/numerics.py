@@ -1,4 +1,4 @@
-"""`Numerics`: in which precision, and by which library, a run computes its dense part.
+"""Choose on which device, in which precision and by which library a model is computed; explain losses that are NaN.
 
 A recipe may leave both to the machine (``auto``). They are chosen once, when training starts, by all ranks alike, and
 kept in the checkpoint: they decide bits, so a run that is resumed on another machine goes on with them.
@@ -7,20 +7,40 @@ kept in the checkpoint: they decide bits, so a run that is resumed on another ma
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from hotbed.batch import Batch
 from hotbed.config import Precision, TrainRecipe
+from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
+from hotbed.train.metrics import checked_logits
 from hotbed.train.parallel import Ranks
 
 Library = Literal["torch", "onednn"]
 
 _log = logging.getLogger("hotbed")
+
+
+def resolve_device(device: str, option: str = "train.device") -> torch.device:
+    """Return the device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one.
+
+    Raises
+    ------
+    RecipeError
+        If CUDA is asked for and absent.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())  # with its number: what is current, each thread has
+    return torch.device(device.replace("auto", "cpu"))
 
 
 def bf16_instructions(device: torch.device) -> str | None:
@@ -35,7 +55,7 @@ def bf16_instructions(device: torch.device) -> str | None:
 
 
 class Numerics:
-    """Precision and library of a run.
+    """Choose precision and library of a run, and keep to them.
 
     Parameters
     ----------
@@ -60,7 +80,7 @@ class Numerics:
 
     def __init__(self, model: nn.Module, recipe: TrainRecipe, device: torch.device, ranks: Ranks) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, Linear) and m.library == "auto"]
-        self._recipe, self._device, self._ranks = recipe, device, ranks
+        self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._why = "the recipe"
@@ -105,6 +125,26 @@ class Numerics:
             chosen += f"; matrix products by {'oneDNN' if self.library == 'onednn' else 'the library of torch'}"
         return chosen
 
+    def summed_loss(self, batch: Batch) -> tuple[Tensor, int]:
+        """Compute Σ weight · binary cross-entropy of a batch in the chosen precision, and the number of tasks."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            logits, labels = checked_logits(self._model(batch), batch.labels)
+        weight = None if batch.weights is None else batch.weights[:, None]
+        return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.shape[1]
+
+    def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, place: str) -> NonFiniteError:
+        """Make the error for a loss that is not finite: where it happened, the likely cause and what to try.
+
+        ``loss`` is that of all ranks, ``own`` is finite where this rank's samples are not to blame; ``which`` names the
+        batch, ``place`` the step.
+        """
+        cause = "The samples of another rank did this, whose own message says how"
+        if not math.isfinite(own.item()) or self._ranks.size == 1:
+            cause = _cause_of_non_finite(batch, which, self._model)
+        return NonFiniteError(
+            f"the loss is {loss} in {place}; training stopped before the batch touched any parameter or table. {cause}"
+        )
+
     def state_dict(self) -> dict[str, str | None]:
         """What was chosen, and on what."""
         return {"precision": self.precision, "linear_library": self.library, "processor": _processor(self._device)}
@@ -144,3 +184,32 @@ def _processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu().kind
+
+
+def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
+    """Say why the loss of a batch is NaN or infinite, and what to try; ``which`` names the batch."""
+    for what, tensor in (("dense", batch.dense), ("weights", batch.weights)):
+        place = _first_bad(tensor)
+        if tensor is not None and place is not None:
+            column = f", column {place[1]}" if len(place) > 1 else ""
+            return (
+                f"The cause is in the input: {what} of sample {place[0]:,} of {which}{column} is "
+                f"{float(tensor[tuple(place)])}. Mend the data or fill such values in the source"
+            )
+    for name, parameter in model.named_parameters():
+        if _first_bad(parameter) is not None:
+            return (
+                f"The input is finite but parameter '{name}' is not: an earlier step diverged. Try a lower lr, or a "
+                f"longer schedule.warmup_steps"
+            )
+    return (
+        "The input and the dense parameters are finite, so values inside the model overflow. Try a lower lr of the "
+        "sparse or dense optimizer, a longer schedule.warmup_steps, or train.precision fp32"
+    )
+
+
+def _first_bad(tensor: Tensor | None) -> list[int] | None:
+    """Index of the first entry that is not finite."""
+    if tensor is None or bool(tensor.isfinite().all()):
+        return None
+    return (~tensor.detach().isfinite()).nonzero()[0].tolist()

@@ -1,30 +1,28 @@
-"""What a training loop does across ranks, besides what the model does: agree on losses, predictions and paths."""
+"""Train over several ranks: exchange losses, predictions and names (`Ranks`), and distribute a model by its recipe.
+
+What the model itself exchanges, ids, rows and gradients, is in `hotbed.embed`.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
 from hotbed.batch import Batch
 from hotbed.comm import Link
-from hotbed.config import Component, ParallelRecipe, Recipe
+from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
-from hotbed.embed import Distributed, collections_of, distribute, plan_for, plan_tables
+from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.jagged import ModelParallelInput
-from hotbed.machine import fit_threads
-from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.schemes import SCHEMES
@@ -32,215 +30,13 @@ from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
-from hotbed.train.rendezvous import fresh_store
+from hotbed.train.parameter_groups import moments_by_table
+from hotbed.train.process_group import started
 from hotbed.train.table_file import read_hot_rows, read_skew
 
 
-class Started(NamedTuple):
-    """What torchrun says of this process in the environment."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-def started() -> Started:
-    """Read the environment; a process that torchrun did not start is alone.
-
-    Raises
-    ------
-    CommError
-        If a variable is no number, or they do not fit together.
-    """
-
-    def number(name: str, default: int) -> int:
-        value = os.environ.get(name, str(default))
-        if not value.isdecimal():
-            raise CommError(f"the environment variable {name} is {value!r}, must be a number; start with torchrun")
-        return int(value)
-
-    size = number("WORLD_SIZE", 1)
-    if size > 1 and "RANK" not in os.environ:
-        raise CommError(
-            f"the environment variable WORLD_SIZE is {size}, but RANK is not set; start with torchrun, or unset it to "
-            "train with one process"
-        )
-    rank = number("RANK", 0)
-    if rank >= size:
-        raise CommError(
-            f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0 … {size - 1}; start with "
-            "torchrun, or unset both to train with one process"
-        )
-    return Started(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
-
-
-@contextmanager
-def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[Started]:
-    """Join the other processes that torchrun started, if it did.
-
-    Parameters
-    ----------
-    parallel
-        The timeout.
-    device
-        Where this one will compute, as in `TrainRecipe`; of several GPUs it takes the one of its local rank.
-
-    Raises
-    ------
-    CommError
-        If the others cannot be met, or there are fewer GPUs than processes here.
-    """
-    here = started()
-    if here.size == 1 or dist.is_initialized():
-        yield here
-        return
-    fit_threads(here.local_size)
-    backend = "gloo"
-    if device != "cpu" and torch.cuda.is_available():
-        if here.local_rank >= torch.cuda.device_count():
-            raise CommError(
-                f"rank {here.rank} of {here.size} is process {here.local_rank} here, but there are "
-                f"{torch.cuda.device_count()} GPUs; start as many processes as there are GPUs, or set train.device cpu"
-            )
-        torch.cuda.set_device(here.local_rank)
-        backend = "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=parallel.timeout_s)
-    try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            shared = next(rendezvous("env://", timeout=timeout))[0]
-            store = fresh_store(shared, here.rank, here.size, timeout)
-            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        raise CommError(
-            f"rank {here.rank} of {here.size} could not meet the others at {place} within {parallel.timeout_s} s "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-    try:
-        yield here
-    finally:
-        dist.destroy_process_group()
-
-
-def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
-    """The model over all processes and memories, as a recipe says; as it is where there is one of each."""
-    parallel = recipe.parallel
-    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    plan = planned(model, recipe, size)
-    if size > 1 and parallel.replicas == 1:
-        _refuse_too_many(plan, plan_tables(model), device)
-    return distribute(
-        model,
-        plan,
-        device=device,
-        dense=parallel.dense,
-        forward_codec=parallel.forward_codec,
-        backward_codec=parallel.backward_codec,
-        per_shard_statistics=parallel.per_shard_statistics,
-        ranks_per_node=parallel.ranks_per_node,
-        directory=recipe.memory.directory,
-        cache_policy=recipe.memory.cache_policy,
-        cache_tier=recipe.memory.cache_tier,
-        host=recipe.memory.host,
-        replicas=parallel.replicas,
-        sync_every=parallel.sync_every,
-        layout=parallel.layout,
-        exact=parallel.exact,
-        timeout=timedelta(seconds=parallel.timeout_s),
-    )
-
-
-def _refuse_too_many(plan: Plan, tables: Sequence[Table], device: torch.device) -> None:
-    """Raise `StoreError` if the rows in memory of all processes of this host are more than is free there."""
-    here = started()
-    local = range(here.rank - here.local_rank, here.rank - here.local_rank + here.local_size)
-    nbytes = 0
-    for table in tables:
-        for tile in plan.by_table[table.name]:
-            if tile.tier == "device":
-                nbytes += tile_bytes(table, tile) * sum(rank in local for rank in tile.ranks)
-    refuse_too_many(nbytes, device)
-
-
-def needs_a_plan(recipe: Recipe) -> bool:
-    """Whether a model has to be distributed: over several processes, or over memories."""
-    several = dist.is_available() and dist.is_initialized()
-    plan = _plan_or_scheme(recipe.parallel)
-    apart = recipe.memory.tier != "device" or recipe.hot.rows is not None
-    return several or apart or (isinstance(plan, Plan) and not plan.is_in_device_memory)
-
-
-def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
-    """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
-    parallel, memory = recipe.parallel, recipe.memory
-    plan = _plan_or_scheme(parallel)
-    if world_size > 1:
-        check_replicas(world_size, parallel.replicas, parallel.sync_every, exact=parallel.exact)
-    size = max(world_size // parallel.replicas, 1)
-    if recipe.hot.rows is not None:
-        return _plan_of_hot_rows(model, recipe, size, Path(recipe.hot.rows))
-    if not isinstance(plan, Plan):
-        plan = plan_for(model, size, plan)
-    if memory.tier == "device":
-        return plan
-    budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
-    if memory.tier == "host":
-        del budgets["host"]
-    tables = plan_tables(model)
-    return place_in_tiers(
-        plan,
-        tables,
-        budgets,
-        memory.tier,
-        popularity=None if memory.skew is None else read_skew(Path(memory.skew), {t.name: t.rows for t in tables}),
-        moments=moments_by_table(model, recipe),
-        cache_rows=memory.cache_rows,
-        cached=memory.cached_tiers,
-    )
-
-
-def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: Path) -> Plan:
-    """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
-    scheme, memory = recipe.parallel.plan, recipe.memory
-    if scheme not in SCHEMES:
-        raise RecipeError(
-            f"hot.rows is set, so parallel.plan must be a scheme ({', '.join(SCHEMES)}) for the other rows, not the "
-            f"plan {scheme}; leave one of them out"
-        )
-    hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
-    cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
-    return with_cache(plan_for(model, world_size, cuts), memory.cache_rows, memory.cached_tiers)
-
-
-def moments_of(optimizer: Component) -> tuple[Moment, ...]:
-    """Moments that a recipe's sparse optimizer keeps beside the rows."""
-    made = optimizer.load()
-    return made.rule_for(optimizer.init_args).moments if issubclass(made, SparseOptimizer) else ()
-
-
-def moments_by_table(model: nn.Module, recipe: Recipe) -> dict[str, tuple[Moment, ...]]:
-    """Moments that the recipe's optimizers keep beside the rows of a model's tables, by their names in plans."""
-    sparse, wide = recipe.sparse_optimizer, recipe.wide_optimizer or recipe.sparse_optimizer
-    own = [wide if path == "wide" else sparse for path, of in collections_of(model).items() for _ in of.tables]
-    return {table.name: moments_of(by) for table, by in zip(plan_tables(model), own, strict=True)}
-
-
-def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
-    return parallel.plan if parallel.plan in SCHEMES else read_plan(Path(parallel.plan))
-
-
-def read_plan(file: Path) -> Plan:
-    """A plan's JSON file; a `PlanError` says what else a plan can be."""
-    if not file.is_file():
-        raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}")
-    return Plan.from_json(file.read_text(encoding="utf-8"))
-
-
 class Ranks:
-    """The ranks that train a model together; one, where it is not distributed.
+    """Exchange small values between the ranks that train a model; there is one, where it is not distributed.
 
     Parameters
     ----------
@@ -375,3 +171,90 @@ def _of_a_collective(error: RuntimeError) -> bool:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "one of ranks ") + ", ".join(map(str, ranks))
+
+
+# -- the model over ranks and memories ---------------------------------------------------------------------------------
+
+
+def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+    """Distribute a model over all processes and memories, as a recipe says; unchanged where there is one of each."""
+    parallel = recipe.parallel
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    plan = planned(model, recipe, size)
+    if size > 1 and parallel.replicas == 1:
+        _refuse_too_many(plan, plan_tables(model), device)
+    timeout = timedelta(seconds=parallel.timeout_s)
+    return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
+
+
+def _refuse_too_many(plan: Plan, tables: Sequence[Table], device: torch.device) -> None:
+    """Raise `StoreError` if the rows in memory of all processes of this host are more than is free there."""
+    here = started()
+    local = range(here.rank - here.local_rank, here.rank - here.local_rank + here.local_size)
+    nbytes = 0
+    for table in tables:
+        for tile in plan.by_table[table.name]:
+            if tile.tier == "device":
+                nbytes += tile_bytes(table, tile) * sum(rank in local for rank in tile.ranks)
+    refuse_too_many(nbytes, device)
+
+
+def needs_a_plan(recipe: Recipe) -> bool:
+    """Whether a model has to be distributed: over several processes, or over memories."""
+    several = dist.is_available() and dist.is_initialized()
+    plan = _plan_or_scheme(recipe.parallel)
+    outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
+    return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
+
+
+def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
+    """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
+    parallel, memory = recipe.parallel, recipe.memory
+    plan = _plan_or_scheme(parallel)
+    if world_size > 1:
+        check_replicas(world_size, parallel)
+    size = max(world_size // parallel.replicas, 1)
+    if recipe.hot.rows is not None:
+        return _plan_of_hot_rows(model, recipe, size, Path(recipe.hot.rows))
+    if not isinstance(plan, Plan):
+        plan = plan_for(model, size, plan)
+    if memory.tier == "device":
+        return plan
+    budgets: dict[Tier, int] = {"device": memory.device_bytes, "host": memory.host_bytes}
+    if memory.tier == "host":
+        del budgets["host"]
+    tables = plan_tables(model)
+    return place_in_tiers(
+        plan,
+        tables,
+        budgets,
+        memory.tier,
+        popularity=None if memory.skew is None else read_skew(Path(memory.skew), {t.name: t.rows for t in tables}),
+        moments=moments_by_table(model, recipe),
+        cache_rows=memory.cache_rows,
+        cached=memory.cached_tiers,
+    )
+
+
+def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: Path) -> Plan:
+    """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
+    scheme, memory = recipe.parallel.plan, recipe.memory
+    if scheme not in SCHEMES:
+        raise RecipeError(
+            f"hot.rows is set, so parallel.plan must be a scheme ({', '.join(SCHEMES)}) for the other rows, not the "
+            f"plan {scheme}; leave one of them out"
+        )
+    hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
+    cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
+    return with_cache(plan_for(model, world_size, cuts), memory.cache_rows, memory.cached_tiers)
+
+
+def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
+    return parallel.plan if parallel.plan in SCHEMES else read_plan(Path(parallel.plan))
+
+
+def read_plan(file: Path) -> Plan:
+    """A plan's JSON file; a `PlanError` says what else a plan can be."""
+    if not file.is_file():
+        raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}")
+    return Plan.from_json(file.read_text(encoding="utf-8"))

@@ -1,8 +1,12 @@
-"""Prefetch while a batch is computed: the next batch (`Ahead`), and the rows of the rest of a batch (`RowPrefetcher`).
+"""Prefetch while a batch is computed: ids of the next batch, and rows of the next part of a divided one.
 
+`BatchPrefetcher` moves the next batch to the device and exchanges its ids; `RowPrefetcher` fetches the rows of a part.
 Each has one thread over a process group of its own, so its exchanges overlap with those of the step; it takes batches
-in their order, so all ranks exchange in the same order. What a step computes is what it would compute without: rows
-are fetched in the step itself, after the update before it.
+in their order, so all ranks exchange in the same order. Results are those of a run without prefetching: rows of a batch
+are fetched in its own step, after the update before it.
+
+Of batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` once b1 was submitted, ``(b1, False)`` once b2 was, and
+``(b2, True)``: one batch is prepared while another is computed, and the last is known as such.
 """
 
 from __future__ import annotations
@@ -23,12 +27,12 @@ Divide = Callable[[Batch], Sequence[Batch]]
 
 
 def whole(batch: Batch) -> Sequence[Batch]:
-    """A batch as its only part."""
+    """Return a batch as its only part."""
     return [batch]
 
 
-class Ahead:
-    """Prepares batches one ahead of the step: ids are exchanged, and columns move to the device.
+class BatchPrefetcher:
+    """Prepare each batch while the one before is computed: exchange its ids, and move its columns to the device.
 
     Parameters
     ----------
@@ -37,15 +41,15 @@ class Ahead:
     move
         Brings a batch to the device, ids checked.
     overlap
-        Whether to exchange ids ahead, and to have rows in files read ahead; else each step does it when it comes to
-        it, as it does where exchanges may not overlap (`Link.overlaps`).
+        Whether to prefetch ids, and read rows ahead that are in files; else each step does it itself, as it does where
+        exchanges may not overlap (`Link.overlaps`).
     divide
-        Called with each batch as it comes.
+        Called with each batch.
 
     Attributes
     ----------
     exchange_s
-        Seconds that it took to check, move and exchange ids ahead, on this rank.
+        Seconds that it took to check, move and exchange prefetched ids, on this rank.
     waited_s
         Seconds of it that steps waited for.
     """
@@ -65,37 +69,38 @@ class Ahead:
         return max(1 - self.waited_s / self.exchange_s, 0) if self.exchange_s else 0.0
 
     def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
-        """The parts of batches that are ready, what came with each batch, and whether it is the last."""
+        """Yield the parts of each batch when it is ready, what came with the batch, and whether it is the last."""
         if self._link is None:
-            yield from self._one_ahead(batches)
+            yield from self._move_next(batches)
             return
-        with ThreadPoolExecutor(1, thread_name_prefix="hotbed-ahead") as thread:
-            coming: tuple[Future[list[Batch]], T] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="hotbed-prefetch") as thread:
+            pending: tuple[Future[list[Batch]], T] | None = None
             for batch, beside in batches:
-                following = thread.submit(self._prepared, batch)
-                if coming is not None:
-                    yield self._ready(coming[0]), coming[1], False
-                coming = following, beside
-            if coming is not None:
-                yield self._ready(coming[0]), coming[1], True
+                following = thread.submit(self._prepare, batch)
+                if pending is not None:
+                    yield self._wait(pending[0]), pending[1], False
+                pending = following, beside
+            if pending is not None:
+                yield self._wait(pending[0]), pending[1], True
 
-    def _one_ahead(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
-        coming: tuple[list[Batch], T] | None = None
+    def _move_next(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
+        """Move each batch to the device before the one before it is yielded; ids are exchanged by the step."""
+        pending: tuple[list[Batch], T] | None = None
         for batch, beside in batches:
             moved = [self._move(part) for part in self._divide(batch)]
-            if coming is not None:
-                yield *coming, False
-            coming = moved, beside
-        if coming is not None:
-            yield *coming, True
+            if pending is not None:
+                yield *pending, False
+            pending = moved, beside
+        if pending is not None:
+            yield *pending, True
 
-    def _ready(self, future: Future[list[Batch]]) -> list[Batch]:
+    def _wait(self, future: Future[list[Batch]]) -> list[Batch]:
         start = time.perf_counter()
         parts = future.result()
         self.waited_s += time.perf_counter() - start
         return parts
 
-    def _prepared(self, batch: Batch) -> list[Batch]:
+    def _prepare(self, batch: Batch) -> list[Batch]:
         assert self._link is not None
         start = time.perf_counter()
         parts = [self._move(part) for part in self._divide(batch)]
@@ -107,7 +112,7 @@ class Ahead:
 
 
 class RowPrefetcher:
-    """Brings the rows of one part of a batch here while another part is computed.
+    """Fetch the rows of one part of a batch while another part is computed.
 
     Parameters
     ----------
@@ -121,7 +126,7 @@ class RowPrefetcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hotbed-fetch")
 
     def start(self, batch: Batch) -> Future[None]:
-        """Begin with a batch whose ids were exchanged ahead; no row may be updated until it has been computed."""
+        """Fetch the rows of a batch whose ids were prefetched; no row may be updated until it has been computed."""
         for collection in self._collections:
             collection.settle()
         under_way = self._thread.submit(self._fetch, batch)

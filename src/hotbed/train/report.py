@@ -24,7 +24,7 @@ from hotbed.files import read_yaml, write_json, write_text, yaml_text
 from hotbed.machine import cpu, release, usable_cores
 from hotbed.plan import Plan
 from hotbed.train.callbacks import Callback
-from hotbed.train.directory_lock import are_same
+from hotbed.train.checkpointing import are_same
 from hotbed.train.metrics import Metrics
 from hotbed.train.parallel import Ranks
 

@@ -1,11 +1,11 @@
-"""From which checkpoint a run goes on, and which settings may have changed since.
+"""Resume a run: find its checkpoint, load it, and refuse settings that would train something else.
 
 ``--resume PATH`` goes on from a checkpoint in a run of its own. ``--resume auto`` goes on with the newest run of the
 recipe's name, in its directory, or begins: the same command starts a run and, after a crash of any rank, takes it up
 again, as ``torchrun --max-restarts`` does. The first rank looks; all load the same checkpoint, or all fail.
 
 Learning rates, moments and positions come out of the checkpoint, so another value in the recipe would be ignored or,
-worse, half obeyed. A resumed run may change only how long it goes on, what it shows and keeps, and where it runs.
+worse, applied in part. A resumed run may change only how long it goes on, what it shows and keeps, and where it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -34,9 +34,7 @@ from hotbed.errors import DamagedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
-
-if TYPE_CHECKING:
-    from hotbed.train.trainer import Trainer
+from hotbed.train.trainer import Trainer
 
 AUTO = "auto"
 """What ``--resume`` takes in the place of a path."""
@@ -98,7 +96,7 @@ def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> 
         lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
         raise RecipeError(
             f"{what} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
-            f"that it was made with, or train anew without --resume"
+            f"that it was made with, or train from the start without --resume"
         )
 
 
@@ -127,9 +125,9 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> dict[st
         if earlier is not None and (earlier / SUMMARY).is_file():
             stored = Recipe.from_stored(read_yaml(earlier / RECIPE))
             _refuse_difference(f"{earlier}", stored.to_dict(), recipe)
-            summary, asked = json.loads((earlier / SUMMARY).read_text(encoding="utf-8")), recipe.train
-            is_as_long = all(getattr(stored.train, key) == getattr(asked, key) for key in _LENGTH)
-            is_longer = summary["epochs"] >= asked.epochs or summary["steps"] >= (asked.steps or math.inf)
+            summary, wanted = json.loads((earlier / SUMMARY).read_text(encoding="utf-8")), recipe.train
+            is_as_long = all(getattr(stored.train, key) == getattr(wanted, key) for key in _LENGTH)
+            is_longer = summary["epochs"] >= wanted.epochs or summary["steps"] >= (wanted.steps or math.inf)
             if is_as_long or is_longer:
                 summaries = [json.dumps(summary)]
     summaries = ranks.names(summaries)
@@ -172,7 +170,7 @@ def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: 
     Returns
     -------
     Directory or None
-        The checkpoint; its directory is claimed (see `Saver.claim`).
+        The checkpoint; its directory is locked (see `Saver.lock`).
 
     Raises
     ------
@@ -192,7 +190,7 @@ def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: 
     place = directory(recipe.train.checkpoint_dir or earlier[0] / "checkpoints")
     names, unfinished = _names(place, trainer)
     if names:
-        trainer.saver.claim(place)
+        trainer.saver.lock(place)
         names, unfinished = _names(place, trainer)
     damage: dict[str, str] = {}
     for name in names:

@@ -23,16 +23,16 @@ from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_model, build_trainer, check_split, open_source
-from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
-from hotbed.train.checkpointing import KeepBest, KeepLast
-from hotbed.train.directory_lock import refuse_other_checkpoints
+from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
+from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.metrics import Metrics, evaluate
+from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
 from hotbed.train.throughput import Balance
-from hotbed.train.trainer import Trainer, resolve_device
+from hotbed.train.trainer import Trainer
 
 
 def train(
@@ -222,8 +222,8 @@ def _of_ranks(trainer: Trainer) -> dict[str, Any]:
         **averaged,
         **Balance(trainer.model).record(),
         "ranks": trainer.ranks.size,
-        "ids_exchange_s": trainer.ahead.exchange_s,
-        "ids_exchange_hidden_share": trainer.ahead.hidden_share,
+        "ids_exchange_s": trainer.prefetcher.exchange_s,
+        "ids_exchange_hidden_share": trainer.prefetcher.hidden_share,
     }
 
 

@@ -1,8 +1,7 @@
-"""Reading what a command of hotbed's has written about each table of a dataset: ``{"tables": [{"table": …}, …]}``.
+"""Read the files that commands write about the tables of a dataset: ``{"tables": [{"table": …}, …]}``.
 
-Reading ``hot_rows.json``, which says how many of the first rows of each table are hot.
-
-Reading ``skew.json`` of ``hotbed inspect --skew``, which says how often the rows of each table are accessed.
+``hot_rows.json`` of ``hotbed pack`` says how many of the first rows of each table are hot; ``skew.json`` of ``hotbed
+inspect --skew`` how often the rows of each table are accessed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,21 @@ T = TypeVar("T")
 
 
 class Writer(NamedTuple):
-    """The command that writes a file: its name, how it is asked to do so again, and for another model's data."""
+    """The command that writes a file, for errors.
+
+    Attributes
+    ----------
+    command
+        Its name.
+    again
+        What to do with a damaged file.
+    for_model
+        What to do with a file of another model's data.
+    """
 
     command: str
     again: str
-    anew: str
+    for_model: str
 
 
 def read_tables(
@@ -39,9 +48,9 @@ def read_tables(
     rows
         Rows of each table of the model, by its name in plans: ``TABLE``, or ``COLLECTION.TABLE``.
     take
-        Makes what is wanted of the file's content and a table's entry.
+        Maps the file's content and a table's entry to what is returned for the table.
     writer
-        Who has written it.
+        What wrote it.
 
     Raises
     ------
@@ -60,7 +69,7 @@ def read_tables(
     for name in rows:
         own = name if name in found else name.rpartition(".")[2]
         if own not in found:
-            raise DataError(f"{file} has no table '{name}', which the model has; {writer.anew}")
+            raise DataError(f"{file} has no table '{name}', which the model has; {writer.for_model}")
         entries[name] = found[own]
     return entries
 
@@ -116,7 +125,7 @@ def read_skew(file: Path, rows: Mapping[str, int]) -> dict[str, Curve]:
     for name, (counted, curve) in read_tables(file, rows, _counted, _INSPECT).items():
         if counted != rows[name]:
             has = f"{counted:,} rows, the model's has {rows[name]:,}"
-            raise DataError(f"{file}: table '{name}' has {has}; {_INSPECT.anew}")
+            raise DataError(f"{file}: table '{name}' has {has}; {_INSPECT.for_model}")
         found[name] = curve
     return found
 

@@ -1,25 +1,24 @@
-"""`Clock`: the rate of training.
-
-How evenly ranks share the work of the tables, and what replicas of them cost.
-"""
+"""Measure training: samples per second, how evenly ranks share the load of tables, traffic of caches and files."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
 from hotbed.embed import Distributed, collections_of
+from hotbed.store import Traffic
 
 SETTLING_STEPS = 5
 """First steps that the rate leaves out: kernels are compiled and buffers allocated in them."""
 
 
 class Clock:
-    """Counts training samples and the seconds they took."""
+    """Count training samples and the seconds they took."""
 
     def __init__(self) -> None:
         self._mark = time.perf_counter()
@@ -53,11 +52,11 @@ class Clock:
         return samples / seconds if seconds else 0.0
 
 
-_WORK = ("bytes", "lookups", "time")
+_LOADS = ("bytes", "lookups", "time")
 
 
 class Balance:
-    """Numbers of a distributed model since they were last asked for; nothing of any other.
+    """Compare the load of a distributed model's ranks since the last record; of any other model, nothing.
 
     Parameters
     ----------
@@ -70,12 +69,12 @@ class Balance:
         self._last = [0.0] * 4
 
     def record(self) -> dict[str, float]:
-        """What a record of training says; all ranks must call this.
+        """Return entries for a record of training; all ranks must call this.
 
         Returns
         -------
         dict
-            ``imbalance_bytes``, ``imbalance_lookups`` and ``imbalance_time``: the largest rank's share over the mean,
+            ``imbalance_bytes``, ``imbalance_lookups`` and ``imbalance_time``: the largest rank's load over the mean,
             of bytes that tables and moments take, of rows read, and of time spent on reading and updating them (1 where
             nothing was done). Of replicas that are averaged also ``sync_s``, seconds of the slowest rank, and
             ``sync_bytes``, sent by all ranks.
@@ -85,17 +84,42 @@ class Balance:
         wire = self._model.wire
         replicas = wire.replicas
         syncs = (0.0, 0.0) if replicas is None else (replicas.sync_s, float(replicas.sync_bytes))
-        now = [float(wire.work.lookups), wire.work.seconds, *syncs]
+        now = [float(wire.load.lookups), wire.load.seconds, *syncs]
         collections = collections_of(self._model).values()
         own = [float(sum(c.nbytes for c in collections)), *(a - b for a, b in zip(now, self._last, strict=True))]
         self._last = now
         link = self._model.link
         values = torch.tensor(own, dtype=torch.float64, device=link.device)
         columns: list[list[float]] = link.all_gather("work of ranks", values).wait().T.tolist()
-        found = {f"imbalance_{name}": _over_mean(of) for name, of in zip(_WORK, columns, strict=False)}
+        found = {f"imbalance_{name}": _over_mean(of) for name, of in zip(_LOADS, columns, strict=False)}
         if replicas is not None and not replicas.exact:
             found |= {"sync_s": max(columns[3]), "sync_bytes": sum(columns[4])}
         return found
+
+
+class TierCounters:
+    """Count what caches and files of this rank's tables do, in all and since the last record.
+
+    Parameters
+    ----------
+    model
+        As it is trained.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._last = Traffic()
+
+    @property
+    def total(self) -> Traffic:
+        """What they did so far."""
+        return sum((c.traffic for c in collections_of(self._model).values()), Traffic())
+
+    def record(self) -> dict[str, float]:
+        """Return entries for a record of training; none if all rows are in the device's memory."""
+        now = self.total
+        last, self._last = self._last, now
+        return {} if now == Traffic() else {"hit_rate": (now - last).hit_rate, **asdict(now - last)}
 
 
 def _over_mean(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""`Trainer`: the training loop.
+"""Train a model: the loop, what it calls, and what it lets callbacks do.
 
 What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, its optimizers
 and any iterable of `Batch`; everything that is not training (logs, progress, checkpoints, stopping early) is a
@@ -7,45 +7,73 @@ and any iterable of `Batch`; everything that is not training (logs, progress, ch
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hotbed.batch import Batch
 from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
-from hotbed.embed import Distributed, collections_of
+from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
-from hotbed.train.callbacks import Callback, refuse_non_finite
 from hotbed.train.checkpointing import Saver
-from hotbed.train.metrics import Metrics, checked_logits, evaluate, to_device
-from hotbed.train.numerics import Numerics
+from hotbed.train.metrics import Metrics, evaluate, to_device
+from hotbed.train.numerics import Numerics, resolve_device
 from hotbed.train.parallel import Ranks
-from hotbed.train.pipeline import Ahead, Divide, RowPrefetcher, whole
-from hotbed.train.throughput import Balance, Clock
+from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
+from hotbed.train.throughput import Balance, Clock, TierCounters
 
 _COUNTERS = ("step", "epoch", "position", "samples")
 
 
-class _Backward(NamedTuple):
-    """Over all ranks: mean loss and number of samples, and whether any has asked to save or to stop."""
+class Callback:
+    """Do something at certain moments of training; override what you need."""
 
-    loss: float
-    samples: int
-    save: bool
-    stop: bool
+    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
+        """Before `on_train_start`: in which precision, and by which library, the dense part is computed, and why."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Before the first step; ``trainer.steps_total`` is known here, if it can be."""
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        """After every step; ``trainer.step`` counts it already."""
+
+    def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """Every ``log_every`` steps: step, epoch, mean loss since the last record, learning rates, samples/s."""
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """After every evaluation during training."""
+
+    def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
+        """After an evaluation by which `HotSchedule` has set a rate: logloss, rate_before, rate."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """After a step and its evaluation, if it had one: a run goes on from here if this is what it saved."""
+
+    def on_checkpoint(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """When this rank has written its files of a checkpoint: step, path, bytes, seconds, stalled_s (see `Saver`)."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """After the last step; not called when training fails."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a resumed run is to know of this callback, as plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
 
 
 class Trainer:
-    """Trains a model.
+    """Train a model.
 
     Parameters
     ----------
@@ -55,8 +83,10 @@ class Trainer:
         Optimizer of the model's parameters.
     sparse
         Optimizer of its embedding tables.
+    group_optimizers
+        Optimizers of parameters and tables that those two do not train, by the name they have in logs and checkpoints.
     wide
-        Optimizer of the tables of its wide part, where that has its own.
+        Former name of ``group_optimizers={"wide": …}``; it works until hotbed 0.3 and warns.
     recipe
         Batch size, number of steps, precision and so on.
     schedule
@@ -68,19 +98,15 @@ class Trainer:
     labels
         Names of the tasks.
     overlap
-        Whether a distributed model's ids are exchanged ahead, while the batch before is computed.
+        Whether a distributed model's ids are prefetched: exchanged while the batch before is computed.
     divide
-        Makes parts of each batch; the rows of a part are fetched while the part before is computed. Their gradients add
-        up to the batch's. On several ranks each batch must have equally many parts.
+        Divides each batch; the rows of a part are fetched while the part before is computed. Their gradients add up to
+        the batch's. On several ranks each batch must have equally many parts.
 
     Attributes
     ----------
-    step
-        Steps taken.
-    epoch
-        Epochs finished.
-    position
-        Batches taken of the present epoch.
+    step, epoch, position
+        Steps taken, epochs finished, and batches taken of the present epoch.
     samples
         Samples trained on, also by the runs that this one goes on from.
     stop
@@ -91,13 +117,13 @@ class Trainer:
     evaluate_now
         A callback sets it in ``on_step``, on all ranks alike, to evaluate after the present step.
     save_now, told_to_stop
-        Whether any rank had asked so before the present step.
+        Whether any rank had requested so before the present step.
     saver
         What saves checkpoints.
     numerics
         Precision and library of products, chosen when training starts.
     other_parts
-        More that a run needs to go on, by name.
+        More that a checkpoint is to hold, by name.
     """
 
     def __init__(
@@ -106,6 +132,7 @@ class Trainer:
         dense: Optimizer,
         sparse: Optimizer,
         *,
+        group_optimizers: Mapping[str, Optimizer] | None = None,
         wide: Optimizer | None = None,
         recipe: TrainRecipe,
         schedule: ScheduleRecipe | None = None,
@@ -115,15 +142,23 @@ class Trainer:
         overlap: bool = True,
         divide: Divide = whole,
     ) -> None:
-        self.model, self.dense, self.sparse, self.wide, self.recipe = model, dense, sparse, wide, recipe
-        self.optimizers = {"dense": dense, "sparse": sparse} | ({} if wide is None else {"wide": wide})
+        groups = dict(group_optimizers or {})
+        if wide is not None:
+            new = "group_optimizers={'wide': …}"
+            warnings.warn(
+                f"wide= is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=2
+            )
+            groups["wide"] = wide
+        self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
+        self.optimizers = {"dense": dense, "sparse": sparse, **groups}
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
         self.numerics = Numerics(model, recipe, self.device, self.ranks)
         self._balance = Balance(model)
-        self.ahead = Ahead(model, lambda batch: to_device(batch, model, self.device), overlap=overlap, divide=divide)
-        self._fetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
+        move = partial(to_device, model=model, device=self.device)
+        self.prefetcher = BatchPrefetcher(model, move, overlap=overlap, divide=divide)
+        self._row_prefetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
         self._factor = (schedule or ScheduleRecipe()).factor
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
         self.schedules = {
@@ -134,13 +169,12 @@ class Trainer:
         self.steps_total: int | None = recipe.steps
         self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = False
         self.evaluate_now = False
-        self.saver = Saver(self)
         self.other_parts: dict[str, Stateful] = {}
-        self._batches: Iterable[Batch] = ()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
+        self.saver = Saver(self.ranks, self.clock, self.parts, partial(self._call, "on_checkpoint"))
         self._recent: list[float] = []
-        self._traffic = Traffic()
+        self._tiers = TierCounters(model)
         self._of_callbacks: dict[str, Any] = {}
         if recipe.compile:
             model.compile()
@@ -171,7 +205,7 @@ class Trainer:
                 self._fit(batches, valid)
                 self.ranks.sync()
                 self.saver.finish()
-                self._obey(False, *map(bool, self.ranks.add(self.ask_stop)))  # asked after the last step
+                self._apply_requests(False, *map(bool, self.ranks.add(self.ask_stop)))  # requested after the last step
             self._call("on_train_end")
         except BaseException:
             self.saver.abandon()
@@ -185,55 +219,50 @@ class Trainer:
                 self.ranks.at_step(self.step + 1)
                 for optimizer in self.optimizers.values():
                     optimizer.zero_grad()
-                done = self._backward(parts)
+                loss, samples, save, stop = self._backward(parts)
                 for optimizer in self.optimizers.values():
                     optimizer.step()
                 for schedule in self.schedules.values():
                     schedule.step()
-                self._obey(done.save, done.stop)
-                self._advance(done.samples, done.loss, last)
+                self._apply_requests(save, stop)
+                self._advance(samples, loss, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
                 self._call("on_step_end")
                 if self.finished:
                     break
 
-    def _backward(self, parts: Sequence[Batch]) -> _Backward:
-        """Leave the gradients of the mean loss over all samples with the optimizers."""
+    def _backward(self, parts: Sequence[Batch]) -> tuple[float, int, bool, bool]:
+        """Compute gradients of the mean loss; return it, the samples, and requests to save and stop, of all ranks."""
         samples, losses = sum(map(len, parts)), 0.0
         everyone = all_samples = save = stop = 0.0
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             last = following is None
-            fetching = self._fetcher.start(following) if self._fetcher and following is not None else None
+            rows = self._row_prefetcher.start(following) if self._row_prefetcher and following is not None else None
             with self.model.no_sync() if isinstance(self.model, Distributed) and not last else nullcontext():
-                total, tasks = self._total(part)
+                total, tasks = self.numerics.summed_loss(part)
                 # This waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
                 # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
                 own = total, samples * tasks, samples, self.ask_save, self.ask_stop
                 value, everyone, all_samples, save, stop = self.ranks.add(*own)
                 losses += value / max(everyone, 1)
-                which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
-                refuse_non_finite(losses, total, part, which, self)
+                if not math.isfinite(losses):
+                    which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
+                    place = f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
+                    raise self.numerics.non_finite_error(losses, total, part, which, place)
                 # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
                 (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
-            if fetching is not None:
-                fetching.result()
-        return _Backward(losses, int(all_samples), bool(save), bool(stop))
+            if rows is not None:
+                rows.result()
+        return losses, int(all_samples), bool(save), bool(stop)
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
-        total, tasks = self._total(batch)
+        total, tasks = self.numerics.summed_loss(batch)
         return total / max(len(batch) * tasks, 1)
 
-    def _total(self, batch: Batch) -> tuple[Tensor, int]:
-        """Σ weight · loss, and the number of tasks."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.numerics.precision == "bf16"):
-            logits, labels = checked_logits(self.model(batch), batch.labels)
-        weight = None if batch.weights is None else batch.weights[:, None]
-        return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.shape[1]
-
-    def _obey(self, save: bool, stop: bool) -> None:
-        """Do what any rank has asked for."""
+    def _apply_requests(self, save: bool, stop: bool) -> None:
+        """Set what callbacks and the loop read, by what any rank has requested."""
         self.save_now, self.told_to_stop, self.stop = save, self.told_to_stop or stop, self.stop or stop
         if save:
             self.ask_save = False
@@ -245,14 +274,14 @@ class Trainer:
         return self.stop or out_of_steps or self.epoch >= self.recipe.epochs
 
     def validate(self, batches: Iterable[Batch]) -> Metrics:
-        """Evaluate now, and tell the callbacks."""
+        """Evaluate now, and call the callbacks."""
         with self.clock.paused():
             metrics = self.evaluate(batches)
             self._call("on_eval", metrics)
         return metrics
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
-        """Metrics of the model as it is; see `evaluate`."""
+        """Compute metrics of the present model; see `evaluate`."""
         return evaluate(self.model, batches, device=self.device, group=self.group, labels=self.labels)
 
     @property
@@ -263,12 +292,11 @@ class Trainer:
     # -- what the loop calls ---------------------------------------------------------------------------------------
 
     def _start(self, batches: Iterable[Batch]) -> None:
-        self._batches = batches
         self.model.train()
         self._call("on_numerics", self.numerics.settle())
         try:
-            ahead = len(cast("Any", batches)) * (self.recipe.epochs - self.epoch) + self.step - self.position
-            self.steps_total = min(ahead, self.recipe.steps or ahead)
+            steps = len(cast("Any", batches)) * (self.recipe.epochs - self.epoch) + self.step - self.position
+            self.steps_total = min(steps, self.recipe.steps or steps)
         except TypeError:
             self.steps_total = self.recipe.steps
         for callback in self.callbacks:
@@ -278,21 +306,18 @@ class Trainer:
         self.clock.start()
 
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[list[Batch], bool]]:
-        """The batches of an epoch on the device, as their parts, and whether each is the last.
+        """Yield the batches of an epoch on the device, divided, and whether each is the last.
 
-        One batch is fetched ahead (see `Ahead`), so that it is there when the step is over. A checkpoint must not count
-        it, so the loader's position is noted with each.
+        One batch is prefetched, so that it is there when the step is over. A checkpoint must not count it, so the
+        loader's position is noted with each.
         """
-        last = False
-        for parts, position, last in self.ahead((batch, self._loader_state()) for batch in batches):
+        last, state = False, getattr(batches, "state_dict", lambda: None)
+        for parts, position, last in self.prefetcher((batch, state()) for batch in batches):
             self._data_position = position
             yield parts, last
         if not last:
             again = "; a generator can be iterated once only, pass a list or a Loader" if self.epoch else ""
             raise BatchError(f"epoch {self.epoch} has no batch{again}")
-
-    def _loader_state(self) -> Mapping[str, Any] | None:
-        return cast("Any", self._batches).state_dict() if hasattr(self._batches, "state_dict") else None
 
     def _advance(self, samples: int, loss: float, last: bool) -> None:
         self.step += 1
@@ -310,7 +335,7 @@ class Trainer:
                 "loss": sum(self._recent) / len(self._recent),
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
-                **self._of_tiers(),
+                **self._tiers.record(),
                 **self._balance.record(),
             }
             self._recent.clear()
@@ -319,34 +344,24 @@ class Trainer:
     @property
     def traffic(self) -> Traffic:
         """What caches and files of this rank's tables did so far."""
-        return sum((c.traffic for c in collections_of(self.model).values()), Traffic())
-
-    def _of_tiers(self) -> dict[str, float]:
-        """What caches and files of this rank did since the last record, if there are any."""
-        now = self.traffic
-        before, self._traffic = self._traffic, now
-        return {} if now == Traffic() else {"hit_rate": (now - before).hit_rate, **asdict(now - before)}
+        return self._tiers.total
 
     def _evaluation_is_due(self, last: bool) -> bool:
-        asked, self.evaluate_now = self.evaluate_now, False
-        return asked or (last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0)
+        requested, self.evaluate_now = self.evaluate_now, False
+        return requested or (last if self.recipe.eval_every is None else self.step % self.recipe.eval_every == 0)
 
     def _call(self, event: str, *args: object) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self, *args)
 
-    def report_checkpoint(self, record: dict[str, Any]) -> None:
-        """Tell the callbacks what a checkpoint took."""
-        self._call("on_checkpoint", record)
-
     def report_schedule(self, record: dict[str, float]) -> None:
-        """Tell the callbacks what a schedule has decided."""
+        """Call the callbacks with what a schedule has decided."""
         self._call("on_schedule", record)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, Stateful]:
-        """Everything that a run needs to go on, by the name it has in a checkpoint."""
+        """Return everything that a run needs to go on, by the name it has in a checkpoint."""
         return {
             "model": self.model,
             **self.optimizers,
@@ -380,18 +395,3 @@ class Trainer:
         if self._data_position is None:
             raise RecipeError("the checkpoint holds no position in the data; it cannot be resumed, only evaluated")
         loader.load_state_dict(self._data_position)
-
-
-def resolve_device(device: str, option: str = "train.device") -> torch.device:
-    """Device that ``option`` of a recipe or command line names; ``auto`` is CUDA where there is one.
-
-    Raises
-    ------
-    RecipeError
-        If CUDA is asked for and absent.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RecipeError(f"{option} is cuda, but torch finds no CUDA device here; use auto or cpu")
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", torch.cuda.current_device())  # with its number: what is current, each thread has
-    return torch.device(device.replace("auto", "cpu"))

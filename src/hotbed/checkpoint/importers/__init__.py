@@ -1,4 +1,4 @@
-"""Models of other libraries into checkpoints; one module for each library."""
+"""Import models of other libraries as checkpoints: of PyTorch (`dlrm`), and of NVIDIA's examples (`nvidia`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from hotbed.checkpoint.importers.dlrm import read_embedding_bags, read_facebook
+from hotbed.checkpoint.importers.dlrm import read_embedding_bags, read_facebook, read_torchrec
 from hotbed.checkpoint.importers.nvidia import read_nvidia, read_tf2
 from hotbed.checkpoint.importers.peer import Peer, PeerModel, write_peer
-from hotbed.checkpoint.importers.torchrec import read_torchrec
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import Directory
 from hotbed.errors import CheckpointError

@@ -1,15 +1,16 @@
-"""Layers of other libraries' DLRMs as those of `hotbed.nn.DLRM`.
+"""Read DLRMs that PyTorch saved: of facebookresearch/dlrm, of TorchRec, and of plain ``nn.EmbeddingBag`` modules.
 
 All of them put ``n`` vectors of ``D`` columns, that of the dense inputs first, into a dot interaction: the first
 vector, then the products of all pairs. They differ in the order of the vectors, of the pairs, and in padding; so
-columns of the first top layer are put into hotbed's order.
+`dlrm_layers` puts columns of the first top layer into the order of `hotbed.nn.DLRM`.
 
-facebookresearch/dlrm: what ``dlrm_s_pytorch.py --save-model`` writes, a ``.pt`` file with a ``state_dict``.
-
-Tables are ``emb_l.I.weight``, layers ``bot_l.2K`` and ``top_l.2K``; the interaction is hotbed's, without padding. The
-model gives probabilities where hotbed's gives logits.
-
-Weights of plain ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, and whatever else their model has.
+- facebookresearch/dlrm: what ``dlrm_s_pytorch.py --save-model`` writes, a ``.pt`` file with a ``state_dict``. Tables
+  are ``emb_l.I.weight``, layers ``bot_l.2K`` and ``top_l.2K``; the interaction is hotbed's, without padding. The model
+  gives probabilities where hotbed's gives logits.
+- TorchRec: the ``state_dict``, unsharded, of ``torchrec.models.dlrm.DLRM``, alone or in ``DLRMTrain``. Vectors come in
+  the order of the ``EmbeddingBagConfig``s, pairs as the upper triangle; nothing is padded. Safetensors files do not
+  keep the order of tables, so it has to be given unless their names are numbered.
+- Others: weights of ``nn.EmbeddingBag`` and ``nn.Embedding`` modules, and whatever else their model has.
 """
 
 from __future__ import annotations
@@ -204,3 +205,67 @@ def _table_of(key: str, collection: str) -> str:
 def _may_be_table(key: str, array: PeerArray, arrays: dict[str, PeerArray]) -> bool:
     bias = f"{key.removesuffix('.weight')}.bias"
     return key.endswith(".weight") and len(array.shape) == 2 and bias not in arrays
+
+
+_TORCHREC_TABLES = "sparse_arch.embedding_bag_collection.embedding_bags."
+
+
+def read_torchrec(path: Path, names: Sequence[str] | None) -> PeerModel:
+    """Tables and layers of a file; see `hotbed.checkpoint.importers.import_checkpoint`."""
+    arrays = arrays_of(path)
+    prefix = "model." if any(key.startswith(f"model.{_TORCHREC_TABLES}") for key in arrays) else ""
+    arrays = {key.removeprefix(prefix): array for key, array in arrays.items()}
+    found = {
+        key.removeprefix(_TORCHREC_TABLES).removesuffix(".weight"): a
+        for key, a in arrays.items()
+        if _is_torchrec_table(key)
+    }
+    if not found:
+        raise CheckpointError(f"{path} has no {_TORCHREC_TABLES}TABLE.weight; save the state_dict of a torchrec DLRM")
+    if any(key.startswith("inter_arch.crossnet.") for key in arrays):
+        raise CheckpointError(f"{path} is a DLRM_DCN (inter_arch.crossnet); hotbed's DLRM has the dot interaction only")
+    order = _numbered(path, list(found)) if names is None else list(names)
+    for name in order:
+        if name not in found:
+            raise CheckpointError(
+                f"names has '{name}', {path} has {', '.join(found)}{did_you_mean(name, found)}; name its own tables"
+            )
+    if sorted(order) != sorted(found):
+        left_out = next((n for n in found if n not in order), None)
+        problem = f"leaves out '{left_out}'" if left_out else "names a table twice"
+        raise CheckpointError(f"names {problem}; give all {len(found)} tables once, in the order of their configs")
+    tables = {name: found[name].matrix() for name in order}
+    bottom = _torchrec_layers(arrays, "dense_arch.model._mlp.{}._linear", path)
+    hidden = _torchrec_layers(arrays, "over_arch.model.0._mlp.{}._linear", path)
+    last = _torchrec_layer(arrays, "over_arch.model.1", path)
+    return PeerModel(tables, dlrm_layers(bottom, [*hidden, last], list(tables.values()), triangle="upper"))
+
+
+def _is_torchrec_table(key: str) -> bool:
+    return key.startswith(_TORCHREC_TABLES) and key.endswith(".weight")
+
+
+def _numbered(path: Path, names: Sequence[str]) -> list[str]:
+    """Names that differ in one number, by this number."""
+    parts = [re.fullmatch(r"(.*?)(\d+)(\D*)", name) for name in names]
+    stems = {(part[1], part[3]) if part else None for part in parts}
+    if len(names) > 1 and (len(stems) > 1 or None in stems):
+        raise CheckpointError(
+            f"{path} does not say in which order the model has its tables {', '.join(sorted(names))}; give names in "
+            "the order of the EmbeddingBagConfigs"
+        )
+    return sorted(names, key=lambda name: int((re.findall(r"\d+", name) or ["0"])[-1]))
+
+
+def _torchrec_layers(arrays: Mapping[str, PeerArray], pattern: str, path: Path) -> list[Layer]:
+    count = 0
+    while f"{pattern.format(count)}.weight" in arrays:
+        count += 1
+    return [_torchrec_layer(arrays, pattern.format(i), path) for i in range(max(count, 1))]
+
+
+def _torchrec_layer(arrays: Mapping[str, PeerArray], name: str, path: Path) -> Layer:
+    for key in (f"{name}.weight", f"{name}.bias"):
+        if key not in arrays:
+            raise CheckpointError(f"{path} has no '{key}'; save the whole state_dict of a torchrec DLRM")
+    return Layer(arrays[f"{name}.weight"].whole(), arrays[f"{name}.bias"].whole(), f"{path}: '{name}'")

@@ -1,4 +1,6 @@
-"""NVIDIA's PyTorch DLRM (DeepLearningExamples, PyTorch/Recommendation/DLRM): a flat directory.
+"""Read NVIDIA's DLRMs, of PyTorch and of TensorFlow 2.
+
+The PyTorch one (DeepLearningExamples, PyTorch/Recommendation/DLRM) is a flat directory:
 
 ============================== ======================================================================
 ``bottom_model.embeddings.I.bin`` float32 ``[R, D]``, raw, little-endian; ``I`` counts features
@@ -9,7 +11,7 @@
 ``metadata.pt``                ``{"data": {"device_mapping": {"embedding": [[I, …] per GPU]}}, "config": {…}}``
 ============================== ======================================================================
 
-The interaction sees features in the order in which GPUs held them, also where one GPU held all, unless
+The interaction sees features in the order in which GPUs tile them, also where one GPU tile all, unless
 ``bottom_features_ordered`` was set (of one GPU that was ignored). Its result is padded to a multiple of 8, by earlier
 releases by one column.
 

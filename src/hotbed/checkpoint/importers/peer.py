@@ -1,8 +1,7 @@
-"""What an importer finds, `PeerModel`, and a checkpoint made of it.
+"""Read arrays in files of other libraries by rows, and write the models that importers find as checkpoints.
 
-Arrays in the files of other libraries, read by rows: raw float32, ``.npy``, safetensors, ``.pt``.
-
-``.pt`` files are pickles: torch reads them with ``weights_only=True``, so nothing in them is run.
+Arrays are raw float32, ``.npy``, safetensors or ``.pt``. The last are pickles: torch reads them with
+``weights_only=True``, so nothing in them is run.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable, Tensors, plain
+from hotbed.checkpoint.manifest import Manifest, SavedTable, Tensors, plain, write_manifest
 from hotbed.checkpoint.storage import Directory
-from hotbed.checkpoint.tensors import Array
-from hotbed.checkpoint.writing import Chunk, making, rows_per_chunk
+from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
 from hotbed.errors import CheckpointError
 from hotbed.specs import Table
 
@@ -243,21 +241,21 @@ def write_peer(
     for name, rows in model.tables.items():
         table = Table(name, rows.shape[0], rows.shape[1])
         saved[f"{collection}.{name}"] = SavedTable(replace(table, init_seed=table.seed(0), init_bound=table.bound))
-    with making(target) as (place, writer):
+    with new_directory(target) as (place, writer):
         if tensors:
             writer.write("model.safetensors", {key: Array.of(tensor) for key, tensor in tensors.values()})
-        tiles = writer.write_chunks(_pieces(model, collection, progress), "tables")
+        tiles = writer.write_chunks(_chunks(model, collection, progress), "tables")
         tables = {name: replace(table, tiles=tuple(tiles[name])) for name, table in saved.items()}
         manifest = Manifest(parts=states, tables=tables, files=writer.entries())
-        place.write(MANIFEST, manifest.to_json())
+        write_manifest(place, manifest)
     return manifest
 
 
-def _pieces(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
+def _chunks(model: PeerModel, collection: str, progress: Callable[[int, int], None]) -> Iterator[Chunk]:
     total = sum(rows.shape[0] * rows.shape[1] for rows in model.tables.values())
     done = 0
 
-    def part(array: PeerArray, first: int, last: int) -> Array:
+    def chunk(array: PeerArray, first: int, last: int) -> Array:
         def rows(start: int, stop: int) -> Tensor:
             nonlocal done
             done += (stop - start) * array.shape[1]
@@ -271,4 +269,4 @@ def _pieces(model: PeerModel, collection: str, progress: Callable[[int, int], No
         step = rows_per_chunk(4 * dim)
         for first in range(0, count, step):
             last = min(first + step, count)
-            yield Chunk(f"{collection}.{name}", range(first, last), range(dim), {"weight": part(array, first, last)})
+            yield Chunk(f"{collection}.{name}", range(first, last), range(dim), {"weight": chunk(array, first, last)})

@@ -1,4 +1,4 @@
-"""Float tensors of a TensorFlow checkpoint, without TensorFlow.
+"""Read float tensors of a TensorFlow checkpoint, without TensorFlow.
 
 ``NAME.index`` is a sorted table like LevelDB's (tensorflow/core/lib/io/table_format.txt): blocks, each followed by a
 type byte and a checksum, of entries ``shared, unshared, length`` (varints; the key begins with ``shared`` bytes of the

@@ -1,4 +1,4 @@
-"""A new model begins with what fits of an old one."""
+"""Protects: a warm start takes exactly what fits of a checkpoint, reinitializes the rest, and reports both."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_tables_grow_shrink_come_go_and_are_renamed(old: tuple[Path, Model, Spar
         ("table", "embeddings.user", True, "10 rows, 4 new rows, moments exp_avg, exp_avg_sq"),
         ("table", "embeddings.thing", True, "6 rows of 'embeddings.item', moments exp_avg, exp_avg_sq"),
         ("table", "embeddings.page", True, "2 rows, 1 rows more are there, moments exp_avg, exp_avg_sq"),
-        ("table", "embeddings.day", False, "7 rows, begins anew"),
+        ("table", "embeddings.day", False, "7 rows, reinitialized"),
         ("parameter", "layer.weight", True, "[2, 3]"),
         ("parameter", "layer.bias", True, "[2]"),
         ("optimizer", "dense", True, "moments of 2 parameters"),
@@ -116,12 +116,12 @@ def test_what_does_not_fit_begins_anew_and_is_reported(old: tuple[Path, Model, S
     assert torch.equal(model.layer.weight, fresh.layer.weight)
     notes = {t.name: t.note for t in report if not t.taken}
     assert notes == {
-        "embeddings.user": "begins anew: dim 4 there, 8 here",
-        "embeddings.page": "3 rows, begins anew",
-        "layer.weight": "begins anew: [2, 3] there, [2, 5] here",
-        "dense": "begins anew: its parameters or options are others",
+        "embeddings.user": "reinitialized: dim 4 there, 8 here",
+        "embeddings.page": "3 rows, reinitialized",
+        "layer.weight": "reinitialized: [2, 3] there, [2, 5] here",
+        "dense": "reinitialized: its parameters or options are others",
     }
-    assert {t.name: t.note for t in report if t.taken}["embeddings.item"] == "6 rows, moments begin anew"
+    assert {t.name: t.note for t in report if t.taken}["embeddings.item"] == "6 rows, moments reinitialized"
 
 
 def test_moments_of_another_rule_begin_anew_even_if_they_are_called_alike(
@@ -134,7 +134,7 @@ def test_moments_of_another_rule_begin_anew_even_if_they_are_called_alike(
         load_checkpoint(path, {"model": model, "sparse": lamb})
     report = init_from(path, {"model": model, "sparse": lamb})
     assert {t.note for t in report if t.what == "table"} == {
-        f"{spec['rows']} rows, moments begin anew" for spec in OLD.values()
+        f"{spec['rows']} rows, moments reinitialized" for spec in OLD.values()
     }
     assert moments(model, lamb, "user")["exp_avg"].count_nonzero() == 0
 
@@ -168,7 +168,7 @@ def test_tables_that_are_not_here_are_reported_and_moments_can_be_left(
     sparse = Adam(model, lr=0.1)
     report = init_from(path, {"model": model, "sparse": sparse}, optimizers=False)
     assert [t.note for t in report if t.what == "table"] == [
-        "10 rows, fp32 as bf16, rounded to the nearest where narrower, moments begin anew",
+        "10 rows, fp32 as bf16, rounded to the nearest where narrower, moments reinitialized",
         "is not in this model",
         "is not in this model",
     ]

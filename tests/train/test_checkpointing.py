@@ -1,4 +1,4 @@
-"""When checkpoints are saved, which are kept, and who may use a directory of them."""
+"""Protects: checkpoints are saved when due, the right ones are kept, and one run uses a directory at a time."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from hotbed.checkpoint import (
 )
 from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
-from hotbed.train.callbacks import EarlyStop, JsonLines, signals_to
-from hotbed.train.checkpointing import KeepBest, KeepLast, Saver
-from hotbed.train.directory_lock import OWNER, DirectoryLock, refuse_other_checkpoints
+from hotbed.train.callbacks import EarlyStop, JsonLines, KeepBest, KeepLast, signals_to
+from hotbed.train.checkpointing import OWNER, DirectoryLock, Saver, refuse_other_checkpoints
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses
@@ -129,7 +128,7 @@ def test_callbacks_go_on_as_they_were(tmp_path: Path) -> None:
 def test_the_best_is_looked_for_anew_if_it_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keep = KeepBest(tmp_path, RECIPE)
     keep.load_state_dict({"monitor": "logloss", "best": 0.7, "path": str(tmp_path / "best-00000002")})
-    assert "is gone; the best is looked for anew" in caplog.text
+    assert "is gone; later evaluations decide which is the best" in caplog.text
     assert keep.state_dict()["path"] is None
 
 
@@ -173,7 +172,7 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom hotbed.train.directory_lock import DirectoryLock\n"
+        "import os, signal, sys\nfrom hotbed.train.checkpointing import DirectoryLock\n"
         "from hotbed.checkpoint import directory\n"
         "DirectoryLock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )

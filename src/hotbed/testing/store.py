@@ -1,17 +1,32 @@
-"""What every `RowStore` must do. A store's test module subclasses `StoreContract` and says how to make one."""
+"""Test what every `hotbed.store.RowStore` must do, bit for bit.
 
-from typing import NamedTuple
+A store's test module subclasses `StoreContract` and says how to make an empty store; pytest runs the rest::
+
+    class TestMyStore(StoreContract):
+        def make(self, spans, dim, dtype):
+            return MyStore(spans, dim, dtype)
+
+Stores have 40 slots in two spans, 13 and 27 rows of two tables, of 130 columns. The fixture ``format`` goes through all
+dtypes, with and without float32 rows before the narrow ones; override it to test fewer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from hotbed.ops import BagLayout, RuleStep
 from hotbed.ops import reference as oracle
 from hotbed.ops.rows import MIN_EXPONENT
-from hotbed.optim import Adam, Moment, RowWiseAdagrad
+from hotbed.optim import Adam, Moment, RowWiseAdagrad, Rule
 from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
-from hotbed.store import Span
+from hotbed.store import RowStore, Span
 
 DIM = 130
 """Two blocks of an int8 row, the second of 2 columns."""
@@ -22,22 +37,23 @@ FIRST = (0, 13)
 
 
 class Format(NamedTuple):
-    """What the rows of a store are."""
+    """Say what the rows of a store are."""
 
     dtype: RowDtype
     fp32_rows: tuple[int, int]
 
     @property
-    def spans(self):
+    def spans(self) -> list[Span]:
+        """Two tables, 13 and 27 rows."""
         return [Span(13, self.fp32_rows[0]), Span(27, self.fp32_rows[1])]
 
-    def narrow(self):
-        """Whether each slot's row is narrow."""
+    def narrow(self) -> Tensor:
+        """Find which slots ``[40]`` have narrow rows."""
         wide = [s.rows if self.dtype == "fp32" else s.fp32_rows for s in self.spans]
         return torch.tensor([row >= w for span, w in zip(self.spans, wide, strict=True) for row in range(span.rows)])
 
-    def local_tiles(self, values, slots):
-        """Float32 values rounded to what these slots, which were 0 before, can hold."""
+    def rounded(self, values: Tensor, slots: Tensor) -> Tensor:
+        """Round float32 values to what these slots, which were 0 before, can hold."""
         return torch.where(self.narrow()[slots, None], nearest(values, self.dtype), values)
 
 
@@ -45,15 +61,25 @@ FORMATS = [Format(d, wide) for d in ("fp32", "bf16", "fp16", "int8", "fp8") for 
 FORMATS.append(Format("int8", (0, 27)))
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 BYTES = {"fp32": 4 * DIM, "bf16": 2 * DIM, "fp16": 2 * DIM, "int8": DIM + 2, "fp8": DIM}
-OWN = {"sgd": [], "rowwise_adagrad": [1e-8, 0.0, 1.0, 0.0], "adam": [0.9, 0.99, 1e-8, 0.1, 0.01]}
+"""Of a narrow row."""
+OWN: dict[str, list[float]] = {
+    "sgd": [],
+    "rowwise_adagrad": [1e-8, 0.0, 1.0, 0.0],
+    "adam": [0.9, 0.99, 1e-8, 0.1, 0.01],
+}
 """Own hyperparameters of the rules, those of a first step."""
 
 
-def nearest(values, dtype):
-    """Float32 values rounded to a dtype; an int8 block has the smallest power of two as its scale."""
+def format_id(format: Format) -> str:
+    """Name a format in the ids of tests."""
+    return f"{format.dtype}-{format.fp32_rows[0]}-{format.fp32_rows[1]}"
+
+
+def nearest(values: Tensor, dtype: RowDtype) -> Tensor:
+    """Round float32 values to a dtype; an int8 block has the smallest power of two as its scale."""
     if dtype != "int8":
         return values.to(FLOATS[dtype]).float()
-    blocks = []
+    blocks: list[Tensor] = []
     for block in values.double().split(128, dim=1):
         largest = block.abs().amax(1, keepdim=True)
         quantum = 2.0 ** torch.ceil(torch.log2(largest / 127)).clamp(min=-120)
@@ -61,17 +87,17 @@ def nearest(values, dtype):
     return torch.cat(blocks, dim=1).float()
 
 
-def spacing(values, dtype):
-    """At least the distance of the two values between which a value of a row ``[D]`` lies."""
+def spacing(values: Tensor, dtype: RowDtype) -> Tensor:
+    """Bound the distance of the two values of a dtype between which a value of a row ``[D]`` lies."""
     if dtype == "int8":
         return torch.cat([(2 / 127 * block.abs().amax()).expand(len(block)) for block in values.split(128)])
     digits, smallest = {"fp32": (21, 0.0), "bf16": (7, 0.0), "fp16": (10, 2**-24), "fp8": (3, 2**-9)}[dtype]
     return values.abs() * 2.0**-digits + smallest
 
 
-def bits(store):
-    """Everything that is kept of each slot's row."""
-    out = []
+def bits(store: RowStore) -> list[bytes]:
+    """Read the bytes that each slot's row is stored as."""
+    out: list[bytes] = []
     for span in (0, 1):
         raw = {name: [bytes(row) for row in t.view(torch.uint8).cpu().numpy()] for name, t in store.raw(span).items()}
         out += raw.get("fp32_weight", [])
@@ -81,26 +107,31 @@ def bits(store):
 
 
 class StoreContract:
-    @pytest.fixture(params=FORMATS, ids=lambda f: f"{f.dtype}-{f.fp32_rows[0]}-{f.fp32_rows[1]}")
-    def format(self, request):
+    """Run by pytest in a subclass that has `make`."""
+
+    @pytest.fixture(params=FORMATS, ids=format_id)
+    def format(self, request: pytest.FixtureRequest) -> Format:
+        """What rows are, one format after the other."""
         return request.param
 
-    def make(self, spans, dim, dtype):
-        """An empty store."""
-        raise AssertionError("a subclass says how to make its store")
+    @abstractmethod
+    def make(self, spans: Sequence[Span], dim: int, dtype: RowDtype) -> Any:
+        """Make an empty store of these spans."""
 
-    def filled(self, format, seed=5):
+    def filled(self, format: Format, seed: int = 5) -> Any:
+        """Make a store whose two spans are one table with its initial values."""
         store = self.make(format.spans, DIM, format.dtype)
         store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(DIM), bound=0.5)
         return store
 
     @staticmethod
-    def read_all(store, moment=None):
+    def read_all(store: RowStore, moment: str | None = None) -> Tensor:
+        """Read all rows, or a moment of them, to the CPU."""
         return store.read(torch.arange(SLOTS, device=store.device), moment).cpu()
 
     @staticmethod
-    def bags(store, ids, weights=None):
-        """A ragged sum feature of each span; `ids` is a list of bags of slots, each within one span."""
+    def bags(store: RowStore, ids: list[list[int]], weights: list[float] | None = None) -> BagLayout:
+        """Lay out a ragged sum feature of each span; ``ids`` is a list of bags of slots, each within one span."""
         lengths = [[len(bag) * (f == any(i >= 13 for i in bag)) for bag in ids] for f in (0, 1)]
         values = [[i - FIRST[f] for bag, n in zip(ids, lengths[f], strict=True) for i in bag[:n]] for f in (0, 1)]
         features = [[0, -1, 0, 0, 0, 0, 0], [len(values[0]), -1, 1, 13, 0, 1, 1]]
@@ -115,13 +146,30 @@ class StoreContract:
             width=2,
         )
 
-    def pooled(self, store, ids, dtype=torch.float32, weights=None):
+    def pooled(
+        self,
+        store: RowStore,
+        ids: list[list[int]],
+        dtype: torch.dtype = torch.float32,
+        weights: list[float] | None = None,
+    ) -> Tensor:
+        """Look up ``[len(ids), 2, D]``, to the CPU."""
         out = torch.full((len(ids), 2, DIM), torch.nan, dtype=dtype, device=store.device)
         store.lookup(self.bags(store, ids, weights), out)
         return out.cpu()
 
-    def step(self, store, rule, ids, grad, *, gate=1.0, active=(1.0, 1.0), seeds=(3, 4)):
-        """One step with learning rate 0.1; `grad` has a row per bag."""
+    def step(
+        self,
+        store: RowStore,
+        rule: Rule,
+        ids: list[list[int]],
+        grad: Tensor,
+        *,
+        gate: float = 1.0,
+        active: tuple[float, float] = (1.0, 1.0),
+        seeds: tuple[int, int] = (3, 4),
+    ) -> None:
+        """Update by one step with learning rate 0.1; ``grad`` has a row per bag."""
         for moment in rule.moments:
             store.add_moment(moment)
         common = [0.1, torch.inf, torch.inf, 0.0, 0.0]
@@ -137,31 +185,31 @@ class StoreContract:
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def test_initial_values_are_those_of_the_table_cells_rounded_to_the_nearest(self, format):
+    def test_initial_values_are_those_of_the_table_cells_rounded_to_the_nearest(self, format: Format) -> None:
         store = self.make(format.spans, DIM, format.dtype)
         cells = {"rows": range(3, 43, 2), "cols": range(16, 16 + DIM)}
         store.initialize(2, seed=9, **cells, bound=0.25)
         expected = torch.zeros(SLOTS, DIM)
         oracle.initial_values_(expected[2:22], seed=9, **cells, bound=0.25)
-        assert torch.equal(self.read_all(store), format.local_tiles(expected, torch.arange(SLOTS)))
+        assert torch.equal(self.read_all(store), format.rounded(expected, torch.arange(SLOTS)))
 
-    def test_what_was_written_is_read_rounded_to_the_nearest(self, format):
+    def test_what_was_written_is_read_rounded_to_the_nearest(self, format: Format) -> None:
         store = self.make(format.spans, DIM, format.dtype)
         slots = torch.tensor([38, 2, 13, 12, 20])
         values = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
         store.write(slots.to(store.device), values.to(store.device))
         expected = torch.zeros(SLOTS, DIM)
-        expected[slots] = format.local_tiles(values, slots)
+        expected[slots] = format.rounded(values, slots)
         assert torch.equal(self.read_all(store), expected)
 
-    def test_writing_what_was_read_changes_no_bit(self, format):
+    def test_writing_what_was_read_changes_no_bit(self, format: Format) -> None:
         store = self.filled(format)
         before = bits(store)
         slots = torch.arange(SLOTS, device=store.device)
         store.write(slots, store.read(slots))
         assert bits(store) == before
 
-    def test_putting_the_values_that_are_there_changes_no_bit(self, format):
+    def test_putting_the_values_that_are_there_changes_no_bit(self, format: Format) -> None:
         store = self.filled(format)
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
@@ -179,7 +227,7 @@ class StoreContract:
         assert self.read_all(store, "row")[[30, 4, 13, 5]].tolist() == [1.0, 2.0, 1.0, 0.0]
         assert self.read_all(store, "element").sum() == 3 * DIM
 
-    def test_scales_of_int8_rows_grow_to_what_is_put(self, format):
+    def test_scales_of_int8_rows_grow_to_what_is_put(self, format: Format) -> None:
         store = self.filled(format)
         slots = torch.tensor([1, 12, 13, 30])
         here, narrow = slots.to(store.device), format.narrow()[slots]
@@ -200,7 +248,7 @@ class StoreContract:
         expected = torch.where(narrow[:, None], (rows.double() / quanta).round() * quanta, rows.double())
         assert torch.equal(store.read(here).cpu().double(), expected)
 
-    def test_raw_says_what_rows_are_stored_as(self, format):
+    def test_raw_says_what_rows_are_stored_as(self, format: Format) -> None:
         store = self.filled(format)
         for span, (rows, wide, *_) in enumerate(format.spans):
             raw = {name: (t.dtype, tuple(t.shape)) for name, t in store.raw(span).items()}
@@ -214,7 +262,7 @@ class StoreContract:
                 expected["fp32_weight"] = (torch.float32, (wide, DIM))
             assert raw == expected
 
-    def test_raw_loads_the_rows_to_the_bit(self, format):
+    def test_raw_loads_the_rows_to_the_bit(self, format: Format) -> None:
         store, other = self.filled(format), self.filled(format, seed=6)
         assert not torch.equal(self.read_all(store), self.read_all(other))
         for span in (0, 1):
@@ -226,7 +274,7 @@ class StoreContract:
     # -- lookups ---------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_lookup_pools_the_rows_that_read_returns(self, format, dtype):
+    def test_lookup_pools_the_rows_that_read_returns(self, format: Format, dtype: torch.dtype) -> None:
         store = self.filled(format)
         rows = self.read_all(store)
         out = self.pooled(store, [[3, 7], [], [39]], dtype)
@@ -234,7 +282,7 @@ class StoreContract:
         expected = [[rows[3] + rows[7], zero], [zero, zero], [zero, rows[39]]]
         assert torch.equal(out, torch.stack([torch.stack(pair) for pair in expected]).to(dtype))
 
-    def test_lookup_and_gradient_of_weights(self, format):
+    def test_lookup_and_gradient_of_weights(self, format: Format) -> None:
         store = self.filled(format)
         rows = self.read_all(store)
         ids, weights = [[3, 7], [39, 13]], [2.0, 0.5, 1.0, 3.0]
@@ -248,7 +296,7 @@ class StoreContract:
 
     # -- moments ---------------------------------------------------------------------------------------------------
 
-    def test_moments_start_at_zero_and_adding_twice_keeps_them(self, format):
+    def test_moments_start_at_zero_and_adding_twice_keeps_them(self, format: Format) -> None:
         store = self.filled(format)
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
@@ -259,7 +307,7 @@ class StoreContract:
         assert store.moment_names == ["row", "element"]
         assert self.read_all(store, "row").nonzero().tolist() == [[4]]
 
-    def test_moments_of_a_span_are_filled_read_and_loaded(self, format):
+    def test_moments_of_a_span_are_filled_read_and_loaded(self, format: Format) -> None:
         store = self.filled(format)
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
@@ -276,7 +324,7 @@ class StoreContract:
     # -- updates ---------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("rule", [PLAIN, RowWiseAdagrad.rule, Adam.rule], ids=lambda rule: rule.name)
-    def test_update_touches_each_distinct_row_once_and_no_other(self, format, rule):
+    def test_update_touches_each_distinct_row_once_and_no_other(self, format: Format, rule: Rule) -> None:
         store = self.filled(format)
         before, bits_before = self.read_all(store), bits(store)
         grad = torch.rand(4, DIM, generator=torch.Generator().manual_seed(1)) + 0.5
@@ -294,25 +342,25 @@ class StoreContract:
             assert touched.nonzero().flatten().tolist() == list(total)
 
     @pytest.mark.parametrize("off", [{"gate": 0.0}, {"active": (0.0, 0.0)}])
-    def test_a_closed_gate_or_an_inactive_table_touches_nothing(self, format, off):
+    def test_a_closed_gate_or_an_inactive_table_touches_nothing(self, format: Format, off: dict[str, Any]) -> None:
         store = self.filled(format)
         before = bits(store)
         self.step(store, Adam.rule, [[1, 8], [38, 14]], torch.ones(2, DIM), **off)
         assert bits(store) == before
         assert not self.read_all(store, "exp_avg").any()
 
-    def test_only_active_tables_are_updated(self, format):
+    def test_only_active_tables_are_updated(self, format: Format) -> None:
         store = self.filled(format)
         before = bits(store)
         self.step(store, PLAIN, [[1, 8], [38, 14]], torch.ones(2, DIM), active=(0.0, 1.0))
         assert [i for i in range(SLOTS) if bits(store)[i] != before[i]] == [14, 38]
 
-    def test_the_same_seeds_give_the_same_bits_and_others_do_not(self, format):
+    def test_the_same_seeds_give_the_same_bits_and_others_do_not(self, format: Format) -> None:
         draw = torch.Generator().manual_seed(3)
         ids = (torch.randint(0, 5, (20, 8), generator=draw) + torch.tensor([[3], [19]]).repeat(10, 1)).tolist()
         grad = torch.randn(20, DIM, generator=draw)
 
-        def run(seeds):
+        def run(seeds: tuple[int, int]) -> list[bytes]:
             store = self.filled(format)
             self.step(store, RowWiseAdagrad.rule, ids, grad, seeds=seeds)
             return bits(store)
@@ -322,6 +370,6 @@ class StoreContract:
         rounded_otherwise = [i for i in range(SLOTS) if once[i] != other[i]]
         assert rounded_otherwise == [i for i in range(19, 24) if format.narrow()[i]]
 
-    def test_to_the_same_device_is_the_store_itself(self, format):
+    def test_to_the_same_device_is_the_store_itself(self, format: Format) -> None:
         store = self.filled(format)
         assert store.to(store.device) is store

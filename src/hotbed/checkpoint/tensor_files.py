@@ -1,4 +1,7 @@
-"""Safetensors files, written as a stream of arrays whose rows are made when they are needed, and read by rows.
+"""Write and read the files of a checkpoint: safetensors, streamed by rows, in directories marked until they are whole.
+
+`FileWriter` puts chunks of tables, and states, into files; `TensorFiles` reads them by rows. All that makes checkpoints
+writes through here: saving, converting, importing.
 
 The layout of a file (https://huggingface.co/docs/safetensors): 8 bytes with the length of the header, little-endian;
 the header, JSON, padded with spaces; the arrays, one after the other, row-major and little-endian.
@@ -7,18 +10,26 @@ the header, JSON, padded with spaces; the arrays, one after the other, row-major
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, Entry, VerifiedFiles
-from hotbed.checkpoint.storage import Directory
+from hotbed.checkpoint.manifest import MANIFEST, SavedTile
+from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError
 
+FILE_BYTES = 1 << 30
+"""Most bytes of a file of tables."""
+UNFINISHED = "unfinished.json"
+"""File that says that what else is there belongs to a checkpoint that was never finished, until it is."""
 CHUNK_BYTES = 16 << 20
 """Bytes of rows that are made, or read to be picked from, at once."""
 
@@ -125,6 +136,127 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(values)
 
 
+class Chunk(NamedTuple):
+    """Rows of a table, in a rectangle, that are written into one file; `SavedTile` says what the arrays are called.
+
+    Attributes
+    ----------
+    table
+        Its name in the manifest.
+    rows, cols
+        The rectangle.
+    arrays
+        By name. Where there is an array ``keys``, the others hold only the rows that it names.
+    """
+
+    table: str
+    rows: range
+    cols: range
+    arrays: Mapping[str, Array]
+
+
+class FileWriter:
+    """Write the files of a checkpoint, one after the other; use it as a context.
+
+    Parameters
+    ----------
+    place
+        The directory.
+    """
+
+    def __init__(self, place: Directory) -> None:
+        self._place = place
+        self._threads = BlockWriters()
+        self._entries: dict[str, Future[Entry]] = {}
+
+    def write(self, name: str, arrays: Mapping[str, Array]) -> None:
+        """Write a file of arrays."""
+        self._entries[name] = write_arrays(self._place, name, arrays, self._threads)
+
+    def write_chunks(
+        self, chunks: Iterable[Chunk], prefix: str, limit: int | None = None
+    ) -> dict[str, list[SavedTile]]:
+        """Write chunks of tables into files ``PREFIX-NUMBER.safetensors``; return, by table, where each chunk is.
+
+        A file is written as soon as the next chunk would make it larger than ``limit`` bytes, or `FILE_BYTES`. With a
+        limit of 10 bytes, chunks of 6, 3 and 4 bytes are in the files ``PREFIX-00000`` (6 and 3) and ``PREFIX-00001``.
+        """
+        keyed = ((f"{chunk.table}/{i}", chunk) for i, chunk in enumerate(chunks))
+        tiles: dict[str, list[SavedTile]] = {}
+        for number, group in enumerate(_fill_files(keyed, FILE_BYTES if limit is None else limit)):
+            file = f"{prefix}-{number:05d}.safetensors"
+            for key, chunk in group.items():
+                tile = SavedTile(chunk.rows, chunk.cols, file, key, "keys" in chunk.arrays)
+                tiles.setdefault(chunk.table, []).append(tile)
+            self.write(file, {f"{key}/{name}": a for key, chunk in group.items() for name, a in chunk.arrays.items()})
+        return tiles
+
+    def entries(self) -> dict[str, Entry]:
+        """What the manifest says of the files, once all of them are safe."""
+        return {name: entry.result() for name, entry in self._entries.items()}
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.close()
+
+
+def rows_per_chunk(row_bytes: int) -> int:
+    """How many rows of so many bytes fit into a file."""
+    return max(FILE_BYTES // max(row_bytes, 1), 1)
+
+
+def _fill_files(chunks: Iterable[tuple[str, Chunk]], most: int) -> Iterator[dict[str, Chunk]]:
+    """Group named chunks, in their order, into files of at most so many bytes."""
+    group: dict[str, Chunk] = {}
+    room = most
+    for key, chunk in chunks:
+        size = sum(array.nbytes for array in chunk.arrays.values())
+        if group and size > room:
+            yield group
+            group, room = {}, most
+        group[key] = chunk
+        room -= size
+    if group:
+        yield group
+
+
+@contextmanager
+def new_directory(path: str | Path | Directory) -> Generator[tuple[Directory, FileWriter]]:
+    """Make a directory and what writes its files; it is marked as unfinished until the end, and removed on errors.
+
+    Raises
+    ------
+    CheckpointError
+        If there is anything at the path but what an unfinished checkpoint left.
+    """
+    place = directory(path)
+    make_directory(place)
+    try:
+        with FileWriter(place) as writer:
+            yield place, writer
+        place.remove(UNFINISHED)
+    except BaseException:
+        place.remove_all()
+        raise
+
+
+def make_directory(place: Directory) -> str:
+    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token."""
+    names = place.names()
+    if MANIFEST in names:
+        raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
+    if names and UNFINISHED not in names:
+        raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
+    for name in sorted(names, key=lambda name: name == UNFINISHED):  # the mark last
+        place.remove(name)
+    place.make()
+    token = uuid.uuid4().hex
+    place.write(UNFINISHED, json.dumps({"token": token}))
+    return token
+
+
 class TensorFiles:
     """Arrays of a checkpoint's files.
 
@@ -162,7 +294,7 @@ class TensorFiles:
         return out
 
     def keys(self, file: str, key: str) -> Tensor:
-        """An array that is read again for every part of a tile: the last one that was asked for stays in memory."""
+        """An array that is read again for every part of a tile: the last one that was read stays in memory."""
         if self._keys is None or self._keys[0] != (file, key):
             self._keys = (file, key), self.read(file, key)
         return self._keys[1]
@@ -199,11 +331,11 @@ class TensorFiles:
         step = max(CHUNK_BYTES // (size * rows.step), 1)
         buffer = torch.empty(((min(step, len(rows)) - 1) * rows.step + 1, *stored.shape[1:]), dtype=stored.dtype)
         for at in range(0, len(rows), step):
-            part = rows[at : at + step]
-            chunk = buffer[: part[-1] + 1 - part.start]
-            reader.read_into(stored.start + part.start * size, bytes_of(chunk), end)
+            some = rows[at : at + step]
+            chunk = buffer[: some[-1] + 1 - some.start]
+            reader.read_into(stored.start + some.start * size, bytes_of(chunk), end)
             picked = chunk[:: rows.step]
-            out[at : at + len(part)] = picked if whole else picked[:, cols.start : cols.stop]
+            out[at : at + len(some)] = picked if whole else picked[:, cols.start : cols.stop]
 
 
 def _header(reader: BlockReader, where: str) -> dict[str, Stored]:

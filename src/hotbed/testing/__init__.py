@@ -1,0 +1,17 @@
+"""Publish the tests of hotbed's contracts, for implementations of your own; needs pytest.
+
+=========================  ==============================================================================
+`hotbed.testing.rule`      ``RuleContract``: what every `hotbed.optim.SparseOptimizer` must do
+`hotbed.testing.source`    ``SourceContract``: what every `hotbed.data.Source` must do
+`hotbed.testing.store`     ``StoreContract``: what every `hotbed.store.RowStore` must do
+=========================  ==============================================================================
+
+hotbed's own optimizers, sources and stores run the same tests. How they are used is shown in docs/extending.md.
+"""
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ImportError(f"hotbed.testing needs pytest ({error}); pip install 'hotbed[testing]'") from error
+
+pytest.register_assert_rewrite("hotbed.testing.rule", "hotbed.testing.source", "hotbed.testing.store")

@@ -1,0 +1,175 @@
+"""Start: join the processes that torchrun started, also where it starts them again after one has failed.
+
+torchrun's agent keeps one store for all attempts. In it are the addresses of ranks that are dead, which new ones would
+try to reach: Gloo's "Connection refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` cannot tell
+attempts apart, because every node counts for itself. So the ranks of an attempt find each other first (`fresh_store`):
+
+1. Rank 0 draws a name for the attempt and announces it, in the place of the name before.
+2. Every rank answers under the announced name, which may be an old one, with a name of its own, and looks again.
+3. Rank 0 waits for the answers to its name and repeats them. A rank that finds its own name there is in this attempt:
+   who repeated it has read what this process wrote.
+
+An example with two ranks, started again: the store still has ``attempt = a``. Rank 1 reads ``a``, answers ``a/1 = x``
+and finds no list of answers with ``x``, so it looks again. Rank 0 sets ``attempt = b``; rank 1 answers ``b/1 = x``;
+rank 0 sets ``b/all = {"1": "x"}``, and both use the part ``b`` of the store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
+
+from hotbed.config import ParallelRecipe
+from hotbed.errors import CommError
+from hotbed.machine import fit_threads
+
+_PAUSE_S = 0.02
+"""Seconds between two looks into the store."""
+
+
+class Started(NamedTuple):
+    """Rank and number of processes, of all hosts and of this one, as torchrun says in the environment."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def started() -> Started:
+    """Read the environment; a process that torchrun did not start is alone.
+
+    Raises
+    ------
+    CommError
+        If a variable is no number, or they do not fit together.
+    """
+
+    def number(name: str, default: int) -> int:
+        value = os.environ.get(name, str(default))
+        if not value.isdecimal():
+            raise CommError(f"the environment variable {name} is {value!r}, must be a number; start with torchrun")
+        return int(value)
+
+    size = number("WORLD_SIZE", 1)
+    if size > 1 and "RANK" not in os.environ:
+        raise CommError(
+            f"the environment variable WORLD_SIZE is {size}, but RANK is not set; start with torchrun, or unset it to "
+            "train with one process"
+        )
+    rank = number("RANK", 0)
+    if rank >= size:
+        raise CommError(
+            f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: ranks are 0 … {size - 1}; start with "
+            "torchrun, or unset both to train with one process"
+        )
+    return Started(rank, size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", size))
+
+
+@contextmanager
+def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[Started]:
+    """Join the other processes that torchrun started, if it did.
+
+    Parameters
+    ----------
+    parallel
+        The timeout.
+    device
+        Where this one will compute, as in `TrainRecipe`; of several GPUs it takes the one of its local rank.
+
+    Raises
+    ------
+    CommError
+        If the others cannot be met, or there are fewer GPUs than processes here.
+    """
+    here = started()
+    if here.size == 1 or dist.is_initialized():
+        yield here
+        return
+    fit_threads(here.local_size)
+    backend = "gloo"
+    if device != "cpu" and torch.cuda.is_available():
+        if here.local_rank >= torch.cuda.device_count():
+            raise CommError(
+                f"rank {here.rank} of {here.size} is process {here.local_rank} here, but there are "
+                f"{torch.cuda.device_count()} GPUs; start as many processes as there are GPUs, or set train.device cpu"
+            )
+        torch.cuda.set_device(here.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=parallel.timeout_s)
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            shared = next(rendezvous("env://", timeout=timeout))[0]
+            store = fresh_store(shared, here.rank, here.size, timeout)
+            dist.init_process_group(backend, store=store, rank=here.rank, world_size=here.size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise CommError(
+            f"rank {here.rank} of {here.size} could not meet the others at {place} within {parallel.timeout_s} s "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    try:
+        yield here
+    finally:
+        dist.destroy_process_group()
+
+
+def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return a part of a store that only these ranks use; all must call this.
+
+    Parameters
+    ----------
+    store
+        Shared by all ranks, and by those of earlier attempts.
+    rank, size
+        This rank, and how many there are.
+    timeout
+        How long to wait for the others.
+
+    Raises
+    ------
+    RuntimeError
+        If not all ranks come in time.
+    """
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        store.set("hotbed/attempt", own)
+        answers: dict[str, str] = {}
+        for other in range(1, size):
+            _wait_for(store, f"hotbed/{own}/{other}", end)
+            answers[str(other)] = store.get(f"hotbed/{own}/{other}").decode()
+        store.set(f"hotbed/{own}/all", json.dumps(answers))
+        return PrefixStore(f"hotbed/{own}", store)
+    while True:
+        _wait_for(store, "hotbed/attempt", end)
+        attempt = store.get("hotbed/attempt").decode()
+        store.set(f"hotbed/{attempt}/{rank}", own)
+        if store.check([f"hotbed/{attempt}/all"]):
+            answers = json.loads(store.get(f"hotbed/{attempt}/all").decode())
+            if answers.get(str(rank)) == own:
+                return PrefixStore(f"hotbed/{attempt}", store)
+        _pause(end)
+
+
+def _wait_for(store: Store, key: str, end: float) -> None:
+    while not store.check([key]):
+        _pause(end)
+
+
+def _pause(end: float) -> None:
+    if time.monotonic() > end:
+        raise RuntimeError("not all of them started in time")
+    time.sleep(_PAUSE_S)

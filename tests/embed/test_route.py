@@ -1,0 +1,99 @@
+"""The numbers of the worked examples in `hotbed.embed` are those of the code, on three ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hotbed as hb
+from hotbed.comm import Link
+from hotbed.embed.ids import BagPlaces
+from hotbed.embed.placement import Placement
+from hotbed.embed.pooled_exchange import PooledRoute, make_pooled_route
+from hotbed.embed.route import make_route
+from hotbed.jagged import Jagged
+from hotbed.ops import select
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+TABLE, FEATURE = hb.Table("t", 9, 16), hb.Feature("f", "t")
+BAGS = [[[4, 1], [3, 4, 2]], [[1], [8]], [[], []]]
+"""By rank, those of the picture in route.py."""
+
+
+def routed(group: dist.ProcessGroup, pooled: bool) -> dict[str, Any]:
+    rank, cpu = dist.get_rank(group), torch.device("cpu")
+    placement = Placement([TABLE], hb.make_plan([TABLE], 3, "row"), rank, cpu)
+    bags = BagPlaces({FEATURE: 0}, {"t": (0, 0)}).layout(Jagged.from_dict({"f": BAGS[rank]}), 1, 0)
+    make = make_pooled_route if pooled else make_route
+    route = make(bags, placement, select(cpu, "auto"), Link(group), trained=True)
+    (stream,) = route.streams
+    cuts = route.bags.offsets[0].tolist()
+    found = {
+        "send_counts": stream.send_counts,
+        "rows": route.rows,
+        "bags": [route.bags.ids[a:b].tolist() for a, b in pairwise(cuts)],
+    }
+    if isinstance(route, PooledRoute):
+        asked = stream.requested
+        return found | {
+            "position": stream.rows.tolist(),
+            "bag": stream.bags.tolist(),
+            "slots": asked.slots.tolist(),
+            "lengths": asked.lengths.tolist(),
+            "ids": asked.ids,
+            "units": asked.units,
+        }
+    return found | {
+        "slots": stream.slots.tolist(),
+        "places": route.places.tolist(),
+        "received": stream.received.tolist(),
+        "recv_counts": stream.recv_counts,
+    }
+
+
+def test_ids_of_three_ranks_are_routed_as_in_the_picture(ranks: Ranks):
+    zero, one, two = ranks.run(3, routed, False)
+    assert zero == {
+        "send_counts": [1, 2, 1],
+        "slots": [1, 0, 1, 0],
+        "rows": 4,
+        "places": [1, 3, 0, 2],
+        "bags": [[2, 1], [0, 2, 3]],
+        "received": [1],
+        "recv_counts": [1, 0, 0],
+    }
+    assert (one["received"], one["recv_counts"]) == ([0, 1, 0], [2, 1, 0])
+    assert (two["received"], two["recv_counts"], two["rows"]) == ([0, 2], [1, 1, 0], 0)
+
+
+def test_bags_of_three_ranks_are_cut_into_units_as_in_the_picture(ranks: Ranks):
+    zero, one, _ = ranks.run(3, routed, True)
+    own = ("send_counts", "rows", "position", "bag", "bags")
+    assert {key: zero[key] for key in own} == {
+        "send_counts": [1, 2, 1],
+        "rows": 4,
+        "position": [1, 0, 2, 3],
+        "bag": [1, 0, 1, 1],
+        "bags": [[0], [1, 2, 3]],
+    }
+    of_owner = ("slots", "lengths", "ids", "units")
+    assert [one[key] for key in of_owner] == [[1, 0, 1, 0], [2, 1, 1], [3, 1, 0], [2, 1, 0]]
+
+
+def test_rows_are_placed_as_in_the_example():
+    placement = Placement([TABLE], hb.make_plan([TABLE], 3, "row"), 0, torch.device("cpu"))
+    assert placement.entries.T.tolist() == [[0, r, r, r + 7, 3, 0, 0, 0, -1] for r in range(3)]
+    found = placement.find(torch.tensor([1, 2, 3, 4]))
+    assert found.tile.tolist() == [1, 2, 0, 1]
+    assert placement.slots(torch.tensor([1, 2, 3, 4]), found).tolist() == [0, 0, 1, 1]
+    (layer,) = placement._layers
+    assert layer.keys.tolist() == [0, 10, 20]
+    second = hb.Table("u", 9, 16)
+    both = Placement([TABLE, second], hb.make_plan([TABLE, second], 3, "row"), 0, torch.device("cpu"))
+    assert both.first_keys.tolist() == [0, 9, 18]
+    assert both.entries[:, 3:].T.tolist() == [[1, r, r, r + 7, 3, 0, 0, 3, -1] for r in range(3)]

@@ -1,0 +1,421 @@
+"""Protects: every parameter and every table has exactly one optimizer, which a recipe's groups choose by name."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hotbed.batch import Batch
+from hotbed.checkpoint import load_checkpoint, read_manifest, save_checkpoint
+from hotbed.config import (
+    Component,
+    DataRecipe,
+    DenseOptimizerGroup,
+    MemoryRecipe,
+    Recipe,
+    ScheduleRecipe,
+    SparseOptimizerGroup,
+    TrainRecipe,
+)
+from hotbed.data import Loader, Schema, SparseColumn
+from hotbed.data.source import Source
+from hotbed.embed import Distributed
+from hotbed.errors import CheckpointError, RecipeError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.nn import WideDeep
+from hotbed.optim import FTRL, RowWiseAdagrad, TableSelection
+from hotbed.specs import Feature, Table
+from hotbed.train import Callback, Trainer
+from hotbed.train.build import build_model, build_trainer
+from hotbed.train.parameter_groups import moments_by_table
+from hotbed.train.resume import refuse_another_recipe
+from hotbed.train.run import bad_ids
+from tests.train import planted
+from tests.train.planted import Losses
+
+TRAIN = TrainRecipe(batch_size=64, device="cpu", precision="fp32", log_every=1)
+
+
+def trainer(
+    recipe: TrainRecipe = TRAIN,
+    *,
+    schedule: ScheduleRecipe | None = None,
+    callbacks: Sequence[Callback] = (),
+    with_wide: bool = True,
+    deep_lr: float = 0.05,
+) -> Trainer:
+    torch.manual_seed(recipe.seed)
+    tables, features = [Table(n, rows, 8) for n, rows in planted.ROWS.items()], [Feature(n, n) for n in planted.ROWS]
+    model = WideDeep(tables, features, planted.DENSE, top=(16, 1), seed=recipe.seed)
+    return Trainer(
+        model,
+        torch.optim.Adam(model.parameters(), lr=deep_lr / 10),
+        RowWiseAdagrad(model.embeddings, lr=deep_lr),
+        group_optimizers={"wide": FTRL(model.wide, lr=0.1, beta=0.0)} if with_wide else {},
+        recipe=recipe,
+        schedule=schedule,
+        callbacks=callbacks,
+    )
+
+
+def state_of(trainer: Trainer, part: str) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in trainer.model.state_dict().items() if name.startswith(part)}
+
+
+def test_the_wide_part_is_trained_only_if_it_has_an_optimizer() -> None:
+    for with_wide in (True, False):
+        made = trainer(with_wide=with_wide)
+        deep = state_of(made, "embeddings")
+        made.fit(planted.batches(3))
+        assert all(t.any() == with_wide for t in state_of(made, "wide").values())
+        assert not any(torch.equal(t, deep[name]) for name, t in state_of(made, "embeddings").items())
+
+
+def test_the_wide_part_learns_by_itself() -> None:
+    made = trainer(deep_lr=0.0)
+    deep = {name: t.clone() for name, t in made.model.state_dict().items() if not name.startswith("wide")}
+    before = made.evaluate(planted.batches(4, seed=9))
+    made.fit(planted.batches(100))
+    after = made.evaluate(planted.batches(4, seed=9))
+    assert after.auc > before.auc + 0.1
+    assert after.logloss < before.logloss
+    for name, tensor in deep.items():
+        assert torch.equal(tensor, made.model.state_dict()[name]), name
+
+
+def test_gradients_that_waited_before_training_are_forgotten() -> None:
+    trained: list[dict[str, Tensor]] = []
+    for stale in (False, True):
+        made = trainer()
+        if stale:
+            made.loss(planted.batches(1, seed=5)[0]).backward()
+        made.fit(planted.batches(1))
+        trained.append(state_of(made, "wide"))
+    for name, tensor in trained[0].items():
+        assert torch.equal(tensor, trained[1][name]), name
+
+
+def test_the_schedule_moves_the_wide_learning_rate_too() -> None:
+    used: list[float] = []
+
+    class Spy(Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            used.append(trainer.optimizers["wide"].param_groups[0]["lr"])
+
+    losses = Losses()
+    schedule = ScheduleRecipe(warmup_steps=4, decay_start=5, decay_end=7, decay_power=1)
+    made = trainer(schedule=schedule, callbacks=[Spy(), losses])
+    made.fit(planted.batches(8))
+    factors = [1 / 4, 2 / 4, 3 / 4, 1, 1, 1 / 2, 0, 0]
+    assert used == pytest.approx([0.1 * f for f in factors[1:]] + [0])  # after a step, that of the next
+    assert [record["lr_wide"] for record in losses.records] == pytest.approx([0.1 * f for f in factors])
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def test_only_a_trainer_with_a_wide_optimizer_has_its_parts() -> None:
+    without = ["model", "dense", "sparse", "dense_schedule", "sparse_schedule", "random", "position"]
+    assert list(trainer(with_wide=False).parts()) == without
+    assert set(trainer().parts()) == {*without, "wide", "wide_schedule"}
+
+
+class InMemory(Source):
+    """Chunks of 100 samples."""
+
+    def __init__(self) -> None:
+        columns = tuple(SparseColumn(name=n, rows=r) for n, r in planted.ROWS.items())
+        self.schema = Schema(sparse=columns, dense=tuple(f"I{i}" for i in range(planted.DENSE)), labels=("click",))
+        self.splits = ("train",)
+        self._data = planted.batches(7, size=100, last=40)
+
+    def _chunks(self, split: str) -> list[int]:
+        return [len(batch) for batch in self._data]
+
+    def _read(self, split: str, i: int) -> Batch:
+        return self._data[i]
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: Path, recipe: dict[str, Any] | None = None) -> None:
+        self.step, self.path, self.recipe = step, path, recipe
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        if trainer.step == self.step:
+            save_checkpoint(self.path, trainer.parts(), step=trainer.step, recipe=self.recipe)
+
+
+def loader() -> Loader:
+    return Loader(InMemory(), "train", 64, shuffle=True, seed=4, window=2)
+
+
+def test_a_resumed_run_is_bit_identical_to_one_that_was_not_stopped(tmp_path: Path) -> None:
+    schedule = ScheduleRecipe(warmup_steps=8)
+    whole, rest = Losses(), Losses()
+    first = trainer(schedule=schedule, callbacks=[whole, SaveAt(4, tmp_path / "c")])
+    first.fit(loader())
+    second = trainer(replace(TRAIN, seed=5), schedule=schedule, callbacks=[rest])
+    load_checkpoint(tmp_path / "c", second.parts())
+    data = loader()
+    second.resume_data(data)
+    second.fit(data)
+    assert len(rest.losses) == 6
+    assert whole.losses[4:] == rest.losses
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_a_checkpoint_without_the_wide_optimizer_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", trainer(with_wide=False).parts())
+    with pytest.raises(CheckpointError, match="has no part 'wide'"):
+        load_checkpoint(tmp_path / "c", trainer().parts())
+
+
+# -- recipes -------------------------------------------------------------------------------------------------------
+
+
+def groups(**given: tuple[str | list[str], str, dict[str, Any]]) -> dict[str, SparseOptimizerGroup]:
+    return {
+        name: SparseOptimizerGroup(
+            tables=tables,
+            optimizer=Component(class_path=path, init_args=args),  # pyright: ignore[reportArgumentType]
+        )
+        for name, (tables, path, args) in given.items()
+    }
+
+
+def dense_groups(**given: tuple[str | list[str], str, dict[str, Any]]) -> dict[str, DenseOptimizerGroup]:
+    return {
+        name: DenseOptimizerGroup(
+            parameters=names,
+            optimizer=Component(class_path=path, init_args=args),  # pyright: ignore[reportArgumentType]
+        )
+        for name, (names, path, args) in given.items()
+    }
+
+
+SGD = ("hotbed.optim.SGD", {"lr": 0.5})
+DENSE_SGD = ("torch.optim.SGD", {"lr": 0.5})
+RECIPE = Recipe(
+    name="x",
+    data=DataRecipe(path="memory", dim=8),
+    model=Component(class_path="hotbed.nn.WideDeep", init_args={"top": [16, 1]}),
+    dense_optimizer=Component(class_path="torch.optim.Adam", init_args={"lr": 0.005}),
+    sparse_optimizer=Component(class_path="hotbed.optim.RowWiseAdagrad", init_args={"lr": 0.05}),
+    sparse_optimizer_groups=groups(wide=("wide.*", "hotbed.optim.FTRL", {"lr": 0.1, "beta": 0.0})),
+    train=TRAIN,
+)
+
+
+def test_a_recipe_gives_the_wide_part_its_optimizer_and_the_rest_the_other() -> None:
+    made = build_trainer(RECIPE, InMemory())
+    assert made.optimizers["wide"].param_groups[0]["tables"] == ["wide.user", "wide.item", "wide.page"]
+    assert made.sparse.param_groups[0]["tables"] == ["embeddings.user", "embeddings.item", "embeddings.page"]
+    by_hand = trainer()
+    for one in (made, by_hand):
+        one.fit(planted.batches(4))
+    for name, tensor in by_hand.model.state_dict().items():
+        assert torch.equal(tensor, made.model.state_dict()[name]), name
+
+
+def test_by_default_the_sparse_optimizer_trains_the_wide_part_too() -> None:
+    made = build_trainer(replace(RECIPE, sparse_optimizer_groups={}), InMemory())
+    assert list(made.optimizers) == ["dense", "sparse"]
+    tables = made.sparse.param_groups[0]["tables"]
+    assert tables == [f"{part}.{name}" for part in ("embeddings", "wide") for name in planted.ROWS]
+    made.fit(planted.batches(2))
+    assert all(t.any() for t in state_of(made, "wide").values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": Component(class_path="hotbed.nn.DLRM", init_args={"bottom": [8], "top": [1]})},
+            "sparse_optimizer_groups.wide: 'wide.*' matches no table; tables are embeddings.user, embeddings.item,",
+        ),
+        (
+            {"sparse_optimizer_groups": groups(wide=("wide.usr", *SGD))},
+            "sparse_optimizer_groups.wide: 'wide.usr' matches no table; tables are embeddings.user, embeddings.item, "
+            "embeddings.page, wide.user, wide.item, wide.page; did you mean 'wide.user'?",
+        ),
+        (
+            {"sparse_optimizer_groups": groups(a=("wide", *SGD), b=(["page", "embeddings.user"], *SGD))},
+            "sparse_optimizer_groups.a and sparse_optimizer_groups.b both match table 'wide.page', which can have one "
+            "optimizer; narrow the patterns of one of them",
+        ),
+        (
+            {"sparse_optimizer_groups": groups(a=("wide", *SGD), b=("embeddings", *SGD))},
+            "sparse_optimizer_groups match all tables, so sparse_optimizer has none to train; make the",
+        ),
+        (
+            {"sparse_optimizer_groups": groups(wide=("wide", "hotbed.optim.FTRL", {}))},
+            "sparse_optimizer_groups.wide.optimizer: hotbed.optim.FTRL needs 'lr'; set it in init_args",
+        ),
+        (
+            {"sparse_optimizer_groups": groups(wide=("wide", "torch.nn.Sequential", {}))},
+            "sparse_optimizer_groups.wide.optimizer is torch.nn.Sequential, which is not a hotbed.optim.Sparse",
+        ),
+        (
+            {"dense_optimizer_groups": dense_groups(a=("botom", *DENSE_SGD))},
+            "dense_optimizer_groups.a: 'botom' matches no parameter; parameters are ",
+        ),
+        (
+            {"dense_optimizer_groups": dense_groups(a=("*.bias", *DENSE_SGD), b=("top", *DENSE_SGD))},
+            "dense_optimizer_groups.a and dense_optimizer_groups.b both match parameter '",
+        ),
+        (
+            {"dense_optimizer_groups": dense_groups(a=("*", *DENSE_SGD))},
+            "dense_optimizer_groups match all parameters, so dense_optimizer has none to train",
+        ),
+        (
+            {"dense_optimizer_groups": dense_groups(a=("*.bias", "torch.optim.LBFGS", {}))},
+            "dense_optimizer_groups.a.optimizer: torch.optim.LBFGS needs a closure",
+        ),
+    ],
+)
+def test_recipes_that_cannot_be_built(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        build_trainer(replace(RECIPE, **changes), InMemory())
+    assert message in str(caught.value)
+
+
+def test_each_table_is_trained_by_the_optimizer_of_its_group_to_the_bit() -> None:
+    """In the first step gradients are alike, so each table is as where all tables have the optimizer of its group."""
+    mixed = replace(RECIPE, sparse_optimizer_groups=groups(some=(["embeddings.user", "wide.page"], *SGD)))
+    plain = replace(RECIPE, sparse_optimizer_groups={})
+    all_sgd = replace(plain, sparse_optimizer=Component(class_path=SGD[0], init_args=SGD[1]))
+    states: list[dict[str, Tensor]] = []
+    for recipe in (mixed, plain, all_sgd):
+        made = build_trainer(recipe, InMemory())
+        made.fit(planted.batches(1))
+        states.append(made.model.state_dict())
+    for name, tensor in states[0].items():
+        of_sgd = name in ("embeddings.user.weight", "wide.page.weight")
+        assert torch.equal(tensor, states[1 + of_sgd][name]), name
+        if name.startswith(("embeddings", "wide")):
+            assert not torch.equal(tensor, states[2 - of_sgd][name]), name
+
+
+def test_each_parameter_is_trained_by_the_optimizer_of_its_group_to_the_bit() -> None:
+    """In the first step gradients are alike, so each parameter is as where all have the optimizer of its group."""
+    states: list[dict[str, Tensor]] = []
+    sgd = Component(class_path=DENSE_SGD[0], init_args=DENSE_SGD[1])
+    for recipe in (
+        replace(RECIPE, dense_optimizer_groups=dense_groups(biases=("*.bias", *DENSE_SGD))),
+        RECIPE,
+        replace(RECIPE, dense_optimizer=sgd),
+    ):
+        made = build_trainer(recipe, InMemory())
+        owned = [p for name in made.optimizers if name in ("dense", "biases")
+                 for group in made.optimizers[name].param_groups for p in group["params"]]  # fmt: skip
+        assert sorted(map(id, owned)) == sorted(map(id, made.model.parameters()))
+        made.fit(planted.batches(1))
+        states.append({name: p.detach().clone() for name, p in made.model.named_parameters()})
+    for name, tensor in states[0].items():
+        of_sgd = name.endswith(".bias")
+        assert torch.equal(tensor, states[1 + of_sgd][name]), name
+        assert not torch.equal(tensor, states[2 - of_sgd][name]), name
+
+
+def test_groups_train_the_same_bits_wherever_rows_are() -> None:
+    some = groups(wide=("wide", "hotbed.optim.FTRL", {"lr": 0.1}), some=("embeddings.user", *SGD))
+    biases = dense_groups(biases=("*.bias", *DENSE_SGD))
+    recipe = replace(RECIPE, sparse_optimizer_groups=some, dense_optimizer_groups=biases)
+    states: list[dict[str, Tensor]] = []
+    for memory in (MemoryRecipe(), MemoryRecipe(tier="host")):
+        made = build_trainer(replace(recipe, memory=memory), InMemory())
+        assert isinstance(made.model, Distributed) == (memory.tier == "host")
+        assert list(made.optimizers) == ["dense", "sparse", "biases", "wide", "some"]
+        made.fit(planted.batches(3))
+        states.append(made.model.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_moments_and_memory_are_those_of_each_tables_optimizer() -> None:
+    recipe = replace(
+        RECIPE, sparse_optimizer_groups=groups(a=("wide", "hotbed.optim.FTRL", {"lr": 0.1}), b=("em*.user", *SGD))
+    )
+    found = moments_by_table(build_model(recipe, InMemory(), torch.device("cpu")), recipe)
+    assert {name: [m.per for m in moments] for name, moments in found.items()} == {
+        "embeddings.item": ["row"],
+        "embeddings.page": ["row"],
+        "embeddings.user": [],
+        **{f"wide.{name}": ["element", "element"] for name in planted.ROWS},
+    }
+
+
+def test_a_table_that_is_not_there_cannot_be_selected() -> None:
+    model = trainer().model
+    with pytest.raises(SpecError, match=r"table 'wide\.usr' does not exist; tables are embeddings\.user, .*wide\.user"):
+        TableSelection(model, ["wide.usr"])
+    with pytest.raises(SpecError, match=r"no table is selected; tables are embeddings\.user"):
+        TableSelection(model, [])
+
+
+def test_wide_is_the_former_name_of_a_group_optimizer() -> None:
+    made = trainer(with_wide=False)
+    wide = FTRL(made.model.wide, lr=0.1)  # pyright: ignore[reportArgumentType]
+    with pytest.warns(FutureWarning, match=r"wide= is now called group_optimizers=\{'wide': …\}; .*0\.3"):
+        former = Trainer(made.model, made.dense, made.sparse, wide=wide, recipe=TRAIN)
+    assert former.optimizers == {**made.optimizers, "wide": wide}
+
+
+def test_checkpoints_of_an_optimizer_of_the_wide_part_load_into_a_group_and_back(tmp_path: Path) -> None:
+    """Before there were groups, the optimizer was made of ``model.wide``: its state names tables without ``wide.``."""
+    former, group = trainer(), build_trainer(RECIPE, InMemory())
+    assert former.optimizers["wide"].param_groups[0]["tables"] == ["user", "item", "page"]
+    for one in (former, group):
+        one.fit(planted.batches(3))
+    save_checkpoint(tmp_path / "former", former.parts())
+    save_checkpoint(tmp_path / "group", group.parts())
+    assert read_manifest(tmp_path / "former").parts.keys() == read_manifest(tmp_path / "group").parts.keys()
+    resumed: list[dict[str, Tensor]] = []
+    for checkpoint, made in (("former", build_trainer(RECIPE, InMemory())), ("group", trainer())):
+        load_checkpoint(tmp_path / checkpoint, made.parts())
+        made.recipe, before = replace(made.recipe, steps=6, epochs=9), made.step
+        made.fit(planted.batches(6))
+        assert (before, made.step) == (3, 6)
+        resumed.append(made.model.state_dict())
+    for name, tensor in resumed[0].items():
+        assert torch.equal(tensor, resumed[1][name]), name
+
+
+def test_a_run_of_a_former_recipe_goes_on_with_the_group(tmp_path: Path) -> None:
+    stored = RECIPE.to_dict()
+    wide = stored.pop("sparse_optimizer_groups")["wide"]["optimizer"]
+    del stored["dense_optimizer_groups"]
+    save_checkpoint(tmp_path / "former", {}, recipe=stored | {"wide_optimizer": wide})
+    refuse_another_recipe(tmp_path / "former", RECIPE)
+
+
+def test_a_resumed_run_may_not_change_or_drop_a_group(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "with", {}, recipe=RECIPE.to_dict())
+    older = {key: value for key, value in RECIPE.to_dict().items() if not key.endswith("optimizer_groups")}
+    save_checkpoint(tmp_path / "without", {}, recipe=older)
+    slower = groups(wide=("wide.*", "hotbed.optim.FTRL", {"lr": 0.01, "beta": 0.0}))
+    none = replace(RECIPE, sparse_optimizer_groups={})
+    key = r"sparse_optimizer_groups\.wide\.optimizer"
+    for checkpoint, recipe, message in (
+        ("with", replace(RECIPE, sparse_optimizer_groups=slower), rf"{key}\.init_args\.lr was 0\.1 and is now 0\.01"),
+        ("with", none, rf"{key}\.class_path was 'hotbed\.optim\.FTRL' and is now None"),
+        ("without", RECIPE, rf"{key}\.class_path was None and is now 'hotbed\.optim\.FTRL'"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            refuse_another_recipe(tmp_path / checkpoint, recipe)
+    refuse_another_recipe(tmp_path / "with", RECIPE)
+    refuse_another_recipe(tmp_path / "without", none)
+
+
+def test_ids_that_both_parts_met_are_counted_once() -> None:
+    recipe = replace(RECIPE, data=replace(RECIPE.data, on_bad_id="drop"))
+    model = build_model(recipe, InMemory(), torch.device("cpu"))
+    ids = {"user": torch.tensor([1, 999, -4]), "item": torch.tensor([1, 2, 3]), "page": torch.tensor([0, 0, 7])}
+    model(Batch(sparse=Jagged.from_dict(ids), dense=torch.zeros(3, planted.DENSE)))
+    assert bad_ids(model) == {"user": 2, "page": 1}
+    assert model.embeddings.bad_ids == {"user": 2, "page": 1}
