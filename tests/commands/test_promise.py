@@ -13,10 +13,10 @@ from hotbed.commands import promise
 from hotbed.commands.main import main
 from hotbed.commands.promise import KILLED, PLANS, RESUMED, run_promise
 from hotbed.errors import CommError, RecipeError
-from tests.matrix import full
 
 
-@pytest.mark.parametrize("ranks", [1, full(2)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_plans_and_a_kill_leave_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     file = tmp_path / "promise.json"
     options = ["--ranks", str(ranks), "--steps", "4", "--out", str(tmp_path / "runs"), "--json", str(file)]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed import optim
-from hotbed.embed import EmbeddingCollection, replicas
+from hotbed.embed import EmbeddingCollection
+from hotbed.embed import replicas as embed_replicas
 from hotbed.jagged import Jagged
 from hotbed.plan import Cut
 from hotbed.specs import Feature, Table
@@ -121,9 +122,9 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, Any]:
     rank = 0 if group is None else dist.get_rank(group)
     replicas = None if group is None else model.wire.replicas
     place = (0, rank) if replicas is None else (replicas.link.rank, replicas.shards.rank)
-    chosen = replicas.choose
+    chosen = embed_replicas.choose_message
     if job.message is not None:
-        replicas.choose = lambda *_: job.message
+        embed_replicas.choose_message = lambda *_: job.message
     try:
         for step in range(job.steps):
             loss = model(batch(step, place[1] if job.same else rank), 0.1 * step)
@@ -134,7 +135,7 @@ def trained(group: dist.ProcessGroup | None, job: Job) -> dict[str, Any]:
             optimizer.step()
         found = state(model, optimizer)
     finally:
-        replicas.choose = chosen
+        embed_replicas.choose_message = chosen
     return {**found, "place": place, "sent": 0 if replicas is None else replicas.sync_bytes}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,7 +18,6 @@ from hotbed.jagged import Jagged
 from hotbed.ops import select
 from tests.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")
 TABLE, FEATURE = hb.Table("t", 9, 16), hb.Feature("f", "t")
 BAGS = [[[4, 1], [3, 4, 2]], [[1], [8]], [[], []]]
 """By rank, those of the picture in route.py."""

@@ -122,7 +122,7 @@ def run():
     if os.fork() == 0:
         found = double(21)
         counts = [sum(of_cache.values()) for of_cache in (double.stats.cache_hits, double.stats.cache_misses)]
-        os.write(1, f"{found} {counts[0]} {counts[1]}\n".encode())
+        os.write(1, f"{found} {counts[0]} {counts[1]}".encode() + bytes([10]))
         os._exit(0)
 
 fcntl.lockf = tell_and_lock

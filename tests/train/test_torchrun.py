@@ -489,6 +489,7 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_a_second_one_at_once(
         assert started.wait() == [-signal.SIGINT, -signal.SIGINT]
 
 
+@pytest.mark.full
 def test_damage_that_one_rank_finds_is_avoided_by_all(launcher: Launcher, recipe: Path, tmp_path: Path) -> None:
     options = [str(recipe), "--out", str(tmp_path / "runs"), "--plan", "row", "--resume", "auto"]
     options += ["--train.checkpoint_every", "4", "--train.keep_last", "9"]

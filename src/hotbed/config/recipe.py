@@ -210,8 +210,8 @@ class Recipe:
             for key, value in (("train.eval_every", self.train.eval_every), ("parallel.reader", self.parallel.reader)):
                 if value not in (None, "each"):
                     raise RecipeError(
-                        f"hot.batches is 'alternating', which evaluates after its rounds and reads in each process; "
-                        f"{key} is {value}; leave it out"
+                        "hot.batches is 'alternating', which evaluates after its rounds and reads in each process, "
+                        f"but {key} is {value}; leave it out"
                     )
         if self.hot.batches == "split":
             for key, value, needed in (
