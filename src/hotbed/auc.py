@@ -1,4 +1,4 @@
-"""Compute the area under the ROC curve, of all samples and within groups."""
+"""Compute the area under the ROC curve, over all samples and per group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every exception hotbed raises on purpose.
+"""Define every exception that hotbed raises on purpose.
 
 ::
 

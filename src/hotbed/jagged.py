@@ -1,4 +1,4 @@
-"""Hold the ids of several features for a batch of samples.
+"""Define `Jagged`: the ids of several features for a batch of samples, in one tensor.
 
 A `Jagged` holds the ids of several features for ``B`` samples in one tensor, feature-major: all ids of the first
 feature in sample order, then all of the second. A feature is either *fixed* (k ids in every sample, no offsets are

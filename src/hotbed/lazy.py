@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562)."""
+"""Import the names of a package when they are first used (PEP 562)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: processor, control groups, OpenMP's threads.
+"""Find what this process may use of the machine: cores, control groups, OpenMP's threads.
 
 *Waiting.* torch and Numba compute on OpenMP's threads, each with a runtime of its own (torch's wheel brings a
 ``libgomp``, Numba loads the system's), and a step of training has hundreds of barriers. At each of them threads spin,

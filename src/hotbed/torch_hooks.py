@@ -1,4 +1,4 @@
-"""Change what torch does with tables and kernels: leave them out of states, and out of ``torch.compile``.
+"""Exclude tables from ``state_dict`` and kernels from ``torch.compile``.
 
 A checkpoint stores tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank, so
 checkpoints take states `without_tables`. Functions that call Numba or Triton kernels are `untraced`.

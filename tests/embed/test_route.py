@@ -11,7 +11,7 @@ import torch.distributed as dist
 import hotbed as hb
 from hotbed.comm import Link
 from hotbed.embed.ids import BagPlaces
-from hotbed.embed.placement import Placement
+from hotbed.embed.locate import Locator
 from hotbed.embed.pooled_exchange import PooledRoute, make_pooled_route
 from hotbed.embed.route import make_route
 from hotbed.jagged import Jagged
@@ -25,10 +25,10 @@ BAGS = [[[4, 1], [3, 4, 2]], [[1], [8]], [[], []]]
 
 def routed(group: dist.ProcessGroup, pooled: bool) -> dict[str, Any]:
     rank, cpu = dist.get_rank(group), torch.device("cpu")
-    placement = Placement([TABLE], hb.make_plan([TABLE], 3, "row"), rank, cpu)
+    locator = Locator([TABLE], hb.make_plan([TABLE], 3, "row"), rank, cpu)
     bags = BagPlaces({FEATURE: 0}, {"t": (0, 0)}).layout(Jagged.from_dict({"f": BAGS[rank]}), 1, 0)
     make = make_pooled_route if pooled else make_route
-    route = make(bags, placement, select(cpu, "auto"), Link(group), trained=True)
+    route = make(bags, locator, select(cpu, "auto"), Link(group), trained=True)
     (stream,) = route.streams
     cuts = route.bags.offsets[0].tolist()
     found = {
@@ -84,14 +84,14 @@ def test_bags_of_three_ranks_are_cut_into_units_as_in_the_picture(ranks: Ranks):
 
 
 def test_rows_are_placed_as_in_the_example():
-    placement = Placement([TABLE], hb.make_plan([TABLE], 3, "row"), 0, torch.device("cpu"))
-    assert placement.entries.T.tolist() == [[0, r, r, r + 7, 3, 0, 0, 0, -1] for r in range(3)]
-    found = placement.find(torch.tensor([1, 2, 3, 4]))
+    locator = Locator([TABLE], hb.make_plan([TABLE], 3, "row"), 0, torch.device("cpu"))
+    assert locator.entries.T.tolist() == [[0, r, r, r + 7, 3, 0, 0, 0, -1] for r in range(3)]
+    found = locator.find(torch.tensor([1, 2, 3, 4]))
     assert found.tile.tolist() == [1, 2, 0, 1]
-    assert placement.slots(torch.tensor([1, 2, 3, 4]), found).tolist() == [0, 0, 1, 1]
-    (layer,) = placement._layers
+    assert locator.slots(torch.tensor([1, 2, 3, 4]), found).tolist() == [0, 0, 1, 1]
+    (layer,) = locator._layers
     assert layer.keys.tolist() == [0, 10, 20]
     second = hb.Table("u", 9, 16)
-    both = Placement([TABLE, second], hb.make_plan([TABLE, second], 3, "row"), 0, torch.device("cpu"))
+    both = Locator([TABLE, second], hb.make_plan([TABLE, second], 3, "row"), 0, torch.device("cpu"))
     assert both.first_keys.tolist() == [0, 9, 18]
     assert both.entries[:, 3:].T.tolist() == [[1, r, r, r + 7, 3, 0, 0, 3, -1] for r in range(3)]

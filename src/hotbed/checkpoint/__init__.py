@@ -1,4 +1,4 @@
-"""Checkpoints: directories that any plan, number of ranks and tier can save and load; see docs/checkpoint-format.md."""
+"""Save and load checkpoints, under any plan, number of ranks and tier; see docs/checkpoint-format.md."""
 
 from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
 from hotbed.checkpoint.manifest import (

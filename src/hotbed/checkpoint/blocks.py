@@ -1,4 +1,4 @@
-"""Files in blocks: each block's SHA-256 is noted when it is written and compared before any of it is used.
+"""Write and read files in blocks: record each block's SHA-256 when writing, verify it before any of it is used.
 
 So a part of a file can be checked without the rest, and damage has a place. Hashing, writing and reading go on in
 threads beside the caller.

@@ -1,4 +1,4 @@
-"""Find what a checkpoint is to hold: the tables of models with the moments of their optimizers, cut into chunks.
+"""List what a checkpoint saves: the tables of models with the moments of their optimizers, cut into chunks.
 
 A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a file (`chunks_of`). Of a tile whose rows
 are materialized on their first update only those rows are written, in chunks with an array of keys. An example: a tile

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a local directory, or a prefix of an object store (``s3://bucket/path``, ``gs://…``).
+"""Access checkpoints in a local directory, or a prefix of an object store (``s3://bucket/path``, ``gs://…``).
 
 Object stores have no rename and no directories, so nothing here needs them: files are written one by one, and a file
 of text appears whole or not at all.

@@ -1,4 +1,4 @@
-"""Load rows of a saved table into a tile of a table: from any saved tiles, bit by bit where rows are stored alike."""
+"""Load rows of a saved table into a tile of a table: from any saved tiles, bit for bit where the row formats match."""
 
 from __future__ import annotations
 

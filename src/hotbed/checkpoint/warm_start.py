@@ -1,4 +1,4 @@
-"""Warm start: initialize a new model with what fits of a checkpoint; tables may be new, dropped, renamed or larger."""
+"""Warm-start a new model from what fits of a checkpoint; tables may be new, dropped, renamed or larger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Share what commands need: parsers, recipes with options that override them, ``--json``, and a console."""
+"""Provide what all commands need: parsers, recipes with options that override them, ``--json``, and a console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure how fast it is here, against what this machine can do: ``hotbed bench ops | step``."""
+"""Measure kernels and training steps against the limits of this machine: ``hotbed bench ops | step``."""
 
 from __future__ import annotations
 

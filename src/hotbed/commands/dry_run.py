@@ -1,4 +1,4 @@
-"""Show what a recipe would take, and how its plan shares that out, before any table is allocated.
+"""Show the memory that a recipe needs, and each rank's share of it, before any table is allocated.
 
 ``hotbed train --dry_run``.
 """
@@ -30,7 +30,7 @@ _BAR = 20
 
 
 def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
-    """Two tables for a console: tables with their cuts, and ranks with bytes and work (see `hotbed.plan.cost`)."""
+    """Two tables for a console: tables with their cuts, and ranks with bytes and load (see `hotbed.plan.cost`)."""
     tables = RichTable(title="Tables", title_justify="left")
     tables.add_column("table")
     tables.add_column("rows × columns", justify="right")
@@ -42,12 +42,12 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     ranks = RichTable(title="Ranks", title_justify="left")
     for column in ("rank", "tiles", "memory"):
         ranks.add_column(column, justify="right")
-    ranks.add_column("work")
-    most = max(cost.work for cost in costs) or 1.0
+    ranks.add_column("load")
+    most = max(cost.load for cost in costs) or 1.0
     for rank, cost in enumerate(costs):
         held = sum(rank in tile.ranks for tile in plan.tiles)
-        bar = "█" * round(_BAR * cost.work / most)
-        ranks.add_row(str(rank), str(held), f"{cost.nbytes / 2**20:,.1f} MiB", f"{bar} {cost.work / most:.0%}")
+        bar = "█" * round(_BAR * cost.load / most)
+        ranks.add_row(str(rank), str(held), f"{cost.nbytes / 2**20:,.1f} MiB", f"{bar} {cost.load / most:.0%}")
     return Group(tables, ranks)
 
 
@@ -104,14 +104,14 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
 
 
 def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]]) -> dict[str, Any]:
-    """The plan of several ranks, and the bytes and work of each."""
+    """The plan of several ranks, and the bytes and load of each."""
     if plan.world_size == 1:
         return {}
     costs = [Cost(0, 0.0)] * plan.world_size
     for table in tables:
         more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=moments[table.name])
         costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
-    return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "work": cost.work} for cost in costs]}
+    return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "load": cost.load} for cost in costs]}
 
 
 def _table_plan(table: Table, tier: str, moments: Sequence[Moment]) -> dict[str, Any]:
@@ -144,6 +144,6 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
     console.print(table)
     console.print(f"tables: {size(plan['table_bytes'])} in all")
     if "plan" in plan:
-        costs = [Cost(rank["bytes"], rank["work"]) for rank in plan["ranks"]]
+        costs = [Cost(rank["bytes"], rank["load"]) for rank in plan["ranks"]]
         console.print(plan_view(Plan.from_dict(plan["plan"]), costs))
     console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")

@@ -1,4 +1,4 @@
-"""Define the options on ranks, memories and hot rows; nearly all change where bytes are, not results.
+"""Define the options on ranks, memories and hot rows; nearly all of them change where bytes are stored, not results.
 
 Each option is stated once, here: `hotbed.distribute` takes `ParallelOptions` and `MemoryOptions`, which the recipe's
 sections ``parallel`` and ``memory`` extend, so that it can be given these whole.
@@ -140,7 +140,7 @@ class _TierChoice:
     """With tier ``disk``: the same of the host's memory, for the rows that follow."""
     skew: str | None = None
     """``skew.json`` of hotbed inspect --skew: by these counts rows are shared out to the budgets; without it by Zipf's
-    law with exponent 1.05, alike for all tables."""
+    law with exponent 1.05, the same for all tables."""
     cache_rows: int = 0
     """With another tier: rows, per process, of a cache for those that are used."""
 

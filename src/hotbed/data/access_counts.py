@@ -1,4 +1,4 @@
-"""Read a split once to count lookups, all of its samples or some; `count_accesses`, what hot rows are chosen by.
+"""Count lookups per row in one pass over a split or a sample of it: `count_accesses`, by which hot rows are chosen.
 
 The pass is that of `hotbed.data.popularity`, too. `count_accesses` is cheaper: nothing is followed through time, and of
 tables with very many rows only some rows are counted. Memory is 8 bytes per row of the tables that are counted whole,

@@ -28,7 +28,7 @@ def mix(x: Hashes) -> Hashes:
 
 
 def hash_integers(values: NDArray[Any]) -> Hashes:
-    """Hash integers ``[n]`` of any width; equal numbers hash alike in all widths."""
+    """Hash integers ``[n]`` of any width; equal numbers have equal hashes in all widths."""
     wide = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
     return mix(wide)
 

@@ -1,4 +1,4 @@
-"""Take turns of pure hot and pure cold batches, at a rate that may change meanwhile: `HotColdLoader`.
+"""Alternate all-hot and all-cold batches, at an adjustable rate: `HotColdLoader`.
 
 *Theory of operation.* An epoch is a number of rounds (Adnan et al. 2021, arXiv 2103.00686). A round at rate r is r % of
 the epoch's cold batches, then r % of its hot ones, at least one of each as long as there are any; the rounds go on

@@ -1,4 +1,4 @@
-"""Number the values of each column; tomorrow's data gives yesterday's values the same ids.
+"""Number the values of each column; values seen in earlier data keep their ids.
 
 A vocabulary is a text file per column, ``C1.txt``: line n is the value with id n, as 8 hexadecimal digits. Id 0 is not
 in it: it stands for values that are missing or too rare. Files are append-only: a later one starts with the earlier.

@@ -189,7 +189,7 @@ class LocalTile(NamedTuple):
 
 
 def form(table: Table) -> tuple[RowDtype, int]:
-    """Return the dtype of a table's rows, and how many before them are float32; tables of one form are stored alike."""
+    """Return the dtype of a table's rows, and how many before them are float32; tables of one form share a layout."""
     if table.dtype == "fp32" or table.fp32_rows == table.rows:
         return "fp32", 0
     return table.dtype, table.fp32_rows

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, rounding_bits
-from hotbed.embed.placement import KIND, Placement
+from hotbed.embed.locate import KIND, Locator
 from hotbed.ops import Backend, Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE, BLOCK, LR, OWN
 from hotbed.ops.reference_rules import blocks_of, rule_steps, sum_of_blocks
@@ -125,7 +125,7 @@ class ColumnSums:
 
     Parameters
     ----------
-    placement
+    locator
         Where tiles are.
 
     Attributes
@@ -134,24 +134,24 @@ class ColumnSums:
         Kinds whose tiles have not all columns of their rows.
     """
 
-    def __init__(self, placement: Placement) -> None:
-        self.kinds = [i for i, kind in enumerate(placement.kinds) if kind.cols < placement.dim]
-        self._dim = placement.dim
-        self._cols = {i: placement.kinds[i].cols for i in self.kinds}
+    def __init__(self, locator: Locator) -> None:
+        self.kinds = [i for i, kind in enumerate(locator.kinds) if kind.cols < locator.dim]
+        self._dim = locator.dim
+        self._cols = {i: locator.kinds[i].cols for i in self.kinds}
         by_table: dict[str, list[int]] = defaultdict(list)
-        for i, tile in enumerate(placement.tiles):
+        for i, tile in enumerate(locator.tiles):
             by_table[tile.table].append(i)
         neighbours: list[Neighbour] = []
         self._first_blocks: dict[int, list[int]] = {}
         """Which block of a row is each shard's first, by kind."""
-        kind_of: list[int] = placement.entries[KIND].tolist()
+        kind_of: list[int] = locator.entries[KIND].tolist()
         for kind in self.kinds:
-            owned = placement.owned(placement.kinds[kind])
-            self._first_blocks[kind] = [placement.tiles[i].cols.start // BLOCK for i in owned]
+            owned = locator.owned(locator.kinds[kind])
+            self._first_blocks[kind] = [locator.tiles[i].cols.start // BLOCK for i in owned]
             for shard, i in enumerate(owned):
-                tile = placement.tiles[i]
+                tile = locator.tiles[i]
                 for j in by_table[tile.table]:
-                    other = placement.tiles[j]
+                    other = locator.tiles[j]
                     rows = common_places(tile.rows, other.rows)
                     if i != j and rows:
                         common = None if rows == range(len(tile.rows)) else rows

@@ -1,4 +1,4 @@
-"""Share dense parameters over ranks, with gradients averaged in rank order; make modules that are on ``meta``.
+"""Share dense parameters over ranks, with gradients averaged in rank order; materialize modules that are on ``meta``.
 
 An all-reduce adds in an order that depends on where in its buffer a value lies, and DDP rearranges its buffers after
 the first step; a run that is resumed would not have the bits of one that was not interrupted. Here every rank adds one

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, Shard, raw_shapes
-from hotbed.embed.placement import Placement
+from hotbed.embed.locate import Locator
 from hotbed.ops.layout import SCALE_BLOCK
 from hotbed.specs import Table
 
@@ -129,7 +129,7 @@ def _broadcast(what: str, values: Tensor, owner: int, link: Link) -> Tensor:
 
 
 def push_rows(
-    placement: Placement, arenas: Sequence[Arena], copies: Sequence[Arena], touched: Mapping[Arena, Tensor], link: Link
+    locator: Locator, arenas: Sequence[Arena], copies: Sequence[Arena], touched: Mapping[Arena, Tensor], link: Link
 ) -> None:
     """Send updated rows to the ranks that have copies of them; all ranks must call this.
 
@@ -138,7 +138,7 @@ def push_rows(
 
     Parameters
     ----------
-    placement
+    locator
         Where tiles are.
     arenas, copies
         Of this rank, by kind.
@@ -147,11 +147,11 @@ def push_rows(
     link
         The ranks.
     """
-    device = placement.copies.device
+    device = locator.copies.device
     to = torch.zeros(link.size, len(arenas), dtype=torch.int64, device=device)
     messages: list[tuple[Tensor, Tensor]] = []
     for kind, arena in enumerate(arenas):
-        here, there, readers = _messages(placement, kind, arena, touched.get(arena))
+        here, there, readers = _messages(locator, kind, arena, touched.get(arena))
         to[:, kind] = torch.bincount(readers, minlength=link.size)
         messages.append((here, there))
     ones = [1] * link.size
@@ -163,14 +163,14 @@ def push_rows(
         copies[kind].store.write(slots.wait(), rows.wait())
 
 
-def _messages(placement: Placement, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _messages(locator: Locator, kind: int, arena: Arena, touched: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """List what is sent of an arena, by reader: slot here, slot there, reader."""
-    tiles = torch.tensor(placement.owned(placement.kinds[kind]), dtype=torch.int64, device=placement.copies.device)
+    tiles = torch.tensor(locator.owned(locator.kinds[kind]), dtype=torch.int64, device=locator.copies.device)
     if touched is None or not len(tiles):
-        nothing = torch.empty(0, dtype=torch.int64, device=placement.copies.device)
+        nothing = torch.empty(0, dtype=torch.int64, device=locator.copies.device)
         return nothing, nothing, nothing
     slots = touched.unique()
     shard, within = arena.locate(slots)
-    first_there = placement.copies[:, tiles][:, shard]  # [W, n]
+    first_there = locator.copies[:, tiles][:, shard]  # [W, n]
     readers, which = (first_there >= 0).nonzero(as_tuple=True)
     return slots[which], first_there[readers, which] + within[which], readers

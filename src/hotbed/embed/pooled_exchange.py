@@ -1,4 +1,4 @@
-"""Exchange pooled vectors: owners pool the rows of a bag that they hold, and one vector crosses the wire.
+"""Exchange pooled vectors: each owner pools its rows of a bag, and one vector crosses the wire.
 
 This is the wire format ``"pooled"`` of a plan; `hotbed.embed.row_exchange` is the format ``"rows"``. A *unit* here is
 what one rank holds of a bag: ids of one bag whose tiles have one owner, one arena kind and the same columns. Its owner
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hotbed.comm import Handle, Link
 from hotbed.embed.arena import Arena
-from hotbed.embed.placement import KIND, LANE, OWNER, Placement, RowTiles
+from hotbed.embed.locate import KIND, LANE, OWNER, Locator, RowTiles
 from hotbed.embed.table_group import Contribution, Vectors
 from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import BatchError
@@ -223,7 +223,7 @@ class PooledRoute:
     trained: bool
 
 
-def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, *, trained: bool) -> PooledRoute:
+def make_pooled_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, trained: bool) -> PooledRoute:
     """Cut bags into units and exchange the requests for them; all ranks must call this.
 
     Parameters are those of `hotbed.embed.route.make_route`. In the example at the top of this file ``bag`` is
@@ -236,17 +236,17 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     order_of[:, OUT] = torch.arange(features, device=order_of.device)
     ids = ops.occurrences(replace(bags, features=order_of, weights=None, has_divisors=False, width=features, room=0))
     bag = ids.bags % features * size + torch.div(ids.bags, features, rounding_mode="floor")
-    found = placement.find(ids.slots)
-    kind, owner, lane = (placement.entries[column] for column in (KIND, OWNER, LANE))
-    message = ((kind * link.size + owner) * len(placement.lanes) + lane)[found.tile]
+    found = locator.find(ids.slots)
+    kind, owner, lane = (locator.entries[column] for column in (KIND, OWNER, LANE))
+    message = ((kind * link.size + owner) * len(locator.lanes) + lane)[found.tile]
     order = torch.argsort(found.row, stable=True)  # layers follow each other, but ids of a bag must keep their order
     order = order[torch.argsort(message[order], stable=True)]
     at, tile, message = found.row[order], found.tile[order], message[order]
     starts = _starts(message, bag[at])
     of_unit, kind, owner, lane = bag[at[starts]], kind[tile[starts]], owner[tile[starts]], lane[tile[starts]]
     lengths = torch.diff(starts, append=torch.tensor([len(at)], device=starts.device))
-    row, first_rows = _rows(of_unit, placement.lines[tile[starts]], features * size)
-    slots = placement.slots(ids.slots, RowTiles(at, tile))
+    row, first_rows = _rows(of_unit, locator.lines[tile[starts]], features * size)
+    slots = locator.slots(ids.slots, RowTiles(at, tile))
     weights = None if bags.weights is None else _by_occurrence(bags, bags.weights)[at]
     divided_by = None
     if bags.has_divisors:
@@ -256,7 +256,7 @@ def make_pooled_route(bags: BagLayout, placement: Placement, ops: Backend, link:
     requests: list[UnitRequest] = []
     slices: list[slice] = []
     firsts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    ends = torch.searchsorted(kind, torch.arange(len(placement.kinds) + 1, device=at.device)).tolist()
+    ends = torch.searchsorted(kind, torch.arange(len(locator.kinds) + 1, device=at.device)).tolist()
     for a, b in pairwise(ends):
         i, j = firsts[[a, b]].tolist()
         to = owner[a:b]
@@ -326,7 +326,7 @@ def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:
 class PooledVectors:
     """Vectors of units, which bags are pooled from; a `RowSource` and its own `Vectors`.
 
-    Parameters are those of `hotbed.embed.row_exchange.ExchangedRows`, and the placement of the tables.
+    Parameters are those of `hotbed.embed.row_exchange.ExchangedRows`, and the locator of the tables.
     """
 
     updates = 0
@@ -338,22 +338,22 @@ class PooledVectors:
         tables: set[str],
         wire: Wire,
         ops: Backend,
-        placement: Placement,
+        locator: Locator,
         link: Link,
     ) -> None:
         self.route, self.tables = route, tables
-        self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, placement
+        self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, locator
         handles: list[Handle[Tensor]] = []
         for stream in route.streams:
             with wire.load.counted(len(stream.requested.slots)):
                 answer = encode(pool(arenas[stream.kind].store, stream.requested, ops), wire.options.forward_codec)
             handles.append(link.all_to_all("pooled vectors", answer, stream.requested.units, stream.send_counts))
-        vectors = arenas[0].store.empty((route.rows, placement.dim), torch.float32)
-        if sum(len(s.rows) * placement.kinds[s.kind].cols for s in route.streams) < vectors.numel():
+        vectors = arenas[0].store.empty((route.rows, locator.dim), torch.float32)
+        if sum(len(s.rows) * locator.kinds[s.kind].cols for s in route.streams) < vectors.numel():
             vectors.zero_()  # a bag may have more units of some columns than of others
         for stream, handle in zip(route.streams, handles, strict=True):
             values = decode(handle.wait(), wire.options.forward_codec)
-            placement.cells(stream.kind, stream.rows, stream.lanes).put(values, vectors)
+            locator.cells(stream.kind, stream.rows, stream.lanes).put(values, vectors)
         self._rows = rows_of(vectors)
 
     @property

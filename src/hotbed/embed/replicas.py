@@ -40,7 +40,7 @@ from hotbed.comm import Link
 from hotbed.config.places import ParallelOptions
 from hotbed.embed.arena import Arena, rounding_bits
 from hotbed.embed.gather import push_rows
-from hotbed.embed.placement import Placement
+from hotbed.embed.locate import Locator
 from hotbed.errors import SpecError
 from hotbed.ops import Occurrences, RuleStep
 from hotbed.ops.layout import ACTIVE
@@ -192,7 +192,7 @@ class Sync:
         self,
         steps: Mapping[Arena, RuleStep],
         found: Mapping[Arena, tuple[Occurrences, Tensor]],
-        placement: Placement,
+        locator: Locator,
     ) -> None:
         """Record the slots that a step has updated; begin to average every ``sync_every`` steps."""
         for arena in self._arenas:
@@ -201,20 +201,20 @@ class Sync:
             self._touched[arena].add(_trained(arena, occurrences.slots, steps[arena]))
         self._steps += 1
         if self._steps == self._replicas.sync_every:
-            self.start(placement)
+            self.start(locator)
 
-    def start(self, placement: Placement) -> None:
+    def start(self, locator: Locator) -> None:
         """Begin to average, if any step was taken since the last time; all ranks must call this."""
         if not self._steps:
             return
         self._steps = 0
-        device = placement.copies.device
+        device = locator.copies.device
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
         def average() -> None:
             begin = time.perf_counter()
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._average(placement)
+                self._average(locator)
             self._replicas.sync_s += time.perf_counter() - begin
 
         self._under_way = self._replicas.thread.submit(average)
@@ -228,9 +228,9 @@ class Sync:
             self._under_way.result()
             self._replicas.waited_s += time.perf_counter() - begin
 
-    def _average(self, placement: Placement) -> None:
+    def _average(self, locator: Locator) -> None:
         link, shards = self._replicas.of_thread
-        device = placement.copies.device
+        device = locator.copies.device
         touched = {arena: self._touched[arena].take(device) for arena in self._arenas}
         counts = torch.tensor([len(slots) for slots in touched.values()], device=device)
         by_arena: list[list[int]] = link.all_gather("numbers of touched rows", counts).wait().T.tolist()
@@ -244,8 +244,8 @@ class Sync:
             arena.updates += len(slots) > 0
             averaged[arena] = slots
             self._replicas.rows += len(slots)
-        if placement.has_readers:
-            push_rows(placement, self._arenas, self._copies, averaged, shards)
+        if locator.has_readers:
+            push_rows(locator, self._arenas, self._copies, averaged, shards)
         self._replicas.syncs += 1
 
 

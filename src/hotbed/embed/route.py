@@ -26,7 +26,7 @@ Gradients go the same way back: rank 0 adds up what its two bags owe row 4, send
 adds the sums of slot 0 in rank order, that of rank 0 before its own.
 
 A *unit* is a vector that crosses the wire: a whole row, or the columns of it that one tile has. Units of one arena kind
-(`Placement.kinds`) form a *stream*: per stream there is one exchange of slots, one of rows and one of gradients. Rows
+(`Locator.kinds`) form a *stream*: per stream there is one exchange of slots, one of rows and one of gradients. Rows
 of which this rank holds a copy form streams of their own: their rows do not cross the wire, their gradients do.
 
 Model-parallel input needs no exchange of ids: owners have the ids of all samples, and every rank works out from the
@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
-from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Cells, Placement, RowTiles
+from hotbed.embed.locate import COPY, KIND, LANE, OWNER, SLOT, Cells, Locator, RowTiles
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged, ModelParallelInput
@@ -126,14 +126,14 @@ class Route:
     trained: bool
 
 
-def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, *, trained: bool) -> Route:
+def make_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, trained: bool) -> Route:
     """Find the owners of a batch's distinct rows and exchange their slots; all ranks must call this.
 
     Parameters
     ----------
     bags
-        Of one output; tables start at `Placement.first_keys`.
-    placement
+        Of one output; tables start at `Locator.first_keys`.
+    locator
         Of their tables.
     ops
         Kernels.
@@ -144,29 +144,29 @@ def make_route(bags: BagLayout, placement: Placement, ops: Backend, link: Link, 
     """
     groups = ops.group(ops.occurrences(bags))
     keys = groups.rows[: int(groups.counts[0])]
-    found = placement.find(keys)
-    streams, places, rows = _streams(placement, keys, found, link)
+    found = locator.find(keys)
+    streams, places, rows = _streams(locator, keys, found, link)
     route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
-    _exchange_slots([s for s in streams if trained or not s.copied], placement.entries.device, link)
+    _exchange_slots([s for s in streams if trained or not s.copied], locator.entries.device, link)
     return route
 
 
-def _streams(placement: Placement, keys: Tensor, found: RowTiles, link: Link) -> tuple[list[Stream], Tensor, int]:
+def _streams(locator: Locator, keys: Tensor, found: RowTiles, link: Link) -> tuple[list[Stream], Tensor, int]:
     """Sort distinct rows into streams; returns these, the position of each row, and the number of positions.
 
     Rows 1, 2, 3, 4 of owners 1, 2, 0, 1 make one stream of slots ``[1, 0, 1, 0]`` with counts ``[1, 2, 1]``; their
     positions are ``[1, 3, 0, 2]`` (see the top of this file).
     """
-    has_copies = placement.has_readers
-    stream = placement.entries[KIND]
+    has_copies = locator.has_readers
+    stream = locator.entries[KIND]
     if has_copies:
-        stream = 2 * stream + (placement.entries[COPY] >= 0)
-    key = (stream * link.size + placement.entries[OWNER])[found.tile]
-    stream_count = len(placement.kinds) * (2 if has_copies else 1)
+        stream = 2 * stream + (locator.entries[COPY] >= 0)
+    key = (stream * link.size + locator.entries[OWNER])[found.tile]
+    stream_count = len(locator.kinds) * (2 if has_copies else 1)
     order = torch.argsort(key.to(torch.int32), stable=True)
     counts = torch.bincount(key, minlength=stream_count * link.size).view(stream_count, link.size).tolist()
     found = RowTiles(found.row[order], found.tile[order])
-    slots = placement.slots(keys, found)
+    slots = locator.slots(keys, found)
     places = torch.full((len(keys),), -1, dtype=torch.int64, device=keys.device)
     streams: list[Stream] = []
     cut: list[tuple[Stream, RowTiles]] = []
@@ -175,8 +175,8 @@ def _streams(placement: Placement, keys: Tensor, found: RowTiles, link: Link) ->
         stop = start + sum(send_counts)
         kind, is_copy = (number // 2, number % 2 == 1) if has_copies else (number, False)
         units = RowTiles(found.row[start:stop], found.tile[start:stop])
-        copies = placement.slots(keys, units, COPY) if is_copy else None
-        whole = placement.kinds[kind].cols == placement.dim
+        copies = locator.slots(keys, units, COPY) if is_copy else None
+        whole = locator.kinds[kind].cols == locator.dim
         streams.append(Stream(kind, is_copy, slots[start:stop], copies, send_counts, rows if whole else -1, None))
         if whole:
             places[units.row] = torch.arange(rows, rows + stop - start, device=keys.device)
@@ -187,7 +187,7 @@ def _streams(placement: Placement, keys: Tensor, found: RowTiles, link: Link) ->
     cut_rows = (places < 0).nonzero()[:, 0]
     places[cut_rows] = torch.arange(rows, rows + len(cut_rows), device=keys.device)
     for s, units in cut:
-        s.cells = placement.cells(s.kind, places[units.row], placement.entries[LANE][units.tile])
+        s.cells = locator.cells(s.kind, places[units.row], locator.entries[LANE][units.tile])
     return streams, places, rows + len(cut_rows)
 
 
@@ -207,7 +207,7 @@ def _exchange_slots(streams: Sequence[Stream], device: torch.device, link: Link)
 
 
 def make_model_parallel_route(
-    features: Sequence[Feature], ids: ModelParallelInput, placement: Placement, link: Link, *, trained: bool
+    features: Sequence[Feature], ids: ModelParallelInput, locator: Locator, link: Link, *, trained: bool
 ) -> PooledRoute:
     """Work out which pooled vectors each rank gets of a batch whose ids the owners have; nothing is exchanged.
 
@@ -218,10 +218,10 @@ def make_model_parallel_route(
     Parameters
     ----------
     features
-        Pooled features of the placement's tables, in the order of their vectors.
+        Pooled features of the locator's tables, in the order of their vectors.
     ids
         The batch.
-    placement
+    locator
         Of their tables.
     link
         The ranks.
@@ -237,15 +237,15 @@ def make_model_parallel_route(
         raise BatchError(
             f"the model-parallel input is of {len(ids.sizes)} ranks, the model of {link.size}; make them equal"
         )
-    whole = {t.name: range(t.rows) for t in placement.tables}
-    for tile in placement.tiles:
+    whole = {t.name: range(t.rows) for t in locator.tables}
+    for tile in locator.tiles:
         if tile.rows != whole[tile.table] or tile.readers:
             raise BatchError(
                 f"table '{tile.table}' is cut into rows or copied, so ids must be exchanged; give every rank all "
                 "features of its samples, or plan the table whole or cut into columns"
             )
     size, device = len(ids), ids.values.device
-    streams = [_stream(kind, features, ids, placement, link) for kind in range(len(placement.kinds))]
+    streams = [_stream(kind, features, ids, locator, link) for kind in range(len(locator.kinds))]
     rows = len(features) * size
     order = torch.zeros(len(features), 7, dtype=torch.int64, device=device)
     order[:, OUT] = torch.arange(len(features), device=device)
@@ -255,17 +255,17 @@ def make_model_parallel_route(
 
 
 def _stream(
-    kind: int, features: Sequence[Feature], ids: ModelParallelInput, placement: Placement, link: Link
+    kind: int, features: Sequence[Feature], ids: ModelParallelInput, locator: Locator, link: Link
 ) -> PooledStream:
     """List the units of one arena kind: by owner, then tile, then feature, then sample."""
     size, device = len(ids), ids.values.device
-    entries = placement.entries.tolist()
+    entries = locator.entries.tolist()
     lanes: list[Tensor] = []
     bags: list[Tensor] = []
     send_counts = [0] * link.size
     own: list[tuple[Feature, int]] = []
     for owner in range(link.size):
-        for i, tile in enumerate(placement.tiles):
+        for i, tile in enumerate(locator.tiles):
             if tile.owner != owner or entries[KIND][i] != kind:
                 continue
             for f, feature in enumerate(features):

@@ -21,7 +21,7 @@ from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
 from hotbed.embed.gather import PlacedTile, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
 from hotbed.embed.ids import BagPlaces
-from hotbed.embed.placement import KIND, Kind, Placement
+from hotbed.embed.locate import KIND, Kind, Locator
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
 from hotbed.embed.replicas import Sync
 from hotbed.embed.route import Route, make_model_parallel_route, make_route
@@ -89,20 +89,20 @@ class ShardedTables(TableGroup):
         self._storage = storage
         self._plan = plan
         self._backend: BackendName = backend
-        self.placement = Placement(tables, plan, wire.link.rank, device)
-        self._column_sums = ColumnSums(self.placement)
+        self.locator = Locator(tables, plan, wire.link.rank, device)
+        self._column_sums = ColumnSums(self.locator)
 
         def arena(kind: Kind, tiles: list[int], where: Storage) -> Arena:
-            shards = self.placement.shards(tiles)
+            shards = self.locator.shards(tiles)
             return Arena(shards, kind.cols, seed=seed, device=device, backend=backend, storage=where)
 
         def own(kind: Kind) -> Arena:
-            tiles = self.placement.owned(kind)
-            cache_rows = sum(self.placement.tiles[i].cache_rows for i in tiles)
+            tiles = self.locator.owned(kind)
+            cache_rows = sum(self.locator.tiles[i].cache_rows for i in tiles)
             return arena(kind, tiles, replace(self._storage, tier=kind.tier, cache_rows=cache_rows))
 
-        self.arenas = [own(kind) for kind in self.placement.kinds]
-        self.copies = [arena(kind, self.placement.copied(kind), Storage()) for kind in self.placement.kinds]
+        self.arenas = [own(kind) for kind in self.locator.kinds]
+        self.copies = [arena(kind, self.locator.copied(kind), Storage()) for kind in self.locator.kinds]
         self._sync: Sync | None = None
         if (replicas := wire.replicas) is not None:
             self.is_first_replica = replicas.link.rank == 0
@@ -118,7 +118,7 @@ class ShardedTables(TableGroup):
         "a" and "b" (output 0, columns 0 and 1), "c" (output 0, column 2), "d" (output 1). As model-parallel input, "a",
         "b" and "c" are in one.
         """
-        firsts = self.placement.first_keys.tolist()
+        firsts = self.locator.first_keys.tolist()
         keys = {name: (first, 0) for name, first in zip(self.tables, firsts, strict=False)}
         by_name = {f.name: f for f in features}
         pooled = {by_name[name]: i for i, name in enumerate(self.pooled)}
@@ -170,7 +170,7 @@ class ShardedTables(TableGroup):
                 make_model_parallel_route(
                     list(self._model_parallel.places.features),
                     ids,
-                    self.placement,
+                    self.locator,
                     link,
                     trained=trained(set(self.tables)),
                 )
@@ -178,7 +178,7 @@ class ShardedTables(TableGroup):
         for places, _, is_pooled in self._looked_up:
             bags = places.layout(ids, len(self.pooled), 0)
             make = make_pooled_route if is_pooled else make_route
-            found.append(make(bags, self.placement, self.ops, link, trained=trained(places.tables)))
+            found.append(make(bags, self.locator, self.ops, link, trained=trained(places.tables)))
         return found
 
     @override
@@ -217,7 +217,7 @@ class ShardedTables(TableGroup):
 
     def _source(self, route: Route | PooledRoute, tables: set[str], link: Link) -> RowSource:
         if isinstance(route, PooledRoute):
-            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.placement, link)
+            return PooledVectors(route, self.arenas, tables, self.wire, self.ops, self.locator, link)
         return ExchangedRows(route, self.arenas, self.copies, tables, self.wire, self.ops, self.dim, link)
 
     # -- updates ---------------------------------------------------------------------------------------------------
@@ -236,17 +236,17 @@ class ShardedTables(TableGroup):
                     arena.store.update(steps[arena], occurrences, grad)
         if cut:
             self._column_sums.update(cut, steps, found, self.ops, self.wire.link)
-        if self.placement.has_readers:
+        if self.locator.has_readers:
             touched = {arena: occurrences.slots for arena, (occurrences, _) in found.items()}
-            push_rows(self.placement, self.arenas, self.copies, touched, self.wire.link)
+            push_rows(self.locator, self.arenas, self.copies, touched, self.wire.link)
         if self._sync is not None:
-            self._sync.stepped(steps, found, self.placement)
+            self._sync.stepped(steps, found, self.locator)
 
     @override
     def sync(self) -> None:
         if self._sync is not None:
             self._sync.finish()
-            self._sync.start(self.placement)
+            self._sync.start(self.locator)
             self._sync.finish()
 
     @override
@@ -270,12 +270,12 @@ class ShardedTables(TableGroup):
     def _placed_tiles(self, table: str) -> list[PlacedTile]:
         """List the tiles of a table, after any average that is under way."""
         self.settle()
-        placement = self.placement
+        locator = self.locator
         found: list[PlacedTile] = []
-        for i, tile in enumerate(placement.tiles):
+        for i, tile in enumerate(locator.tiles):
             if tile.table == table:
-                kind = int(placement.entries[KIND, i])
-                owned, copied = placement.owned(placement.kinds[kind]), placement.copied(placement.kinds[kind])
+                kind = int(locator.entries[KIND, i])
+                owned, copied = locator.owned(locator.kinds[kind]), locator.copied(locator.kinds[kind])
                 found.append(
                     PlacedTile(
                         Shard(self.tables[table], tile.rows, tile.cols),
@@ -329,4 +329,4 @@ class ShardedTables(TableGroup):
         self.settle()
         for arena in (*self.arenas, *self.copies):
             arena.to(device)
-        self.placement = Placement(list(self.tables.values()), self._plan, self.wire.link.rank, device)
+        self.locator = Locator(list(self.tables.values()), self._plan, self.wire.link.rank, device)

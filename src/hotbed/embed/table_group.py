@@ -1,4 +1,4 @@
-"""Define what a collection wants of its tables of one dim, whether they are local or sharded.
+"""Define the contract between a collection and its tables of one dim, whether they are local or sharded.
 
 `TableGroup` is implemented by `hotbed.embed.local_tables` (all tables on this rank) and `hotbed.embed.sharded_tables`
 (tiles of a plan). A lookup is a list of `Request`s: bags, the `RowSource` that has their rows, and the output that they

@@ -1,4 +1,4 @@
-"""Connect the tables of all ranks: over which links and codecs vectors travel, how much, and gradients under way.
+"""Connect the tables of all ranks: links, codecs, load counters, and gradients in flight.
 
 `Wire` is what all tables of a model share. `LoadCounters` counts lookups and seconds of this rank, by which a run
 reports whether ranks have equal loads. `SentGradient` is a gradient between backward and step.

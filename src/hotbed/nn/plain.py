@@ -1,4 +1,4 @@
-"""Trained models as plain ``torch.nn`` modules, traced by ``torch.export``: they run where hotbed is not installed.
+"""Convert trained models to plain ``torch.nn`` modules, traced by ``torch.export``, that run without hotbed.
 
 Embedding collections and dot interactions, whose kernels are hotbed's own, are replaced by modules that do the same
 with torch's operators; everything else of a model is left as it is.

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Emit the few instructions Numba has no words for: prefetch, streaming store, bfloat16, unchecked index."""
+"""Emit the few instructions that Numba does not expose: prefetch, streaming store, bfloat16, unchecked index."""
 
 from __future__ import annotations
 

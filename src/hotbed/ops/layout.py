@@ -1,4 +1,4 @@
-"""Define what kernels take and give: rows and bags of an arena, occurrences of slots, groups of equal slots."""
+"""Define the inputs and outputs of kernels: rows and bags of an arena, occurrences of slots, groups of equal slots."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Share among all Triton kernels: compiler options, tile sizes, constants and random bits.
+"""Provide what all Triton kernels share: compiler options, tile sizes, constants and random bits.
 
 There is no autotuning: a configuration that depends on a timing would make the bits of a run depend on it too. Tiles
 are cut by two rules instead. A program works on about `TILE` elements, because four warps then have eight 16-byte loads

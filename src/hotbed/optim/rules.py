@@ -1,4 +1,4 @@
-"""Define what passes between optimizers and the tables they train: rules, hyperparameters, moments.
+"""Define the interface between optimizers and the tables they train: rules, hyperparameters, moments.
 
 A `Rule` carries its formula in plain PyTorch, which every kernel of the rule must equal bit for bit. So a rule can be
 defined outside of hotbed, too: collections with ``backend="reference"`` run the formula itself. docs/extending.md shows
@@ -168,7 +168,7 @@ class SparseModule(Protocol):
 
     @property
     def replicas(self) -> int:
-        """How many copies of its tables are trained apart and averaged; 1 where there are none."""
+        """How many copies of its tables are trained separately and averaged; 1 where there are none."""
         ...
 
     def connect(

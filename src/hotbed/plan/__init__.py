@@ -1,4 +1,4 @@
-"""Decide where every cell of every table is: plans, and the schemes and searches that make them."""
+"""Decide where every part of every table is stored: plans, and the schemes and searches that make them."""
 
 from hotbed.plan.schemes import Cut, make_plan
 from hotbed.plan.tiling import Plan, Tile

@@ -18,18 +18,18 @@ from hotbed.plan.tiling import Plan, Tile, count_common
 from hotbed.specs import Table, row_bytes
 
 LOOKUP_SHARE = 1 / 3
-"""Share of the work of an id that is its lookup; the rest is its update."""
+"""Share of the load of an id that is its lookup; the rest is its update."""
 
 
 class Cost(NamedTuple):
-    """Memory and work that a rank is given."""
+    """Memory and load that a rank is given."""
 
     nbytes: int
-    work: float
+    load: float
 
     def plus(self, other: Cost) -> Cost:
         """The sum."""
-        return Cost(self.nbytes + other.nbytes, self.work + other.work)
+        return Cost(self.nbytes + other.nbytes, self.load + other.load)
 
 
 def tile_bytes(table: Table, tile: Tile, moments: Sequence[Moment] = ()) -> int:
@@ -49,7 +49,7 @@ def table_bytes(table: Table, moments: Sequence[Moment] = ()) -> int:
     return tile_bytes(table, Tile(table.name, range(table.rows), range(table.dim), 0), moments)
 
 
-def tile_work(table: Table, tile: Tile, ids: float = 1.0) -> float:
+def tile_load(table: Table, tile: Tile, ids: float = 1.0) -> float:
     """Expected ids of a sample that fall into a tile × its columns; ``ids`` per sample for the whole table."""
     return ids * len(tile.rows) / table.rows * len(tile.cols)
 
@@ -81,9 +81,9 @@ def rank_costs(
     costs = [Cost(0, 0.0)] * world_size
     for tile in tiles:
         table = by_name[tile.table]
-        work = tile_work(table, tile, (ids or {}).get(tile.table, 1.0))
-        lookup = LOOKUP_SHARE * work / len(tile.ranks)
-        update = (1 - LOOKUP_SHARE) * work
+        load = tile_load(table, tile, (ids or {}).get(tile.table, 1.0))
+        lookup = LOOKUP_SHARE * load / len(tile.ranks)
+        update = (1 - LOOKUP_SHARE) * load
         costs[tile.owner] = costs[tile.owner].plus(Cost(tile_bytes(table, tile, moments), lookup + update))
         for reader in tile.readers:
             costs[reader] = costs[reader].plus(Cost(tile_bytes(table, tile), lookup))

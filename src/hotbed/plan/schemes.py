@@ -10,8 +10,8 @@ from typing import get_args
 
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
-from hotbed.plan.cost import Cost, gib, rank_costs, tile_bytes, tile_work
-from hotbed.plan.search import place
+from hotbed.plan.cost import Cost, gib, rank_costs, tile_bytes, tile_load
+from hotbed.plan.placement import place
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat, column_unit
 from hotbed.specs import Table, is_int
 
@@ -98,7 +98,7 @@ def make_plan(
     capacity_bytes: int | None = None,
     wire: WireFormat | Mapping[str, WireFormat] = "rows",
 ) -> Plan:
-    """Cut tables and place the tiles so that the busiest rank has as little work as can be found.
+    """Cut tables and place the tiles so that the busiest rank has as little load as can be found.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def make_plan(
         ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"`` or a `Cut` for all tables, or one by table; tables
         that are not named are not cut.
     ids
-        By table, mean ids per sample, which is what decides the work of a tile (see `hotbed.plan.cost`); 1 by default.
+        By table, mean ids per sample, which is what decides the load of a tile (see `hotbed.plan.cost`); 1 by default.
     moments
         Moments that the optimizer keeps beside the rows: ``optimizer.rule.moments``.
     capacity_bytes
@@ -196,7 +196,7 @@ def _parts(table: Table, cut: Cut, world_size: int) -> list[_Part]:
 def _best_start(
     part: _Part, loads: Sequence[Cost], ids: Mapping[str, float], moments: Sequence[Moment], capacity: int | None
 ) -> int:
-    """The rank from which on a part of several tiles fits, and leaves the busiest of its owners with the least work."""
+    """The rank from which on a part of several tiles fits, and leaves the busiest of its owners with the least load."""
     world_size, step = len(loads), len(part.rows)
     starts = range(0, world_size, step) if world_size % step == 0 else range(world_size)
     share = _work(part, ids) / step
@@ -205,10 +205,10 @@ def _best_start(
     def burden(first: int) -> tuple[bool, float, int]:
         owners = [loads[(first + i) % world_size] for i in range(step)]
         most = max(load.nbytes for load in owners) + nbytes
-        return capacity is not None and most > capacity, max(load.work for load in owners) + share, most
+        return capacity is not None and most > capacity, max(load.load for load in owners) + share, most
 
     return min(starts, key=burden)
 
 
 def _work(part: _Part, ids: Mapping[str, float]) -> float:
-    return sum(tile_work(part.table, t, ids.get(part.table.name, 1.0)) for t in part.tiles(0, len(part.rows)))
+    return sum(tile_load(part.table, t, ids.get(part.table.name, 1.0)) for t in part.tiles(0, len(part.rows)))

@@ -1,4 +1,4 @@
-"""Choose which rows go into which memory: the more popular, the faster, as far as there is room."""
+"""Assign rows to memory tiers by popularity: the most popular rows to the fastest tier that has room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Allocate tensors in the memory of a device, or in the host's as a device sees it; explain what does not fit."""
+"""Allocate tensors in device memory, or in host memory that the device can address; explain what does not fit."""
 
 from __future__ import annotations
 

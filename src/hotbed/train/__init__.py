@@ -1,4 +1,4 @@
-"""Training: the loop, its callbacks, metrics and reports."""
+"""Train models: the loop, its callbacks, metrics and reports."""
 
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.trainer import Callback, Trainer

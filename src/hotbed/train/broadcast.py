@@ -1,4 +1,4 @@
-"""Read the data in one process, and send every other its samples.
+"""Read the data in one process, and send each other process its samples.
 
 What is read once need not be decoded by every process. Batches are sent before their use, by a thread over a process
 group of its own, but at most ``ahead`` of them: a rank takes part in that many more exchanges when training stops, as

@@ -1,4 +1,4 @@
-"""Do at moments of training what is not training: logs, checkpoints, stopping early, signals.
+"""Define callbacks of the training loop: logs, checkpoints, stopping early, signals.
 
 A `Callback` is called by the `Trainer` after steps, evaluations and so on. Those of hotbed are here, but for the
 progress of commands and the schedule of hot batches.

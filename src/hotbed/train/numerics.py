@@ -87,7 +87,7 @@ class Numerics:
         self.unrecorded: Precision = "fp32"
 
     def settle(self) -> str:
-        """Choose what is left to choose, alike on all ranks, and say what was chosen and why.
+        """Resolve what is still ``auto``, equally on all ranks, and say what was chosen and why.
 
         bfloat16 is chosen if all ranks have instructions for it, and oneDNN if it is faster on all ranks' CPUs.
         """

@@ -1,4 +1,4 @@
-"""Start: join the processes that torchrun started, also where it starts them again after one has failed.
+"""Join the process group that torchrun started, also when it restarts processes after a failure.
 
 torchrun's agent keeps one store for all attempts. In it are the addresses of ranks that are dead, which new ones would
 try to reach: Gloo's "Connection refused" (pytorch/pytorch#135712, #167288). ``TORCHELASTIC_RESTART_COUNT`` cannot tell

@@ -194,7 +194,7 @@ def _stopped(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> str:
 
 
 def _of_checkpoints(trainer: Trainer) -> dict[str, Any]:
-    """What a summary says of checkpoints: how many, and the seconds that training was held up by them."""
+    """What a summary says of checkpoints: how many, and the seconds that training waited for them."""
     records = trainer.saver.records
     return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
 

@@ -1,4 +1,4 @@
-"""Train a model: the loop, what it calls, and what it lets callbacks do.
+"""Run the training loop: what it calls, and what callbacks may do.
 
 What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, its optimizers
 and any iterable of `Batch`; everything that is not training (logs, progress, checkpoints, stopping early) is a

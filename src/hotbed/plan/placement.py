@@ -1,7 +1,7 @@
 """Place tiles on ranks, so that the busiest rank has as little load as can be.
 
-Two heuristics, of which the better result is kept. *Greedy*: items in order of falling work, each to the place with the
-least work that has room for it. *Karmarkar-Karp*, k-way: every item starts as a partition (itself, nothing, …); again
+Two heuristics, of which the better result is kept. *Greedy*: items in order of falling load, each to the place with the
+least load that has room for it. *Karmarkar-Karp*, k-way: every item starts as a partition (itself, nothing, …); again
 and again the two partitions with the largest spread are merged, the fullest set of one with the emptiest of the other,
 so that large differences cancel; then items move from places that overflow.
 """
@@ -48,22 +48,22 @@ def place(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None, na
 
 
 def busiest(chosen: Sequence[int], items: Sequence[Cost], start: Sequence[Cost]) -> float:
-    """Work of the place that has most."""
-    work = [cost.work for cost in start]
+    """Load of the place that has most."""
+    totals = [cost.load for cost in start]
     for item, at in zip(items, chosen, strict=True):
-        work[at] += item.work
-    return max(work)
+        totals[at] += item.load
+    return max(totals)
 
 
 def _greedy(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None) -> list[int] | tuple[int, int]:
     """A place for each item; or the item that fits nowhere, and the bytes it lacks."""
     loads = list(start)
     chosen = [0] * len(items)
-    for i in sorted(range(len(items)), key=lambda i: (-items[i].work, -items[i].nbytes, i)):
+    for i in sorted(range(len(items)), key=lambda i: (-items[i].load, -items[i].nbytes, i)):
         fitting = [p for p, load in enumerate(loads) if capacity is None or load.nbytes + items[i].nbytes <= capacity]
         if not fitting:
             return i, min(load.nbytes for load in loads) + items[i].nbytes - (capacity or 0)
-        chosen[i] = min(fitting, key=lambda p: (loads[p].work, loads[p].nbytes, p))
+        chosen[i] = min(fitting, key=lambda p: (loads[p].load, loads[p].nbytes, p))
         loads[chosen[i]] = loads[chosen[i]].plus(items[i])
     return chosen
 
@@ -74,18 +74,18 @@ def _karmarkar_karp(items: Sequence[Cost], start: Sequence[Cost]) -> list[int]:
     ticket = count()  # makes ties repeatable
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for i, item in enumerate(items):
-        sets = [(item.work, [i]), *((0.0, list[int]()) for _ in range(places - 1))]
-        heapq.heappush(heap, (-item.work, next(ticket), sets))
+        sets = [(item.load, [i]), *((0.0, list[int]()) for _ in range(places - 1))]
+        heapq.heappush(heap, (-item.load, next(ticket), sets))
     while len(heap) > 1:
-        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)  # sets in order of falling work
+        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)  # sets in order of falling load
         merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
         merged.sort(key=lambda s: -s[0])
         least = merged[-1][0]
-        merged = [(work - least, members) for work, members in merged]
+        merged = [(load - least, members) for load, members in merged]
         heapq.heappush(heap, (-merged[0][0], next(ticket), merged))
     chosen = [0] * len(items)
     if heap:
-        idle_first = sorted(range(places), key=lambda p: start[p].work)
+        idle_first = sorted(range(places), key=lambda p: start[p].load)
         for (_, members), at in zip(heap[0][2], idle_first, strict=True):
             for i in members:
                 chosen[i] = at
@@ -95,7 +95,7 @@ def _karmarkar_karp(items: Sequence[Cost], start: Sequence[Cost]) -> list[int]:
 def _repaired(
     chosen: list[int], items: Sequence[Cost], start: Sequence[Cost], capacity: int | None
 ) -> list[int] | None:
-    """Move items from places that overflow to the least busy ones with room, those with little work first.
+    """Move items from places that overflow to the least busy ones with room, those with little load first.
 
     None where that does not suffice.
     """
@@ -106,15 +106,15 @@ def _repaired(
     for item, at in zip(items, chosen, strict=True):
         loads[at] = loads[at].plus(item)
     for full in range(len(loads)):
-        for i in sorted((i for i, at in enumerate(chosen) if at == full), key=lambda i: (items[i].work, i)):
+        for i in sorted((i for i, at in enumerate(chosen) if at == full), key=lambda i: (items[i].load, i)):
             if loads[full].nbytes <= capacity:
                 break
             room = [p for p, load in enumerate(loads) if p != full and load.nbytes + items[i].nbytes <= capacity]
             if room:
-                to = min(room, key=lambda p: (loads[p].work, p))
+                to = min(room, key=lambda p: (loads[p].load, p))
                 chosen[i] = to
                 loads[to] = loads[to].plus(items[i])
-                loads[full] = Cost(loads[full].nbytes - items[i].nbytes, loads[full].work - items[i].work)
+                loads[full] = Cost(loads[full].nbytes - items[i].nbytes, loads[full].load - items[i].load)
         if loads[full].nbytes > capacity:
             return None
     return chosen

@@ -60,7 +60,7 @@ class Cells:
 
 
 TABLE, OWNER, FIRST, STOP, STEP, KIND, LANE, SLOT, COPY = range(9)
-"""Rows of `Placement.entries`."""
+"""Rows of `Locator.entries`."""
 
 
 class Kind(NamedTuple):
@@ -87,7 +87,7 @@ class RowTiles(NamedTuple):
     tile: Tensor
 
 
-class Placement:
+class Locator:
     """Where the tables of one dim are.
 
     Of table "t" of 9 rows, cut by row over 3 ranks, tile r has rows r, r + 3, r + 6 of owner r. Its column of `entries`

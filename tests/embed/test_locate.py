@@ -1,4 +1,4 @@
-"""`Placement` says where every row is: against a search over all tiles."""
+"""`Locator` says where every row is: against a search over all tiles."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbed.embed.placement import COPY, KIND, LANE, OWNER, SLOT, Placement
+from hotbed.embed.locate import COPY, KIND, LANE, OWNER, SLOT, Locator
 from hotbed.plan import Plan, Tile, make_plan
 from hotbed.specs import Table
 from tests.tilings import tilings
 
 TABLES = [Table("a", 23, 40), Table("b", 1, 40, dtype="bf16"), Table("c", 12, 40, dtype="fp16"), Table("d", 9, 40)]
 OTHERS = [Table("e", 5, 16)]
-"""Of another dim, so in the plan but not of this placement."""
+"""Of another dim, so in the plan but not of this locator."""
 CPU = torch.device("cpu")
 
 worlds = st.integers(1, 4)
 plans = worlds.flatmap(lambda size: tilings([*TABLES, *OTHERS], size))
 
 
-def placements(plan: Plan) -> list[Placement]:
+def locators(plan: Plan) -> list[Locator]:
     """Of every rank."""
-    return [Placement(TABLES, plan, rank, CPU) for rank in range(plan.world_size)]
+    return [Locator(TABLES, plan, rank, CPU) for rank in range(plan.world_size)]
 
 
 def tiles_of_rows(plan: Plan) -> list[list[int]]:
-    """By key, the tiles that hold the row, numbered among those of the placement's tables."""
+    """By key, the tiles that hold the row, numbered among those of the locator's tables."""
     names = [t.name for t in TABLES]
     tiles = [tile for tile in plan.tiles if tile.table in names]
     return [
@@ -36,29 +36,29 @@ def tiles_of_rows(plan: Plan) -> list[list[int]]:
     ]
 
 
-def rows_by_slot(placement: Placement, tiles: list[int]) -> list[tuple[int, int]]:
+def rows_by_slot(locator: Locator, tiles: list[int]) -> list[tuple[int, int]]:
     """(tile, row) of each slot of an arena of these tiles."""
-    shards = placement.shards(tiles)
+    shards = locator.shards(tiles)
     return [(i, row) for i, shard in zip(tiles, shards, strict=True) for row in shard.rows]
 
 
-def row_of(placement: Placement, key: int) -> int:
-    return key - max(first for first in placement.first_keys.tolist() if first <= key)
+def row_of(locator: Locator, key: int) -> int:
+    return key - max(first for first in locator.first_keys.tolist() if first <= key)
 
 
 @given(plan=plans, data=st.data())
 def test_rows_are_found_in_the_tiles_that_hold_them(plan, data):
-    placement = placements(plan)[-1]
+    locator = locators(plan)[-1]
     expected = tiles_of_rows(plan)
     keys = data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=60))
-    found = placement.find(torch.tensor(keys, dtype=torch.int64))
+    found = locator.find(torch.tensor(keys, dtype=torch.int64))
     pairs = list(zip(found.row.tolist(), found.tile.tolist(), strict=True))
     assert sorted(pairs) == [(at, tile) for at, key in enumerate(keys) for tile in expected[key]]
 
 
 @given(plan=plans)
 def test_every_rank_knows_every_slot_of_every_other(plan):
-    everyone = placements(plan)
+    everyone = locators(plan)
     keys = torch.arange(sum(t.rows for t in TABLES))
     for asking in everyone:
         assert torch.equal(asking.entries[:COPY], everyone[0].entries[:COPY])
@@ -72,37 +72,37 @@ def test_every_rank_knows_every_slot_of_every_other(plan):
 
 @given(plan=plans)
 def test_readers_know_the_slots_of_their_copies_and_owners_those_of_the_readers(plan):
-    everyone = placements(plan)
+    everyone = locators(plan)
     keys = torch.arange(sum(t.rows for t in TABLES))
-    for rank, placement in enumerate(everyone):
-        assert torch.equal(placement.copies, everyone[0].copies)
-        assert torch.equal(placement.entries[COPY], placement.copies[rank])
-        assert placement.has_readers == any(tile.readers for tile in placement.tiles)
-        for i, tile in enumerate(placement.tiles):
-            assert (placement.copies[rank, i] >= 0) == (rank in tile.readers)
-        copied = [rows_by_slot(placement, placement.copied(kind)) for kind in placement.kinds]
-        found = placement.find(keys)
-        here = placement.entries[COPY, found.tile] >= 0
-        columns = (found.row, found.tile, placement.entries[KIND, found.tile], placement.slots(keys, found, COPY))
+    for rank, locator in enumerate(everyone):
+        assert torch.equal(locator.copies, everyone[0].copies)
+        assert torch.equal(locator.entries[COPY], locator.copies[rank])
+        assert locator.has_readers == any(tile.readers for tile in locator.tiles)
+        for i, tile in enumerate(locator.tiles):
+            assert (locator.copies[rank, i] >= 0) == (rank in tile.readers)
+        copied = [rows_by_slot(locator, locator.copied(kind)) for kind in locator.kinds]
+        found = locator.find(keys)
+        here = locator.entries[COPY, found.tile] >= 0
+        columns = (found.row, found.tile, locator.entries[KIND, found.tile], locator.slots(keys, found, COPY))
         for key, tile, kind, slot in zip(*(c[here].tolist() for c in columns), strict=True):
-            assert copied[kind][slot] == (tile, row_of(placement, key))
+            assert copied[kind][slot] == (tile, row_of(locator, key))
 
 
 @given(plan=plans)
 def test_tiles_of_one_width_and_dtype_are_one_kind_and_equal_columns_one_lane(plan):
-    placement = placements(plan)[0]
+    locator = locators(plan)[0]
     dtypes = {t.name: t.dtype for t in TABLES}
-    for tile, entry in zip(placement.tiles, placement.entries.T.tolist(), strict=True):
-        assert placement.kinds[entry[KIND]] == (len(tile.cols), dtypes[tile.table], tile.tier, tile.cache_rows > 0)
-        assert placement.lanes[entry[LANE]] == (tile.cols.start, tile.cols.stop)
-    assert len(set(placement.kinds)) == len(placement.kinds)
-    assert len(set(placement.lanes)) == len(placement.lanes)
+    for tile, entry in zip(locator.tiles, locator.entries.T.tolist(), strict=True):
+        assert locator.kinds[entry[KIND]] == (len(tile.cols), dtypes[tile.table], tile.tier, tile.cache_rows > 0)
+        assert locator.lanes[entry[LANE]] == (tile.cols.start, tile.cols.stop)
+    assert len(set(locator.kinds)) == len(locator.kinds)
+    assert len(set(locator.lanes)) == len(locator.lanes)
 
 
 def test_common_schemes_are_searched_in_one_pass():
     """A scheme that cuts rows of all tables alike needs one look into a sorted list, whatever the number of tiles."""
     for scheme in ("table", "row", "dp"):
-        (layer,) = Placement(TABLES, make_plan(TABLES, 4, scheme), 0, CPU)._layers
+        (layer,) = Locator(TABLES, make_plan(TABLES, 4, scheme), 0, CPU)._layers
         assert layer.complete
 
 
@@ -116,11 +116,11 @@ def test_slots_of_a_rank_follow_each_other_in_the_order_of_the_plan():
             Tile("t", range(4, 10, 2), range(32), 1),
         ),
     )
-    placement = Placement([table], plan, 0, CPU)
-    assert placement.entries[SLOT].tolist() == [0, 0, 5]
-    assert placement.entries[COPY].tolist() == [0, -1, -1]
+    locator = Locator([table], plan, 0, CPU)
+    assert locator.entries[SLOT].tolist() == [0, 0, 5]
+    assert locator.entries[COPY].tolist() == [0, -1, -1]
     keys = torch.tensor([8, 3, 2, 9])
-    found = placement.find(keys)
+    found = locator.find(keys)
     order = torch.argsort(found.row, stable=True)
     assert found.tile[order].tolist() == [2, 0, 1, 0]
-    assert placement.slots(keys, found)[order].tolist() == [7, 1, 1, 4]
+    assert locator.slots(keys, found)[order].tolist() == [7, 1, 1, 4]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotbed.errors import PlanError
-from hotbed.plan import search
+from hotbed.plan import placement
 from hotbed.plan.cost import Cost
-from hotbed.plan.search import busiest, place
+from hotbed.plan.placement import busiest, place
 
 EMPTY = Cost(0, 0.0)
 
@@ -25,7 +25,7 @@ def test_karmarkar_karp_wins_where_greedy_does_not_and_is_kept(monkeypatch):
     some = items(8, 7, 6, 5, 4)
     start = [EMPTY, EMPTY]
     assert busiest(place(some, start, None, []), some, start) == 16.0
-    monkeypatch.setattr(search, "_karmarkar_karp", lambda *a: search._greedy(*a, None))
+    monkeypatch.setattr(placement, "_karmarkar_karp", lambda *a: placement._greedy(*a, None))
     assert busiest(place(some, start, None, []), some, start) == 17.0
 
 
@@ -33,7 +33,7 @@ def test_greedy_wins_where_karmarkar_karp_does_not(monkeypatch):
     """Differencing makes equal sets before it looks at what places have already."""
     some, start = items(5, 5), [Cost(0, 10.0), EMPTY]
     assert busiest(place(some, start, None, []), some, start) == 10.0
-    monkeypatch.setattr(search, "_greedy", lambda *a: search._karmarkar_karp(*a[:2]))
+    monkeypatch.setattr(placement, "_greedy", lambda *a: placement._karmarkar_karp(*a[:2]))
     assert busiest(place(some, start, None, []), some, start) == 15.0
 
 
@@ -68,9 +68,9 @@ def test_capacity_holds_or_the_error_names_an_item(costs, start, capacity):
 def test_items_move_from_places_that_overflow():
     """Karmarkar-Karp knows no memory: two large items of little work would share a place."""
     costs = [Cost(10, 1.0), Cost(10, 1.0), Cost(1, 2.0)]
-    moved = search._repaired([0, 0, 1], costs, [EMPTY, EMPTY], 12)
+    moved = placement._repaired([0, 0, 1], costs, [EMPTY, EMPTY], 12)
     assert moved == [1, 0, 1]
-    assert search._repaired([0, 0, 1], costs, [EMPTY, EMPTY], 9) is None
+    assert placement._repaired([0, 0, 1], costs, [EMPTY, EMPTY], 9) is None
 
 
 def test_the_error_says_how_much_is_missing():
