@@ -157,7 +157,7 @@ def test_loading_gives_back_what_was_saved(kind):
 def test_a_state_dict_of_other_tables_changes_nothing():
     optimizer = RowWiseAdagrad(Tower(), lr=0.3, initial_accumulator=0.5)
     with pytest.raises(OptimizerError, match="the saved optimizer has groups of tables"):
-        optimizer.load_state_dict(RowWiseAdagrad(nn.ModuleDict({"x": Tower()}), lr=0.3).state_dict())
+        optimizer.load_state_dict(RowWiseAdagrad(nn.ModuleDict({"x": Tower(), "y": Tower()}), lr=0.3).state_dict())
     with pytest.raises(OptimizerError, match="the saved moments are"):
         optimizer.load_state_dict(RowWiseAdagrad(Tower(rows=13), lr=0.3).state_dict())
     with pytest.raises(OptimizerError, match="the saved moments are"):

@@ -173,7 +173,7 @@ def test_ranks_that_do_not_see_one_directory(ranks: Ranks, tmp_path: Path) -> No
     found = ranks.run(3, apart, tmp_path)
     assert "rank 1 has not written rank-1.json in" in found[0]
     assert "all ranks must see one directory" in found[0]
-    assert "rank 0 could not write its part" in found[1]
+    assert "rank 0 could not write its files" in found[1]
 
 
 def inner(group: dist.ProcessGroup, path: Path) -> str:

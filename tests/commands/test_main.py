@@ -74,7 +74,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert "Samples per step, over all processes." in text
-    assert "Short for --parallel.plan: table, row, column, grid, dp, FILE." in text
+    assert "Short for --parallel.plan: a sharding scheme or FILE." in text
     assert "hotbed train RECIPE.yaml" in text
 
 

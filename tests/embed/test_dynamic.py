@@ -251,7 +251,7 @@ def test_a_checkpoint_of_another_capacity_and_another_model(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="rows and dim those it was saved with"):
         load_checkpoint(tmp_path / "c", {"model": larger})
     report = init_from(tmp_path / "c", {"model": larger})
-    assert [(t.name, t.note) for t in report] == [("e.t", "begins anew, for its rows have the ids of their own run")]
+    assert [(t.name, t.note) for t in report] == [("e.t", "reinitialized, for its rows have the ids of their own run")]
     assert known(larger) == set()
 
 

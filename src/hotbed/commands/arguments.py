@@ -169,7 +169,7 @@ def add_recipe(parser: ArgumentParser) -> None:
     for key, names in _GROUPS.items():
         parser.add_argument(
             f"--{key}",
-            type=dict[str, Any],
+            type=dict,  # of Any, jsonargparse would fill in what classes that are named in it take
             default={},
             help=f"Optimizers of some {names}: .GROUP.{names} has patterns of names, .GROUP.optimizer the class.",
         )
