@@ -28,6 +28,22 @@ settings.register_profile("full", settings.get_profile("quick"), max_examples=MO
 settings.load_profile("quick")
 
 
+LONG = {
+    line for line in (Path(__file__).parent / "full.txt").read_text(encoding="utf-8").splitlines() if line[:1] != "#"
+}
+"""Tests that are marked `full` because they take long, not because they are a cell of a matrix."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark long tests; where all tests are collected, each that is listed must be there."""
+    for item in items:
+        if item.nodeid in LONG:
+            item.add_marker(pytest.mark.full)
+    gone = LONG - {item.nodeid for item in items}
+    if gone and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"tests/full.txt lists tests that are not there: {', '.join(sorted(gone))}")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes joined by Gloo, a pool for each of pytest's workers."""
