@@ -324,9 +324,17 @@ def test_the_program_prints_one_message_and_exits_with_2(tmp_path: Path) -> None
     assert done.stderr == f"hotbed: error: {tmp_path / 'absent'} does not exist\n"
 
 
+NO_VALID = ["--data.valid_split", "null"]
+
+
 def test_former_names_of_options_work_and_warn(recipe: Path, capsys: Output) -> None:
     with pytest.warns(FutureWarning, match=r"--parallel\.sums_apart is now called --parallel\.per_shard_statistics"):
         assert "'maybe', must be bool" in refused(["train", str(recipe), "--parallel.sums_apart=maybe"], capsys)
+    for batches in (["--hot.batches", "apart"], ["--hot.batches=apart"]):
+        with pytest.warns(FutureWarning, match=r"--hot\.batches apart is now called alternating"):
+            assert "hot.batches is alternating, but there is" in refused(
+                ["train", str(recipe), *batches, *NO_VALID], capsys
+            )
     former = recipe.parent / "former.yaml"
     values = yaml.safe_load(recipe.read_text())
     former.write_text(yaml.safe_dump(values | {"parallel": {"sums_apart": True}}))

@@ -25,7 +25,7 @@ from hotbed.config import (
     TrainRecipe,
     check_keys,
 )
-from hotbed.config.recipe import RENAMED_KEYS, warn_renamed, with_new_names
+from hotbed.config.recipe import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.files import local, read_text, read_yaml, yaml_text
 
@@ -134,7 +134,7 @@ class RecipeParser(Parser):
         self.fill()
         rest, deep = split_deep(args or ())
         rest, recipes = split_recipes(rest, [o for a in self._actions if a.nargs == 0 for o in a.option_strings])
-        rest = [_with_new_name(arg) for arg in rest]
+        rest = _with_new_names(rest)
         with checked_copies(recipes) as files:
             parsed = super().parse_args([f"--recipe={file}" for file in files] + rest, *others, **options)
         for key, text in deep:
@@ -229,13 +229,21 @@ def split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str],
     return rest, recipes
 
 
-def _with_new_name(arg: str) -> str:
-    """Replace an option's former name, with a warning."""
-    name, equals, value = arg.partition("=")
-    if (new := RENAMED_KEYS.get(name.removeprefix("--"))) is None:
-        return arg
-    warn_renamed(name, f"--{new}")
-    return f"--{new}{equals}{value}"
+def _with_new_names(args: Sequence[str]) -> list[str]:
+    """Replace former names of options and of their values, with a warning."""
+    current = list[str]()
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        option = current[-1] if current and not arg.startswith("-") else name  # whose value this may be
+        values = RENAMED_VALUES.get(option.removeprefix("--"), {})
+        if (new := RENAMED_KEYS.get(name.removeprefix("--"))) is not None:
+            warn_renamed(name, f"--{new}")
+            arg = f"--{new}{equals}{value}"
+        elif (former := value if equals else arg) in values:
+            warn_renamed(f"{option} {former}", values[former])
+            arg = f"{name}={values[former]}" if equals else values[former]
+        current.append(arg)
+    return current
 
 
 @contextmanager
