@@ -1,5 +1,6 @@
 """How the Numba kernels are started and kept, in fresh processes."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import hotbed
-from hotbed.ops import cpu
+from hotbed.ops import cpu, cpu_runtime
 from tests.matrix import full
 
 SOURCE = Path(hotbed.__file__).parents[1]
@@ -64,7 +65,7 @@ FILL = """
 import torch
 
 import hotbed
-from hotbed.ops import cpu
+from hotbed.ops import cpu, cpu_runtime
 cpu.initial_values_(torch.empty(2, 2), seed=1, rows=range(2), cols=range(2), bound=1.0)
 """
 
@@ -144,3 +145,14 @@ def test_of_processes_that_need_a_kernel_one_compiles_and_the_others_wait(tmp_pa
     (tmp_path / "waited_for.py").write_text(WAITED_FOR)
     found = python("import waited_for", PYTHONPATH=f"{tmp_path}:{SOURCE}", XDG_CACHE_HOME=str(tmp_path))
     assert sorted(found.stdout.splitlines()) == ["42 0 1", "42 1 0", "42 1 0"]
+
+
+def test_constants_of_kernels_are_in_the_sources_that_name_their_cache():
+    """A kernel would be taken from the cache with a constant's former value."""
+    for path in Path(cpu_runtime.__file__).parent.glob("cpu_*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("hotbed."):
+                continue
+            if any(name.name.isupper() for name in node.names):
+                origin = sys.modules[str(node.module)].__file__
+                assert Path(str(origin)) in cpu_runtime._SOURCES, f"{path.name} takes a constant of {node.module}"

@@ -45,10 +45,14 @@ PREFETCH_ROWS = 12
 """How many rows ahead kernels prefetch (8 to 32 measured equal within noise; see docs/log.md)."""
 
 
+_HERE = Path(__file__).parent
+_SOURCES = [*sorted(_HERE.glob("cpu*.py")), _HERE / "layout.py", _HERE / "rows.py", _HERE.parent / "specs.py"]
+"""Files whose functions and constants are compiled into kernels."""
+
+
 def _sources_hash() -> str:
     digest = hashlib.blake2b(digest_size=8)
-    here = Path(__file__).parent
-    for path in [*sorted(here.glob("cpu*.py")), here / "layout.py", here / "rows.py"]:  # constants are compiled in
+    for path in _SOURCES:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
