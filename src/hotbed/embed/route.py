@@ -49,8 +49,8 @@ from hotbed.errors import BatchError
 from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import OUT, renamed
-from hotbed.ops.reference import divisors
-from hotbed.specs import POOLING_CODE, Feature
+from hotbed.pooling import POOLING_CODE, divisors
+from hotbed.specs import Feature
 
 
 @dataclass
