@@ -22,10 +22,11 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.build import build_model, build_trainer, check_split, open_source
+from hotbed.train.build import build_model, build_trainer, check_split, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
+from hotbed.train.measure import measure_numericals
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
@@ -87,6 +88,7 @@ def train(
     trainer.other_parts["ids"] = ids
     try:
         taken = _begin(trainer, loader, recipe, run, resume, console)
+        measure_numericals(trainer, source, train_splits(recipe), console)
         signal = _fit(trainer, loader, recipe, source, run, console)
     finally:
         trainer.saver.release()
