@@ -277,7 +277,7 @@ def test_other_columns_are_refused(tmp_path: Path) -> None:
         module.of_batch(torch.zeros(3, 2))
     huge = hb.ParquetSource(log(tmp_path, x=np.array([1e308, -1e308])), schema({"name": "x", "rule": "standard"}))
     with pytest.raises(
-        DataError, match="column 'x' has values from -1e[+]308 to 1e[+]308, whose mean and deviation are"
+        DataError, match=r"column 'x' has values from -1e\+308 to 1e\+308, whose mean and deviation are"
     ):
         Normalization(huge.schema).measure(huge)
 
@@ -312,6 +312,7 @@ def test_compiled(tmp_path: Path) -> None:
     model = normalize(model_of(source), source.schema)
     model.normalization.measure(source)
     batch = source.read("train", 0)
-    expected = model(batch)
-    model.compile(backend="eager")
-    torch.testing.assert_close(model(batch), expected)
+    with torch.no_grad():  # with gradients torch warns of its own tracing
+        expected = model(batch)
+        model.compile(backend="eager")
+        torch.testing.assert_close(model(batch), expected)
