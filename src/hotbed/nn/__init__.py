@@ -2,5 +2,6 @@
 
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.nn.models import DLRM, WideDeep
+from hotbed.nn.normalization import Normalization, normalize
 
-__all__ = ["DLRM", "MLP", "DotInteraction", "WideDeep"]
+__all__ = ["DLRM", "MLP", "DotInteraction", "Normalization", "WideDeep", "normalize"]
