@@ -41,7 +41,7 @@ def test_optimizers_of_groups_and_first_moments_are_searched_too() -> None:
     given = recipe(
         sparse_optimizer_groups={"big": {"tables": ["a"], "optimizer": optimizer}}, sparse_optimizer=optimizer
     )
-    keys = [space.key for space in search_space(given)]
+    spaces = {space.key: space for space in search_space(given)}
     for owner in ("sparse_optimizer", "sparse_optimizer_groups.big.optimizer"):
         assert f"{owner}.init_args.lr" in spaces
         assert f"{owner}.init_args.initial_accumulator" in spaces
