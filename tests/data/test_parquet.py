@@ -230,7 +230,7 @@ def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict
 
 def test_bad_paths(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    with pytest.raises(DataError, match="nowhere does not exist; give a Parquet file or a folder"):
+    with pytest.raises(DataError, match="nowhere does not exist; give a Parquet, CSV or TSV file, or a"):
         ParquetSource(tmp_path / "nowhere", schema)
     with pytest.raises(DataError, match=r"has no file that ends in .parquet"):
         ParquetSource(tmp_path, schema)

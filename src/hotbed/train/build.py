@@ -31,12 +31,17 @@ from hotbed.train.trainer import Trainer
 
 def open_source(data: DataRecipe) -> Source:
     """The recipe's data source; a `RecipeError` names a split that it lacks."""
-    source: Source = build("data.source", data.source, Source, data.path)
+    source = new_source(data)
     for key in ("train_split", "valid_split", "test_split"):
         split: str | None = getattr(data, key)
         if split is not None:
             check_split(f"data.{key}", split, source)
     return source
+
+
+def new_source(data: DataRecipe) -> Source:
+    """What the recipe's source class makes of the path; its splits are not looked at."""
+    return build("data.source", data.source, Source, data.path)
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
@@ -204,6 +209,8 @@ def _refuse_unsuited(key: str, component: Component) -> None:
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
+    if split in source.splits and not source.samples(split):
+        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
     if split not in source.splits:
         raise RecipeError(
             f"{key} is '{split}', but the data has only {', '.join(source.splits)}"
