@@ -145,7 +145,7 @@ def _convert(store: fs.FileSystem, path: str, kept: Path) -> None:
 @contextmanager
 def _stream(store: fs.FileSystem, path: str) -> Generator[Any]:
     codec = _CODECS.get(Path(path).suffix.lower())
-    with store.open_input_stream(path) as raw:
+    with store.open_input_stream(path, compression=None) as raw:
         if codec is None:
             yield raw
         else:

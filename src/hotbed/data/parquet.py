@@ -156,9 +156,7 @@ class ParquetSource(Source):
         for name in [*(c.name for c in s.sparse), *numeric, *([s.group] if s.group else [])]:
             if name not in file.schema.names:
                 known = file.schema.names
-                raise DataError(
-                    f"{file.path} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}"
-                )
+                raise DataError(f"{file} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}")
         for column in s.sparse:
             arrow.check_sparse(column, file.schema.field(column.name).type, self.ids)
         for name in numeric:

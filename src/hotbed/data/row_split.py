@@ -315,9 +315,7 @@ def _bounds(found: pq.Statistics, kind: pa.DataType) -> tuple[int, int] | None:
 def _check_shares(by: str, valid: object, test: object) -> None:
     for key, share in (("valid", valid), ("test", test)):
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
-            raise SpecError(
-                f"split by {by}: {key} is {share!r}, must be a share from 0 to below 1, such as 0.1"
-            )
+            raise SpecError(f"split by {by}: {key} is {share!r}, must be a share from 0 to below 1, such as 0.1")
     valid, test = cast("float", valid), cast("float", test)
     if not 0 < valid + test < 1:
         raise SpecError(f"split by {by}: valid {valid} and test {test} must be above 0 and below 1 together")

@@ -38,7 +38,7 @@ def _integers(text: pl.Series) -> pl.Series:
 def _floats(text: pl.Series) -> pl.Series:
     import polars as pl
 
-    written = r"^[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^[+-]?[iI]nf(?:inity)?$"
+    written = r"^-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^-?[iI]nf(?:inity)?$"
     long = text.str.contains(rf"^-?[0-9]{{{_LONG},}}$")
     kept = _only(text, written).set(long.fill_null(value=False), None)
     return kept.cast(pl.Float64, strict=False)
@@ -47,13 +47,17 @@ def _floats(text: pl.Series) -> pl.Series:
 def _with_comma(text: pl.Series) -> pl.Series:
     import polars as pl
 
-    return _only(text, r"^-?[0-9]+(?:,[0-9]+)?$").str.replace(",", ".", literal=True).cast(pl.Float64, strict=False)
+    return (
+        _only(text, r"^-?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$")
+        .str.replace(",", ".", literal=True)
+        .cast(pl.Float64, strict=False)
+    )
 
 
 def _with_thousands(text: pl.Series) -> pl.Series:
     import polars as pl
 
-    kept = _only(text, r"^-?[0-9]{1,3}(?:,[0-9]{3})*(?:\.[0-9]+)?$")
+    kept = _only(text, r"^-?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$")
     return kept.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
 
 
