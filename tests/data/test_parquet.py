@@ -192,7 +192,9 @@ def test_null_where_there_may_be_none(tmp_path: Path, role: str) -> None:
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), weight="weight", group="group")
     source = ParquetSource(tmp_path / "t.parquet", schema)
-    with pytest.raises(DataError, match=rf"t.parquet, row group 0, column '{role}': null at row 1; labels"):
+    with pytest.raises(
+        DataError, match=rf"t.parquet, row group 0, column '{role}': null at row 1 \(row 1 of the file\); labels"
+    ):
         source.read("train", 0)
 
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from hotbed.data.columns import Scaling, SparseColumn
 from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
-from hotbed.data.schema import Scaling, SparseColumn
 from hotbed.errors import DataError, SpecError
 
 Ids = Literal["hash", "raw"]
@@ -46,6 +46,11 @@ def is_whole(t: pa.DataType) -> bool:
 def is_number(t: pa.DataType) -> bool:
     """Whether values of this type convert to float32."""
     return is_whole(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)
+
+
+def kind_of_ids(t: pa.DataType) -> str:
+    """What the values of a sparse column of this type are to a hash: ``"text"`` or ``"integers"``."""
+    return "text" if is_text(t.value_type if is_list(t) else t) else "integers"
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:

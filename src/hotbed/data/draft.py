@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 from pyarrow import fs
 
 from hotbed.data import arrow
+from hotbed.data.columns import Scaling, SparseColumn
 from hotbed.data.parquet import RowGroup, find_parquet
-from hotbed.data.schema import Scaling, Schema, SparseColumn
+from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 LABEL_NAMES = ("label", "labels", "click", "clicks", "clicked", "is_click", "is_clicked", "target", "conversion", "y")

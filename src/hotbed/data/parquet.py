@@ -21,10 +21,13 @@ from torch import Tensor
 from hotbed.batch import Batch
 from hotbed.data import arrow
 from hotbed.data.arrow import Ids
+from hotbed.data.columns import Label
+from hotbed.data.labels import check_label, read_labels, refuse_null
+from hotbed.data.numericals import read_numericals
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
-from hotbed.data.schema import Scaling, Schema
-from hotbed.data.source import Source, label_error
+from hotbed.data.schema import Schema
+from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 
@@ -41,8 +44,8 @@ class ParquetSource(Source):
 
     Sparse columns are integers, booleans, strings, or lists of these (multi-hot). By default a value is hashed to one
     of the rows 1 … rows − 1 (see `hotbed.data.hashing` for the function, which never changes), and null is row 0. A
-    null list is an empty bag, a null numerical is 0 (if it is scaled, after that), a null label, weight or group is an
-    error.
+    null list is an empty bag, a null numerical is 0 (if it is scaled, after that; what `Numerical.missing` says, if the
+    model normalizes it), a null label, weight or group is an error.
 
     Parameters
     ----------
@@ -107,12 +110,30 @@ class ParquetSource(Source):
         fields = next(iter(self._groups.values()))[0].file.schema
         return {field.name: str(field.type) for field in fields}
 
+    def id_kinds(self) -> dict[str, str]:
+        """By sparse column whether its values are integers or text; empty where integers are rows."""
+        if self.ids == "raw":
+            return {}
+        files = [group.file for groups in self._groups.values() for group in groups]
+        if not files:
+            return {}
+        return {c.name: arrow.kind_of_ids(files[0].schema.field(c.name).type) for c in self.schema.sparse}
+
     def _chunks(self, split: str) -> Sequence[int]:
         return [g.samples for g in self._groups[split]]
 
+    def _read_numericals(self, split: str, i: int) -> Tensor | None:
+        group = self._groups[split][i]
+        return _dense(group.read(list(self.schema.dense)), self.schema, group)
+
+    def _read_columns(self, split: str, i: int, names: Sequence[str]) -> pa.Table:
+        return self._groups[split][i].read(names)
+
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
+        mapped = {label.column: label for label in self.schema.positives}
+
         def ranges(group: RowGroup | Rows) -> list[tuple[float, float]]:
-            return [_label_range(group, name) for name in self.schema.labels]
+            return [_label_range(group, name, mapped.get(name)) for name in self.schema.labels]
 
         with ThreadPoolExecutor(_LABEL_READERS) as pool:
             by_column = zip(*pool.map(ranges, self._groups[split]), strict=True)
@@ -139,21 +160,20 @@ class ParquetSource(Source):
             fixed=[c.ids for c in s.sparse],
             offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
         )
-        scaling = {scaling.name: scaling for scaling in s.scaling}
-        dense = [_numerical(table[name], scaling.get(name)) for name in s.dense]
-        labels = [_complete(table, name, where) for name in s.labels]
+        mapped = {label.column: label for label in s.positives}
+        labels = [read_labels(table[name], name, mapped.get(name), where, group.place) for name in s.labels]
         return Batch(
             sparse=sparse,
-            dense=torch.from_numpy(np.stack(dense, axis=1)) if dense else None,
+            dense=_dense(table, s, group),
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
-            weights=torch.from_numpy(_complete(table, s.weight, where)) if s.weight else None,
-            extra={s.group: _groups_of(table, s.group, where)} if s.group else {},
+            weights=torch.from_numpy(_complete(table, s.weight, group)) if s.weight else None,
+            extra={s.group: _groups_of(table, s.group, group)} if s.group else {},
         )
 
     def _check_file(self, file: ParquetFile) -> None:
         s = self.schema
-        numeric = [*s.dense, *s.labels, *([s.weight] if s.weight else [])]
-        for name in [*(c.name for c in s.sparse), *numeric, *([s.group] if s.group else [])]:
+        numeric = [*s.dense, *([s.weight] if s.weight else [])]
+        for name in [*(c.name for c in s.sparse), *numeric, *s.labels, *([s.group] if s.group else [])]:
             if name not in file.schema.names:
                 known = file.schema.names
                 raise DataError(f"{file} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}")
@@ -162,53 +182,44 @@ class ParquetSource(Source):
         for name in numeric:
             kind = file.schema.field(name).type
             if not arrow.is_number(kind):
-                raise SpecError(f"column '{name}' is {kind}, must be numbers to be a numerical, label or weight")
+                raise SpecError(f"column '{name}' is {kind}, must be numbers to be a numerical or weight")
+        mapped = {label.column: label for label in s.positives}
+        for name in s.labels:
+            check_label(name, file.schema.field(name).type, mapped.get(name))
         if s.group and not (arrow.is_whole(kind := file.schema.field(s.group).type) or arrow.is_text(kind)):
             raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
 
 
-def _numerical(column: pa.ChunkedArray, scaling: Scaling | None) -> arrow.Array:
-    if scaling is not None:
-        return arrow.scaled(column, scaling)
-    return np.where(column.is_null().to_numpy(), 0, arrow.numbers(column))
+def _dense(table: pa.Table, schema: Schema, group: RowGroup | Rows) -> Tensor | None:
+    if not schema.dense:
+        return None
+    return torch.from_numpy(read_numericals(table, schema, str(group), group.place))
 
 
-def _complete(table: pa.Table, name: str, where: str) -> arrow.Array:
+def _complete(table: pa.Table, name: str, group: RowGroup | Rows) -> arrow.Array:
     """Numbers of a column that may have no null."""
-    _no_null(table, name, where)
+    refuse_null(table[name], name, str(group), group.place)
     return arrow.numbers(table[name])
 
 
-def _label_range(group: RowGroup | Rows, name: str) -> tuple[float, float]:
+def _label_range(group: RowGroup | Rows, name: str, label: Label | None) -> tuple[float, float]:
     """Smallest and largest label of a row group; a `DataError` names the first that is not from 0 to 1."""
-    found = group.integer_range(name)
+    found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
         return found
-    table = group.read([name])
-    labels = _complete(table, name, str(group))
-    bad = ~((labels >= 0) & (labels <= 1))
-    if bad.any():
-        at = int(bad.argmax())
-        raise label_error(str(group), name, table[name][at].as_py(), group.place(at))
+    labels = read_labels(group.read([name])[name], name, label, str(group), group.place, check=True)
     return float(labels.min()), float(labels.max())
 
 
-def _groups_of(table: pa.Table, name: str, where: str) -> Tensor:
+def _groups_of(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
     """Group keys ``[n]`` int64: integers as they are, strings hashed."""
-    _no_null(table, name, where)
+    refuse_null(table[name], name, str(group), group.place)
     values = table[name].combine_chunks()
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if arrow.is_text(values.type):
         return torch.from_numpy(arrow.hashes(values).view(np.int64))
     return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
-
-
-def _no_null(table: pa.Table, name: str, where: str) -> None:
-    column = table[name]
-    if column.null_count:
-        at = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise DataError(f"{where}, column '{name}': null at row {at:,}; labels, weights and groups must be complete")
 
 
 def _with_paths(

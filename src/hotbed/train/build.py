@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -17,7 +18,7 @@ from hotbed.config import Component, DataRecipe, Recipe
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
-from hotbed.errors import RecipeError, SpecError, did_you_mean
+from hotbed.errors import DataError, RecipeError, SpecError, did_you_mean
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
@@ -27,6 +28,8 @@ from hotbed.train.parallel import Ranks, distributed, needs_a_plan
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.trainer import Trainer
+
+_log = logging.getLogger("hotbed")
 
 
 def open_source(data: DataRecipe) -> Source:
@@ -120,15 +123,38 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Raise unless the labels of all splits of the recipe are in range, and the monitored metric is defined."""
+    """Raise unless all labels are in range, those to train on of both classes, and the monitored metric is defined."""
     data, train = recipe.data, recipe.train
     kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else []
     named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
+    _refuse_one_class(source, [found[split] for split in kinds or [data.train_split] if split in found])
     if train.monitor == "auc" and (train.patience is not None or train.checkpoint == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):
                 refuse_monitor(train.monitor, f"all labels '{label}' are {low:g}")
+
+
+def _refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    """Raise `DataError` if all labels to train on are of one class; warn where this is so of some of several tasks.
+
+    ``found`` has the smallest and the largest label by column, of each split that is trained on.
+    """
+    conditions = {label.column: label.positive for label in source.schema.positives}
+    constant: list[str] = []
+    for label in source.schema.labels:
+        spans = [spans[label] for spans in found if label in spans]
+        low, high = min((low for low, _ in spans), default=0), max((high for _, high in spans), default=1)
+        if low == high and low in (0, 1):
+            condition = f" (positive: '{conditions[label]}')" if label in conditions else ""
+            constant.append(f"all labels '{label}'{condition} to train on are {low:g}")
+    if constant and len(constant) == len(source.schema.labels):
+        raise DataError(
+            f"{'; '.join(constant)}: there is nothing to learn; say which values are positive in the schema's labels, "
+            "or name another column"
+        )
+    for text in constant:
+        _log.warning("%s: this task learns nothing but that", text)
 
 
 def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:
