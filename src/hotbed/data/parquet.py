@@ -148,7 +148,7 @@ class ParquetSource(Source):
         values: list[arrow.Array] = []
         offsets: list[arrow.Array] = []
         for column in s.sparse:
-            rows, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, where)
+            rows, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, where, group.place)
             values.append(rows)
             if lengths is not None:
                 offsets.append(np.concatenate([[0], np.cumsum(lengths)]))

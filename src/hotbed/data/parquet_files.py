@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -82,13 +82,25 @@ class ParquetFile:
 
     def read(self, row_group: int, columns: Sequence[str], rows: int) -> pa.Table:
         """Read some columns of a row group; safe from several threads, each call opens the file for itself."""
-        folders = self._of_folders()
-        stored = [name for name in columns if name not in folders]
         with self.filesystem.open_input_file(self.path) as stream:
-            table = pq.ParquetFile(stream, metadata=self.metadata).read_row_group(
-                row_group, columns=stored, use_threads=False
-            )
-        if len(stored) == len(columns):
+            opened = pq.ParquetFile(stream, metadata=self.metadata)
+            table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
+        return self._with_folders(table, columns, rows)
+
+    def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns of a row group in order, at most so many rows at once."""
+        with self.filesystem.open_input_file(self.path) as stream:
+            opened = pq.ParquetFile(stream, metadata=self.metadata)
+            for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
+                yield self._with_folders(pa.Table.from_batches([batch]), columns, batch.num_rows)
+
+    def _stored(self, columns: Sequence[str]) -> list[str]:
+        folders = self._of_folders()
+        return [name for name in columns if name not in folders]
+
+    def _with_folders(self, table: pa.Table, columns: Sequence[str], rows: int) -> pa.Table:
+        folders = self._of_folders()
+        if not any(name in folders for name in columns):
             return table
         return pa.table({name: pa.repeat(folders[name], rows) if name in folders else table[name] for name in columns})
 
@@ -115,6 +127,13 @@ class RowGroup:
         """Read some columns; safe from several threads."""
         try:
             return self.file.read(self.index, columns, self.samples)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns in order, at most so many rows at once."""
+        try:
+            yield from self.file.batches(self.index, columns, rows)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
 
