@@ -103,15 +103,19 @@ def _schema(draft: Draft) -> Iterator[str]:
     yield f"        weight: {yaml_text(plain['weight'])}"
     yield _beside("        group: null", "a column, such as the user, for the mean AUC of its groups")
     if plain["dense"]:
-        yield "        # Numbers are normalized by statistics of the train split: `log` is of log(1 + |x|), `asinh` linear near"
-        yield "        # the median and logarithmic far from it. What is missing becomes 0; an indicator is one more input."
+        yield from _comment(
+            "Numbers are normalized by statistics of the train split: `log` is of log(1 + |x|), `asinh` linear near "
+            "the median and logarithmic far from it. What is missing becomes 0; an indicator is one more input.",
+            8,
+        )
     yield from _entries("dense", plain["dense"], draft.reasons)
-    yield "        # `rows` are about 4 × the distinct values, which are hashed to them; columns with the same `table` share"
-    yield "        # one. `ids` is the number per sample, null where it varies."
-    sparse = [
-        {k: v for k, v in column.items() if k in ("name", "rows") or v not in _USUAL[k]} for column in plain["sparse"]
-    ]
-    yield from _entries("sparse", sparse, draft.reasons)
+    yield from _comment(
+        "`rows` are about 4 × the distinct values, which are hashed to them; columns with the same `table` share one. "
+        "`ids` is the number per sample, null where it varies.",
+        8,
+    )
+    shown = [{k: v for k, v in column.items() if v not in _USUAL.get(k, ())} for column in plain["sparse"]]
+    yield from _entries("sparse", shown, draft.reasons)
 
 
 _USUAL: dict[str, tuple[object, ...]] = {"table": (None,), "ids": (1,), "pooling": ("sum",)}
@@ -136,24 +140,21 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
     features, tasks = len(schema.sparse), len(schema.labels)
     pairs = (features + 1) * features // 2
     width = sum(training.dim for _ in schema.sparse) + schema.dense_features
+    own = "or a class of yours: made with tables=, features=, dense_features=, seed="
     yield "model:"
     if pairs <= _MOST_PAIRS:
-        yield _beside(
-            "  class_path: hotbed.nn.DLRM", "or a class of yours: made with tables=, features=, dense_features=, seed="
-        )
+        yield _beside("  class_path: hotbed.nn.DLRM", own)
         yield "  init_args:"
         yield _beside(f"    bottom: [64, {training.dim}]", "ends with data.dim")
         yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
         yield _beside("    embeddings_to_top: true", "the top MLP sees the vectors beside their products")
         return
     yield from _comment(
-        f"{features:,} features have {pairs:,} pairs, whose products are too many inputs for DLRM; DCNv2's cross layers "
-        f"take the {width:,} inputs by matrices of low rank.",
+        f"{features:,} features have {pairs:,} pairs, whose products are too many inputs for DLRM; the cross layers of "
+        f"DCNv2 take the {width:,} inputs by matrices of low rank.",
         2,
     )
-    yield _beside(
-        "  class_path: hotbed.nn.DCNv2", "or a class of yours: made with tables=, features=, dense_features=, seed="
-    )
+    yield _beside("  class_path: hotbed.nn.DCNv2", own)
     yield "  init_args:"
     yield _beside("    layers: 2", "cross layers")
     yield "    low_rank: 64"
