@@ -33,6 +33,11 @@ class DLRM(nn.Module):
         Number of dense inputs ``I``. Without any, the bottom MLP sees a constant 1.
     bottom, top
         Widths of the MLPs. ``top`` ends with the number of labels and has no last ReLU.
+    dropout
+        Of both MLPs, see `MLP`.
+    embeddings_to_top
+        Whether the top MLP sees the embeddings, too, beside their products: a product of two rows that are still near 0
+        says nothing of either, so ids that are rare are learnt far sooner. NVIDIA's DLRM has it off.
     seed
         Seed of the tables' initial values (MLPs use torch's generator).
     backend
@@ -52,6 +57,8 @@ class DLRM(nn.Module):
         *,
         bottom: Sequence[int] = (512, 256, 128),
         top: Sequence[int] = (1024, 1024, 512, 256, 1),
+        dropout: float = 0.0,
+        embeddings_to_top: bool = False,
         seed: int = 0,
         backend: BackendName = "auto",
     ) -> None:
@@ -67,9 +74,11 @@ class DLRM(nn.Module):
                 )
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
-        self.bottom = MLP(max(dense_features, 1), bottom)
+        self.bottom = MLP(max(dense_features, 1), bottom, dropout=dropout)
         self.interaction = DotInteraction(1 + len(features), dim, backend=backend)
-        self.top = MLP(self.interaction.width, top, last_relu=False)
+        self.embeddings_to_top = embeddings_to_top
+        width = self.interaction.width + (len(features) * dim if embeddings_to_top else 0)
+        self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
@@ -78,7 +87,10 @@ class DLRM(nn.Module):
         if dense is None:
             dense = torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device)
         vectors = embeddings.stack(lead=self.bottom(dense))
-        return self.top(self.interaction(vectors)).to(torch.float32)
+        inputs = self.interaction(vectors)
+        if self.embeddings_to_top:
+            inputs = torch.cat([inputs, vectors[:, 1:].flatten(1).to(inputs.dtype)], dim=1)
+        return self.top(inputs).to(torch.float32)
 
 
 class WideDeep(nn.Module):
@@ -104,6 +116,8 @@ class WideDeep(nn.Module):
         Number of dense inputs ``I``; they go to the deep part only.
     top
         Widths of the MLP. It ends with the number of labels and has no last ReLU.
+    dropout
+        Of the MLP, see `MLP`.
     seed
         Seed of the deep tables' initial values (the MLP uses torch's generator).
     backend
@@ -133,6 +147,7 @@ class WideDeep(nn.Module):
         dense_features: int = 13,
         *,
         top: Sequence[int] = (1024, 1024, 512, 256, 1),
+        dropout: float = 0.0,
         seed: int = 0,
         backend: BackendName = "auto",
     ) -> None:
@@ -151,7 +166,8 @@ class WideDeep(nn.Module):
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.wide = EmbeddingCollection(linear, features, seed=seed, backend=backend)
         dims = {table.name: table.dim for table in tables}
-        self.top = MLP(sum(dims[feature.table] for feature in features) + dense_features, top, last_relu=False)
+        width = sum(dims[feature.table] for feature in features) + dense_features
+        self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotbed.config import Component, DataRecipe, Recipe
+from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
@@ -129,7 +130,7 @@ def _check_labels(recipe: Recipe, source: Source) -> None:
     named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
     _refuse_one_class(source, [found[split] for split in kinds or [data.train_split] if split in found])
-    if train.monitor == "auc" and (train.patience is not None or train.checkpoint == "best"):
+    if train.monitor == "auc" and (patience(recipe) is not None or checkpoint_policy(recipe) == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):
                 refuse_monitor(train.monitor, f"all labels '{label}' are {low:g}")

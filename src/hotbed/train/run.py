@@ -15,6 +15,7 @@ from torch import nn
 from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, load_checkpoint, read_manifest
 from hotbed.config import ParallelRecipe, Recipe
+from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.data import Loader, Source
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import COLD, HOT
@@ -68,9 +69,8 @@ def train(
         The summary, as in ``summary.json``.
     """
     if resume == AUTO and recipe.train.checkpoint == "none":
-        raise RecipeError(
-            "--resume auto needs checkpoints to go on from, but train.checkpoint is 'none'; set it to 'last'"
-        )
+        needed = "--resume auto needs checkpoints to go on from"
+        raise RecipeError(f"{needed}, but train.checkpoint is 'none'; set it to 'last'")
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
@@ -82,9 +82,10 @@ def train(
                 soft_wrap=True,
             )
         return summary
+    if ranks.is_first and (told := notice(recipe)):
+        console.print(told, soft_wrap=True)
     loader = _training_loader(recipe, source, ranks, trainer.model)
-    ids = IdCounts(trainer, recipe)
-    trainer.other_parts["ids"] = ids
+    ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
         taken = _begin(trainer, loader, recipe, run, resume, console)
         signal = _fit(trainer, loader, recipe, source, run, console)
@@ -102,6 +103,7 @@ def train(
         "samples_per_s": trainer.samples_per_s,
         "precision": trainer.numerics.precision,
         "linear_library": trainer.numerics.library if trainer.device.type == "cpu" else None,
+        "best_step": next((c.step for c in trainer.callbacks if isinstance(c, KeepBest)), None),
         "test": None if test is None else trainer.evaluate(test).to_dict(),
         "ids_out_of_range": ids.total(),
         "checkpoints": _of_checkpoints(trainer),
@@ -302,7 +304,7 @@ def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
 
 
 def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks) -> list[Callback]:
-    train = recipe.train
+    train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
     callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
     if train.tensorboard and ranks.is_first:
         callbacks.append(TensorBoard(run.path / "tensorboard"))
@@ -317,13 +319,13 @@ def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks
                 keep_last=train.keep_last,
                 keep_every=train.keep_every,
                 background=background,
-                at_end=train.checkpoint == "last",
+                at_end=policy == "last",
             )
         )
-    if train.checkpoint == "best":
+    if policy == "best":
         callbacks.append(KeepBest(place, recipe, background=background))
-    if train.patience is not None:
-        callbacks.append(EarlyStop(train.patience, train.monitor))
+    if enough is not None:
+        callbacks.append(EarlyStop(enough, train.monitor))
     return callbacks
 
 
