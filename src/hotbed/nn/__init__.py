@@ -3,5 +3,6 @@
 from hotbed.nn.dcn import CrossLayer, DCNv2
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.nn.models import DLRM, WideDeep
+from hotbed.nn.normalization import Normalization, normalize
 
-__all__ = ["DLRM", "MLP", "CrossLayer", "DCNv2", "DotInteraction", "WideDeep"]
+__all__ = ["DLRM", "MLP", "CrossLayer", "DCNv2", "DotInteraction", "Normalization", "WideDeep", "normalize"]

@@ -202,4 +202,9 @@ def dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None
     got = 0 if batch.dense is None else batch.dense.shape[1]
     if got != expected:
         raise BatchError(f"{type(model).__name__} was built for {expected} dense inputs, the batch has {got}")
+    if batch.dense is not None and batch.dense.dtype == torch.float64:
+        raise BatchError(
+            f"{type(model).__name__} got raw numbers (float64), which are not normalized; call "
+            "hotbed.nn.normalize(model, schema), which takes them, or give float32"
+        )
     return batch.dense if got else None

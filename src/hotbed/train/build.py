@@ -20,6 +20,7 @@ from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
 from hotbed.errors import DataError, RecipeError, SpecError, did_you_mean
+from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
@@ -91,15 +92,16 @@ def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bo
 
 def new_model(recipe: Recipe, source: Source) -> nn.Module:
     """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module."""
-    return build(
+    model = build(
         "model",
         recipe.model,
         nn.Module,
         tables=tables_of(source, recipe.data),
         features=source.schema.features(recipe.data.on_bad_id),
-        dense_features=len(source.schema.dense),
+        dense_features=source.schema.dense_features,
         seed=recipe.train.seed,
     )
+    return normalize(model, source.schema)
 
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:
@@ -126,14 +128,19 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 def _check_labels(recipe: Recipe, source: Source) -> None:
     """Raise unless all labels are in range, those to train on of both classes, and the monitored metric is defined."""
     data, train = recipe.data, recipe.train
-    kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else []
-    named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
+    named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
-    _refuse_one_class(source, [found[split] for split in kinds or [data.train_split] if split in found])
+    _refuse_one_class(source, [found[split] for split in train_splits(recipe) if split in found])
     if train.monitor == "auc" and (patience(recipe) is not None or checkpoint_policy(recipe) == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):
                 refuse_monitor(train.monitor, f"all labels '{label}' are {low:g}")
+
+
+def train_splits(recipe: Recipe) -> list[str]:
+    """The splits that are trained on."""
+    train = recipe.data.train_split
+    return [f"{train}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else [train]
 
 
 def _refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:

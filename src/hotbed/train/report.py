@@ -220,6 +220,7 @@ _STAGES = {
     "write": "writing the dataset",
     "accesses": "counting accesses",
     "pack": "packing hot and cold samples",
+    "measure": "measuring numericals",
 }
 
 

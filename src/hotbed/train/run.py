@@ -23,10 +23,11 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.build import build_model, build_trainer, check_split, new_source, open_source
+from hotbed.train.build import build_model, build_trainer, check_split, new_source, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
+from hotbed.train.measure import measure_numericals
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
@@ -88,6 +89,7 @@ def train(
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
         taken = _begin(trainer, loader, recipe, run, resume, console)
+        measure_numericals(trainer, source, train_splits(recipe), console)
         signal = _fit(trainer, loader, recipe, source, run, console)
     finally:
         trainer.saver.release()
