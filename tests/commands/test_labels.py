@@ -18,13 +18,14 @@ from tests.commands.cases import Output, refused, train
 from tests.ranks import Ranks
 
 
-def made(path: Path, labels: Any, **data: Any) -> Path:
+def made(path: Path, labels: Any, positive: str | None = None, **data: Any) -> Path:
     """A recipe for 400 samples in row groups of 100, the last of which is the test split."""
     rng = np.random.default_rng(0)
     pq.write_table(
         pa.table({"click": labels, "user": rng.integers(0, 9, 400)}), path / "log.parquet", row_group_size=100
     )
-    schema = {"labels": ["click"], "sparse": [{"name": "user", "rows": 16}]}
+    label = "click" if positive is None else {"column": "click", "positive": positive}
+    schema = {"labels": [label], "sparse": [{"name": "user", "rows": 16}]}
     source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema, "test_fraction": 0.25}}
     values = {
         "name": "labels",
@@ -86,3 +87,56 @@ def test_all_ranks_refuse_a_bad_label_alike(ranks: Ranks, tmp_path: Path) -> Non
     first, second = ranks.run(2, refused_by, made(tmp_path, labels))
     assert first == second
     assert "row group 0, column 'click': label nan at row 0 (row 0 of the file)" in first
+
+
+@pytest.mark.parametrize(
+    ("labels", "positive"),
+    [
+        (np.arange(400) % 2 * 2 - 1, "> 0"),
+        (np.arange(400) % 2 * 3 + 2.0, ">= 4"),
+        (np.where(np.arange(400) % 2, "yes", "no"), "== yes"),
+        (np.arange(400) % 2 == 1, None),
+    ],
+    ids=["-1 and 1", "ratings", "text", "booleans"],
+)
+def test_labels_of_any_kind_train_the_model_that_0_and_1_train(
+    tmp_path: Path, labels: Any, positive: str | None
+) -> None:
+    (tmp_path / "plain").mkdir()
+    status, expected, _ = train(made(tmp_path / "plain", np.arange(400) % 2))
+    assert status == 0
+    status, summary, run = train(made(tmp_path, labels, positive))
+    assert (status, summary["test"]) == (0, expected["test"])
+    assert 0 < summary["test"]["logloss"] < 1
+    file = tmp_path / "eval.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["test"] == summary["test"]
+
+
+def test_nothing_to_learn_is_refused(tmp_path: Path, capsys: Output) -> None:
+    recipe = made(tmp_path, np.arange(400) % 5, ">= 40")
+    message = refused(["train", str(recipe), "--out", str(tmp_path / "runs")], capsys)
+    assert "all labels 'click' (positive: '>= 40') to train on are 0: there is nothing to learn; say which" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_several_labels_are_shown_each_with_its_reasons(
+    tmp_path: Path, capsys: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = made(tmp_path, np.arange(400) % 5, ">= 4")
+    table = pq.read_table(tmp_path / "log.parquet").append_column("buy", pa.array(np.zeros(400)))
+    pq.write_table(table, tmp_path / "log.parquet", row_group_size=100)
+    values = yaml.safe_load(recipe.read_text())
+    values["data"]["source"]["init_args"]["schema"]["labels"].append("buy")
+    values["model"]["init_args"]["top"] = [8, 2]
+    values["data"]["valid_split"] = "test"
+    recipe.write_text(yaml.safe_dump(values))
+    status, summary, _ = train(recipe)
+    assert status == 0
+    assert "all labels 'buy' to train on are 0: this task learns nothing but that" in caplog.text
+    captured = capsys.readouterr()
+    assert "label 'buy', AUC: – (all 100 labels are 0)" in captured.out
+    assert "mean of labels" in captured.out
+    assert "valid AUC – (label 'buy': all 100 labels are 0)" in captured.out + captured.err
+    assert summary["test"]["tasks"]["click"]["auc"] is not None
+    assert summary["test"]["tasks"]["buy"]["auc"] is None

@@ -51,7 +51,11 @@ def test_a_bad_label_is_named_with_its_file_and_row(
     labels[37] = value
     source = parquet(tmp_path, pa.array(labels, kind), write_statistics=statistics)
     place = r"log.parquet, row group 3, column 'click': "
-    found = "null at row 7; labels" if shown is None else rf"label {shown} at row 7 \(row 37 of the file\); labels must"
+    found = (
+        r"null at row 7 \(row 37 of the file\); labels"
+        if shown is None
+        else rf"label {shown} at row 7 \(row 37 of the file\); labels must"
+    )
     with pytest.raises(DataError, match=place + found):
         source.check_labels("train")
     source.check_labels("test")  # which has other row groups
@@ -60,9 +64,9 @@ def test_a_bad_label_is_named_with_its_file_and_row(
 @pytest.mark.parametrize(
     ("value", "fix"),
     [
-        (-1, r"where they are -1 and 1, map them with polars: frame.with_columns\(pl.col\('click'\) > 0\); or name"),
-        (5, r"say from which value on a sample is positive, with polars: frame.with_columns\(pl.col\('click'\) >= 4\)"),
-        (math.nan, r"drop these samples, with polars: frame.filter\(pl.col\('click'\).is_not_nan\(\)\); or name"),
+        (-1, r"where they are -1 and 1, with labels: \[\{column: 'click', positive: '> 0'\}\] in the schema; or name"),
+        (5, r"from which value on a sample is positive, with labels: \[\{column: 'click', positive: '>= 4'\}\]"),
+        (math.nan, "it is missing, so drop these samples; or name another column"),
     ],
 )
 def test_the_error_says_what_to_do(tmp_path: Path, value: float, fix: str) -> None:

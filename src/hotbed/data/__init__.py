@@ -5,8 +5,9 @@ What needs pyarrow, which takes a quarter of a second to import, is imported whe
 
 from typing import TYPE_CHECKING
 
+from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
 from hotbed.data.loader import Loader
-from hotbed.data.schema import Scaling, Schema, SparseColumn
+from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
 from hotbed.lazy import lazy
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from hotbed.data.zipf_source import ZipfSource
 
 __all__ = [
+    "Label",
     "Loader",
+    "Numerical",
     "ParquetSource",
     "PlantedLog",
     "Scaling",

@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 import yaml
 
-from hotbed.data.schema import Schema, SparseColumn
+from hotbed.data.columns import SparseColumn
+from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import location
 from hotbed.specs import is_int
@@ -179,7 +180,7 @@ class _Reader:
         except SpecError as error:
             raise DataError(f"{self.file}: {error}") from None
         if [(c.name, c.rows) for c in schema.sparse] != [(c.name, c.rows) for c in sparse] or (
-            (schema.dense, schema.labels, schema.scaling) != (dense, labels, ())
+            (schema.dense, schema.labels) != (dense, labels) or schema.scaling or schema.numericals or schema.positives
         ):
             raise DataError(
                 f"{self.file}: metadata.schema and feature_spec disagree about the columns; remove metadata.schema"

@@ -22,8 +22,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks
-from hotbed.data.schema import Schema, SparseColumn
+from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinaryWriter
 from hotbed.data.vocabulary import Vocabulary, check_exists
 from hotbed.errors import DataError, SpecError

@@ -7,93 +7,14 @@ A schema knows nothing about files. A source carries one, and a model is built f
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, cast, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, cast
 
+from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
 from hotbed.errors import SpecError, did_you_mean
-from hotbed.specs import Feature, OnBadId, Pooling, Table, is_int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseColumn:
-    """One sparse input column.
-
-    Parameters
-    ----------
-    name
-        Name of the column and of the feature made from it.
-    rows
-        Rows of its table: ids are ``0 … rows − 1``.
-    table
-        Name of its table; columns that name the same table share it. Default: a table of its own, named as the column.
-    ids
-        Ids per sample (1 is one-hot), or None where their number varies (ragged).
-    pooling
-        How the rows of one sample become one vector, see `Feature.pooling`.
-
-    Raises
-    ------
-    SpecError
-        If a value is out of range.
-    """
-
-    name: str
-    rows: int
-    table: str | None = None
-    ids: int | None = 1
-    pooling: Pooling = "sum"
-
-    def __post_init__(self) -> None:
-        if not self.name or self.table == "":
-            raise SpecError("a sparse column and its table need non-empty names")
-        if not is_int(self.rows) or self.rows < 1:
-            raise SpecError(f"sparse column '{self.name}': rows is {self.rows!r}, must be an integer of at least 1")
-        if self.ids is not None and (not is_int(self.ids) or self.ids < 1):
-            raise SpecError(f"sparse column '{self.name}': ids is {self.ids!r}, must be at least 1, or None for ragged")
-        if self.pooling not in get_args(Pooling):
-            choices = ", ".join(get_args(Pooling))
-            raise SpecError(f"sparse column '{self.name}': pooling is {self.pooling!r}, must be one of {choices}")
-
-    @property
-    def table_name(self) -> str:
-        """Name of the table, with the default filled in."""
-        return self.name if self.table is None else self.table
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """What a numerical column becomes when it is read: ``asinh((x − center) ÷ scale)``.
-
-    That is linear around the center and logarithmic far from it, on both sides. Values that are missing (null, NaN) or
-    infinite become 0, which is what the center becomes.
-
-    Parameters
-    ----------
-    name
-        The column, one of the schema's ``dense``.
-    center, scale
-        Constants in the column's unit: a usual value, and a usual distance from it.
-
-    Raises
-    ------
-    SpecError
-        If a constant is not finite, or the scale is not positive.
-    """
-
-    name: str
-    center: float = 0.0
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for key in ("center", "scale"):
-            value: object = getattr(self, key)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-                raise SpecError(f"numerical column '{self.name}': {key} is {value!r}, must be a finite number")
-        if self.scale <= 0:
-            raise SpecError(f"numerical column '{self.name}': scale is {self.scale}, must be above 0")
+from hotbed.specs import Feature, OnBadId, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +34,18 @@ class Schema:
     group
         Column whose values group samples (a user id, for grouped AUC), or None. It is in the batch's ``extra``.
     scaling
-        Dense columns that are scaled when they are read; the others are taken as they are.
+        Dense columns that are scaled when they are read.
+    numericals
+        Dense columns that the model normalizes, see `hotbed.nn.normalize`; a source hands them as they are stored.
+        Dense columns of neither kind are taken as they are.
+    positives
+        Labels that are mapped to 0 and 1 when they are read; the others are from 0 to 1 as they are.
 
     Raises
     ------
     SpecError
-        If there is no sparse column, a name has two roles, columns disagree about the rows of a shared table, or a
-        scaling is of no dense column.
+        If there is no sparse column, a name has two roles, columns disagree about the rows of a shared table, or what
+        is said of a numerical or label is of no such column.
     """
 
     sparse: tuple[SparseColumn, ...]
@@ -128,9 +54,11 @@ class Schema:
     weight: str | None = None
     group: str | None = None
     scaling: tuple[Scaling, ...] = ()
+    numericals: tuple[Numerical, ...] = ()
+    positives: tuple[Label, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("sparse", "dense", "labels", "scaling"):
+        for field in ("sparse", "dense", "labels", "scaling", "numericals", "positives"):
             value = getattr(self, field)
             if isinstance(value, str):
                 raise SpecError(f"{field} is {value!r}, must be a list of columns; write [{value!r}]")
@@ -149,6 +77,10 @@ class Schema:
                 raise SpecError(f"scaling names '{name}', which is no dense column{did_you_mean(name, self.dense)}")
             if count > 1:
                 raise SpecError(f"numerical column '{name}' is scaled {count} times; give it one scaling")
+        _refuse_others("numericals", (n.name for n in self.numericals), self.dense, "dense column", "rule")
+        _refuse_others("positives", (p.column for p in self.positives), self.labels, "label", "condition")
+        for name in {s.name for s in self.scaling} & {n.name for n in self.numericals}:
+            raise SpecError(f"numerical column '{name}' has a scaling and a rule; give it one of them")
         first: dict[str, SparseColumn] = {}
         for column in self.sparse:
             other = first.setdefault(column.table_name, column)
@@ -162,6 +94,22 @@ class Schema:
     def rows(self) -> dict[str, int]:
         """Rows by table name, in order of first use."""
         return {c.table_name: c.rows for c in self.sparse}
+
+    @property
+    def dense_features(self) -> int:
+        """Dense inputs of a model: the dense columns, and an indicator for each that has one."""
+        return len(self.dense) + len(self.indicators)
+
+    @property
+    def indicators(self) -> tuple[str, ...]:
+        """Dense columns that have an indicator of missing values, in their order."""
+        with_one = {n.name for n in self.numericals if n.missing == "indicator"}
+        return tuple(name for name in self.dense if name in with_one)
+
+    @property
+    def inputs(self) -> Schema:
+        """The same without labels, weight and group: what a prediction needs."""
+        return replace(self, labels=(), positives=(), weight=None, group=None)
 
     def tables(self, dim: int | Mapping[str, int]) -> list[Table]:
         """Make the embedding tables of the sparse columns.
@@ -193,11 +141,15 @@ class Schema:
     def to_dict(self) -> dict[str, object]:
         """Plain values that JSON and YAML can hold; `from_dict` is the inverse.
 
-        An entry of ``dense`` is the column's name, or ``{name, center, scale}`` where it is scaled.
+        An entry of ``dense`` is the column's name, ``{name, center, scale}`` where it is scaled, or ``{name, rule,
+        missing}`` where the model normalizes it; one of ``labels`` is its name, or ``{column, positive}``.
         """
-        scaled = {s.name: asdict(s) for s in self.scaling}
+        scaled: dict[str, object] = {s.name: asdict(s) for s in self.scaling}
+        for numerical in self.numericals:
+            scaled[numerical.name] = {k: v for k, v in asdict(numerical).items() if v is not None}
+        mapped = {label.column: asdict(label) for label in self.positives}
         return {
-            "labels": list(self.labels),
+            "labels": [mapped.get(name, name) for name in self.labels],
             "weight": self.weight,
             "group": self.group,
             "dense": [scaled.get(name, name) for name in self.dense],
@@ -213,7 +165,7 @@ class Schema:
         SpecError
             If a key is unknown or missing, or a value cannot be right.
         """
-        _check_keys("the schema", values, Schema, required=("sparse",), but=("scaling",))
+        _check_keys("the schema", values, Schema, required=("sparse",), but=("scaling", "numericals", "positives"))
         columns: list[SparseColumn] = []
         for i, entry in enumerate(_list("sparse", values["sparse"])):
             if isinstance(entry, SparseColumn):
@@ -229,24 +181,54 @@ class Schema:
             columns.append(SparseColumn(**cast("dict[str, Any]", dict(entry))))  # checked by SparseColumn itself
         rest = {key: value for key, value in values.items() if key != "sparse"}
         if "labels" in rest:
-            rest["labels"] = tuple(_name(f"labels[{i}]", v) for i, v in enumerate(_list("labels", rest["labels"])))
+            labels = [_label(f"labels[{i}]", entry) for i, entry in enumerate(_list("labels", rest["labels"]))]
+            rest["labels"] = tuple(entry if isinstance(entry, str) else entry.column for entry in labels)
+            rest["positives"] = tuple(entry for entry in labels if isinstance(entry, Label))
         if "dense" in rest:
             dense = [_dense(f"dense[{i}]", entry) for i, entry in enumerate(_list("dense", rest["dense"]))]
             rest["dense"] = tuple(entry if isinstance(entry, str) else entry.name for entry in dense)
             rest["scaling"] = tuple(entry for entry in dense if isinstance(entry, Scaling))
+            rest["numericals"] = tuple(entry for entry in dense if isinstance(entry, Numerical))
         for key in ("weight", "group"):
             if rest.get(key) is not None:
                 _name(key, rest[key])
         return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
 
 
-def _dense(where: str, entry: object) -> str | Scaling:
+def _dense(where: str, entry: object) -> str | Scaling | Numerical:
+    """One entry of ``dense``; without a rule, constants alone are those of `Scaling`, as ever."""
+    if isinstance(entry, Scaling | Numerical):
+        return entry
     if not isinstance(entry, Mapping):
         return _name(where, entry)
     values = cast("Mapping[str, Any]", entry)
-    _check_keys(where, values, Scaling, required=("name",))
+    _check_keys(where, values, Numerical, required=("name",))
     _name(f"{where}.name", values["name"])
-    return Scaling(**values)
+    if not values.keys() & {"rule", "missing"}:
+        return Scaling(**values)
+    if "rule" not in values and values.get("center") is not None:
+        values = {**values, "rule": "asinh"}
+    return Numerical(**values)
+
+
+def _label(where: str, entry: object) -> str | Label:
+    if isinstance(entry, Label):
+        return entry
+    if not isinstance(entry, Mapping):
+        return _name(where, entry)
+    values = cast("Mapping[str, Any]", entry)
+    _check_keys(where, values, Label, required=("column",))
+    column = _name(f"{where}.column", values["column"])
+    return Label(column, values["positive"]) if values.get("positive") is not None else column
+
+
+def _refuse_others(field: str, names: Iterable[str], known: tuple[str, ...], kind: str, has: str) -> None:
+    """Raise `SpecError` for names that are of no such column, or there twice."""
+    for name, count in Counter(names).items():
+        if name not in known:
+            raise SpecError(f"{field} names '{name}', which is no {kind}{did_you_mean(name, known)}")
+        if count > 1:
+            raise SpecError(f"{kind} '{name}' has {count} {has}s; give it one")
 
 
 def _name(where: str, value: object) -> str:

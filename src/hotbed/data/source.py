@@ -10,21 +10,33 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
+
+from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 
-def label_error(place: str, column: str, value: object, row: str) -> DataError:
-    """Say that a label is not from 0 to 1, and what to do: with -1, with what is missing, with ratings."""
+def label_error(place: str, column: str, value: object, row: str, *, can_map: bool = False) -> DataError:
+    """Say that a label is not from 0 to 1, and what to do: with -1, with what is missing, with ratings.
+
+    Parameters
+    ----------
+    place, column, value, row
+        What is wrong, and where.
+    can_map
+        Whether the source maps labels as its schema says.
+    """
     if value != value:  # NaN
-        fix = f"drop these samples, with polars: frame.filter(pl.col({column!r}).is_not_nan())"
-    elif value == -1:
-        fix = f"where they are -1 and 1, map them with polars: frame.with_columns(pl.col({column!r}) > 0)"
+        fix = "it is missing, so drop these samples"
+    elif not can_map:
+        fix = "this format stores them as 0 and 1; write it anew, or use Parquet, whose labels can be mapped"
     else:
-        fix = f"say from which value on a sample is positive, with polars: frame.with_columns(pl.col({column!r}) >= 4)"
+        condition = "'> 0'" if value == -1 else "'>= 4'"
+        when = "where they are -1 and 1" if value == -1 else "say from which value on a sample is positive"
+        fix = f"{when}, with labels: [{{column: {column!r}, positive: {condition}}}] in the schema"
     return DataError(
         f"{place}, column '{column}': label {value} at {row}; labels must be from 0 to 1: {fix}; or name another "
         "column (hotbed init --label NAME, `labels` of the schema)"
@@ -34,8 +46,9 @@ def label_error(place: str, column: str, value: object, row: str) -> DataError:
 class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 
-    A subclass sets ``schema`` and ``splits`` and defines ``_chunks`` and ``_read``, and ``_check_labels`` if it can
-    read labels alone (see `check_labels`).
+    A subclass sets ``schema`` and ``splits`` and defines ``_chunks`` and ``_read``; ``_check_labels`` and
+    ``_read_numericals`` if it can read labels and numericals alone; ``_read_columns`` if it has columns besides its
+    schema's. Numbers of `Schema.numericals` it hands as they are stored, with NaN where one is missing, in float64.
     """
 
     schema: Schema
@@ -72,6 +85,32 @@ class Source(ABC):
             raise SpecError(f"split '{split}' has {count:,} chunks, there is no chunk {i:,}")
         return self._read(split, i)
 
+    def read_numericals(self, split: str, i: int) -> Tensor | None:
+        """Dense columns of a chunk ``[n, I]``, as `read` has them; None where there are none.
+
+        Statistics are measured by it. A source that can read them alone does.
+        """
+        self._check(split)
+        return self._read_numericals(split, i)
+
+    def read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
+        """Stored columns of a chunk as a `pyarrow.Table`, also those that the schema does not name.
+
+        Raises
+        ------
+        SpecError
+            If this source has no such columns.
+        """
+        self._check(split)
+        return self._read_columns(split, i, names)
+
+    def id_kinds(self) -> dict[str, str]:
+        """By sparse column what its stored values are, ``"integers"`` or ``"text"``; empty where they are rows.
+
+        A value and its text are different ids where ids are hashed, so these must be what they were in training.
+        """
+        return {}
+
     def check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         """Check that the labels of a split are from 0 to 1, as binary cross-entropy needs, before any is trained on.
 
@@ -102,6 +141,14 @@ class Source(ABC):
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         return {}
+
+    def _read_numericals(self, split: str, i: int) -> Tensor | None:
+        return self._read(split, i).dense
+
+    def _read_columns(self, split: str, i: int, names: Sequence[str]) -> Any:
+        raise SpecError(
+            f"{type(self).__name__} has no columns but those of its schema, so {', '.join(names)} cannot be kept"
+        )
 
     @abstractmethod
     def _chunks(self, split: str) -> Sequence[int]: ...

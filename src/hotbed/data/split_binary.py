@@ -137,8 +137,10 @@ class SplitBinaryWriter:
     def __init__(self, path: str | Path, schema: Schema, splits: Sequence[str]) -> None:
         if schema.weight or schema.group:
             raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
-        if schema.scaling:
+        if schema.scaling or schema.numericals:
             raise SpecError("the split-binary format does not scale numericals; write them scaled, or use Parquet")
+        if schema.positives:
+            raise SpecError("the split-binary format does not map labels; write them as 0 and 1, or use Parquet")
         if not schema.labels:
             raise SpecError("the split-binary format needs at least one label column")
         for column in schema.sparse:

@@ -20,8 +20,9 @@ import yaml
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
+from hotbed.data.columns import SparseColumn
 from hotbed.data.hashing import Hashes, mix
-from hotbed.data.schema import Schema, SparseColumn
+from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import read_text

@@ -55,6 +55,14 @@ def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
 def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
     """Wrap a model in DDP, with `mean_over_ranks_` in the place of its all-reduce."""
     on_host = all(p.device.type == "cpu" for p in model.parameters())
+    constant = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if getattr(module, "buffers_are_constant", False)
+        for name, _ in module.named_buffers()
+    ]
+    if constant:  # which DDP would send in every step
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constant)
     parallel = DistributedDataParallel(
         model,
         process_group=link.group if on_host else link.gpu_group,

@@ -65,7 +65,7 @@ class DLRM(nn.Module):
         super().__init__()
         if not bottom:
             raise SpecError("DLRM: bottom is empty; it needs at least one width, the dim of the tables")
-        _refuse_sequences(self, features)
+        refuse_sequences(self, features)
         dim = bottom[-1]
         for table in tables:
             if table.dim != dim:
@@ -82,7 +82,7 @@ class DLRM(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        dense = _dense_inputs(self, batch, self.dense_features)
+        dense = dense_inputs(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
         if dense is None:
             dense = torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device)
@@ -160,7 +160,7 @@ class WideDeep(nn.Module):
                 f"WideDeep: top ends with {labels:,}, must be between 1 and {MAX_DIM:,}; end it with the number of "
                 f"labels, the dim of the wide tables"
             )
-        _refuse_sequences(self, features)
+        refuse_sequences(self, features)
         linear = [replace(table, dim=labels, init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
@@ -171,7 +171,7 @@ class WideDeep(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        dense = _dense_inputs(self, batch, self.dense_features)
+        dense = dense_inputs(self, batch, self.dense_features)
         vectors, wide = self._look_up(batch.sparse)
         inputs = vectors if dense is None else torch.cat([vectors, dense.to(vectors.dtype)], dim=1)
         return self.top(inputs).to(torch.float32) + wide
@@ -187,7 +187,8 @@ class WideDeep(nn.Module):
         return deep, wide
 
 
-def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
+def refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
+    """Raise `SpecError` for a feature that is not pooled, of a model that cannot take such."""
     for feature in features:
         if not feature.is_pooled:
             raise SpecError(
@@ -196,9 +197,14 @@ def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
             )
 
 
-def _dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None:
+def dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None:
     """The batch's dense inputs ``[B, I]``; None where there are none."""
     got = 0 if batch.dense is None else batch.dense.shape[1]
     if got != expected:
         raise BatchError(f"{type(model).__name__} was built for {expected} dense inputs, the batch has {got}")
+    if batch.dense is not None and batch.dense.dtype == torch.float64:
+        raise BatchError(
+            f"{type(model).__name__} got raw numbers (float64), which are not normalized; call "
+            "hotbed.nn.normalize(model, schema), which takes them, or give float32"
+        )
     return batch.dense if got else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
@@ -18,7 +19,8 @@ from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
-from hotbed.errors import RecipeError, SpecError, did_you_mean
+from hotbed.errors import DataError, RecipeError, SpecError, did_you_mean
+from hotbed.nn.normalization import normalize
 from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
@@ -29,15 +31,22 @@ from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.trainer import Trainer
 
+_log = logging.getLogger("hotbed")
+
 
 def open_source(data: DataRecipe) -> Source:
     """The recipe's data source; a `RecipeError` names a split that it lacks."""
-    source: Source = build("data.source", data.source, Source, data.path)
+    source = new_source(data)
     for key in ("train_split", "valid_split", "test_split"):
         split: str | None = getattr(data, key)
         if split is not None:
             check_split(f"data.{key}", split, source)
     return source
+
+
+def new_source(data: DataRecipe) -> Source:
+    """What the recipe's source class makes of the path; its splits are not looked at."""
+    return build("data.source", data.source, Source, data.path)
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
@@ -83,15 +92,16 @@ def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bo
 
 def new_model(recipe: Recipe, source: Source) -> nn.Module:
     """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module."""
-    return build(
+    model = build(
         "model",
         recipe.model,
         nn.Module,
         tables=tables_of(source, recipe.data),
         features=source.schema.features(recipe.data.on_bad_id),
-        dense_features=len(source.schema.dense),
+        dense_features=source.schema.dense_features,
         seed=recipe.train.seed,
     )
+    return normalize(model, source.schema)
 
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:
@@ -116,15 +126,43 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:
-    """Raise unless the labels of all splits of the recipe are in range, and the monitored metric is defined."""
+    """Raise unless all labels are in range, those to train on of both classes, and the monitored metric is defined."""
     data, train = recipe.data, recipe.train
-    kinds = [f"{data.train_split}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else []
-    named = {*(kinds or [data.train_split]), data.valid_split, data.test_split}
+    named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
+    _refuse_one_class(source, [found[split] for split in train_splits(recipe) if split in found])
     if train.monitor == "auc" and (patience(recipe) is not None or checkpoint_policy(recipe) == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):
                 refuse_monitor(train.monitor, f"all labels '{label}' are {low:g}")
+
+
+def train_splits(recipe: Recipe) -> list[str]:
+    """The splits that are trained on."""
+    train = recipe.data.train_split
+    return [f"{train}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else [train]
+
+
+def _refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+    """Raise `DataError` if all labels to train on are of one class; warn where this is so of some of several tasks.
+
+    ``found`` has the smallest and the largest label by column, of each split that is trained on.
+    """
+    conditions = {label.column: label.positive for label in source.schema.positives}
+    constant: list[str] = []
+    for label in source.schema.labels:
+        spans = [spans[label] for spans in found if label in spans]
+        low, high = min((low for low, _ in spans), default=0), max((high for _, high in spans), default=1)
+        if low == high and low in (0, 1):
+            condition = f" (positive: '{conditions[label]}')" if label in conditions else ""
+            constant.append(f"all labels '{label}'{condition} to train on are {low:g}")
+    if constant and len(constant) == len(source.schema.labels):
+        raise DataError(
+            f"{'; '.join(constant)}: there is nothing to learn; say which values are positive in the schema's labels, "
+            "or name another column"
+        )
+    for text in constant:
+        _log.warning("%s: this task learns nothing but that", text)
 
 
 def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:
@@ -205,6 +243,8 @@ def _refuse_unsuited(key: str, component: Component) -> None:
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
+    if split in source.splits and not source.samples(split):
+        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
     if split not in source.splits:
         raise RecipeError(
             f"{key} is '{split}', but the data has only {', '.join(source.splits)}"

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from hotbed.auc import auc, check_labels, grouped_auc
 from hotbed.batch import Batch
+from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import BatchError, NonFiniteError
+from hotbed.errors import BatchError, NonFiniteError, SpecError
+from hotbed.nn.normalization import normalization_of
 from hotbed.train.parallel import Ranks
 
 
@@ -254,6 +256,7 @@ def evaluate(
     NonFiniteError
         If a logit is NaN or infinite.
     """
+    refuse_unnormalized(model, batches)
     predictions = Predictions(labels)
     Ranks(model).sync()
     with _evaluating(model):
@@ -266,6 +269,20 @@ def evaluate(
             predictions.add(logits, target, weights=batch.weights, groups=groups)
     predictions.gather(Ranks(model))
     return predictions.metrics()
+
+
+def refuse_unnormalized(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Raise `SpecError` if a loader's source hands raw numbers, and the model does not normalize them or cannot yet."""
+    schema: object = getattr(getattr(batches, "source", None), "schema", None)
+    found = normalization_of(model)
+    if isinstance(schema, Schema) and schema.numericals and found is None:
+        names = ", ".join(numerical.name for numerical in schema.numericals)
+        raise SpecError(
+            f"the source hands {names} as stored, for the model to normalize, and {type(model).__name__} does not; "
+            "call hotbed.nn.normalize(model, source.schema).normalization.measure(source) before training"
+        )
+    if found is not None:
+        found.check_measured()
 
 
 def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Batch:

@@ -144,20 +144,25 @@ METRIC_NAMES = {
 def print_metrics(
     console: Console, title: str, metrics: Mapping[str, Any], best: Mapping[str, float] | None = None
 ) -> None:
-    """Print metrics, beside the best that any model could reach where that is known."""
+    """Print metrics, those of each task where there are several, and the best attainable where that is known."""
     console.print(title, style="table.title", soft_wrap=True)
     table = RichTable()
     table.add_column("metric")
-    table.add_column("reached", justify="right")
+    tasks: Mapping[str, Mapping[str, Any]] = metrics.get("tasks", {})
+    table.add_column("mean of labels" if tasks else "reached", justify="right")
+    for task in tasks:
+        table.add_column(task, justify="right", overflow="fold")
     if best:
         table.add_column("best attainable", justify="right")
     for name, label in METRIC_NAMES.items():
         if name in metrics:
-            cells = [_number(metrics[name])] + ([_number(best.get(name))] if best else [])
-            table.add_row(label, *cells)
+            cells = [metrics[name], *(task.get(name) for task in tasks.values()), *([best.get(name)] if best else [])]
+            table.add_row(label, *map(_number, cells))
     console.print(table)
-    for name, reason in metrics.get("undefined", {}).items():
-        console.print(f"{METRIC_NAMES[name]}: – ({reason})", highlight=False, soft_wrap=True)
+    reasons = [(f"label '{label}', ", task) for label, task in tasks.items()] or [("", metrics)]
+    for place, values in reasons:
+        for name, reason in values.get("undefined", {}).items():
+            console.print(f"{place}{METRIC_NAMES[name]}: – ({reason})", highlight=False, soft_wrap=True)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
@@ -215,6 +220,7 @@ _STAGES = {
     "write": "writing the dataset",
     "accesses": "counting accesses",
     "pack": "packing hot and cold samples",
+    "measure": "measuring numericals",
 }
 
 

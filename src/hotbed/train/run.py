@@ -23,10 +23,11 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.errors import CheckpointError, RecipeError, StoppedError
 from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.build import build_model, build_trainer, check_split, open_source
+from hotbed.train.build import build_model, build_trainer, check_split, new_source, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
+from hotbed.train.measure import measure_numericals
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
@@ -88,6 +89,7 @@ def train(
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
         taken = _begin(trainer, loader, recipe, run, resume, console)
+        measure_numericals(trainer, source, train_splits(recipe), console)
         signal = _fit(trainer, loader, recipe, source, run, console)
     finally:
         trainer.saver.release()
@@ -251,7 +253,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     if stored is None:
         raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
     recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe())  # this is one process
-    source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
+    source = new_source(replace(recipe.data, path=data or recipe.data.path))
     check_split("--split", split, source)
     source.check_labels(split)
     device = resolve_device("auto")

@@ -25,7 +25,7 @@ from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
 from hotbed.train.checkpointing import Saver
-from hotbed.train.metrics import Metrics, evaluate, to_device
+from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, resolve_device
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
@@ -290,6 +290,7 @@ class Trainer:
     # -- what the loop calls ---------------------------------------------------------------------------------------
 
     def _start(self, batches: Iterable[Batch]) -> None:
+        refuse_unnormalized(self.model, batches)
         self.model.train()
         self._call("on_numerics", self.numerics.settle())
         try:

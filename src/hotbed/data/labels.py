@@ -1,0 +1,153 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Read label columns of Arrow tables: values from 0 to 1 as they are, others mapped by a condition of the schema."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from hotbed.data import arrow
+from hotbed.data.columns import Label, Positive
+from hotbed.data.source import label_error
+from hotbed.errors import DataError, SpecError
+
+_COMPARED: Mapping[str, Callable[[Any, Any], Any]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def check_label(name: str, kind: pa.DataType, label: Label | None) -> None:
+    """Raise `SpecError` unless a column of this type can be a label, by its condition if it has one."""
+    if label is None:
+        if arrow.is_text(kind):
+            raise SpecError(
+                f"label column '{name}' is {kind}, and labels are numbers from 0 to 1; say which values are positive: "
+                f"labels: [{{column: {name!r}, positive: '== yes'}}] in the schema"
+            )
+        if not arrow.is_number(kind):
+            raise SpecError(f"label column '{name}' is {kind}, must be numbers, booleans or text")
+        return
+    condition = label.parsed()
+    if arrow.is_text(kind):
+        if condition.comparison not in ("==", "!=", "in"):
+            raise SpecError(
+                f"label column '{name}' is {kind}, and text is compared by ==, != and in; positive is "
+                f"{label.positive!r}: give one of these, or write the column as numbers"
+            )
+    elif arrow.is_number(kind):
+        _numbers(name, kind, condition)
+    else:
+        raise SpecError(f"label column '{name}' is {kind}, must be numbers, booleans or text")
+
+
+def read_labels(
+    column: pa.ChunkedArray,
+    name: str,
+    label: Label | None,
+    place: str,
+    row_of: Callable[[int], str],
+    *,
+    check: bool = False,
+) -> arrow.Array:
+    """Labels ``[n]`` float32: mapped where there is a condition, else as they are.
+
+    Parameters
+    ----------
+    column
+        Stored values.
+    name
+        Their column.
+    label
+        Its condition, or None.
+    place
+        Where they are, for errors.
+    row_of
+        Says where the row of a position is, for errors.
+    check
+        Whether to refuse values that are not from 0 to 1, where there is no condition.
+
+    Raises
+    ------
+    DataError
+        If a value is null, or NaN where there is a condition; or as ``check`` says.
+    """
+    refuse_null(column, name, place, row_of)
+    if label is not None:
+        return _mapped(column, name, label, place, row_of)
+    labels = arrow.numbers(column)
+    if check:
+        bad = ~((labels >= 0) & (labels <= 1))
+        if bad.any():
+            raise _bad(column, name, int(bad.argmax()), place, row_of)
+    return labels
+
+
+def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> None:
+    """Raise `DataError` for a column with a null that must be complete."""
+    if column.null_count:
+        at = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise DataError(f"{place}, column '{name}': null at {row_of(at)}; labels, weights and groups must be complete")
+
+
+def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+    """1 where the condition is true, else 0."""
+    condition, values = label.parsed(), column.combine_chunks()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if arrow.is_text(values.type):
+        wanted = pa.array(condition.values, pa.large_string())
+        found = pc.is_in(pc.cast(values, pa.large_string()), value_set=wanted).to_numpy(zero_copy_only=False)
+        return (found != (condition.comparison == "!=")).astype(np.float32)
+    wanted = _numbers(name, values.type, condition)
+    if pa.types.is_decimal(values.type):
+        values = pc.cast(values, pa.float64(), safe=False)
+    numbers = values.to_numpy(zero_copy_only=False)
+    if numbers.dtype.kind == "f" and (bad := np.isnan(numbers)).any():
+        raise _bad(column, name, int(bad.argmax()), place, row_of)
+    if condition.comparison == "in":
+        found = np.logical_or.reduce([numbers == value for value in wanted])
+    else:
+        found = _COMPARED[condition.comparison](numbers, wanted[0])
+    return np.asarray(found).astype(np.float32)
+
+
+def _numbers(name: str, kind: pa.DataType, condition: Positive) -> list[int | float | bool]:
+    """What numbers are compared with; a `SpecError` names what is none."""
+    is_truth = pa.types.is_boolean(kind.value_type if pa.types.is_dictionary(kind) else kind)
+    found: list[int | float | bool] = []
+    for text in condition.values:
+        value = _TRUTH.get(text.lower()) if is_truth else _number(text)
+        if value is None:
+            wanted = "true and false" if is_truth else "numbers"
+            raise SpecError(f"label column '{name}' is {kind}, which is compared with {wanted}; positive has {text!r}")
+        found.append(value)
+    return found
+
+
+def _number(text: str) -> int | float | None:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if value != value else value
+
+
+def _bad(column: pa.ChunkedArray, name: str, at: int, place: str, row_of: Callable[[int], str]) -> DataError:
+    return label_error(place, name, column[at].as_py(), row_of(at), can_map=True)
