@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"tests/full.txt lists tests that are not there: {', '.join(sorted(gone))}")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tables(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what CSV files are converted to with the tests' files, also in processes that tests start."""
+    os.environ["HOTBED_TABLES"] = str(tmp_path_factory.mktemp("tables"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes joined by Gloo, a pool for each of pytest's workers."""

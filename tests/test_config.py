@@ -19,6 +19,7 @@ from hotbed.config import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.errors import RecipeError, SpecError
 from hotbed.specs import Table
 
@@ -158,7 +159,7 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ("train.precision", "fp17", "train.precision is 'fp17', must be one of auto, fp32, bf16"),
         ("train.device", "gpu", "train.device is 'gpu', must be one of auto, cpu, cuda"),
         ("train.monitor", "AUC", "train.monitor is 'AUC', must be one of auc, logloss"),
-        ("train.checkpoint", "all", "train.checkpoint is 'all', must be one of none, last, best"),
+        ("train.checkpoint", "all", "train.checkpoint is 'all', must be one of auto, none, last, best"),
         ("train.stpes", 5, "unknown key 'train.stpes'; train may have batch_size"),
         ("train.stpes", 5, "did you mean 'steps'?"),
         ("tarin", {}, "unknown key 'tarin'; a recipe may have name"),
@@ -189,6 +190,13 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ),
         ("schedule", {"decay_start": 5, "decay_end": 5}, "schedule.decay_end is 5, must be at least 6"),
         ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be above 0; 1 is linear"),
+        ("schedule", {"decay_share": 0.0}, "schedule.decay_share is 0.0, must be above 0 and at most 1"),
+        ("schedule", {"decay_share": 1.5}, "schedule.decay_share is 1.5, must be above 0 and at most 1"),
+        (
+            "schedule",
+            {"decay_share": 0.5, "decay_start": 1, "decay_end": 9},
+            "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out",
+        ),
         ("parallel", {"plan": ""}, "parallel.plan is empty; give a scheme like table or row, or a plan's file"),
         ("parallel", {"dense": "dpp"}, "parallel.dense is 'dpp', must be one of ddp, fsdp; did you mean 'ddp'?"),
         ("parallel", {"reader": "frist"}, "parallel.reader is 'frist', must be one of each, first"),
@@ -253,6 +261,39 @@ def test_the_schedule_is_nvidias() -> None:
     assert [factor(s) for s in steps] == pytest.approx(expected)
     assert {ScheduleRecipe().factor(s) for s in (1, 2, 1000)} == {1.0}
     assert ScheduleRecipe(decay_start=0, decay_end=10, decay_power=1).factor(7) == pytest.approx(0.3)
+
+
+def test_the_rate_falls_at_the_end_of_every_epoch() -> None:
+    schedule = ScheduleRecipe(warmup_steps=2, decay_share=0.5, decay_power=1)
+    factors = [schedule.factor(step, 8) for step in range(1, 17)]
+    fall = [1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert factors == [0.5, *fall[1:], *fall]
+    assert schedule.factor(1) == 0.5  # also where the steps of an epoch are not known yet
+
+
+@pytest.mark.parametrize(
+    ("train", "valid_split", "policy", "epochs_waited"),
+    [
+        ({"epochs": 2}, "valid", "best", 2),
+        ({"epochs": 1}, "valid", "last", None),
+        ({"epochs": 2}, None, "last", None),
+        ({"epochs": 2, "steps": 5}, "valid", "last", None),
+        ({"epochs": 2, "checkpoint_every": 5}, "valid", "last", None),
+        ({"epochs": 2, "eval_every": 5}, "valid", "best", None),
+        ({"epochs": 2, "checkpoint": "last"}, "valid", "last", None),
+        ({"epochs": 2, "checkpoint": "none"}, "valid", "none", None),
+        ({"epochs": 2, "checkpoint": "none", "patience": 7}, "valid", "none", 7),
+        ({"epochs": 2, "patience": None}, "valid", "best", None),
+    ],
+)
+def test_validation_decides_where_there_is_something_to_decide(
+    train: dict[str, Any], valid_split: str | None, policy: str, epochs_waited: int | None
+) -> None:
+    given = values(**train)
+    given["data"]["valid_split"] = valid_split
+    recipe = Recipe.from_dict(given)
+    assert (checkpoint_policy(recipe), patience(recipe)) == (policy, epochs_waited)
+    assert (notice(recipe) is not None) == (valid_split is None and recipe.train.epochs > 1)
 
 
 # -- components ----------------------------------------------------------------------------------------------------

@@ -178,6 +178,28 @@ def test_train_writes_a_run_and_eval_reads_it(recipe: Path, capsys: Output) -> N
     )
 
 
+def test_of_several_epochs_validation_decides_which_model_is_tested_and_kept(recipe: Path, capsys: Output) -> None:
+    longer = ["--data.valid_split", "valid", "--train.epochs", "9", "--sparse_optimizer.init_args.lr", "0.5"]
+    status, summary, run = train(recipe, *longer)
+    assert status == 0
+    losses = {line["step"]: line["logloss"] for line in _records(run) if line["event"] == "eval"}
+    best = min(losses, key=losses.__getitem__)
+    assert summary["best_step"] == best < summary["steps"] == best + 2 * 19  # two more epochs were no better
+    assert f"the evaluation after step {best} was the best; its model was tested" in capsys.readouterr().out
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()] == [f"best-{best:08d}"]
+    file = recipe.parent / "eval.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["test"] == summary["test"]
+
+
+def test_several_epochs_without_a_valid_split_are_noticed(recipe: Path, capsys: Output) -> None:
+    _, summary, run = train(recipe, "--train.epochs", "2")
+    assert (summary["steps"], summary["best_step"]) == (38, None)
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.is_dir()] == ["last-00000038"]
+    said = "train.epochs is 2 and there is no valid split, so nothing tells whether later epochs make the model worse"
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_can_be_repeated_from_its_recipe(recipe: Path) -> None:
     _, first, run = train(recipe, "--train.steps", "8", "--train.seed", "3")
     _, second, _ = train(run / "recipe.yaml")
@@ -414,3 +436,7 @@ def test_a_model_larger_than_memory_is_said_to_be_so(recipe: Path, capsys: Outpu
     message = refused(["train", str(recipe), "--model.class_path", f"{__name__}.TooLarge"], capsys)
     assert "DefaultCPUAllocator: can't allocate memory: you tried; " in message
     assert "bytes of cpu memory are free: lower train.batch_size or the model's sizes" in message
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

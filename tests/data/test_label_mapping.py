@@ -83,7 +83,11 @@ def test_columns_that_cannot_be_labels(tmp_path: Path, labels: Any, positive: st
 
 @pytest.mark.parametrize("check", ["check_labels", "read"])
 @pytest.mark.parametrize(
-    ("value", "shown"), [(float("nan"), r"label nan at row 1 \(row 5 of the file\)"), (None, "null at row 1; labels")]
+    ("value", "shown"),
+    [
+        (float("nan"), r"label nan at row 1 \(row 5 of the file\)"),
+        (None, r"null at row 1 \(row 5 of the file\); labels"),
+    ],
 )
 def test_a_missing_label_is_not_taken_for_a_negative(tmp_path: Path, check: str, value: Any, shown: str) -> None:
     made = source(tmp_path, pa.array([1.0, 2, 3, 4, 5, value]), ">= 4")

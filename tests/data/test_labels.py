@@ -51,7 +51,11 @@ def test_a_bad_label_is_named_with_its_file_and_row(
     labels[37] = value
     source = parquet(tmp_path, pa.array(labels, kind), write_statistics=statistics)
     place = r"log.parquet, row group 3, column 'click': "
-    found = "null at row 7; labels" if shown is None else rf"label {shown} at row 7 \(row 37 of the file\); labels must"
+    found = (
+        r"null at row 7 \(row 37 of the file\); labels"
+        if shown is None
+        else rf"label {shown} at row 7 \(row 37 of the file\); labels must"
+    )
     with pytest.raises(DataError, match=place + found):
         source.check_labels("train")
     source.check_labels("test")  # which has other row groups

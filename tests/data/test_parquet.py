@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,9 @@ def test_null_where_there_may_be_none(tmp_path: Path, role: str) -> None:
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), weight="weight", group="group")
     source = ParquetSource(tmp_path / "t.parquet", schema)
-    with pytest.raises(DataError, match=rf"t.parquet, row group 0, column '{role}': null at row 1; labels"):
+    with pytest.raises(
+        DataError, match=rf"t.parquet, row group 0, column '{role}': null at row 1 \(row 1 of the file\); labels"
+    ):
         source.read("train", 0)
 
 
@@ -203,7 +206,9 @@ def test_bad_ids(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row group 0, column 'c': 1 ids are null; fill them"):
         ParquetSource(path, schema, ids="raw").read("train", 0)
     schema = Schema(sparse=(SparseColumn(name="d", rows=9, ids=2),), labels=())
-    with pytest.raises(DataError, match=r"column 'd': 1 ids at row 1, the schema says 2; set ids to null"):
+    with pytest.raises(
+        DataError, match=r"column 'd': 1 ids at row 1 \(row 1 of the file\), the schema says 2; set ids to null"
+    ):
         ParquetSource(path, schema).read("train", 0)
 
 
@@ -211,7 +216,11 @@ def test_bad_ids(tmp_path: Path) -> None:
     ("schema", "options", "message"),
     [
         ({"sparse": [{"name": "sc", "rows": 9}]}, {}, "no column 'sc'; it has s, f, t.*did you mean 's'"),
-        ({"sparse": [{"name": "f", "rows": 9}]}, {}, "sparse column 'f' is double, must be integers, strings or lists"),
+        (
+            {"sparse": [{"name": "t", "rows": 9}]},
+            {},
+            "sparse column 't' is timestamp.*must be integers, strings or lists",
+        ),
         ({"sparse": [{"name": "s", "rows": 9}]}, {"ids": "raw"}, "'s' is string, but ids='raw' needs integers"),
         ({"sparse": [{"name": "s", "rows": 1}]}, {}, "'s': hashing needs at least 2 rows"),
         ({"sparse": [{"name": "s", "rows": 9, "ids": None}]}, {}, "'s' is string, not a list, but ids says a varying"),
@@ -230,7 +239,7 @@ def test_what_does_not_fit(tmp_path: Path, schema: dict[str, Any], options: dict
 
 def test_bad_paths(tmp_path: Path) -> None:
     schema = Schema(sparse=(SparseColumn(name="c", rows=9),), labels=())
-    with pytest.raises(DataError, match="nowhere does not exist; give a Parquet file or a folder"):
+    with pytest.raises(DataError, match="nowhere does not exist; give a Parquet, CSV or TSV file, or a"):
         ParquetSource(tmp_path / "nowhere", schema)
     with pytest.raises(DataError, match=r"has no file that ends in .parquet"):
         ParquetSource(tmp_path, schema)
@@ -310,3 +319,16 @@ def test_numbers_beyond_what_float32_holds_exactly_are_rounded(tmp_path: Path) -
     dense = ParquetSource(tmp_path / "all.parquet", schema).read("train", 0).dense
     assert dense is not None
     assert dense[:, 0].tolist() == [2.0**24, -(2.0**53), 2.0**63]
+
+
+def test_whole_floats_are_ids_as_pandas_makes_them_of_integers_that_are_missing(tmp_path: Path) -> None:
+    floats, integers = pa.array([7.0, None, float("nan"), -3.0]), pa.array([7, None, None, -3])
+    read = [one_column(tmp_path, column).sparse.values.tolist() for column in (floats, integers)]
+    assert read[0] == read[1]
+    schema = Schema(sparse=(SparseColumn(name="c", rows=9),))
+    for bad in (0.5, 2.0**60, float("inf")):
+        pq.write_table(pa.table({"c": [1.0, bad], "label": [0, 1]}), tmp_path / "t.parquet")
+        with pytest.raises(
+            DataError, match=rf"row group 0, column 'c': {re.escape(str(bad))} is no id; of floats only"
+        ):
+            ParquetSource(tmp_path / "t.parquet", schema).read("train", 0)

@@ -67,3 +67,26 @@ def test_what_a_dlrm_cannot_be_made_of():
         DLRM(tables, pooled, bottom=())
     with pytest.raises(SpecError, match="feature 'a' is not pooled; give it pooling='sum' or 'mean'"):
         DLRM(tables, [Feature("a", table="t", pooling="none")], bottom=(4,))
+
+
+def test_the_top_mlp_may_see_the_embeddings_beside_their_products():
+    tables = [Table(f"t{i}", rows=10, dim=16) for i in range(3)]
+    model = DLRM(tables, FEATURES[:3], 2, bottom=(8, 16), top=(8, 1), embeddings_to_top=True)
+    ids = {f.name: torch.tensor([i + 1, i + 2]) for i, f in enumerate(FEATURES[:3])}
+    batch = Batch(sparse=Jagged.from_dict(ids), dense=torch.rand(2, 2))
+    vectors = torch.stack([model.bottom(batch.dense), *model.embeddings(batch.sparse).stack().unbind(1)], dim=1)
+    beside = torch.cat([model.interaction(vectors), vectors[:, 1:].flatten(1)], dim=1)
+    assert model.top[0].in_features == beside.shape[1] == 24 + 3 * 16
+    assert torch.equal(model(batch), model.top(beside))
+
+
+def test_dropout_is_of_training_alone_and_leaves_names_of_parameters():
+    made = [
+        DLRM([Table("t0", 10, 16)], FEATURES[:1], 2, bottom=(64, 16), top=(64, 1), dropout=share) for share in (0, 0.5)
+    ]
+    assert made[0].state_dict().keys() == made[1].state_dict().keys()
+    batch = Batch(sparse=Jagged.from_dict({"C0": torch.tensor([1, 2])}), dense=torch.rand(2, 2))
+    assert torch.equal(made[0](batch), made[0](batch))
+    assert not torch.equal(made[1](batch), made[1](batch))
+    made[1].eval()
+    assert torch.equal(made[1](batch), made[1](batch))

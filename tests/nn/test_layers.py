@@ -100,3 +100,9 @@ def test_interaction_needs_an_existing_backend():
 def test_interaction_refuses_dtypes_that_kernels_do_not_know(dtype):
     with pytest.raises(BatchError, match=f"DotInteraction got {dtype} vectors; give it float32"):
         DotInteraction(3, 4)(torch.zeros(2, 3, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan")])
+def test_mlp_refuses_dropout_that_cannot_be(dropout):
+    with pytest.raises(SpecError, match=f"dropout is {dropout}, must be at least 0 and below 1"):
+        MLP(4, [2], dropout=dropout)

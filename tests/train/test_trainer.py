@@ -155,6 +155,26 @@ def test_several_tasks_train() -> None:
 # -- schedule and precision ----------------------------------------------------------------------------------------
 
 
+def test_with_a_fall_per_epoch_the_first_epoch_of_two_is_the_run_of_one() -> None:
+    def losses(epochs: int) -> tuple[list[float], list[float]]:
+        kept = Losses()
+        schedule = ScheduleRecipe(warmup_steps=3, decay_share=0.5, decay_power=1)
+        recipe = replace(RECIPE, epochs=epochs, log_every=1)
+        planted.trainer(recipe, schedule=schedule, callbacks=[kept], lr=1.0).fit(planted.batches(8))
+        return kept.losses, [record["lr_sparse"] for record in kept.records]
+
+    one, two = losses(1), losses(2)
+    assert two[0][:8] == one[0]
+    assert one[1] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 0.75, 0.5, 0.25])
+    assert two[1][8:] == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+
+
+def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
+    trainer = planted.trainer(RECIPE, schedule=ScheduleRecipe(decay_share=0.5))
+    with pytest.raises(RecipeError, match=r"decay_share needs batches with a len\(\); give a Loader or a list"):
+        trainer.fit(iter(planted.batches(2)))
+
+
 def test_the_schedule_moves_both_learning_rates() -> None:
     schedule = ScheduleRecipe(warmup_steps=4, decay_start=6, decay_end=10)
     used: list[tuple[float, float]] = []

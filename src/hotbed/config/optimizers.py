@@ -70,7 +70,12 @@ def check_group_names(dense: Collection[str], sparse: Collection[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRecipe:
-    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0."""
+    """Learning-rate factor by step: a linear warm-up, then 1, then a polynomial fall to 0.
+
+    The fall is at steps that are given, or at the end of every epoch, however many steps that has. Then every epoch
+    ends with a model that is settled, so evaluations of epochs can be compared, and the first epoch of several is the
+    run of one epoch.
+    """
 
     warmup_steps: int = 0
     """Steps over which the factor rises to 1."""
@@ -80,6 +85,8 @@ class ScheduleRecipe:
     """Step at which it reaches 0."""
     decay_power: float = 2.0
     """Power of the fall: 1 is linear, 2 as in NVIDIA's DLRM."""
+    decay_share: float | None = None
+    """In the place of decay_start and decay_end: the share of every epoch's steps, its last, over which it falls."""
 
     def __post_init__(self) -> None:
         at_least("schedule.warmup_steps", self.warmup_steps, 0)
@@ -90,12 +97,24 @@ class ScheduleRecipe:
             at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
         if not self.decay_power > 0:
             raise RecipeError(f"schedule.decay_power is {self.decay_power}, must be above 0; 1 is linear")
+        if self.decay_share is not None:
+            if not 0 < self.decay_share <= 1:
+                raise RecipeError(f"schedule.decay_share is {self.decay_share}, must be above 0 and at most 1")
+            if self.decay_start is not None:
+                raise RecipeError(
+                    "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out"
+                )
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, epoch_steps: int | None = None) -> float:
         """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
 
-        s / warm-up; then 1; then ((end − s) / (end − start))^power.
+        s / warm-up; then 1; then ((end − s) / (end − start))^power. With ``decay_share`` a and n steps of an epoch, the
+        p-th of an epoch has ((n − p + 1) / (a n))^power, at most 1, times that of the warm-up.
         """
+        if self.decay_share is not None and epoch_steps is not None:
+            left = epoch_steps - (step - 1) % epoch_steps
+            fall = min(left / (self.decay_share * epoch_steps), 1.0) ** self.decay_power
+            return fall * min(step / max(self.warmup_steps, 1), 1.0)
         if step < self.warmup_steps:
             return step / self.warmup_steps
         if self.decay_start is None or self.decay_end is None or step <= self.decay_start:

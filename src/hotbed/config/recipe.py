@@ -24,6 +24,7 @@ LinearLibrary = Literal["auto", "torch", "onednn"]
 Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
+AskedCheckpointPolicy = Literal["auto", "none", "last", "best"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +105,12 @@ class TrainRecipe:
     """Samples per batch in evaluations; it does not change results."""
     monitor: Monitor = "logloss"
     """Metric that tells the best evaluation."""
-    patience: int | None = None
-    """Stop after this many evaluations without a better one; never by default."""
-    checkpoint: CheckpointPolicy = "last"
-    """Which checkpoint to keep. ``best`` is restored at the end, before the test."""
+    patience: int | Literal["auto"] | None = "auto"
+    """Stop after this many evaluations without a better one; null: never. ``auto`` is 2 where ``checkpoint: auto`` is
+    ``best`` and evaluations are made after each epoch, else never."""
+    checkpoint: AskedCheckpointPolicy = "auto"
+    """Which checkpoint to keep. ``best`` is restored at the end, before the test. ``auto`` is ``best`` with several
+    epochs and a valid split, else ``last`` (`hotbed.config.validation`)."""
     checkpoint_every: int | None = None
     """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
     checkpoint_minutes: float | None = None
@@ -127,18 +130,18 @@ class TrainRecipe:
         for name in ("batch_size", "epochs", "log_every", "eval_batch_size", "keep_last"):
             at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, "auto"):
                 at_least(f"train.{name}", getattr(self, name), 1)
         seed("train.seed", self.seed)
         one_of("train.device", self.device, get_args(Device))
         one_of("train.precision", self.precision, get_args(AskedPrecision))
         one_of("train.linear_library", self.linear_library, get_args(LinearLibrary))
         one_of("train.monitor", self.monitor, get_args(Monitor))
-        one_of("train.checkpoint", self.checkpoint, get_args(CheckpointPolicy))
+        one_of("train.checkpoint", self.checkpoint, get_args(AskedCheckpointPolicy))
         if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
             raise RecipeError(f"train.checkpoint_minutes is {self.checkpoint_minutes}, must be above 0")
         for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
-            if getattr(self, name) is not None and self.checkpoint != "last":
+            if getattr(self, name) is not None and self.checkpoint not in ("auto", "last"):
                 raise RecipeError(f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'")
 
 
@@ -232,7 +235,7 @@ class Recipe:
             )
         for key, value in (
             ("train.eval_every", self.train.eval_every),
-            ("train.patience", self.train.patience),
+            ("train.patience", None if self.train.patience == "auto" else self.train.patience),
             ("hot.batches", "alternating" if self.hot.batches == "alternating" else None),
             ("train.checkpoint", "best" if self.train.checkpoint == "best" else None),
         ):

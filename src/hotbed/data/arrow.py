@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -56,9 +57,10 @@ def kind_of_ids(t: pa.DataType) -> str:
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:
     """Raise `SpecError` unless a column of this type can be this sparse input."""
     value = t.value_type if is_list(t) else t
-    if not (is_whole(value) or is_text(value)):
+    # pandas makes floats of integers where some are missing, so whole numbers pass, and others are refused when read.
+    if not (is_whole(value) or is_text(value) or pa.types.is_floating(t)):
         raise SpecError(f"sparse column '{column.name}' is {t}, must be integers, strings or lists of them")
-    if ids == "raw" and not is_whole(value):
+    if ids == "raw" and not (is_whole(value) or pa.types.is_floating(t)):
         raise SpecError(f"sparse column '{column.name}' is {t}, but ids='raw' needs integers; use ids='hash'")
     if ids == "hash" and column.rows < 2:
         raise SpecError(f"sparse column '{column.name}': hashing needs at least 2 rows (row 0 is for missing values)")
@@ -110,6 +112,8 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
     DataError
         If an id is null and ids are used as they are.
     """
+    if pa.types.is_floating(values.type):
+        values = _whole(values, column.name, where)
     if ids == "raw":
         if values.null_count:
             raise DataError(
@@ -125,8 +129,26 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
     return out if column.rows > np.iinfo(np.int32).max else out.astype(np.int32)
 
 
-def bags(array: pa.Array, column: SparseColumn, ids: Ids, where: str) -> tuple[Array, Array | None]:
+def _whole(values: pa.Array, name: str, where: str) -> pa.Array:
+    """Floats that are integers, as integers; NaN is null."""
+    numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    missing = np.isnan(numbers)
+    numbers = np.where(missing, 0, numbers)
+    wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > 2.0**53))
+    if len(wrong):
+        raise DataError(
+            f"{where}, column '{name}': {numbers[wrong[0]]} is no id; of floats only whole numbers up to 2**53 are, so "
+            "write the column as integers or strings, or make it a numerical (`dense`)"
+        )
+    return pa.array(numbers.astype(np.int64), mask=missing)
+
+
+def bags(
+    array: pa.Array, column: SparseColumn, ids: Ids, where: str, row_of: Callable[[int], str]
+) -> tuple[Array, Array | None]:
     """Rows ``[N]`` and, for a ragged column, the number of ids per sample ``[n]``; a null list is an empty bag.
+
+    ``where`` and ``row_of`` say where the samples are, and the sample of a position.
 
     Raises
     ------
@@ -142,7 +164,7 @@ def bags(array: pa.Array, column: SparseColumn, ids: Ids, where: str) -> tuple[A
     wrong = np.flatnonzero(lengths != column.ids)
     if len(wrong):
         raise DataError(
-            f"{where}, column '{column.name}': {lengths[wrong[0]]:,} ids at row {wrong[0]:,}, the schema says "
+            f"{where}, column '{column.name}': {lengths[wrong[0]]:,} ids at {row_of(int(wrong[0]))}, the schema says "
             f"{column.ids}; set ids to null (ragged) in the schema"
         )
     return values, None

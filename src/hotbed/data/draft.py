@@ -1,12 +1,13 @@
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-"""Guess what the columns of a Parquet dataset are: `draft_schema`."""
+"""Propose what the columns and splits of a dataset are for, as a careful engineer would: `draft`, `draft_schema`."""
 
 # pyarrow ships no types.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +16,68 @@ import pyarrow.compute as pc
 from pyarrow import fs
 
 from hotbed.data import arrow
-from hotbed.data.columns import Scaling, SparseColumn
-from hotbed.data.parquet import RowGroup, find_parquet
+from hotbed.data.columns import Numerical, SparseColumn
+from hotbed.data.draft_labels import FoundLabel, find_labels, sample_labels
+from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
+from hotbed.data.hashing import rows_of
+from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
+from hotbed.data.roles import ColumnRole, role_of, rule_of, words_of
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
-LABEL_NAMES = ("label", "labels", "click", "clicks", "clicked", "is_click", "is_clicked", "target", "conversion", "y")
 WEIGHT_NAMES = ("weight", "weights", "sample_weight")
-_SAMPLE_ROWS = 200_000
+SMALL = 50_000
+"""Rows of train data below which several epochs are drafted, with a validation split that decides when to stop."""
 _SMALLEST_TABLE = 64
-_LARGEST = 1e307  # differences of such numbers are finite
+_LARGEST_TABLE = 1 << 31
+_INDICATOR = 0.005
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A column that is no input, with its type and the reason."""
+
+    name: str
+    type: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What a recipe says of a dataset, and why.
+
+    Parameters
+    ----------
+    schema
+        Columns by their roles.
+    reasons
+        By column, what was found of it.
+    left_out
+        Columns that are no inputs.
+    labels
+        What is said of labels.
+    splits
+        What is said of splits.
+    samples
+        Rows to train on and to cut other splits off.
+    """
+
+    schema: Schema
+    reasons: Mapping[str, str]
+    left_out: tuple[LeftOut, ...]
+    labels: tuple[FoundLabel, ...]
+    splits: DraftedSplits
+    samples: int
 
 
 def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.FileSystem | None = None) -> Schema:
-    """Propose a schema from column names, types and up to about 200,000 sampled rows.
+    """Propose a schema from names, types and values, see `draft`.
 
-    The label is a column of 0 and 1 with a usual name (label, click, target, …); floats are numericals, scaled by their
-    median and quartiles (see `Scaling`); integers, booleans, strings and lists of these are sparse. Rows of a table are
-    4 × the estimated number of distinct values, rounded up to a power of 2, so that about a fifth of the values share a
-    row with another when hashed. Columns of other types (times, structs) are left out. Where there is a train split,
-    only that is sampled.
+    Labels are columns of a usual name (label, click, target, …), or ratings; numbers that measure something are
+    numericals with a rule of normalization; ids, categories and lists of them are sparse. Rows of a table are 4 × the
+    estimated number of distinct values, rounded up to a power of 2, so that about a fifth of the values share a row
+    with another when hashed. What is no input is left out: times, free text, constants, numbers of rows, columns that
+    give the label away. Where there is a train split, only that is looked at.
 
     Parameters
     ----------
@@ -50,94 +93,211 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
     DataError
         If there is no such path, no label column is found, two columns have one name, or no column can be sparse.
     """
-    files = find_parquet(path, filesystem)
-    if "" not in files and "train" not in files:
-        raise DataError(f"{path} has no train split, only {', '.join(files)}; add one, or give one of these by itself")
-    groups = [g for f in files.get("train", files.get("", [])) for g in f.row_groups()]
+    return draft(path, label=label, filesystem=filesystem).schema
+
+
+def draft(
+    path: str | Path,
+    *,
+    label: str | None = None,
+    positive: str | None = None,
+    drop: Sequence[str] = (),
+    time: str | None = None,
+    test: str | Path | None = None,
+    filesystem: fs.FileSystem | None = None,
+) -> Draft:
+    """Propose schema and splits of a dataset.
+
+    Parameters
+    ----------
+    path, label, filesystem
+        See `draft_schema`.
+    positive
+        Which values of the label are positive, see `hotbed.data.Label`.
+    drop
+        Columns that are to be left out.
+    time
+        Column of times to split by.
+    test
+        Path of a test split that is elsewhere.
+
+    Raises
+    ------
+    DataError, SpecError
+        See `draft_schema`; or an option names a column that there is not.
+    """
+    files = DraftFiles.find(path, test, filesystem)
+    groups = files.train
     if not groups:
         raise DataError(f"{path} has no rows")
-    twice = [name for name, count in Counter(groups[0].file.schema.names).items() if count > 1]
+    names = _names(str(path), groups[0].file.schema.names)
+    for option, name in [*(("--drop", name) for name in drop), *([("--time", time)] if time else [])]:
+        if name not in names:
+            raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
+    missing = _not_everywhere(files, groups)
+    sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
+    labels = find_labels(str(path), sample, label, positive)
+    of_label = [found.name for found in labels]
+    used = [n for n in sample.column_names if n not in of_label and n not in drop]
+    weight = next((n for n in used if n.lower() in WEIGHT_NAMES and arrow.is_number(sample[n].type)), None)
+    inputs = [n for n in used if n != weight]
+    distinct = count_distinct(groups, [n for n in inputs if _is_counted(sample[n])])
+    profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]))
+    roles = {p.name: role_of(p, of_label[0]) for p in profiles}
+    times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
+    if time is not None:
+        roles[time] = ColumnRole("time", "the splits are by it")
+    schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample)
+    splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=total < SMALL)
+    dropped = [LeftOut(n, str(groups[0].file.schema.field(n).type), "--drop") for n in dict.fromkeys(drop)]
+    elsewhere = [LeftOut(n, str(groups[0].file.schema.field(n).type), why) for n, why in missing.items()]
+    left = [LeftOut(p.name, str(p.type), _why(roles[p.name])) for p in profiles if _why(roles[p.name])]
+    return Draft(
+        schema=schema,
+        reasons=reasons,
+        left_out=(*left, *elsewhere, *dropped),
+        labels=tuple(labels),
+        splits=splits,
+        samples=total,
+    )
+
+
+def _names(path: str, names: list[str]) -> list[str]:
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise DataError(f"{path} has several columns named '{twice[0]}'; rename all but one")
-    sample, total = _sample(groups), sum(g.samples for g in groups)
-    names: list[str] = sample.column_names
-    if label is not None and label not in names:
-        raise DataError(f"{path} has no column '{label}'; it has {', '.join(names)}{did_you_mean(label, names)}")
-    named = [n for n in names if n.lower() in LABEL_NAMES and arrow.is_number(sample[n].type)]
-    # Of a column named so whose values are no labels the check of labels says which value is none.
-    labels = [label] if label else [n for n in named if _is_binary(sample[n])] or named[:1]
-    if not labels:
-        raise DataError(
-            f"{path} has no column of numbers named like a label ({', '.join(LABEL_NAMES)}); it has "
-            f"{', '.join(names)}. Name one with --label NAME (label=… in Python)"
-        )
-    weight = next((n for n in names if n.lower() in WEIGHT_NAMES and arrow.is_number(sample[n].type)), None)
-    inputs = [n for n in names if n and n not in labels and n != weight]
-    dense = tuple(n for n in inputs if arrow.is_number(sample[n].type) and not arrow.is_whole(sample[n].type))
-    sparse = [column for n in inputs if (column := _sparse(n, sample[n], total)) is not None]
+    return names
+
+
+def _not_everywhere(files: DraftFiles, groups: Sequence[object]) -> dict[str, str]:
+    """Columns of the first file that others lack, or have of another type; with the reason."""
+    train = files.by_split.get("", files.by_split.get("train", []))
+    first, found = train[0].schema, {}
+    for name in first.names:
+        for file in train[1:]:
+            if name not in file.schema.names:
+                found[name] = f"{file.name} has no such column"
+            elif arrow.is_text(first.field(name).type) != arrow.is_text(kind := file.schema.field(name).type):
+                found[name] = f"in {file.name} it is {kind}"
+    return found
+
+
+def _is_counted(column: pa.ChunkedArray) -> bool:
+    """Whether the number of distinct values matters: of ids, of what may be ids, and of lists of these."""
+    kind = column.type
+    inner = kind.value_type if arrow.is_list(kind) else kind
+    if pa.types.is_floating(kind):
+        numbers = arrow.wide_numbers(column)
+        return bool((np.isnan(numbers) | (numbers == np.floor(numbers))).all())
+    return (arrow.is_whole(inner) and not pa.types.is_boolean(inner)) or arrow.is_text(inner)
+
+
+def _why(role: ColumnRole) -> str:
+    if role.role == "time":
+        return f"a time ({role.reason}): later rows have values that training has not seen"
+    return role.reason if role.role == "left out" else ""
+
+
+def _schema(
+    path: str,
+    labels: Sequence[FoundLabel],
+    weight: str | None,
+    profiles: Sequence[ColumnProfile],
+    roles: Mapping[str, ColumnRole],
+    sample: pa.Table,
+) -> tuple[Schema, dict[str, str]]:
+    """The schema, and what was found of each of its inputs."""
+    reasons: dict[str, str] = {found.name: found.remark for found in labels}
+    sparse: list[SparseColumn] = []
+    numericals: list[Numerical] = []
+    shared = _shared_tables(profiles, roles, sample)
+    for column in profiles:
+        role = roles[column.name]
+        if role.role == "number":
+            rule, why = rule_of(column)
+            missing = "indicator" if column.missing > _INDICATOR else "center"
+            numericals.append(Numerical(name=column.name, rule=rule, missing=missing))
+            absent = f"; {column.missing:.1%} are missing" if column.missing else ""
+            reasons[column.name] = why + (f" ({role.reason})" if role.reason else "") + absent
+        elif role.role in ("id", "category", "list"):
+            sparse.append(_sparse(column, shared.get(column.name)))
+            absent = f"; {column.missing:.1%} are missing" if column.missing else ""
+            reasons[column.name] = role.reason + absent
+    sparse = _same_rows(sparse)
     if not sparse:
-        raise DataError(f"{path} has no column of integers, strings or lists of them, so there is nothing to embed")
+        out = "; ".join(f"'{n}': {_why(r)}" for n, r in list(roles.items())[:8] if _why(r))
+        raise DataError(
+            f"{path} has no column of integers, strings or lists of them to embed, beside its label"
+            + (f" (left out: {out})" if out else "")
+        )
+    positives = tuple(found.mapping for found in labels if found.mapping is not None)
     try:
-        scaling = tuple(_scaling(n, sample[n]) for n in dense)
-        return Schema(labels=tuple(labels), weight=weight, dense=dense, sparse=tuple(sparse), scaling=scaling)
+        schema = Schema(
+            labels=tuple(found.name for found in labels),
+            positives=positives,
+            weight=weight,
+            dense=tuple(n.name for n in numericals),
+            numericals=tuple(numericals),
+            sparse=tuple(sparse),
+        )
     except SpecError as error:
         raise DataError(f"{path}: {error}") from None
+    return schema, reasons
 
 
-def _sample(groups: list[RowGroup]) -> pa.Table:
-    """Rows spread over row groups that are spread over the data."""
-    per_group = max(1, sum(g.samples for g in groups) // len(groups))
-    count = max(1, min(len(groups), _SAMPLE_ROWS // per_group))
-    picked = [groups[int(i)] for i in np.linspace(0, len(groups) - 1, count)]
-    names = groups[0].file.schema.names
-    parts = [_spread(g.read(names), max(1, _SAMPLE_ROWS // count)) for g in picked]
-    return pa.concat_tables(parts, promote_options="permissive")
-
-
-def _spread(table: pa.Table, rows: int) -> pa.Table:
-    return table.take(np.linspace(0, len(table) - 1, rows).round().astype(np.int64)) if len(table) > rows else table
-
-
-def _scaling(name: str, column: pa.ChunkedArray) -> Scaling:
-    """By the median and the quartiles, as many columns have heavy tails: a few values do not change these."""
-    values = arrow.wide_numbers(column)
-    values = values[np.isfinite(values)].clip(-_LARGEST, _LARGEST)
-    if not len(values):
-        return Scaling(name=name)
-    first, lower, median, upper, last = np.quantile(values, (0.01, 0.25, 0.5, 0.75, 0.99))
-    # Of a normal distribution quartiles are 1.35 and these percentiles 4.65 standard deviations apart. Where they are
-    # much farther apart, they count, too; where most values are equal, they have to do, or the extremes.
-    scale = max((upper - lower) / 1.35, (last - first) / 46.5)
-    if upper == lower:
-        scale = (last - first or np.ptp(values)) / 4.65
-    if not scale:
-        return Scaling(name=name, center=float(median))
-    digits = 2 - math.floor(math.log10(scale))  # three digits of the scale, and the center as exactly
-    return Scaling(name=name, center=round(float(median), digits), scale=round(float(scale), digits))
-
-
-def _is_binary(column: pa.ChunkedArray) -> bool:
-    if pa.types.is_boolean(column.type):
-        return True
-    if not arrow.is_number(column.type) or column.null_count:
-        return False
-    values = arrow.numbers(column)
-    return bool(np.isin(values, (0, 1)).all())
-
-
-def _sparse(name: str, column: pa.ChunkedArray, total: int) -> SparseColumn | None:
+def _sparse(column: ColumnProfile, table: str | None) -> SparseColumn:
     kind = column.type
-    value = kind.value_type if arrow.is_list(kind) else kind
-    if not (arrow.is_whole(value) or arrow.is_text(value)):
-        return None
-    ids = None if arrow.is_list(kind) else 1
-    if pa.types.is_fixed_size_list(kind) and not column.null_count:
+    ragged = arrow.is_list(kind)
+    ids = None if ragged else 1
+    if pa.types.is_fixed_size_list(kind) and not column.missing:
         ids = int(kind.list_size)
-    values = pc.list_flatten(column) if arrow.is_list(kind) else column
-    if pa.types.is_dictionary(values.type):
-        values = pc.cast(values, values.type.value_type)
-    distinct = int(pc.count_distinct(values).as_py())
-    # From a sample: where every value is new the number grows with the data, where most are repeats it does not.
-    growth = (total / max(1, len(column))) ** (distinct / max(1, len(values)))
-    rows = max(_SMALLEST_TABLE, 4 * round(distinct * growth))
-    return SparseColumn(name=name, rows=1 << (rows - 1).bit_length(), ids=ids)
+    rows = max(_SMALLEST_TABLE, 4 * column.distinct)
+    rows = _without_collisions(column, min(_LARGEST_TABLE, 1 << (rows - 1).bit_length()))
+    pooling = "mean" if ragged and ids is None else "sum"
+    return SparseColumn(name=column.name, rows=rows, table=table, ids=ids, pooling=pooling)
+
+
+def _without_collisions(column: ColumnProfile, rows: int) -> int:
+    """A few times more rows where these make all of few values rows of their own."""
+    if column.few is None or column.distinct > len(column.few):
+        return rows
+    values = pa.array([v for v in column.few if v is not None])
+    if pa.types.is_floating(values.type):
+        values = pa.array(values.to_numpy().astype(np.int64))
+    hashes = arrow.hashes(values)
+    for larger in (rows, 2 * rows, 4 * rows, 8 * rows, 16 * rows):
+        if len(np.unique(rows_of(hashes, larger))) == len(hashes):
+            return larger
+    return rows
+
+
+def _shared_tables(
+    profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], sample: pa.Table
+) -> dict[str, str]:
+    """Lists whose elements are values of another column (``history`` of ``item_id``), with the table of that."""
+    found: dict[str, str] = {}
+    scalars = [p for p in profiles if roles[p.name].role == "id"]
+    for column in (p for p in profiles if roles[p.name].role == "list"):
+        elements = pc.unique(pc.list_flatten(sample[column.name])).drop_null()
+        of_text = arrow.is_text(elements.type)
+        for other in scalars:
+            if arrow.is_text(other.type) != of_text or not len(elements):
+                continue
+            values = pc.unique(sample[other.name]).drop_null()
+            kind = pa.large_string() if of_text else pa.int64()
+            inside = pc.mean(pc.is_in(pc.cast(elements, kind, safe=False), value_set=pc.cast(values, kind, safe=False)))
+            related = {w.rstrip("s") for w in words_of(column.name)} & {w.rstrip("s") for w in words_of(other.name)}
+            # Numbers from 1 on are in all columns of numbers from 1 on, so that these need a word in common.
+            if (inside.as_py() or 0) > 0.5 and (of_text or related - {"id"}):
+                found[column.name] = other.name
+    return found
+
+
+def _same_rows(columns: list[SparseColumn]) -> list[SparseColumn]:
+    """Columns with the rows of the largest that shares their table."""
+    most: dict[str, int] = {}
+    for column in columns:
+        most[column.table_name] = max(most.get(column.table_name, 0), column.rows)
+    return [
+        SparseColumn(name=c.name, rows=most[c.table_name], table=c.table, ids=c.ids, pooling=c.pooling) for c in columns
+    ]

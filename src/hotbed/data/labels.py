@@ -54,7 +54,13 @@ def check_label(name: str, kind: pa.DataType, label: Label | None) -> None:
 
 
 def read_labels(
-    column: pa.ChunkedArray, name: str, label: Label | None, place: str, first_row: int, *, check: bool = False
+    column: pa.ChunkedArray,
+    name: str,
+    label: Label | None,
+    place: str,
+    row_of: Callable[[int], str],
+    *,
+    check: bool = False,
 ) -> arrow.Array:
     """Labels ``[n]`` float32: mapped where there is a condition, else as they are.
 
@@ -68,8 +74,8 @@ def read_labels(
         Its condition, or None.
     place
         Where they are, for errors.
-    first_row
-        Number of the first of them in the file.
+    row_of
+        Says where the row of a position is, for errors.
     check
         Whether to refuse values that are not from 0 to 1, where there is no condition.
 
@@ -78,25 +84,25 @@ def read_labels(
     DataError
         If a value is null, or NaN where there is a condition; or as ``check`` says.
     """
-    refuse_null(column, name, place)
+    refuse_null(column, name, place, row_of)
     if label is not None:
-        return _mapped(column, name, label, place, first_row)
+        return _mapped(column, name, label, place, row_of)
     labels = arrow.numbers(column)
     if check:
         bad = ~((labels >= 0) & (labels <= 1))
         if bad.any():
-            raise _bad(column, name, int(bad.argmax()), place, first_row)
+            raise _bad(column, name, int(bad.argmax()), place, row_of)
     return labels
 
 
-def refuse_null(column: pa.ChunkedArray, name: str, place: str) -> None:
+def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> None:
     """Raise `DataError` for a column with a null that must be complete."""
     if column.null_count:
         at = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise DataError(f"{place}, column '{name}': null at row {at:,}; labels, weights and groups must be complete")
+        raise DataError(f"{place}, column '{name}': null at {row_of(at)}; labels, weights and groups must be complete")
 
 
-def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, first_row: int) -> arrow.Array:
+def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """1 where the condition is true, else 0."""
     condition, values = label.parsed(), column.combine_chunks()
     if pa.types.is_dictionary(values.type):
@@ -110,7 +116,7 @@ def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, first_
         values = pc.cast(values, pa.float64(), safe=False)
     numbers = values.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f" and (bad := np.isnan(numbers)).any():
-        raise _bad(column, name, int(bad.argmax()), place, first_row)
+        raise _bad(column, name, int(bad.argmax()), place, row_of)
     if condition.comparison == "in":
         found = np.logical_or.reduce([numbers == value for value in wanted])
     else:
@@ -143,6 +149,5 @@ def _number(text: str) -> int | float | None:
     return None if value != value else value
 
 
-def _bad(column: pa.ChunkedArray, name: str, at: int, place: str, first_row: int) -> DataError:
-    row = f"row {at:,} (row {first_row + at:,} of the file)"
-    return label_error(place, name, column[at].as_py(), row, can_map=True)
+def _bad(column: pa.ChunkedArray, name: str, at: int, place: str, row_of: Callable[[int], str]) -> DataError:
+    return label_error(place, name, column[at].as_py(), row_of(at), can_map=True)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pyarrow as pa
 
@@ -14,7 +16,7 @@ from hotbed.data.schema import Schema
 from hotbed.errors import DataError
 
 
-def read_numericals(table: pa.Table, schema: Schema, place: str, first_row: int) -> arrow.Array:
+def read_numericals(table: pa.Table, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """Dense columns ``[n, I]``: float32, or float64 where the model is to normalize some of them.
 
     Float64, because float32 cannot tell one second since 1970 from the next, and because layers of float32 refuse it:
@@ -27,8 +29,8 @@ def read_numericals(table: pa.Table, schema: Schema, place: str, first_row: int)
     schema
         Its dense columns: those that are scaled here come out scaled, those of `Schema.numericals` as they are stored
         with NaN for null, and others as they are with 0 for null.
-    place, first_row
-        Where the rows are, for errors.
+    place, row_of
+        Where the rows are, and the row of a position, for errors.
 
     Raises
     ------
@@ -41,7 +43,7 @@ def read_numericals(table: pa.Table, schema: Schema, place: str, first_row: int)
     for name in schema.dense:
         column = table[name]
         if name in numericals:
-            columns.append(_raw(column, numericals[name], place, first_row))
+            columns.append(_raw(column, numericals[name], place, row_of))
         elif name in scaling:
             columns.append(arrow.scaled(column, scaling[name]))
         else:
@@ -49,13 +51,13 @@ def read_numericals(table: pa.Table, schema: Schema, place: str, first_row: int)
     return np.stack(columns, axis=1, dtype=np.float64 if numericals else np.float32)
 
 
-def _raw(column: pa.ChunkedArray, numerical: Numerical, place: str, first_row: int) -> arrow.Array:
+def _raw(column: pa.ChunkedArray, numerical: Numerical, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     values = arrow.wide_numbers(column)
     if numerical.missing == "error" and (bad := ~np.isfinite(values)).any():
         at = int(bad.argmax())
         raise DataError(
-            f"{place}, column '{numerical.name}': {_shown(column[at].as_py())} at row {at:,} (row {first_row + at:,} "
-            "of the file), and the schema says missing: error; mend the data, or say what becomes of such values with "
+            f"{place}, column '{numerical.name}': {_shown(column[at].as_py())} at {row_of(at)}, "
+            "and the schema says missing: error; mend the data, or say what becomes of such values with "
             "missing: center or missing: indicator"
         )
     return values

@@ -30,21 +30,39 @@ class MLP(nn.Sequential):
         Columns of each layer's output.
     last_relu
         Whether the last layer has a ReLU too.
+    dropout
+        Share of each ReLU's outputs that are 0 in a training step, the others scaled up; it draws from torch's
+        generator.
     library
         What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
+
+    Raises
+    ------
+    SpecError
+        If there is no layer, a width is not positive, or dropout is not in [0, 1).
     """
 
     def __init__(
-        self, inputs: int, widths: Sequence[int], *, last_relu: bool = True, library: LinearLibrary = "auto"
+        self,
+        inputs: int,
+        widths: Sequence[int],
+        *,
+        last_relu: bool = True,
+        dropout: float = 0.0,
+        library: LinearLibrary = "auto",
     ) -> None:
         if not widths or min(inputs, *widths) < 1:
             raise SpecError(f"MLP({inputs}, {list(widths)}): needs at least one layer and positive widths")
+        if not 0 <= dropout < 1:
+            raise SpecError(f"MLP: dropout is {dropout}, must be at least 0 and below 1")
         layers: list[nn.Module] = []
         for fan_in, fan_out in zip([inputs, *widths], widths, strict=False):
             device = torch.get_default_device()
             linear = cast(Linear, nn.utils.skip_init(Linear, fan_in, fan_out, library=library, device=device))
             linear.reset_parameters()
-            layers += [linear, nn.ReLU(inplace=True)]
+            relu = nn.ReLU(inplace=True)
+            # One module, so that the linear layers have the same names in checkpoints with and without dropout.
+            layers += [linear, nn.Sequential(relu, nn.Dropout(dropout)) if dropout else relu]
         super().__init__(*(layers if last_relu else layers[:-1]))
 
 

@@ -34,6 +34,11 @@ class DLRM(nn.Module):
         Number of dense inputs ``I``. Without any, the bottom MLP sees a constant 1.
     bottom, top
         Widths of the MLPs. ``top`` ends with the number of labels and has no last ReLU.
+    dropout
+        Of both MLPs, see `MLP`.
+    embeddings_to_top
+        Whether the top MLP sees the embeddings, too, beside their products: a product of two rows that are still near 0
+        says nothing of either, so ids that are rare are learnt far sooner. NVIDIA's DLRM has it off.
     seed
         Seed of the tables' initial values (MLPs use torch's generator).
     backend
@@ -53,13 +58,15 @@ class DLRM(nn.Module):
         *,
         bottom: Sequence[int] = (512, 256, 128),
         top: Sequence[int] = (1024, 1024, 512, 256, 1),
+        dropout: float = 0.0,
+        embeddings_to_top: bool = False,
         seed: int = 0,
         backend: BackendName = "auto",
     ) -> None:
         super().__init__()
         if not bottom:
             raise SpecError("DLRM: bottom is empty; it needs at least one width, the dim of the tables")
-        _refuse_sequences(self, features)
+        refuse_sequences(self, features)
         dim = bottom[-1]
         for table in tables:
             if table.dim != dim:
@@ -68,18 +75,23 @@ class DLRM(nn.Module):
                 )
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
-        self.bottom = MLP(max(dense_features, 1), bottom)
+        self.bottom = MLP(max(dense_features, 1), bottom, dropout=dropout)
         self.interaction = DotInteraction(1 + len(features), dim, backend=backend)
-        self.top = MLP(self.interaction.width, top, last_relu=False)
+        self.embeddings_to_top = embeddings_to_top
+        width = self.interaction.width + (len(features) * dim if embeddings_to_top else 0)
+        self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        dense = _dense_inputs(self, batch, self.dense_features)
+        dense = dense_inputs(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
         if dense is None:
             dense = torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device)
         vectors = embeddings.stack(lead=self.bottom(dense))
-        return self.top(self.interaction(vectors)).to(torch.float32)
+        inputs = self.interaction(vectors)
+        if self.embeddings_to_top:
+            inputs = torch.cat([inputs, vectors[:, 1:].flatten(1).to(inputs.dtype)], dim=1)
+        return self.top(inputs).to(torch.float32)
 
 
 class WideDeep(nn.Module):
@@ -105,6 +117,8 @@ class WideDeep(nn.Module):
         Number of dense inputs ``I``; they go to the deep part only.
     top
         Widths of the MLP. It ends with the number of labels and has no last ReLU.
+    dropout
+        Of the MLP, see `MLP`.
     seed
         Seed of the deep tables' initial values (the MLP uses torch's generator).
     backend
@@ -134,6 +148,7 @@ class WideDeep(nn.Module):
         dense_features: int = 13,
         *,
         top: Sequence[int] = (1024, 1024, 512, 256, 1),
+        dropout: float = 0.0,
         seed: int = 0,
         backend: BackendName = "auto",
     ) -> None:
@@ -146,17 +161,18 @@ class WideDeep(nn.Module):
                 f"WideDeep: top ends with {labels:,}, must be between 1 and {MAX_DIM:,}; end it with the number of "
                 f"labels, the dim of the wide tables"
             )
-        _refuse_sequences(self, features)
+        refuse_sequences(self, features)
         linear = [replace(table, dim=labels, init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.wide = EmbeddingCollection(linear, features, seed=seed, backend=backend)
         dims = {table.name: table.dim for table in tables}
-        self.top = MLP(sum(dims[feature.table] for feature in features) + dense_features, top, last_relu=False)
+        width = sum(dims[feature.table] for feature in features) + dense_features
+        self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        dense = _dense_inputs(self, batch, self.dense_features)
+        dense = dense_inputs(self, batch, self.dense_features)
         vectors, wide = self._look_up(batch.sparse)
         inputs = vectors if dense is None else torch.cat([vectors, dense.to(vectors.dtype)], dim=1)
         return self.top(inputs).to(torch.float32) + wide
@@ -172,7 +188,8 @@ class WideDeep(nn.Module):
         return deep, wide
 
 
-def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
+def refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
+    """Raise `SpecError` for a feature that is not pooled, of a model that cannot take such."""
     for feature in features:
         if not feature.is_pooled:
             raise SpecError(
@@ -181,7 +198,7 @@ def _refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:
             )
 
 
-def _dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None:
+def dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None:
     """The batch's dense inputs ``[B, I]``; None where there are none."""
     got = 0 if batch.dense is None else batch.dense.shape[1]
     if got != expected:

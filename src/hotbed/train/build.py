@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hotbed.config import Component, DataRecipe, Recipe
+from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, tables_on_meta
@@ -35,12 +36,17 @@ _log = logging.getLogger("hotbed")
 
 def open_source(data: DataRecipe) -> Source:
     """The recipe's data source; a `RecipeError` names a split that it lacks."""
-    source: Source = build("data.source", data.source, Source, data.path)
+    source = new_source(data)
     for key in ("train_split", "valid_split", "test_split"):
         split: str | None = getattr(data, key)
         if split is not None:
             check_split(f"data.{key}", split, source)
     return source
+
+
+def new_source(data: DataRecipe) -> Source:
+    """What the recipe's source class makes of the path; its splits are not looked at."""
+    return build("data.source", data.source, Source, data.path)
 
 
 def tables_of(source: Source, data: DataRecipe) -> list[Table]:
@@ -127,7 +133,7 @@ def _check_labels(recipe: Recipe, source: Source) -> None:
     named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
     _refuse_one_class(source, [found[split] for split in train_splits(recipe) if split in found])
-    if train.monitor == "auc" and (train.patience is not None or train.checkpoint == "best"):
+    if train.monitor == "auc" and (patience(recipe) is not None or checkpoint_policy(recipe) == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):
                 refuse_monitor(train.monitor, f"all labels '{label}' are {low:g}")
@@ -239,6 +245,8 @@ def _refuse_unsuited(key: str, component: Component) -> None:
 
 def check_split(key: str, split: str, source: Source) -> None:
     """Raise `RecipeError` if the data has no such split."""
+    if split in source.splits and not source.samples(split):
+        raise RecipeError(f"{key} is '{split}', but no sample of the data is in it; give other data, or another split")
     if split not in source.splits:
         raise RecipeError(
             f"{key} is '{split}', but the data has only {', '.join(source.splits)}"

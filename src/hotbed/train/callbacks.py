@@ -296,6 +296,11 @@ class KeepBest(Callback):
         self._place: Directory | None = None
         self._is_best = False
 
+    @property
+    def step(self) -> int | None:
+        """Step of the best evaluation so far."""
+        return None if self._place is None else step_of(self._place)
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Lock the directory, and remove what earlier runs left unfinished there."""
         trainer.saver.lock(self._where, remove_unfinished=True)

@@ -175,6 +175,10 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         f"on {summary['hardware']}",
         soft_wrap=True,
     )
+    if summary.get("best_step") not in (None, summary["steps"]):
+        console.print(
+            f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and is kept"
+        )
     if "ranks" in summary:
         hidden = summary["ids_exchange_hidden_share"]
         console.print(f"{summary['ranks']} processes; {hidden:.0%} of the exchange of ids was hidden behind other work")

@@ -30,6 +30,7 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import InitRecipe, MemoryRecipe, Recipe
+from hotbed.config.validation import patience
 from hotbed.errors import DamagedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
@@ -254,12 +255,12 @@ def why_over(manifest: Manifest, recipe: Recipe) -> str | None:
         return f"step {step:,} is reached and train.steps is {train.steps:,}; raise train.steps to go on"
     if epoch >= train.epochs:
         return f"epoch {epoch:,} is over and train.epochs is {train.epochs:,}; raise train.epochs to go on"
-    early = position.get("callbacks", {}).get("EarlyStop")
-    if early is not None and train.patience is not None and train.monitor == early["monitor"]:
+    early, enough = position.get("callbacks", {}).get("EarlyStop"), patience(recipe)
+    if early is not None and enough is not None and train.monitor == early["monitor"]:
         waited = early["waited"]
-        if waited >= train.patience:
+        if waited >= enough:
             return (
-                f"{waited:,} evaluations in a row were no better and train.patience is {train.patience:,}; raise "
+                f"{waited:,} evaluations in a row were no better and train.patience is {enough:,}; raise "
                 "train.patience to go on"
             )
     return None

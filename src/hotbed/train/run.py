@@ -15,6 +15,7 @@ from torch import nn
 from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from
 from hotbed.config import Recipe
+from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.data import Loader, Source
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import COLD, HOT
@@ -68,9 +69,8 @@ def train(
         The summary, as in ``summary.json``.
     """
     if resume == AUTO and recipe.train.checkpoint == "none":
-        raise RecipeError(
-            "--resume auto needs checkpoints to go on from, but train.checkpoint is 'none'; set it to 'last'"
-        )
+        needed = "--resume auto needs checkpoints to go on from"
+        raise RecipeError(f"{needed}, but train.checkpoint is 'none'; set it to 'last'")
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
@@ -82,9 +82,10 @@ def train(
                 soft_wrap=True,
             )
         return summary
-    loader = _training_loader(recipe, source, ranks, trainer.model)
-    ids = IdCounts(trainer, recipe)
-    trainer.other_parts["ids"] = ids
+    if ranks.is_first and (told := notice(recipe)):
+        console.print(told, soft_wrap=True)
+    loader = training_loader(recipe, source, ranks, trainer.model)
+    ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
         taken = _begin(trainer, loader, recipe, run, resume, console)
         measure_numericals(trainer, source, train_splits(recipe), console)
@@ -93,7 +94,7 @@ def train(
         trainer.saver.release()
     if trainer.told_to_stop:
         raise StoppedError(_stopped(trainer, recipe, run), signal or SIGTERM)
-    test = _evaluation_loader(recipe, source, recipe.data.test_split, ranks)
+    test = evaluation_loader(recipe, source, recipe.data.test_split, ranks)
     summary = {
         "name": recipe.name,
         "seed": recipe.train.seed,
@@ -103,6 +104,7 @@ def train(
         "samples_per_s": trainer.samples_per_s,
         "precision": trainer.numerics.precision,
         "linear_library": trainer.numerics.library if trainer.device.type == "cpu" else None,
+        "best_step": next((c.step for c in trainer.callbacks if isinstance(c, KeepBest)), None),
         "test": None if test is None else trainer.evaluate(test).to_dict(),
         "ids_out_of_range": ids.total(),
         "checkpoints": _of_checkpoints(trainer),
@@ -180,7 +182,7 @@ def _fit(
         if ranks.is_first:
             run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
-            trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
+            trainer.fit(loader, evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
         finally:
             if isinstance(progress, ShowProgress):
                 progress.close()
@@ -261,7 +263,7 @@ def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
 
 
 def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks) -> list[Callback]:
-    train = recipe.train
+    train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
     callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
     if train.tensorboard and ranks.is_first:
         callbacks.append(TensorBoard(run.path / "tensorboard"))
@@ -276,17 +278,17 @@ def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks
                 keep_last=train.keep_last,
                 keep_every=train.keep_every,
                 background=background,
-                at_end=train.checkpoint == "last",
+                at_end=policy == "last",
             )
         )
-    if train.checkpoint == "best":
+    if policy == "best":
         callbacks.append(KeepBest(place, recipe, background=background))
-    if train.patience is not None:
-        callbacks.append(EarlyStop(train.patience, train.monitor))
+    if enough is not None:
+        callbacks.append(EarlyStop(enough, train.monitor))
     return callbacks
 
 
-def _training_loader(
+def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module
 ) -> Loader | BroadcastLoader | HotColdLoader:
     """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say."""
@@ -351,7 +353,7 @@ def _training_loader(
     return loader(source, ranks.rank, ranks.size)
 
 
-def _evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
-    if split is None:
-        return None
-    return Loader(source, split, recipe.train.eval_batch_size, rank=ranks.rank, world_size=ranks.size)
+def evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
+    """Batches of a split to evaluate on; None for no split."""
+    size, here = recipe.train.eval_batch_size, {"rank": ranks.rank, "world_size": ranks.size}
+    return None if split is None else Loader(source, split, size, **here)

@@ -91,7 +91,7 @@ class Trainer:
     schedule
         Factor of all learning rates by step.
     callbacks
-        Called in this order; also an attribute, to which more can be added.
+        Called in this order; an attribute, too.
     group
         Column of ``Batch.extra`` to group by in evaluations.
     labels
@@ -99,8 +99,8 @@ class Trainer:
     overlap
         Whether a distributed model's ids are prefetched: exchanged while the batch before is computed.
     divide
-        Divides each batch; the rows of a part are fetched while the part before is computed. Their gradients add up to
-        the batch's. On several ranks each batch must have equally many parts.
+        Divides each batch; rows of a part are fetched while the part before is computed, and gradients add up to the
+        batch's. On several ranks each batch must have equally many parts.
 
     Attributes
     ----------
@@ -159,7 +159,8 @@ class Trainer:
         move = partial(to_device, model=model, device=self.device)
         self.prefetcher = BatchPrefetcher(model, move, overlap=overlap, divide=divide)
         self._row_prefetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
-        self._factor = (schedule or ScheduleRecipe()).factor
+        self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
+        self._factor = lambda step: self._schedule.factor(step, self._epoch_steps)
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
         self.schedules = {
             name: LambdaLR(optimizer, lambda taken: self._factor(taken + 1))
@@ -296,10 +297,13 @@ class Trainer:
         self.model.train()
         self._call("on_numerics", self.numerics.settle())
         try:
-            steps = len(cast("Any", batches)) * (self.recipe.epochs - self.epoch) + self.step - self.position
+            self._epoch_steps = len(cast("Any", batches))
+            steps = self._epoch_steps * (self.recipe.epochs - self.epoch) + self.step - self.position
             self.steps_total = min(steps, self.recipe.steps or steps)
         except TypeError:
             self.steps_total = self.recipe.steps
+            if self._schedule.decay_share is not None:
+                raise RecipeError("schedule.decay_share needs batches with a len(); give a Loader or a list") from None
         for callback in self.callbacks:
             if (loaded := self._of_callbacks.pop(type(callback).__name__, None)) is not None:
                 callback.load_state_dict(loaded)

@@ -1,0 +1,210 @@
+"""Write the recipe that `hotbed init` drafts, with a comment for each choice: `recipe_text`."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hotbed.files import yaml_text
+
+if TYPE_CHECKING:
+    from hotbed.data.draft import Draft
+
+_WIDTH = 112
+_MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How long and in what steps to train so many samples."""
+
+    dim: int
+    batch_size: int
+    epochs: int
+    warmup_steps: int
+
+    @staticmethod
+    def of(samples: int, *, has_valid: bool) -> Training:
+        """Choose by the number of samples to train on."""
+        dim = 16 if samples >= 20_000 else 8
+        batch_size = min(1024, max(16, 1 << round(math.log2(max(1, samples) / 200))))
+        steps = math.ceil(samples / batch_size)
+        epochs = 10 if has_valid else 1
+        return Training(dim=dim, batch_size=batch_size, epochs=epochs, warmup_steps=min(100, steps // 10))
+
+
+def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]) -> str:
+    """Write the recipe.
+
+    Parameters
+    ----------
+    draft
+        What to say of the data.
+    name
+        The run's.
+    path
+        Of the data.
+    counts
+        Samples by split.
+    """
+    training = Training.of(counts.get("train", 0), has_valid=draft.splits.has_valid)
+    lines = [
+        "# Drafted by `hotbed init` from names, types and values of the columns. Check it, then:",
+        "#   hotbed train THIS_FILE --dry_run",
+        "#   hotbed train THIS_FILE",
+        f"name: {yaml_text(name)}",
+        *_data(draft, path, counts, training),
+        *_model(draft, training),
+        *_optimizers(training),
+        *_train(draft, training),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training) -> Iterator[str]:
+    splits = draft.splits
+    yield "data:"
+    yield f"  path: {yaml_text(path)}"
+    yield _beside(f"  dim: {training.dim}", "columns of every embedding table")
+    for split, samples in counts.items():
+        yield f"  # {split}: {samples:,} samples"
+    for note in splits.notes:
+        yield from _comment(note, 2)
+    if splits.has_valid:
+        yield "  valid_split: valid"
+    if splits.has_test:
+        yield "  test_split: test"
+    else:
+        yield _beside("  test_split: null", splits.reason or "there is none")
+    yield "  source:"
+    yield "    class_path: hotbed.data.ParquetSource"
+    yield "    init_args:"
+    if splits.init_args.get("split"):
+        yield from _comment(f"What is validated and tested: {splits.reason}.", 6)
+    if splits.init_args:
+        yield from _indented(yaml_text(splits.init_args, width=_WIDTH), 6)
+    if draft.left_out:
+        yield "      # Left out (to use one of them, add it to the schema):"
+        for column in draft.left_out:
+            yield from _comment(f"- {column.name!r} ({column.type}): {column.reason}", 6, "    ")
+    yield "      schema:"
+    yield from _schema(draft)
+
+
+def _schema(draft: Draft) -> Iterator[str]:
+    plain: dict[str, Any] = draft.schema.to_dict()
+    yield from _entries("labels", plain["labels"], draft.reasons)
+    yield f"        weight: {yaml_text(plain['weight'])}"
+    yield _beside("        group: null", "a column, such as the user, for the mean AUC of its groups")
+    if plain["dense"]:
+        yield from _comment(
+            "Numbers are normalized by statistics of the train split: `log` is of log(1 + |x|), `asinh` linear near "
+            "the median and logarithmic far from it. What is missing becomes 0; an indicator is one more input.",
+            8,
+        )
+    yield from _entries("dense", plain["dense"], draft.reasons)
+    yield from _comment(
+        "`rows` are about 4 × the distinct values, which are hashed to them; columns with the same `table` share one. "
+        "`ids` is the number per sample, null where it varies.",
+        8,
+    )
+    shown = [{k: v for k, v in column.items() if v not in _USUAL.get(k, ())} for column in plain["sparse"]]
+    yield from _entries("sparse", shown, draft.reasons)
+
+
+_USUAL: dict[str, tuple[object, ...]] = {"table": (None,), "ids": (1,), "pooling": ("sum",)}
+
+
+def _entries(key: str, entries: Sequence[Any], reasons: Mapping[str, str]) -> Iterator[str]:
+    if not entries:
+        yield f"        {key}: []"
+        return
+    yield f"        {key}:"
+    for entry in entries:
+        name = entry if isinstance(entry, str) else entry.get("name", entry.get("column"))
+        written = yaml_text([entry], width=1 << 30)
+        yield _beside(f"          {written}", reasons.get(name, ""))
+
+
+# -- model and training --------------------------------------------------------------------------------------------
+
+
+def _model(draft: Draft, training: Training) -> Iterator[str]:
+    schema = draft.schema
+    features, tasks = len(schema.sparse), len(schema.labels)
+    pairs = (features + 1) * features // 2
+    width = sum(training.dim for _ in schema.sparse) + schema.dense_features
+    own = "or a class of yours: made with tables=, features=, dense_features=, seed="
+    yield "model:"
+    if pairs <= _MOST_PAIRS:
+        yield _beside("  class_path: hotbed.nn.DLRM", own)
+        yield "  init_args:"
+        yield _beside(f"    bottom: [64, {training.dim}]", "ends with data.dim")
+        yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
+        yield _beside("    embeddings_to_top: true", "the top MLP sees the vectors beside their products")
+        return
+    yield from _comment(
+        f"{features:,} features have {pairs:,} pairs, whose products are too many inputs for DLRM; the cross layers of "
+        f"DCNv2 take the {width:,} inputs by matrices of low rank.",
+        2,
+    )
+    yield _beside("  class_path: hotbed.nn.DCNv2", own)
+    yield "  init_args:"
+    yield _beside("    layers: 2", "cross layers")
+    yield "    low_rank: 64"
+    yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
+
+
+def _optimizers(training: Training) -> Iterator[str]:
+    yield "dense_optimizer:"
+    yield "  class_path: torch.optim.Adam"
+    yield "  init_args: {lr: 0.001}"
+    yield "sparse_optimizer:"
+    yield "  class_path: hotbed.optim.RowWiseAdagrad"
+    yield "  init_args: {lr: 0.05}"
+    yield "schedule:"
+    yield _beside(f"  warmup_steps: {training.warmup_steps}", "over which the learning rates rise, then they stay")
+
+
+def _train(draft: Draft, training: Training) -> Iterator[str]:
+    yield "train:"
+    yield f"  batch_size: {training.batch_size}"
+    if not draft.splits.has_valid or training.epochs == 1:
+        yield _beside("  epochs: 1", "ids are learnt by heart from the second pass on")
+        return
+    yield _beside(f"  epochs: {training.epochs}", "at most: the validation split decides which is the last")
+    yield _beside("  patience: 1", "stop after the first evaluation that is no better")
+    yield _beside("  checkpoint: best", "and test with the best state")
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def _beside(line: str, comment: str) -> str:
+    """A line with a comment behind it."""
+    return f"{line.ljust(32)}  # {_one_line(comment)}" if comment else line
+
+
+def _comment(text: str, indent: int, hanging: str = "") -> list[str]:
+    """Lines of a comment."""
+    start = " " * indent + "# "
+    wrapped = textwrap.wrap(
+        _one_line(text), 118, initial_indent=start, subsequent_indent=start + hanging, break_on_hyphens=False
+    )
+    return wrapped or [start.rstrip()]
+
+
+def _one_line(text: str) -> str:
+    """The same without characters that end a line, or that YAML has not in comments."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _indented(text: str, indent: int) -> Iterator[str]:
+    for line in text.split("\n"):
+        yield " " * indent + line

@@ -1,0 +1,280 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Convert CSV and TSV files to Parquet, once, so that everything else reads one format: `parquet_of`.
+
+A file is parsed twice, block by block: to find the types of its columns over all rows, and to write them. What is
+written is kept in a folder of the user's, under a name made of the file's path, size and time of change.
+"""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from hotbed.data.criteo import COLUMNS, DENSE, SPARSE
+from hotbed.data.text_types import TypesOfText
+from hotbed.errors import DataError
+
+_log = logging.getLogger("hotbed")
+
+_NAME = re.compile(r"\.(csv|tsv)(\.gz|\.zst)?$", re.IGNORECASE)
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+_VERSION = 1  # part of the names of what is kept: raised where a file would be converted to something else
+_HEAD_BYTES = 1 << 20
+_HEAD_ROWS = 20
+_BLOCK_BYTES = 16 << 20
+_ROW_GROUP = 65_536
+_KEPT_SECONDS = 7 * 24 * 3600
+_HEX = re.compile(r"[0-9a-f]{0,8}")
+_INTEGER = re.compile(r"(-?\d+)?")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the text of a file is to be read."""
+
+    names: tuple[str, ...]
+    separator: str
+    has_header: bool
+    text: frozenset[str] = frozenset()
+    """Columns that are text whatever is in them."""
+
+
+def is_delimited(name: str) -> bool:
+    """Whether a file of this name is one of CSV or TSV, plain or compressed."""
+    return _NAME.search(name) is not None
+
+
+def cache_folder() -> Path:
+    """Where converted files are kept: ``$HOTBED_TABLES``, or ``hotbed/tables`` in the user's folder for caches."""
+    given = os.environ.get("HOTBED_TABLES")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "tables"
+
+
+def parquet_of(store: fs.FileSystem, path: str) -> Path:
+    """Return the Parquet file that holds what a file of CSV or TSV does; it is made where there is none.
+
+    Of several processes that ask at once one converts, and the others wait for it.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be read as text with a header; says where and what to do.
+    """
+    info = store.get_file_info(path)
+    place = hashlib.sha256(f"{store.type_name} {path}".encode()).hexdigest()[:16]
+    state = hashlib.sha256(f"{info.size} {info.mtime_ns} {_VERSION}".encode()).hexdigest()[:16]
+    folder = cache_folder()
+    kept = folder / f"{place}-{state}.parquet"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f"{place}.lock"):
+            if not kept.is_file():
+                _remove_old(folder, place)
+                _convert(store, path, kept)
+            os.utime(kept)
+    except OSError as error:
+        raise DataError(
+            f"{path} could not be converted to Parquet in {folder}: {error}; set HOTBED_TABLES to a folder with room"
+        ) from error
+    return kept
+
+
+@contextmanager
+def _locked(file: Path) -> Generator[None]:
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        with suppress(ImportError, OSError):  # without locks each process converts for itself, and renames the same
+            import fcntl
+
+            fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_old(folder: Path, place: str) -> None:
+    """Remove what was made of earlier states of a file, unless a run may still read it."""
+    for file in folder.glob(f"{place}-*.parquet"):
+        with suppress(OSError):
+            if time.time() - file.stat().st_mtime > _KEPT_SECONDS:
+                file.unlink()
+
+
+def _convert(store: fs.FileSystem, path: str, kept: Path) -> None:
+    layout = _layout(store, path)
+    _log.warning("converting %s to Parquet, once; it is kept in %s (set HOTBED_TABLES for another place)", path, kept)
+    if not layout.has_header:
+        _log.warning(
+            "%s has no header and the layout of Criteo's logs: columns are %s, …", path, ", ".join(COLUMNS[:2])
+        )
+    types = TypesOfText(layout.names, layout.text)
+    for batch in _batches(store, path, layout):
+        types.look_at(batch)
+    for note in types.notes():
+        _log.warning("%s: %s", path, note)
+    unfinished = kept.with_name(f".{kept.name}.unfinished-{uuid.uuid4().hex[:8]}")
+    try:
+        with pq.ParquetWriter(unfinished, types.schema(), compression="zstd", compression_level=1) as writer:
+            for batch in _batches(store, path, layout):
+                writer.write_table(types.convert(batch), row_group_size=_ROW_GROUP)
+        unfinished.replace(kept)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _stream(store: fs.FileSystem, path: str) -> Generator[Any]:
+    codec = _CODECS.get(Path(path).suffix.lower())
+    with store.open_input_stream(path, compression=None) as raw:
+        if codec is None:
+            yield raw
+        else:
+            with pa.CompressedInputStream(raw, codec) as stream:
+                yield stream
+
+
+@contextmanager
+def _explained(path: str) -> Generator[None]:
+    """Errors of reading as `DataError`, with what to do."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, f"byte {error.start:,} is {error.object[error.start]:#x}") from None
+    except pa.ArrowInvalid as error:
+        reason = str(error)
+        if "invalid UTF8" in reason:
+            raise _not_utf8(path, reason) from None
+        raise DataError(
+            f"{path} cannot be read: {reason}; each line needs as many fields as the header, and a field that has a "
+            "separator or a quote in it needs quotes"
+        ) from None
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read, the file is damaged or cut short ({error})") from None
+
+
+def _not_utf8(path: str, reason: str) -> DataError:
+    return DataError(
+        f"{path} is not UTF-8 ({reason}); if it is Latin-1, convert it: iconv -f LATIN1 -t UTF-8 OLD > NEW (of "
+        "Windows: -f WINDOWS-1252)"
+    )
+
+
+def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Table]:
+    """Rows as text, with null where a field is empty."""
+    with _explained(path), _stream(store, path) as stream:
+        reader = pc_csv.open_csv(
+            stream,
+            read_options=pc_csv.ReadOptions(
+                block_size=_BLOCK_BYTES,
+                column_names=list(layout.names),
+                skip_rows=0,
+                skip_rows_after_names=int(layout.has_header),
+                use_threads=False,
+            ),
+            parse_options=pc_csv.ParseOptions(delimiter=layout.separator, newlines_in_values=True),
+            convert_options=pc_csv.ConvertOptions(
+                column_types=dict.fromkeys(layout.names, pa.string()),
+                null_values=[""],
+                strings_can_be_null=True,
+                quoted_strings_can_be_null=True,
+            ),
+        )
+        for batch in reader:
+            if batch.num_rows:
+                yield pa.Table.from_batches([batch])
+
+
+def _layout(store: fs.FileSystem, path: str) -> Layout:
+    """Find separator and names in the first lines."""
+    with _explained(path), _stream(store, path) as stream:
+        head: bytes = stream.read(_HEAD_BYTES)
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
+    whole = len(head) < _HEAD_BYTES
+    try:
+        with _explained(path):
+            text = head.decode("utf-8-sig")
+    except DataError:
+        if whole or not (cut := head.decode("utf-8-sig", errors="ignore")) or len(cut.encode()) < len(head) - 7:
+            raise
+        text = cut  # a character at the end that is cut into halves
+    if not text.strip():
+        raise DataError(f"{path} is empty; it needs a line of column names, and lines of values")
+    separator = _separator(path, text)
+    rows = _rows(path, text, separator, whole)
+    if tuple(map(len, rows)) == (len(COLUMNS),) * len(rows) and all(map(_is_criteo, rows)):
+        return Layout(COLUMNS, separator, has_header=False, text=frozenset(SPARSE))
+    _check_header(path, rows)
+    return Layout(tuple(rows[0]), separator, has_header=True)
+
+
+def _separator(path: str, text: str) -> str:
+    first = re.sub(r'"[^"]*"', "", text.split("\n", 1)[0])
+    counts = {separator: first.count(separator) for separator in "\t,;|"}
+    usual = "\t" if ".tsv" in path.lower() else ","
+    return usual if counts[usual] else max(counts, key=lambda s: counts[s])
+
+
+def _rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
+    rows: list[list[str]] = []
+    try:
+        for row in csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True):
+            if row:
+                rows.append(row)
+            if len(rows) > _HEAD_ROWS:
+                break
+    except csv.Error as error:
+        if not rows:
+            raise DataError(f"{path}: the line of column names cannot be read ({error})") from None
+    # The last one may be cut off.
+    return rows if whole or len(rows) == 1 else rows[:-1]
+
+
+def _is_criteo(row: Sequence[str]) -> bool:
+    numbers, ids = row[1 : 1 + len(DENSE)], row[1 + len(DENSE) :]
+    return row[0] in ("0", "1") and all(map(_INTEGER.fullmatch, numbers)) and all(map(_HEX.fullmatch, ids))
+
+
+def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
+    """Raise unless the first line can be one of names."""
+    names = list(rows[0])
+    below = [[row[i] for row in rows[1:] if i < len(row) and row[i]] for i in range(len(names))]
+    numeric = [all(map(_is_number, column)) and bool(column) for column in below]
+    if any(map(_is_number, names)) and all(
+        _is_number(n) or not n for n, is_ in zip(names, numeric, strict=True) if is_
+    ):
+        raise DataError(
+            f"{path} has no header, its first line is {', '.join(names[:8])}{' …' * (len(names) > 8)}; put a line of "
+            "column names before it (a log in Criteo's layout, 40 fields with tabs between them, needs none)"
+        )
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise DataError(f"{path} has several columns named '{twice}'; rename all but one")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,222 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Decide what to train, validate and test on: `draft_splits`, and which files there are for it: `DraftFiles`."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import fs
+
+from hotbed.data import arrow
+from hotbed.data.criteo import COLUMNS
+from hotbed.data.delimited import is_delimited
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.profile import ColumnProfile
+from hotbed.data.roles import time_rank
+from hotbed.errors import DataError, SpecError
+
+FEWEST_ROWS = 50
+"""Of fewer rows none are cut off."""
+_SHARE = 0.1
+_SMALLEST, _LARGEST = 0.03, 0.3  # shares that a split by time may have where many rows have one time
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """Files of a dataset by split, and those of a test split that is elsewhere.
+
+    Parameters
+    ----------
+    path
+        The dataset.
+    by_split
+        What `find_parquet` finds there.
+    test_path
+        A test split that is elsewhere, or None.
+    test_files
+        Its files.
+    """
+
+    path: str
+    by_split: dict[str, list[ParquetFile]]
+    test_path: str | None = None
+    test_files: tuple[ParquetFile, ...] = ()
+
+    @staticmethod
+    def find(path: str | Path, test: str | Path | None, filesystem: fs.FileSystem | None) -> DraftFiles:
+        """Find the files.
+
+        Raises
+        ------
+        DataError
+            If there is nothing to train on.
+        """
+        files = find_parquet(path, filesystem)
+        if "" not in files and "train" not in files:
+            raise DataError(
+                f"{path} has no train split, only {', '.join(files)}; add one, or give one of these by itself"
+            )
+        if test is None:
+            return DraftFiles(str(path), files)
+        if "test" in files:
+            raise SpecError(f"--test is {test}, but {path} has a test split; leave --test out, or give the train files")
+        found = find_parquet(test, filesystem)
+        return DraftFiles(str(path), files, str(test), tuple(found.get("test", next(iter(found.values())))))
+
+    @property
+    def train(self) -> list[RowGroup]:
+        """Row groups to train on, and to cut other splits off."""
+        return [group for file in self.by_split.get("", self.by_split.get("train", [])) for group in file.row_groups()]
+
+    @property
+    def others(self) -> dict[str, Sequence[ParquetFile]]:
+        """Files of the other splits."""
+        there = {split: files for split, files in self.by_split.items() if split not in ("", "train")}
+        return {**there, **({"test": self.test_files} if self.test_path else {})}
+
+
+@dataclass
+class DraftedSplits:
+    """What a recipe says of splits: arguments of the source, why, and which splits there are."""
+
+    init_args: dict[str, object] = field(default_factory=dict)
+    reason: str = ""
+    has_valid: bool = False
+    has_test: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def source_args(self) -> dict[str, Any]:
+        """Arguments of `ParquetSource` beside path and schema."""
+        return dict(self.init_args)
+
+
+def draft_splits(
+    files: DraftFiles,
+    labels: Sequence[str],
+    sample: pa.Table,
+    times: Sequence[ColumnProfile],
+    *,
+    total: int,
+    time: str | None = None,
+    valid: bool = False,
+) -> DraftedSplits:
+    """Keep the splits that there are, and cut the others off the train data: the last in time, else by a hash.
+
+    Parameters
+    ----------
+    files
+        The files.
+    labels
+        Label columns; a split without them is not used.
+    sample
+        Of the train data.
+    times
+        Its columns of times.
+    total
+        Its rows.
+    time
+        The column of times to cut by, where it is known.
+    valid
+        Whether a validation split is wanted.
+    """
+    found = DraftedSplits()
+    paths: dict[str, str | None] = {}
+    there: set[str] = set()
+    for split, of_split in files.others.items():
+        lacking = next((file for file in of_split if any(name not in file.schema.names for name in labels)), None)
+        if lacking is None:
+            there.add(split)
+            if split == "test" and files.test_path:
+                paths["test"] = files.test_path
+        elif split == "test" and files.test_path:
+            raise DataError(f"--test is {files.test_path}, but {lacking} has no column {labels[0]!r} to test by")
+        else:
+            paths[split] = None
+            found.notes.append(f"The {split} files ({lacking.name}) have no column {labels[0]!r} and are not used.")
+    found.has_valid, found.has_test = "valid" in there, "test" in there
+    wanted = [split for split in ("valid", "test") if split not in there and (split == "test" or valid)]
+    if wanted and total < FEWEST_ROWS:
+        found.reason = f"{total:,} rows are too few to cut off some"
+    elif wanted:
+        found.init_args["split"], found.reason = _cut(files, sample, times, wanted, time)
+        found.has_valid, found.has_test = found.has_valid or "valid" in wanted, True
+    if paths:
+        found.init_args["split_paths"] = paths
+    return found
+
+
+def _cut(
+    files: DraftFiles, sample: pa.Table, times: Sequence[ColumnProfile], wanted: Sequence[str], time: str | None
+) -> tuple[dict[str, object], str]:
+    """How to cut splits off the train data, and why so."""
+    shares: dict[str, object] = dict.fromkeys(wanted, _SHARE)
+    train = files.by_split.get("", files.by_split.get("train", []))
+    if time is None and all(is_delimited(file.shown) and tuple(file.schema.names) == COLUMNS for file in train):
+        return {"by": "order", **shares}, "the last rows: logs of Criteo are in the order of time"
+    ranked = sorted((c for c in times if c.missing < 0.01), key=lambda c: (-time_rank(c.name), -c.distinct))
+    for column in ranked if time is None else [c for c in times if c.name == time]:
+        if time is None and not time_rank(column.name):
+            continue
+        starts = _starts(sample[column.name], wanted)
+        if starts is not None:
+            by_time = {"by": "time", "column": column.name, **{f"{s}_from": t for s, t in starts.items()}}
+            return by_time, f"the latest rows by '{column.name}': a model is to predict what comes after its training"
+        if time is not None:
+            raise DataError(
+                f"--time is {time}, but the latest of its values are in fewer than {_SMALLEST:.0%} or more than "
+                f"{_LARGEST:.0%} of the rows, so it makes no test split; leave --time out"
+            )
+    others = ", ".join(repr(c.name) for c in times)
+    why = f" ({others} may not be the time of the row; if one is: --time)" if others else ""
+    return {"by": "hash", **shares}, f"drawn by a hash of the rows' places{why or ', for there is no column of time'}"
+
+
+def _starts(column: pa.ChunkedArray, wanted: Sequence[str]) -> dict[str, object] | None:
+    """First times of the splits, so that each has about its share of the rows; None where there are no such times."""
+    column = pc.drop_null(column)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = pc.cast(column, kind.value_type)
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        values = pc.cast(pc.cast(column, pa.timestamp("us", getattr(kind, "tz", None)), safe=False), pa.int64())
+        values = values.to_numpy()
+    elif arrow.is_text(column.type):
+        values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
+    else:
+        values = arrow.wide_numbers(column)
+        values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    values = np.sort(values)
+    different, firsts = np.unique(values, return_index=True)
+    left = 1 - firsts / len(values)  # share of the rows from each value on
+    starts: dict[str, object] = {}
+    total = 0.0
+    for split in reversed(list(wanted)):
+        at = int(np.abs(left - (total + _SHARE)).argmin())
+        if not _SMALLEST <= left[at] - total <= _LARGEST:
+            return None
+        total = float(left[at])
+        starts[split] = _plain(different[at], kind)
+    return dict(reversed(starts.items()))
+
+
+def _plain(value: np.generic, kind: pa.DataType) -> object:
+    """A time as a recipe has it."""
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        time = (_EPOCH + datetime.timedelta(microseconds=int(value))).replace(tzinfo=None)  # pyright: ignore[reportArgumentType]
+        return str(time.date()) if time.time() == datetime.time() else str(time)
+    if isinstance(value, np.str_):
+        return str(value)
+    number = float(value)  # pyright: ignore[reportArgumentType]
+    return int(number) if number.is_integer() else number

@@ -1,0 +1,279 @@
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
+"""Find the files of a dataset by split, on any filesystem that pyarrow knows, and read their row groups."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from hotbed.data.delimited import is_delimited, parquet_of
+from hotbed.errors import DataError
+from hotbed.files import opened
+
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid"),
+    **dict.fromkeys(("test", "testing", "holdout"), "test"),
+}
+_PARQUET = (".parquet", ".parq", ".pq")
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+
+Partitions = tuple[tuple[str, pa.Scalar], ...]
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """One file with its footer, which is read once."""
+
+    filesystem: fs.FileSystem
+    path: str
+    name: str
+    """Its path below the dataset's, which does not change when all of it is moved."""
+    shown: str
+    """What messages call it: its path, or that of the text file which it was made from."""
+    partitions: Partitions = ()
+    """Columns that its folders stand for (``day=2024-01-01/``), with the value in all of its rows."""
+
+    @cached_property
+    def metadata(self) -> pq.FileMetaData:
+        """Row groups and column types; raises `DataError` if the file is not Parquet."""
+        try:
+            with self.filesystem.open_input_file(self.path) as stream:
+                return pq.ParquetFile(stream).metadata
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{self} is not a Parquet file, or is cut short: {error}") from None
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """Names and types of the columns, those of the folders last."""
+        found = self.metadata.schema.to_arrow_schema()
+        for name, value in self._of_folders().items():
+            found = found.append(pa.field(name, value.type))
+        return found
+
+    @cached_property
+    def leaves(self) -> dict[str, int]:
+        """Position of the column of each name in the row groups' descriptions; a nested one has none."""
+        paths = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
+        counts = Counter(paths)  # a name with a dot and a nested column may have one path
+        return {path: i for i, path in enumerate(paths) if counts[path] == 1}
+
+    def row_groups(self) -> list[RowGroup]:
+        """List the row groups that hold samples."""
+        found: list[RowGroup] = []
+        row = 0
+        for i in range(self.metadata.num_row_groups):
+            count = self.metadata.row_group(i).num_rows
+            if count:
+                found.append(RowGroup(self, i, count, row))
+            row += count
+        return found
+
+    def read(self, row_group: int, columns: Sequence[str], rows: int) -> pa.Table:
+        """Read some columns of a row group; safe from several threads, each call opens the file for itself."""
+        with self.filesystem.open_input_file(self.path) as stream:
+            opened = pq.ParquetFile(stream, metadata=self.metadata)
+            table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
+        return self._with_folders(table, columns, rows)
+
+    def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns of a row group in order, at most so many rows at once."""
+        with self.filesystem.open_input_file(self.path) as stream:
+            opened = pq.ParquetFile(stream, metadata=self.metadata)
+            for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
+                yield self._with_folders(pa.Table.from_batches([batch]), columns, batch.num_rows)
+
+    def _stored(self, columns: Sequence[str]) -> list[str]:
+        folders = self._of_folders()
+        return [name for name in columns if name not in folders]
+
+    def _with_folders(self, table: pa.Table, columns: Sequence[str], rows: int) -> pa.Table:
+        folders = self._of_folders()
+        if not any(name in folders for name in columns):
+            return table
+        return pa.table({name: pa.repeat(folders[name], rows) if name in folders else table[name] for name in columns})
+
+    def _of_folders(self) -> dict[str, pa.Scalar]:
+        """Columns of the folders that the file itself does not have."""
+        stored = self.metadata.schema.to_arrow_schema().names if self.partitions else ()
+        return {name: value for name, value in self.partitions if name not in stored}
+
+    def __str__(self) -> str:
+        return self.shown
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of a file."""
+
+    file: ParquetFile
+    index: int
+    samples: int
+    first_row: int
+    """Number of its first row in the file."""
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns; safe from several threads."""
+        try:
+            return self.file.read(self.index, columns, self.samples)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns in order, at most so many rows at once."""
+        try:
+            yield from self.file.batches(self.index, columns, rows)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+
+    def place(self, at: int) -> str:
+        """Where the row is that `read` gives at this position."""
+        return f"row {at:,} (row {self.first_row + at:,} of the file)"
+
+    def integer_range(self, column: str) -> tuple[int, int] | None:
+        """Smallest and largest value of a column of integers or booleans without nulls, if the footer has them.
+
+        Footers tell nothing of NaN, so a column of floats has to be read.
+        """
+        found = self.statistics(column)
+        return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
+
+    def statistics(self, column: str) -> pq.Statistics | None:
+        """What the footer says of a column without nulls; None if it does not say the range."""
+        leaf = self.file.leaves.get(column)
+        found = None if leaf is None else self.file.metadata.row_group(self.index).column(leaf).statistics
+        complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
+        return found if complete else None
+
+    def __str__(self) -> str:
+        return f"{self.file}, row group {self.index}"
+
+
+def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> dict[str, list[ParquetFile]]:
+    """List files by split; where a folder has no splits, all files are under ``""``.
+
+    Files of text with a header (``.csv``, ``.tsv``, also ``.gz`` and ``.zst``) are converted to Parquet, once, see
+    `hotbed.data.delimited`. Folders like ``day=2024-01-01`` are columns, as in Hive.
+
+    Parameters
+    ----------
+    path
+        A file, a folder (searched with its subfolders), or a URI such as ``s3://bucket/folder``. Subfolders ``train``,
+        ``valid`` (or ``validation``, ``val``, ``dev``, ``eval``) and ``test`` (or ``holdout``) are splits, and so are
+        files with such a word in their names (``train-00000-of-00002.parquet``, ``ratings_test.csv``), where there are
+        files of more than one split.
+    filesystem
+        Where the path is; default: local, or what the URI says.
+
+    Raises
+    ------
+    DataError
+        If there is no such path, or no file of samples in it.
+    """
+    store, root = _located(path, filesystem)
+    info = store.get_file_info(root)
+    if info.type == fs.FileType.NotFound:
+        raise DataError(f"{path} does not exist; give a Parquet, CSV or TSV file, or a folder of them")
+    if info.is_file:
+        return {"": [_file(store, root, root.rstrip("/").split("/")[-1])]}
+    entries = store.get_file_info(fs.FileSelector(root, recursive=True))
+    found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=_in_number_order) if e.is_file]
+    names = _by_split([name for name in found if _is_table(name)])
+    if not names:
+        raise DataError(f"{path} has no file that ends in {', '.join(_PARQUET)}, .csv or .tsv (also .gz, .zst)")
+    if "" in names and len(names) > 1:
+        raise DataError(
+            f"{path} has splits ({', '.join(s for s in names if s)}) and also {names[''][0]}, which is of none; move "
+            "it into the folder of one or elsewhere, or give the path of the file to train on, and that of the test "
+            "data by itself (hotbed init PATH --test PATH)"
+        )
+    numbers = _numbers([name for of_split in names.values() for name in of_split])
+    base = root.rstrip("/")
+    return {
+        split: [_file(store, f"{base}/{name}", name, _partitions(name, numbers)) for name in of_split]
+        for split, of_split in names.items()
+    }
+
+
+def _located(path: str | Path, filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, str]:
+    root = str(path)
+    if filesystem is not None:
+        return filesystem, root
+    if "://" not in root:
+        return fs.LocalFileSystem(), str(Path(path).absolute())
+    try:
+        return opened(root)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def _file(store: fs.FileSystem, path: str, name: str, partitions: Partitions = ()) -> ParquetFile:
+    file = ParquetFile(store, path, name, path, partitions)
+    if is_delimited(name):
+        file = replace(file, filesystem=fs.LocalFileSystem(), path=str(parquet_of(store, path)))
+    return file
+
+
+def _in_number_order(entry: fs.FileInfo) -> list[int | str]:
+    return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", entry.path)]
+
+
+def _is_table(name: str) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in name.split("/"))
+    return not hidden and (name.lower().endswith(_PARQUET) or is_delimited(name))
+
+
+def _by_split(names: Sequence[str]) -> dict[str, list[str]]:
+    """Names by split, train first; all are under ``""`` where those of no folder are of one split."""
+    top = [name for name in names if "/" not in name]
+    ways = {name: (_split_of_file(name, 1), _split_of_file(name, None)) for name in top}
+    # A word inside a name says little by itself, but beside train data that is called so, too, it does.
+    firsts, anywhere = ({way[i] for way in ways.values()} for i in (0, 1))
+    anywhere = "train" in anywhere and "train" not in firsts
+    of_file = {name: way[anywhere] for name, way in ways.items()}
+    if len(top) == len(names) and len({*of_file.values()}) == 1:
+        return {"": list(top)}
+    by: dict[str, list[str]] = {split: [] for split in ("", "train", "valid", "test")}
+    for name in sorted(names, key=lambda n: "/" not in n):  # folders first
+        folder = name.partition("/")[0].lower().removeprefix("split=")
+        by[of_file[name] if name in of_file else _SPLITS.get(folder, "")].append(name)
+    return {split: of_split for split, of_split in by.items() if of_split}
+
+
+def _split_of_file(name: str, words: int | None) -> str:
+    """The split that one of the first words of a file's name stands for; none where they stand for several."""
+    stem = re.sub(r"(\.(parquet|parq|pq|csv|tsv|gz|zst))+$", "", name.lower())
+    found = {_SPLITS[word] for word in [word for word in re.split(r"[^a-z]+", stem) if word][:words] if word in _SPLITS}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _partitions(name: str, numbers: Collection[str]) -> Partitions:
+    """Columns that the folders of a file stand for; of ``numbers`` all values are integers."""
+    kinds = {column: pa.int64() if column in numbers else pa.string() for column in _folders(name)}
+    return tuple((column, pa.scalar(value).cast(kinds[column])) for column, value in _folders(name).items())
+
+
+def _folders(name: str) -> dict[str, str | None]:
+    pairs = [folder.partition("=") for folder in name.split("/")[:-1]]
+    values = {column: unquote(value) for column, equals, value in pairs if equals and column}
+    return {column: None if value == _NO_VALUE else value for column, value in values.items()}
+
+
+def _numbers(names: Sequence[str]) -> set[str]:
+    """Columns of folders whose values are all integers that are written as such (``2``, not ``02``)."""
+    values: dict[str, set[str]] = {}
+    for column, value in (pair for name in names for pair in _folders(name).items()):
+        values.setdefault(column, set()).update([] if value is None else [value])
+    integer = re.compile(r"0|-?[1-9]\d{0,17}")
+    return {column for column, of in values.items() if of and all(integer.fullmatch(value) for value in of)}

@@ -1,0 +1,337 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Say what a column is good for, by its name and its profile: `role_of`, and the rule for a numerical: `rule_of`."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+
+from hotbed.data import arrow
+from hotbed.data.columns import Rule
+from hotbed.data.profile import ColumnProfile
+
+Role = Literal["id", "category", "list", "number", "time", "left out"]
+
+LEAK = 0.995
+"""AUC of a single column from which on it is taken to give the label away."""
+
+_ID_WORDS = {
+    *(
+        "id",
+        "ids",
+        "uid",
+        "uuid",
+        "guid",
+        "key",
+        "code",
+        "hash",
+        "sku",
+        "isbn",
+        "asin",
+        "ip",
+        "zip",
+        "zipcode",
+        "postcode",
+    ),
+    *(
+        "user",
+        "item",
+        "product",
+        "category",
+        "cat",
+        "type",
+        "kind",
+        "class",
+        "brand",
+        "shop",
+        "store",
+        "device",
+        "site",
+    ),
+    *(
+        "country",
+        "region",
+        "city",
+        "state",
+        "language",
+        "channel",
+        "campaign",
+        "ad",
+        "query",
+        "movie",
+        "song",
+        "artist",
+    ),
+    *("cluster", "segment", "bucket", "index", "number", "nr", "no"),
+}
+_NUMBER_WORDS = {
+    *(
+        "count",
+        "counts",
+        "cnt",
+        "num",
+        "qty",
+        "quantity",
+        "amount",
+        "price",
+        "cost",
+        "value",
+        "revenue",
+        "total",
+        "sum",
+    ),
+    *(
+        "age",
+        "duration",
+        "seconds",
+        "minutes",
+        "hours",
+        "length",
+        "size",
+        "width",
+        "height",
+        "weight",
+        "distance",
+        "score",
+    ),
+    *(
+        "views",
+        "clicks",
+        "impressions",
+        "visits",
+        "sales",
+        "income",
+        "salary",
+        "balance",
+        "rate",
+        "ratio",
+        "pct",
+        "percent",
+    ),
+    *(
+        "avg",
+        "mean",
+        "min",
+        "max",
+        "std",
+        "median",
+        "temperature",
+        "lat",
+        "lon",
+        "latitude",
+        "longitude",
+        "budget",
+        "points",
+    ),
+}
+_NUMBER_FIRST = {"num", "n", "nb", "cnt", "count", "total", "avg", "mean", "sum", "max", "min"}
+_TIME_WORDS = {
+    *(
+        "time",
+        "timestamp",
+        "ts",
+        "date",
+        "datetime",
+        "epoch",
+        "unixtime",
+        "when",
+        "created",
+        "day",
+        "at",
+        "dt",
+        "clock",
+    ),
+    *("utc", "posted", "occurred", "logged"),
+}
+_OTHER_TIMES = {
+    *("birth", "birthday", "birthdate", "dob", "born", "signup", "registered", "registration", "joined", "release"),
+    *("released", "expires", "expiry", "expiration", "published", "publication", "start", "end", "updated", "modified"),
+}
+_INDEX_NAMES = re.compile(
+    r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
+)
+_FEW_VALUES = 50
+_UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
+_LONG_TEXT = 60
+
+_SECOND = 1_000_000
+_YEAR_1990, _YEAR_2100 = 631_152_000, 4_102_444_800
+_YEAR_2000, _YEAR_2035 = 946_684_800, 2_051_222_400
+_UNITS = {1: "seconds", 1_000: "milliseconds", 1_000_000: "microseconds", 1_000_000_000: "nanoseconds"}
+
+
+@dataclass(frozen=True)
+class ColumnRole:
+    """What a column is good for, and why."""
+
+    role: Role
+    reason: str
+
+
+def words_of(name: str) -> list[str]:
+    """Words of a name in lower case: ``userId``, ``user_id`` and ``User ID`` have two."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
+    return [word.lower() for word in re.split(r"[\W_\d]+", apart) if word]
+
+
+def _named_as(name: str) -> Literal["id", "number", ""]:
+    """What a name says its integers are: the last word that says so (``item_price``), but for ``num_items``."""
+    words = words_of(name)
+    if words and words[0] in _NUMBER_FIRST:
+        return "number"
+    said = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
+    return "" if not said else "id" if said[-1] in _ID_WORDS else "number"
+
+
+def role_of(column: ColumnProfile, label: str) -> ColumnRole:
+    """Role of a column that is neither label nor weight; the reason says what a recipe's reader may want to know."""
+    kind = column.type
+    if not column.name:
+        return ColumnRole("left out", "it has no name")
+    if (reason := _no_input(kind)) is not None:
+        return ColumnRole("left out", reason)
+    if column.missing == 1 or not column.distinct:
+        return ColumnRole("left out", "it is empty")
+    if column.distinct == 1 and not column.missing:
+        value = "" if not column.few else f" ({str(column.few[0])[:40]!r})"
+        return ColumnRole("left out", f"all rows have the same value{value}")
+    if (reason := _leak(column, label)) is not None:
+        return ColumnRole("left out", reason)
+    if arrow.is_list(kind):
+        return ColumnRole("list", f"{column.length:.3g} ids per row in the mean, {column.distinct:,} different ones")
+    if (reason := time_reason(column)) is not None:
+        return ColumnRole("time", reason)
+    if (reason := _row_number(column)) is not None:
+        return ColumnRole("left out", reason)
+    if pa.types.is_boolean(kind):
+        return ColumnRole("category", "true or false")
+    if arrow.is_text(kind):
+        return _text(column)
+    if column.is_whole:
+        return _whole_number(column)
+    return ColumnRole("number", "")
+
+
+def _no_input(kind: pa.DataType) -> str | None:
+    """Why a column of this type can be no input; None if it can."""
+    inner = kind.value_type if arrow.is_list(kind) else kind
+    if arrow.is_list(kind) and (pa.types.is_floating(inner) or pa.types.is_decimal(inner)):
+        return "lists of floats, as embeddings are, are no inputs yet"
+    known = arrow.is_number(inner) or arrow.is_text(inner) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    if not known or pa.types.is_null(kind):
+        return "it is empty" if pa.types.is_null(kind) else f"columns of type {kind} are no inputs yet"
+    return None
+
+
+def _leak(column: ColumnProfile, label: str) -> str | None:
+    advice = "if it is known before the event, add it again"
+    if column.auc >= LEAK:
+        return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
+    if column.missing_auc >= LEAK:
+        return f"whether it is missing gives '{label}' away (AUC {column.missing_auc:.3f}); {advice}"
+    return None
+
+
+def time_reason(column: ColumnProfile) -> str | None:
+    """What kind of time a column holds; None if it holds none."""
+    if column.is_time:
+        return str(column.type)
+    words = words_of(column.name)
+    named = not (_TIME_WORDS | _OTHER_TIMES).isdisjoint(words)
+    if arrow.is_text(column.type) and column.few is not None and named:
+        day = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d:\d\d.*)?)?")
+        if all(isinstance(value, str) and day.fullmatch(value) for value in column.few):
+            return "text that sorts by time"
+    if not column.is_number or not column.quantiles:
+        return None
+    if named and column.is_whole and column.low >= 19_000_101 and column.high <= 21_001_231:
+        return "days as YYYYMMDD"
+    for unit, unit_name in _UNITS.items():
+        low, high = column.low / unit, column.high / unit
+        if named and _YEAR_1990 <= low <= high < _YEAR_2100:
+            return f"{unit_name} since 1970"
+        if column.is_sorted and column.distinct_share > 0.01 and _YEAR_2000 <= low <= high < _YEAR_2035:
+            return f"{unit_name} since 1970, by its range and its order"
+    return None
+
+
+def time_rank(name: str) -> int:
+    """How well a time says when the row happened, by its name; the higher the better, 0 is another time."""
+    words = {*words_of(name)}
+    if words & _OTHER_TIMES:
+        return 0
+    return 2 if words & {"time", "timestamp", "ts", "datetime", "epoch", "when"} else 1
+
+
+def _row_number(column: ColumnProfile) -> str | None:
+    whole = column.is_whole or arrow.is_text(column.type)
+    unique = column.distinct_share > 0.999 and column.distinct > 0.9 * column.present
+    if not whole or not unique:
+        return None
+    if _INDEX_NAMES.fullmatch(column.name) and column.is_whole:
+        return "it numbers the rows"
+    if column.total >= _UNIQUE_ROWS:
+        return "nearly every row has a value of its own, of which nothing can be learned for others"
+    return None
+
+
+def _text(column: ColumnProfile) -> ColumnRole:
+    if column.length > _LONG_TEXT and column.distinct_share > 0.5:
+        return ColumnRole("left out", f"free text ({column.length:.0f} characters in the mean) is no input yet")
+    return _ids(column)
+
+
+def _ids(column: ColumnProfile, why: str = "") -> ColumnRole:
+    role: Role = "category" if column.distinct <= _FEW_VALUES else "id"
+    many = f"{column.distinct:,} values"
+    floats = "" if not pa.types.is_floating(column.type) else ", whole numbers stored as floats"
+    return ColumnRole(role, f"{many}{floats}{why}")
+
+
+def _whole_number(column: ColumnProfile) -> ColumnRole:
+    """Ids, categories or counts: by name, by the number of values, or by their distribution."""
+    named = _named_as(column.name)
+    if named == "id":
+        return _ids(column)
+    if named == "number" and column.distinct > 2:
+        return ColumnRole("number", "")
+    if pa.types.is_decimal(column.type):
+        return ColumnRole("number", "")
+    if column.distinct <= _FEW_VALUES:
+        return _ids(column)
+    median, upper = column.quantiles[2], column.quantiles[4]
+    tail = column.high > 50 * max(1.0, median) or upper > 8 * max(1.0, median)
+    if tail and column.low > -100 and column.high > 2 * column.distinct:
+        return ColumnRole("number", "a count by its distribution")
+    if column.low < 0 and column.distinct > _FEW_VALUES:
+        return ColumnRole("number", "it has negative values")
+    return _ids(column, ", taken for ids")
+
+
+def rule_of(column: ColumnProfile) -> tuple[Rule, str]:
+    """How a number is to be normalized, with the reason; see `Numerical`."""
+    first, lower, median, upper, last = column.quantiles or (0.0,) * 5
+    spread = upper - lower
+    if not spread:
+        return ("log", "most values are alike, others far") if column.low >= 0 else ("asinh", "most values are alike")
+    if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
+        return _of_heavy_tail(median, lower)
+    if last - upper > 6 * spread or lower - first > 6 * spread or column.high - median > 100 * spread:
+        return "asinh", "heavy tails"
+    if first > -6 and last < 6 and 0.4 < spread < 4 and abs(median) < 1 and column.low < 0:
+        return "as_is", "it is about standardised already"
+    skew = (last - median) / max(median - first, 1e-300)
+    if column.low >= 0 and skew > 4:
+        return _of_heavy_tail(median, lower)
+    return "standard", f"from {first:.4g} to {last:.4g} without long tails"
+
+
+def _of_heavy_tail(median: float, lower: float) -> tuple[Rule, str]:
+    if median < 1:
+        return "asinh", "a long tail of small numbers"
+    return "log", "a long tail, as counts and prices have" if lower < 1e6 else "a long tail"

@@ -1,0 +1,170 @@
+# pyright: reportUnknownParameterType=false
+"""Find the types of columns that are given as text, over all rows, and convert them: `TypesOfText`."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+if TYPE_CHECKING:  # imported where it is used: it takes a while
+    import polars as pl
+
+MISSING = ("NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", "-nan", "#N/A")
+"""Texts that stand for a missing value among numbers, times and truth values; among other text they are text."""
+
+_LONG = 16  # digits that a float64 does not hold
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A type that text may be of: what it becomes, and null where it cannot."""
+
+    type: pa.DataType
+    parse: Callable[[pl.Series], pl.Series]
+    note: str = ""
+
+
+def _integers(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    return _only(text, r"^(?:0|-?[1-9][0-9]*)$").cast(pl.Int64, strict=False)  # 007 and +49 are codes
+
+
+def _floats(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    written = r"^-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$|^-?[iI]nf(?:inity)?$"
+    long = text.str.contains(rf"^-?[0-9]{{{_LONG},}}$")
+    kept = _only(text, written).set(long.fill_null(value=False), None)
+    return kept.cast(pl.Float64, strict=False)
+
+
+def _with_comma(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    return (
+        _only(text, r"^-?(?:0|[1-9][0-9]{0,14})(?:,[0-9]+)?$")
+        .str.replace(",", ".", literal=True)
+        .cast(pl.Float64, strict=False)
+    )
+
+
+def _with_thousands(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    kept = _only(text, r"^-?(?:0|[1-9][0-9]{0,2})(?:,[0-9]{3})*(?:\.[0-9]+)?$")
+    return kept.str.replace_all(",", "", literal=True).cast(pl.Float64, strict=False)
+
+
+def _truth(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    return text.str.to_lowercase().replace_strict({"true": True, "false": False}, default=None, return_dtype=pl.Boolean)
+
+
+def _dates(text: pl.Series) -> pl.Series:
+    return _only(text, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$").str.to_date("%Y-%m-%d", strict=False)
+
+
+def _times(text: pl.Series) -> pl.Series:
+    kept = _only(text, r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?$")
+    return kept.str.replace("T", " ", literal=True).str.to_datetime(
+        "%Y-%m-%d %H:%M:%S%.f", time_unit="us", strict=False
+    )
+
+
+def _zoned_times(text: pl.Series) -> pl.Series:
+    import polars as pl
+
+    kept = _only(text, r"^[0-9-]{10}[T ][0-9:]{8}(?:\.[0-9]+)?(?:Z|[+-][0-9]{2}:?[0-9]{2})$")
+    kept = kept.str.replace("T", " ", literal=True).str.replace("Z$", "+0000")
+    kept = kept.str.replace(r"([+-][0-9]{2}):([0-9]{2})$", "$1$2")
+    found = kept.str.to_datetime("%Y-%m-%d %H:%M:%S%.f%z", time_unit="us", strict=False)
+    return found.cast(pl.Datetime("us", "UTC"))
+
+
+def _only(text: pl.Series, pattern: str) -> pl.Series:
+    """Text that a pattern matches; null where it does not."""
+    return text.set(~text.str.contains(pattern).fill_null(value=True), None)
+
+
+_KINDS = {
+    "integer": _Kind(pa.int64(), _integers),
+    "float": _Kind(pa.float64(), _floats),
+    "truth": _Kind(pa.bool_(), _truth),
+    "date": _Kind(pa.date32(), _dates),
+    "time": _Kind(pa.timestamp("us"), _times),
+    "zoned": _Kind(pa.timestamp("us", "UTC"), _zoned_times),
+    "thousands": _Kind(pa.float64(), _with_thousands, "commas are taken to group digits by thousands (1,234.5)"),
+    "comma": _Kind(pa.float64(), _with_comma, "commas are taken for decimal commas (1,5)"),
+}
+
+
+class TypesOfText:
+    """Types of columns, narrowed down batch by batch; what no other type fits is text.
+
+    Parameters
+    ----------
+    names
+        The columns.
+    text
+        Columns that are text whatever is in them.
+    """
+
+    def __init__(self, names: Sequence[str], text: Collection[str] = ()) -> None:
+        self._names = tuple(names)
+        self._kinds = {name: [] if name in text else list(_KINDS) for name in names}
+        self._empty = set(names)
+
+    def look_at(self, batch: pa.Table) -> None:
+        """Drop the types that do not fit all of these rows ``[n]`` of text."""
+        for name in self._names:
+            if self._kinds[name]:
+                text = _series(batch, name)
+                if text.null_count() < len(text):
+                    self._empty.discard(name)
+                    few = text.head(1000)  # says most, quickly
+                    fit = [k for k in self._kinds[name] if _fits(_KINDS[k], few) and _fits(_KINDS[k], text)]
+                    self._kinds[name] = fit
+
+    def schema(self) -> pa.Schema:
+        """Names and types as far as they are known now."""
+        return pa.schema(
+            [(name, pa.string() if (kind := self._kind(name)) is None else kind.type) for name in self._names]
+        )
+
+    def notes(self) -> list[str]:
+        """Say which columns were read in a way that is not plain."""
+        return [f"column '{name}': {kind.note}" for name in self._names if (kind := self._kind(name)) and kind.note]
+
+    def convert(self, batch: pa.Table) -> pa.Table:
+        """Convert rows of text ``[n]`` to the types."""
+        columns: list[pa.ChunkedArray] = []
+        for name, field in zip(self._names, self.schema(), strict=True):
+            kind = self._kind(name)
+            if kind is None:
+                columns.append(batch[name])
+            else:
+                columns.append(pa.chunked_array([kind.parse(_series(batch, name)).to_arrow()]).cast(field.type))
+        return pa.Table.from_arrays(columns, schema=self.schema())
+
+    def _kind(self, name: str) -> _Kind | None:
+        found = self._kinds[name]
+        return _KINDS[found[0]] if found and name not in self._empty else None
+
+
+def _series(batch: pa.Table, name: str) -> pl.Series:
+    """Text ``[n]`` with null for what stands for a missing value."""
+    import polars as pl
+
+    text = pl.Series(name, pl.from_arrow(batch[name]), dtype=pl.String)
+    return text.set(text.is_in(MISSING), None)
+
+
+def _fits(kind: _Kind, text: pl.Series) -> bool:
+    return kind.parse(text).null_count() == text.null_count()

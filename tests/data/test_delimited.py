@@ -1,0 +1,237 @@
+"""Protects that CSV and TSV files give what is written in them, typed over all rows, or a clear error."""
+
+import datetime
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pyarrow import fs
+
+from hotbed.data import ParquetSource, Schema, SparseColumn
+from hotbed.data.delimited import _convert, parquet_of
+from hotbed.data.hashing import hash_integers, rows_of
+from hotbed.errors import DataError
+from tests.ranks import Ranks
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "tables"))
+
+
+def converted(path: Path) -> pa.Table:
+    return pq.read_table(parquet_of(fs.LocalFileSystem(), str(path)))
+
+
+def table(tmp_path: Path, text: str | bytes, name: str = "log.csv") -> pa.Table:
+    (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return converted(tmp_path / name)
+
+
+def column(tmp_path: Path, *values: str) -> tuple[str, list[Any]]:
+    """Type and values of one column."""
+    lines = ["x,y", *(f'"{value}",1' for value in values)]
+    found = table(tmp_path, "\n".join(lines) + "\n")["x"]
+    return str(found.type), found.to_pylist()
+
+
+UTC = datetime.UTC
+COLUMNS = {
+    "integers": (["1", "-5", "", "0"], "int64", [1, -5, None, 0]),
+    "codes with zeros": (["007", "12"], "string", ["007", "12"]),
+    "telephones": (["+49123", "12"], "string", ["+49123", "12"]),
+    "beyond 64 bits": (["1", "12345678901234567890123"], "string", ["1", "12345678901234567890123"]),
+    "large": (["9223372036854775807", "1"], "int64", [2**63 - 1, 1]),
+    "floats": (["1.5", "2", "-.5", "1e-3", "inf"], "double", [1.5, 2, -0.5, 0.001, float("inf")]),
+    "missing numbers": (["1.5", "NA", "nan", "NULL", ""], "double", [1.5, None, None, None, None]),
+    "missing text": (["de", "NA", ""], "string", ["de", "NA", None]),
+    "truth": (["true", "False", "TRUE", ""], "bool", [True, False, True, None]),
+    "days": (["2024-01-31", ""], "date32[day]", [datetime.date(2024, 1, 31), None]),
+    "no days": (["2024-01-31", "2024-02-31"], "string", ["2024-01-31", "2024-02-31"]),
+    "times": (
+        ["2024-01-31 12:00:00", "2024-01-31T12:00:00.5"],
+        "timestamp[us]",
+        [datetime.datetime(2024, 1, 31, 12), datetime.datetime(2024, 1, 31, 12, 0, 0, 500_000)],
+    ),
+    "zones": (
+        ["2024-01-31T12:00:00Z", "2024-01-31 13:00:00+01:00"],
+        "timestamp[us, tz=UTC]",
+        [datetime.datetime(2024, 1, 31, 12, tzinfo=UTC)] * 2,
+    ),
+    "decimal commas": (["1,5", "1234,25", "7"], "double", [1.5, 1234.25, 7]),
+    "thousands": (["1,234.5", "7", "1,234,567"], "double", [1234.5, 7, 1234567]),
+    "hexadecimal": (["0x1F", "12"], "string", ["0x1F", "12"]),
+    "text": (["a", "1", "1.5", ""], "string", ["a", "1", "1.5", None]),
+    "nothing": (["", ""], "string", [None, None]),
+    "long texts": (["x" * 100_000, "\u2028é"], "string", ["x" * 100_000, "\u2028é"]),
+}
+
+
+@pytest.mark.parametrize("kind", COLUMNS)
+def test_types_of_columns(tmp_path: Path, kind: str) -> None:
+    values, expected, read = COLUMNS[kind]
+    assert column(tmp_path, *values) == (expected, read)
+
+
+def test_types_are_those_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.data.delimited._BLOCK_BYTES", 1000)
+    rows = "".join(f"{i},{i}\n" for i in range(5000))
+    found = table(tmp_path, f"a,b\n{rows}5000,x5000\n")
+    assert str(found.schema.field("a").type) == "int64"
+    assert found["b"].to_pylist() == [*map(str, range(5000)), "x5000"]
+
+
+def test_how_numbers_with_commas_were_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table(tmp_path, "price;n\n1,5;1\n", "log.csv")
+    assert "log.csv: column 'price': commas are taken for decimal commas (1,5)" in caplog.text
+    assert f"converting {tmp_path}/log.csv to Parquet, once; it is kept in {tmp_path}/tables/" in caplog.text
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("name", ["log.csv", "log.tsv", "Log.CSV.GZ", "log.tsv.gz", "log.csv.zst"])
+def test_separators_and_compression(tmp_path: Path, name: str, separator: str) -> None:
+    text = (
+        separator.join(["a", '"b c"', '"d;,|\te"']) + "\r\n" + separator.join(["1", '"x""y"', '"two\nlines"']) + "\r\n"
+    )
+    data = text.encode()
+    if name.lower().endswith(".gz"):
+        data = gzip.compress(data)
+    elif name.endswith(".zst"):
+        data = pa.compress(data, codec="zstd", asbytes=True)
+    assert table(tmp_path, data, name).to_pylist() == [{"a": 1, "b c": 'x"y', "d;,|\te": "two\nlines"}]
+
+
+def test_what_polars_and_pandas_write(tmp_path: Path) -> None:
+    frame = pl.DataFrame(
+        {
+            "user": ["ä", "b,c", 'quo"te', None],
+            "n": [1, None, 3, 4],
+            "x": [0.5, 1e300, -1.0, None],
+            "day": [datetime.date(2024, 1, 1)] * 4,
+            "at": [datetime.datetime(2024, 1, 1, 1, 2, 3, 4000)] * 4,
+            "yes": [True, False, None, True],
+        }
+    )
+    frame.write_csv(tmp_path / "polars.csv")
+    assert converted(tmp_path / "polars.csv").to_pylist() == frame.to_dicts()
+    frame.with_row_index("").write_csv(tmp_path / "pandas.csv", separator="\t")  # its index has no name
+    assert converted(tmp_path / "pandas.csv").column_names == ["", *frame.columns]
+
+
+def test_byte_order_marks_are_no_part_of_names(tmp_path: Path) -> None:
+    assert table(tmp_path, b"\xef\xbb\xbflabel,a\n1,2\n").column_names == ["label", "a"]
+
+
+ERRORS = {
+    "latin-1": ("a,b\nä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1 -t UTF-8 OLD > NEW"),
+    "latin-1, late": (b"a,b\n" + b"x,1\n" * 500_000 + "ä,1\n".encode("latin-1"), r"is not UTF-8 .*iconv -f LATIN1"),
+    "utf-16": ("a,b\n1,2\n".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16"),
+    "empty": (b"", "is empty; it needs a line of column names"),
+    "blank": (b"\n\n \n", "is empty; it needs a line of column names"),
+    "fields": (b"a,b\n1,2\n1,2,3\n", r"cannot be read: .*Expected 2 columns, got 3.*as many fields as the header"),
+    "headerless": (b"1,0.5,x\n0,0.7,y\n", r"has no header, its first line is 1, 0.5, x; put a line of column names"),
+    "twice": (b"a,b,a\n1,2,3\n", "has several columns named 'a'; rename all but one"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, kind: str) -> None:
+    data, message = ERRORS[kind]
+    with pytest.raises(DataError, match=message):
+        table(tmp_path, data)
+    left = [path.name for path in (tmp_path / "tables").iterdir() if not path.name.endswith(".lock")]
+    assert left == []
+
+
+def test_a_compressed_file_that_is_cut_short(tmp_path: Path) -> None:
+    data = gzip.compress(os.urandom(10_000).hex().encode())
+    with pytest.raises(DataError, match=r"cannot be read|is empty|not UTF-8"):
+        table(tmp_path, data[: len(data) // 2], "log.csv.gz")
+
+
+def test_a_log_of_criteo_needs_no_header(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "log.tsv").write_bytes(log.read_bytes())
+    found = converted(tmp_path / "log.tsv")
+    assert found.column_names[:3] == ["label", "I1", "I2"]
+    assert {str(found.schema.field(f"C{i}").type) for i in range(1, 27)} == {"string"}
+    assert len(found) == log.read_bytes().count(b"\n")
+
+
+def test_it_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("a,b\n1,2\n")
+    store = fs.LocalFileSystem()
+    first = parquet_of(store, str(tmp_path / "log.csv"))
+    state = first.stat().st_ino
+    assert parquet_of(store, str(tmp_path / "log.csv")) == first and first.stat().st_ino == state
+    (tmp_path / "log.csv").write_text("a,b\n1,2\n3,4\n")
+    second = parquet_of(store, str(tmp_path / "log.csv"))
+    assert second != first and len(pq.read_table(second)) == 2
+    assert first.is_file()  # a run may read it
+    os.utime(first, (0, 0))
+    (tmp_path / "log.csv").write_text("a,b\n")
+    parquet_of(store, str(tmp_path / "log.csv"))
+    assert not first.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "log.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"log.csv could not be converted to Parquet in .*; set HOTBED_TABLES"):
+        parquet_of(fs.LocalFileSystem(), str(tmp_path / "log.csv"))
+
+
+def made_by(rank: int, path: Path) -> tuple[str, int]:
+    made: list[Path] = []
+
+    def convert(store: fs.FileSystem, source: str, kept: Path) -> None:
+        made.append(kept)
+        _convert(store, source, kept)
+
+    os.environ["HOTBED_TABLES"] = str(path.parent / "tables")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotbed.data.delimited._convert", convert)
+        return str(parquet_of(fs.LocalFileSystem(), str(path))), len(made)
+
+
+def test_several_processes_make_one_file(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("a,b\n" + "1,2\n" * 50_000)
+    first, second = ranks.run(2, made_by, tmp_path / "log.csv")
+    assert first[0] == second[0]
+    assert first[1] + second[1] == 1
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=8)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(texts, st.integers(), st.floats(allow_nan=False)), min_size=1, max_size=20))
+def test_any_text_comes_back_as_polars_writes_it(tmp_path: Path, rows: list[tuple[str, int, float]]) -> None:
+    frame = pl.DataFrame({"t": [f"t{r[0]}" for r in rows], "n": [str(r[1]) for r in rows], "x": [r[2] for r in rows]})
+    frame.write_csv(tmp_path / "log.csv", quote_style="always")
+    os.utime(tmp_path / "log.csv", ns=(0, np.random.default_rng().integers(1 << 60)))
+    found = converted(tmp_path / "log.csv")
+    assert found["t"].to_pylist() == frame["t"].to_list()
+    assert [str(n) for n in found["n"].to_pylist()] == frame["n"].to_list()
+    assert found["x"].cast(pa.float64()).to_pylist() == frame["x"].to_list()
+
+
+def test_a_source_reads_it_as_parquet(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for split, n in (("train", 6), ("test", 4)):
+        rows = "".join(f"{i % 2},{i}\n" for i in range(n))
+        (tmp_path / f"data/ratings_{split}.csv").write_text(f"label,item\n{rows}")
+    schema = Schema(sparse=(SparseColumn(name="item", rows=100),))
+    source = ParquetSource(tmp_path / "data", schema)
+    assert {split: source.samples(split) for split in source.splits} == {"train": 6, "test": 4}
+    assert source.read("train", 0).sparse.values.tolist() == rows_of(hash_integers(np.arange(6)), 100).tolist()
+    with pytest.raises(DataError, match=r"ratings_train.csv has no column 'itme'"):
+        ParquetSource(tmp_path / "data", Schema(sparse=(SparseColumn(name="itme", rows=100),)))
