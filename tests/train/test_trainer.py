@@ -171,9 +171,7 @@ def test_with_a_fall_per_epoch_the_first_epoch_of_two_is_the_run_of_one() -> Non
 
 def test_a_fall_per_epoch_needs_to_know_the_steps_of_an_epoch() -> None:
     trainer = planted.trainer(RECIPE, schedule=ScheduleRecipe(decay_share=0.5))
-    with pytest.raises(
-        RecipeError, match=r"decay_share needs batches with a len\(\); give a Loader or a list"
-    ):
+    with pytest.raises(RecipeError, match=r"decay_share needs batches with a len\(\); give a Loader or a list"):
         trainer.fit(iter(planted.batches(2)))
 
 

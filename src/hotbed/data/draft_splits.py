@@ -93,6 +93,8 @@ class DraftedSplits:
     reason: str = ""
     has_valid: bool = False
     has_test: bool = False
+    in_time_order: bool = False
+    """Whether the rows are known to be stored in the order of time."""
     notes: list[str] = field(default_factory=list)
 
     def source_args(self) -> dict[str, Any]:
@@ -148,7 +150,10 @@ def draft_splits(
     if wanted and total < FEWEST_ROWS:
         found.reason = f"{total:,} rows are too few to cut off some"
     elif wanted:
-        found.init_args["split"], found.reason = _cut(files, sample, times, wanted, time)
+        split, found.reason = _cut(files, sample, times, wanted, time)
+        found.init_args["split"] = split
+        ordered = {column.name for column in times if column.is_sorted}
+        found.in_time_order = split["by"] == "order" or split.get("column") in ordered
         found.has_valid, found.has_test = found.has_valid or "valid" in wanted, True
     if paths:
         found.init_args["split_paths"] = paths

@@ -230,10 +230,10 @@ def _no_input(kind: pa.DataType) -> str | None:
 
 def _leak(column: ColumnProfile, label: str) -> str | None:
     advice = "if it is known before the event, add it again"
-    if column.auc >= LEAK:
-        return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
     if column.missing_auc >= LEAK:
         return f"whether it is missing gives '{label}' away (AUC {column.missing_auc:.3f}); {advice}"
+    if column.auc >= LEAK:
+        return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
     return None
 
 
@@ -321,7 +321,7 @@ def rule_of(column: ColumnProfile) -> tuple[Rule, str]:
         return ("log", "most values are alike, others far") if column.low >= 0 else ("asinh", "most values are alike")
     if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
         return _of_heavy_tail(median, lower)
-    if last - upper > 6 * spread or lower - first > 6 * spread or column.high - median > 100 * spread:
+    if last - upper > 3 * spread or lower - first > 3 * spread or column.high - median > 100 * spread:
         return "asinh", "heavy tails"
     if first > -6 and last < 6 and 0.4 < spread < 4 and abs(median) < 1 and column.low < 0:
         return "as_is", "it is about standardised already"
