@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hotbed.data.draft import SMALL
+from hotbed.data.draft import MANY_REPEATS, SMALL
 from hotbed.files import yaml_text
 
 if TYPE_CHECKING:
     from hotbed.data.draft import Draft
 
 _WIDTH = 112
-_MOST_EPOCHS = 10
 _MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
 
 
@@ -27,22 +26,26 @@ class Training:
     batch_size: int
     epochs: int
     warmup_steps: int
+    sparse_lr: float
     initial_accumulator: float
     dropout: float
 
     @staticmethod
-    def of(samples: int, *, has_valid: bool) -> Training:
-        """Choose by the number of samples to train on."""
-        batch_size = 64 if samples < 20_000 else 256 if samples <= 200_000 else 1024 if samples <= 2_000_000 else 4096
+    def of(samples: int, *, has_valid: bool, repeats: float) -> Training:
+        """Choose by the number of samples to train on, and by how often an id is met among them in the mean."""
+        batch_size = min(4096, max(32, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
+        few = samples < SMALL
+        most = 20 if few else 5 if repeats >= MANY_REPEATS else 1
         return Training(
             dim=16,
             batch_size=batch_size,
-            epochs=_MOST_EPOCHS if has_valid and samples < SMALL else 1,
+            epochs=most if has_valid else 1,
             warmup_steps=steps // 20,
+            sparse_lr=0.04 if few else 0.08,
             # Gradients of a mean over the batch are smaller in larger ones, their squares all the more.
             initial_accumulator=float(f"{1e-6 * (256 / batch_size) ** 2:.1e}"),
-            dropout=0.2 if samples < SMALL else 0.0,
+            dropout=0.3 if few else 0.0,
         )
 
 
@@ -60,7 +63,7 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
     counts
         Samples by split.
     """
-    training = Training.of(counts.get("train", 0), has_valid=draft.splits.has_valid)
+    training = Training.of(counts.get("train", 0), has_valid=draft.splits.has_valid, repeats=draft.repeats)
     lines = [
         "# Drafted by `hotbed init` from names, types and values of the columns. Check it, then:",
         "#   hotbed train THIS_FILE --dry_run",
@@ -140,8 +143,8 @@ def _entries(key: str, entries: Sequence[Any], reasons: Mapping[str, str]) -> It
     yield f"        {key}:"
     for entry in entries:
         name = entry if isinstance(entry, str) else entry.get("name", entry.get("column"))
-        written = yaml_text([entry], width=1 << 30)
-        yield _beside(f"          {written}", reasons.get(name, ""))
+        written = yaml_text(entry) if isinstance(entry, str) else yaml_text([entry], width=1 << 30).removeprefix("- ")
+        yield _beside(f"          - {written}", reasons.get(name, ""))
 
 
 # -- model and training --------------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ def _optimizers(training: Training) -> Iterator[str]:
     yield "sparse_optimizer:"
     yield "  class_path: hotbed.optim.RowWiseAdagrad"
     yield "  init_args:"
-    yield "    lr: 0.08"
+    yield f"    lr: {training.sparse_lr}"
     yield _beside(
         f"    initial_accumulator: {training.initial_accumulator:.1e}",
         "rare rows begin with small steps; for another batch size: 1.0e-6 × (256 ÷ batch_size)²",
@@ -204,7 +207,7 @@ def _train(training: Training) -> Iterator[str]:
     yield "train:"
     yield f"  batch_size: {training.batch_size}"
     if training.epochs == 1:
-        yield _beside("  epochs: 1", "from the second pass on, ids that are met seldom are learnt by heart")
+        yield _beside("  epochs: 1", "ids that are met seldom are learnt by heart in a second one")
     else:
         yield _beside(f"  epochs: {training.epochs}", "at most: the validation split decides which was the best")
 

@@ -156,6 +156,7 @@ _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
 _FEW_VALUES = 50
+_COUNTS_FROM = -100  # some logs say by a small negative number that there is none
 _UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
 _LONG_TEXT = 60
 
@@ -182,7 +183,7 @@ def words_of(name: str) -> list[str]:
 def _named_as(name: str) -> Literal["id", "number", ""]:
     """What a name says its integers are: the last word that says so (``item_price``), but for ``num_items``."""
     words = words_of(name)
-    if words and words[0] in _NUMBER_FIRST:
+    if len(words) > 1 and words[0] in _NUMBER_FIRST:
         return "number"
     said = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
     return "" if not said else "id" if said[-1] in _ID_WORDS else "number"
@@ -306,7 +307,7 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
         return _ids(column)
     median, upper = column.quantiles[2], column.quantiles[4]
     tail = column.high > 50 * max(1.0, median) or upper > 8 * max(1.0, median)
-    if tail and column.low > -100 and column.high > 2 * column.distinct:
+    if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
         return ColumnRole("number", "a count by its distribution")
     if column.low < 0 and column.distinct > _FEW_VALUES:
         return ColumnRole("number", "it has negative values")
@@ -317,6 +318,8 @@ def rule_of(column: ColumnProfile) -> tuple[Rule, str]:
     """How a number is to be normalized, with the reason; see `Numerical`."""
     first, lower, median, upper, last = column.quantiles or (0.0,) * 5
     spread = upper - lower
+    if column.is_whole and column.low > _COUNTS_FROM and last > 4 * max(1.0, median):
+        return "log", "a long tail, as counts have"
     if not spread:
         return ("log", "most values are alike, others far") if column.low >= 0 else ("asinh", "most values are alike")
     if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
