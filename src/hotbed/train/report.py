@@ -170,6 +170,12 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
         f"on {summary['hardware']}",
         soft_wrap=True,
     )
+    if "precision_because" in summary:
+        several = "s" if summary["threads"] > 1 else ""
+        console.print(
+            f"precision {summary['precision']} ({summary['precision_because']}), {summary['threads']} thread{several} "
+            "per process"
+        )
     if "ranks" in summary:
         hidden = summary["ids_exchange_hidden_share"]
         console.print(f"{summary['ranks']} processes; {hidden:.0%} of the exchange of ids was hidden behind other work")
