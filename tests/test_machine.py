@@ -63,8 +63,11 @@ def test_what_the_user_has_set_stays_and_nothing_is_set_beside_it(name: str) -> 
 
 @pytest.mark.parametrize(
     ("first", "env", "expected"),
-    [("import hotbed, torch", {}, "False"), ("import torch, hotbed", {}, "True")]
-    + [full("import torch, hotbed", {"OMP_WAIT_POLICY": "passive"}, "False")],
+    [
+        ("import hotbed, torch", {}, "False"),
+        ("import torch, hotbed", {}, "True"),
+        full("import torch, hotbed", {"OMP_WAIT_POLICY": "passive"}, "False"),
+    ],
 )
 def test_it_is_known_where_the_short_spin_came_too_late(first: str, env: dict[str, str], expected: str) -> None:
     assert python(f"{first}; print(hotbed.machine.TORCH_CAME_FIRST)", **env).stdout == f"{expected}\n"

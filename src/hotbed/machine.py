@@ -107,6 +107,18 @@ def waited_for_cores_s(root: Path = Path("/")) -> float | None:
     return sum(waited) / 1e9 if waited else None
 
 
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process takes now; 0 where the system does not say so.
+
+    Parameters
+    ----------
+    root
+        Where ``/proc`` is.
+    """
+    lines = _text(root / "proc/self/status").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up.
 

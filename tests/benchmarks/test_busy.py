@@ -42,5 +42,5 @@ def test_what_is_compared() -> None:
 
 
 def test_several_threads_that_are_slower_than_one_are_named() -> None:
-    rates = {case: 100.0 for case in cases([1, 2, 4])} | {Case("hotbed", 2, True): 99.0, Case("hotbed", 4, True): 1.0}
+    rates = dict.fromkeys(cases([1, 2, 4]), 100.0) | {Case("hotbed", 2, True): 99.0, Case("hotbed", 4, True): 1.0}
     assert below_one_thread(rates, cores=2) == [Case("hotbed", 2, True)]  # 4 threads are for more cores

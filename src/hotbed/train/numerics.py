@@ -113,8 +113,8 @@ class Numerics:
                 self.why = f"{lacking} no instructions for bf16"
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
-                "precision is bf16 (%s), but this %s has no instructions for it: products are emulated, which is 2 to 30 "
-                "times slower than fp32; set train.precision fp32",
+                "precision is bf16 (%s), but this %s has no instructions for it: products are emulated, which is 2 to "
+                "30 times slower than fp32; set train.precision fp32",
                 self.why,
                 kind,
             )

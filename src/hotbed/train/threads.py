@@ -1,7 +1,8 @@
 """Notice threads that stand in each other's way: more than there are cores, or spinning ones on cores that are busy.
 
-How threads wait at barriers is set by `import hotbed` (`hotbed.machine`), which is too late where a program imports torch
-first. On idle cores that costs nothing, so it is said only where threads of this process are seen to wait for cores.
+How threads wait at barriers is set by `import hotbed` (`hotbed.machine`), which is too late where a program imports
+torch first. On idle cores that costs nothing, so it is said only where threads of this process are seen to wait for
+cores.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ThreadWatch:
             return
         before = self._waited
         self._begin()
-        if self._since is not None and self._waited - before > MOST_WAITED * passed:
+        if self._waited - before > MOST_WAITED * passed:
             self._since = None
             _log.warning(
                 "other work keeps the cores busy (threads of this process waited %.1f s for one within %.1f s), and "
