@@ -25,6 +25,7 @@ from hotbed.specs import Table
 from hotbed.store.memory import available_bytes
 from hotbed.train.build import new_model, open_source
 from hotbed.train.forecast import Forecast
+from hotbed.train.idle_settings import idle_settings
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import planned
 from hotbed.train.parameter_groups import moments_by_table, sparse_components
@@ -104,6 +105,7 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         "tables": entries,
         **_of_ranks(plan, tables, moments),
         "memory": _memory(Forecast(recipe, source, plan, tables, moments), plan),
+        "idle_settings": idle_settings(recipe, plan, tables, device),
         "free_bytes": _free(device, recipe.memory.directory),
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
@@ -176,6 +178,8 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
         console.print(plan_view(Plan.from_dict(plan["plan"]), costs))
     console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")
     print_forecast(console, plan["memory"], plan["free_bytes"])
+    for message in plan["idle_settings"]:
+        console.print(f"warning: {message}", soft_wrap=True)
 
 
 def print_forecast(console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None]) -> None:

@@ -22,6 +22,7 @@ from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
+from hotbed.train.idle_settings import warn_of_idle_settings
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
@@ -103,7 +104,12 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     if not source.schema.labels:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     _check_labels(recipe, source)
-    return trainer_of(recipe, source, build_model(recipe, source, resolve_device(recipe.train.device)))
+    device = resolve_device(recipe.train.device)
+    model = build_model(recipe, source, device)
+    if Ranks(model).is_first:
+        plan = model.plan if isinstance(model, Distributed) else None
+        warn_of_idle_settings(recipe, plan, tables_of(source, recipe.data), device)
+    return trainer_of(recipe, source, model)
 
 
 def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
