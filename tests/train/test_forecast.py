@@ -37,15 +37,15 @@ class Run(NamedTuple):
     plan: str = "table"
 
 
-SMALL = {"bottom": [64, 64], "top": [64, 1]}
+SMALL = [64, 64], [64, 1]
 RUNS = {
-    "memory": Run([1_000_000] * 2, 128, 25_600, **SMALL),
-    "host": Run([2_000_000] * 2, 4096, 163_840, **SMALL, memory={"tier": "host", "device_bytes": 64 * MIB}),
+    "memory": Run([1_000_000] * 2, 128, 25_600, *SMALL),
+    "host": Run([2_000_000] * 2, 4096, 163_840, *SMALL, memory={"tier": "host", "device_bytes": 64 * MIB}),
     "disk": Run(
         [4_000_000, 2_000_000],
         4096,
         81_920,
-        **SMALL,
+        *SMALL,
         memory={"tier": "disk", "device_bytes": 64 * MIB, "cache_rows": 200_000},
     ),
     "large batch": Run([10_000] * 26, 16_384, 65_536, [512, 256, 64], [1024, 512, 1], train={"precision": "fp32"}),
@@ -86,7 +86,8 @@ def started(folder: Path, *args: str, rank: int = 0, ranks: int = 1, port: int =
 def peak_bytes(process: subprocess.Popen[str]) -> int:
     """Most memory that a process had, when it is over."""
     assert process.stderr is not None
-    said = process.stderr.read()
+    with process.stderr as stream:
+        said = stream.read()
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, said
@@ -150,7 +151,7 @@ def test_what_does_not_fit_is_said(
     shown = capsys.readouterr().out
     assert "at its peak: tables" in shown
     assert "does not fit" not in shown
-    monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
     assert main(argv) == 0
     assert "and 1.0 MiB are free here; set memory.tier to host or disk" in capsys.readouterr().out
 
@@ -177,7 +178,11 @@ def test_gradients_and_what_backward_needs_count() -> None:
 
     def step(samples: int) -> list[Any]:
         x = torch.ones(samples, 1000)
-        return [lambda: ((x @ weight).relu() @ weight).sum().backward()]
+
+        def backward() -> None:
+            torch.autograd.backward(((x @ weight).relu() @ weight).sum())
+
+        return [backward]
 
     found = peak_of(step, 3000, 100).nbytes
     assert found == pytest.approx(peaks_of(step(3000))[0].nbytes, rel=0.1)
