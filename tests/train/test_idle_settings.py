@@ -79,9 +79,9 @@ def test_plans_that_cut_nothing(scheme: str, tables: list[Table], ranks: int, me
 )
 def test_memories_that_stay_unused(memory: dict[str, Any], messages: list[str]) -> None:
     made = recipe(memory=memory)
-    budgets = {"device": made.memory.device_bytes} | (
-        {"host": made.memory.host_bytes} if memory["tier"] == "disk" else {}
-    )
+    budgets: dict[Tier, int] = {"device": made.memory.device_bytes}
+    if made.memory.tier == "disk":
+        budgets["host"] = made.memory.host_bytes
     plan = place_in_tiers(make_plan(NARROW, 1), NARROW, budgets, made.memory.tier, cache_rows=made.memory.cache_rows)
     said = idle_settings(made, plan, NARROW, CPU)
     assert len(said) == len(messages)
