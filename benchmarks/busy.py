@@ -1,10 +1,12 @@
 """Measure the demo's rate on idle cores and beside other processes, by how OpenMP's threads wait.
 
-    python -m benchmarks.busy [--seconds 8] [--samples 100000] [--json FILE]
+    python -m benchmarks.busy [--threads 1 2 4] [--seconds 8] [--samples 100000 | --log criteo.tsv.gz] [--json FILE]
 
 Every rate is of a process of its own, whose environment says how threads wait at barriers: as the runtime does by
 itself (`SPINS`), as `import hotbed` sets it, or as it is where a program imports torch first. On busy cores as many
-processes as there are cores do nothing but count. Takes 3 to 4 minutes; the machine must have nothing else to do.
+processes as there are cores do nothing but count. Takes 3 to 4 minutes; the machine must have nothing else to do. Says
+for every number of threads whether, as hotbed sets them, it reached the rate of one thread; it should, up to the number
+of cores.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ class Case(NamedTuple):
     busy: bool
 
 
-def cases(cores: int) -> list[Case]:
-    """One thread and all; where there is but one, nobody waits for others at barriers."""
-    several = [Case(waits, cores, busy) for waits in ("runtime", "hotbed", "torch_first") for busy in (False, True)]
-    return [Case("hotbed", 1, busy) for busy in (False, True)] + (several if cores > 1 else [])
+def cases(threads: Sequence[int]) -> list[Case]:
+    """One thread, and each number of several: one thread waits for nobody at barriers."""
+    waits = ("runtime", "hotbed", "torch_first")
+    several = [Case(how, n, busy) for n in sorted({*threads} - {1}) for how in waits for busy in (False, True)]
+    return [Case("hotbed", 1, busy) for busy in (False, True)] + several
 
 
 @contextmanager
@@ -93,16 +96,17 @@ def train(file: str, seconds: float) -> None:
     print(clock.rate)
 
 
-def make_recipe(folder: Path, samples: int) -> Path:
-    """The demo's recipe, on a log that is made here; it never ends by itself."""
+def make_recipe(folder: Path, samples: int, log: Path | None = None) -> Path:
+    """The demo's recipe, on a log that is made here or given; it never ends by itself."""
     import yaml
 
     from hotbed.commands.demo import demo_recipe
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
 
-    write_synthetic_log(folder / "log.tsv", samples, seed=0)
-    made = prepare(folder / "log.tsv", folder / "data")
+    if log is None:
+        write_synthetic_log(log := folder / "log.tsv", samples, seed=0)
+    made = prepare(log, folder / "data")
     values = demo_recipe(folder / "data", made.samples["train"]).to_dict()
     values["train"] |= {"epochs": 1_000_000, "device": "cpu"}
     file = folder / "recipe.yaml"
@@ -115,20 +119,29 @@ def report(found: Mapping[Case, float]) -> Any:
     from rich.table import Table
 
     table = Table(title="samples/s of the demo", title_justify="left")
-    for name in ("spinning is set by", "threads", "idle cores", "busy cores"):
+    for name in ("spinning is set by", "threads", "idle cores", "busy cores", "busy ÷ one thread"):
         table.add_column(name, justify="right" if "cores" in name else "left")
     for case, rate in found.items():
         if not case.busy:
             busy = found[case._replace(busy=True)]
-            table.add_row(case.waits, str(case.threads), f"{rate:,.0f}", f"{busy:,.0f}")
+            gain = busy / found[Case("hotbed", 1, True)]
+            table.add_row(case.waits, str(case.threads), f"{rate:,.0f}", f"{busy:,.0f}", f"{gain:.2f}")
     return table
+
+
+def below_one_thread(found: Mapping[Case, float], cores: int) -> list[Case]:
+    """Cases with the short spin and no more threads than cores that were slower than one thread was."""
+    own = [case for case in found if case.waits == "hotbed" and 1 < case.threads <= cores]
+    return [case for case in own if found[case] < found[case._replace(threads=1)]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure all cases, print and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8, help="of each measurement")
+    parser.add_argument("--threads", type=int, nargs="+", help="how many compute; default: 1, and one per core")
     parser.add_argument("--samples", type=int, default=100_000, help="lines of the log")
+    parser.add_argument("--log", type=Path, help="a raw Criteo log in its place")
     parser.add_argument("--json", type=Path, help="write results here")
     args = parser.parse_args(argv)
     import torch
@@ -140,10 +153,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     cores, before = usable_cores(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        recipe = make_recipe(Path(folder), args.samples)
-        turns = track(cases(cores), "measuring", console=Console(stderr=True), transient=True)
+        recipe = make_recipe(Path(folder), args.samples, args.log)
+        turns = track(cases(args.threads or [cores]), "measuring", console=Console(stderr=True), transient=True)
         found = {case: measure(case, recipe, args.seconds, cores) for case in turns}
     Console().print(report(found))
+    for case in below_one_thread(found, cores):
+        print(f"slower than one thread: {case.threads} threads on {'busy' if case.busy else 'idle'} cores")
     if args.json:
         about = {**environment(torch.device("cpu")), "date": datetime.now(UTC).isoformat(timespec="seconds")}
         about |= {"cores": cores, "load_before": before, "seconds": args.seconds}

@@ -61,6 +61,18 @@ def test_what_the_user_has_set_stays_and_nothing_is_set_beside_it(name: str) -> 
     assert python(code, **{name: "active"}).stdout == f"{{'{name}': 'active'}}\n"
 
 
+@pytest.mark.parametrize(
+    ("first", "env", "expected"),
+    [
+        ("import hotbed, torch", {}, "False"),
+        ("import torch, hotbed", {}, "True"),
+        full("import torch, hotbed", {"OMP_WAIT_POLICY": "passive"}, "False"),
+    ],
+)
+def test_it_is_known_where_the_short_spin_came_too_late(first: str, env: dict[str, str], expected: str) -> None:
+    assert python(f"{first}; print(hotbed.machine.TORCH_CAME_FIRST)", **env).stdout == f"{expected}\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's runtime")
 def test_both_runtimes_of_a_process_read_it() -> None:
     """libgomp says what it has read when it is loaded: torch's, and the system's, which Numba loads."""

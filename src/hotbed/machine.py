@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from collections.abc import Iterator, MutableMapping
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -84,7 +85,38 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
         environment.update(SPINNING)
 
 
+TORCH_CAME_FIRST = "torch" in sys.modules and not any(name in os.environ for name in OF_USERS)
+"""Whether torch's runtime had read the environment before anything was set: its threads spin as long as they do."""
 spin_briefly(os.environ)
+
+
+def waited_for_cores_s(root: Path = Path("/")) -> float | None:
+    """Seconds that threads of this process were ready to run, and others had the cores; None where no one counts them.
+
+    Parameters
+    ----------
+    root
+        Where ``/proc`` is.
+    """
+    threads = root / "proc/self/task"
+    try:
+        counted = [_text(thread / "schedstat").split() for thread in threads.iterdir()]
+    except OSError:
+        return None
+    waited = [int(fields[1]) for fields in counted if len(fields) == 3]  # a thread may end meanwhile
+    return sum(waited) / 1e9 if waited else None
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process takes now; 0 where the system does not say so.
+
+    Parameters
+    ----------
+    root
+        Where ``/proc`` is.
+    """
+    lines = _text(root / "proc/self/status").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import busy
-from benchmarks.busy import Case, cases, make_recipe, measure
+from benchmarks.busy import Case, below_one_thread, cases, make_recipe, measure
 from tests.matrix import full
 
 
@@ -23,7 +23,7 @@ def test_every_case_is_reported(
     monkeypatch.setattr(busy, "measure", lambda case, *_: 1000 * case.threads + case.busy)
     busy.main(["--samples", "2000", "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
-    expected = cases(found["measured"]["cores"])
+    expected = cases([found["measured"]["cores"]])
     assert [Case(*(result[name] for name in Case._fields)) for result in found["results"]] == expected
     assert [result["samples_per_s"] for result in found["results"][:2]] == [1000, 1001]
     printed = capsys.readouterr().out
@@ -31,10 +31,16 @@ def test_every_case_is_reported(
 
 
 def test_what_is_compared() -> None:
-    assert [case for case in cases(4) if case.busy] == [
+    assert [case for case in cases([4, 1]) if case.busy] == [
         Case("hotbed", 1, True),
         Case("runtime", 4, True),
         Case("hotbed", 4, True),
         Case("torch_first", 4, True),
     ]
-    assert cases(1) == [Case("hotbed", 1, False), Case("hotbed", 1, True)]
+    assert len(cases([1, 2, 4])) == 2 + 6 + 6
+    assert cases([1]) == [Case("hotbed", 1, False), Case("hotbed", 1, True)]
+
+
+def test_several_threads_that_are_slower_than_one_are_named() -> None:
+    rates = dict.fromkeys(cases([1, 2, 4]), 100.0) | {Case("hotbed", 2, True): 99.0, Case("hotbed", 4, True): 1.0}
+    assert below_one_thread(rates, cores=2) == [Case("hotbed", 2, True)]  # 4 threads are for more cores

@@ -77,6 +77,23 @@ def test_auto_is_bf16_where_the_cpu_has_instructions_for_it(
     trainer = planted.trainer(AUTO)
     assert dtype_of_products(trainer) == dtype
     assert trainer.numerics.settle().startswith(said)
+    summary = trainer.numerics.summary()
+    assert f"precision {summary['precision']} ({summary['precision_because']})" in said
+
+
+@pytest.mark.parametrize(("most", "name"), [("avx2", None), ("AVX512_CORE", None), ("AVX512_CORE_BF16", "AMX")])
+def test_instructions_that_onednn_may_not_use_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, most: str, name: str | None
+) -> None:
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset({"amx_bf16"})))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+    assert bf16_instructions(CPU) == name
+
+
+def test_without_onednn_bf16_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "cpu", lambda: Cpu("a CPU", "some", False, 0, frozenset({"amx_bf16"})))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert bf16_instructions(CPU) is None
 
 
 def test_a_precision_that_is_asked_for_is_taken_and_emulation_is_warned_of(
@@ -84,7 +101,7 @@ def test_a_precision_that_is_asked_for_is_taken_and_emulation_is_warned_of(
 ) -> None:
     has(monkeypatch, None)
     assert dtype_of_products(planted.trainer(replace(AUTO, precision="bf16"))) == torch.bfloat16
-    assert "this CPU has no instructions for it: products are emulated, which can be 30 times slower" in caplog.text
+    assert "this CPU has no instructions for it: products are emulated, which is 2 to 30 times slower" in caplog.text
     caplog.clear()
     has(monkeypatch, "AMX")
     assert dtype_of_products(planted.trainer(replace(AUTO, precision="fp32"))) == torch.float32

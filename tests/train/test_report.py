@@ -43,6 +43,12 @@ def test_the_final_table_shows_what_was_reached() -> None:
     assert "GAUC" not in text
 
 
+def test_the_final_table_shows_which_precision_was_chosen_and_why() -> None:
+    chosen = {"precision": "bf16", "precision_because": "this CPU has AMX", "threads": 2}
+    assert "\nprecision bf16 (this CPU has AMX), 2 threads per process\n" in printed(SUMMARY | chosen)
+    assert ", 1 thread per process\n" in printed(SUMMARY | chosen | {"threads": 1})
+
+
 def test_the_final_table_shows_the_best_attainable_beside_it() -> None:
     text = printed(SUMMARY | {"best_attainable": {"auc": 0.8, "logloss": 0.45}})
     assert "best attainable" in text

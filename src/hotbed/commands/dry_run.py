@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +22,10 @@ from hotbed.optim import Moment, SparseOptimizer
 from hotbed.plan.cost import Cost, rank_costs, tile_bytes
 from hotbed.plan.tiling import Plan, Tile, extent
 from hotbed.specs import Table
+from hotbed.store.memory import available_bytes
 from hotbed.train.build import new_model, open_source
+from hotbed.train.forecast import Forecast
+from hotbed.train.idle_settings import idle_settings
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import planned
 from hotbed.train.parameter_groups import moments_by_table, sparse_components
@@ -87,20 +93,33 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     for key, optimizer in sparse_components(recipe).items():
         if not issubclass(optimizer.load(), SparseOptimizer):
             raise RecipeError(f"{key} is {optimizer.class_path}, not one of hotbed.optim")
-    tier = "device" if resolve_device(recipe.train.device).type == "cuda" else "host"
+    device = resolve_device(recipe.train.device)
     with torch.device("meta"):
         model = new_model(recipe, source)
     tables = plan_tables(model)
     moments = moments_by_table(model, recipe)
-    entries = [_table_plan(table, tier, moments[table.name]) for table in tables]
     parameters = list(model.parameters())
+    plan = planned(model, recipe, started().size)
+    entries = [_table_plan(table, plan, device.type, moments[table.name]) for table in tables]
     return {
         "tables": entries,
-        **_of_ranks(planned(model, recipe, started().size), tables, moments),
+        **_of_ranks(plan, tables, moments),
+        "memory": _memory(Forecast(recipe, source, plan, tables, moments), plan),
+        "idle_settings": idle_settings(recipe, plan, tables, device),
+        "free_bytes": _free(device, recipe.memory.directory),
         "table_bytes": sum(e["weight_bytes"] + e["moment_bytes"] for e in entries),
         "dense_parameters": sum(p.numel() for p in parameters),
         "dense_bytes": sum(p.nbytes for p in parameters),
     }
+
+
+def _memory(forecast: Forecast, plan: Plan) -> list[dict[str, Any]]:
+    """Bytes of each rank: of rows by tier, of parts of memory, and at the peak."""
+    ranks = [forecast.of_rank(rank) for rank in range(plan.world_size)]
+    return [
+        {"tiers": r.tiers, "parts": r.parts, "peak_bytes": {place: r.peak(place) for place in ("device", "host")}}
+        for r in ranks
+    ]
 
 
 def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]]) -> dict[str, Any]:
@@ -114,7 +133,18 @@ def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequenc
     return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "load": cost.load} for cost in costs]}
 
 
-def _table_plan(table: Table, tier: str, moments: Sequence[Moment]) -> dict[str, Any]:
+def _free(device: torch.device, directory: str | None) -> dict[str, int | None]:
+    """Bytes that are free in the host's memory, on the disk for rows, and in the memory of a GPU."""
+    folder = Path(directory or tempfile.gettempdir()).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    found = {"host": available_bytes(torch.device("cpu")), "disk": shutil.disk_usage(there).free}
+    return found | {"device": available_bytes(device)} if device.type == "cuda" else found
+
+
+def _table_plan(table: Table, plan: Plan, device: str, moments: Sequence[Moment]) -> dict[str, Any]:
+    computes = "device" if device == "cuda" else "host"
+    used = {computes if tile.tier == "device" else tile.tier for tile in plan.by_table[table.name]}
+    tier = " + ".join(name for name in ("device", "host", "disk") if name in used)
     whole = Tile(table.name, range(table.rows), range(table.dim), 0)
     weights = tile_bytes(table, whole)
     return {
@@ -147,3 +177,37 @@ def print_memory_plan(console: Console, plan: Mapping[str, Any]) -> None:
         costs = [Cost(rank["bytes"], rank["load"]) for rank in plan["ranks"]]
         console.print(plan_view(Plan.from_dict(plan["plan"]), costs))
     console.print(f"dense parameters: {plan['dense_parameters']:,} ({size(plan['dense_bytes'])})")
+    print_forecast(console, plan["memory"], plan["free_bytes"])
+    for message in plan["idle_settings"]:
+        console.print(f"warning: {message}", soft_wrap=True)
+
+
+def print_forecast(console: Console, ranks: Sequence[Mapping[str, Any]], free: Mapping[str, int | None]) -> None:
+    """Print where rows will be, what the memory of the rank with the most is for, and whether there is as much."""
+    tiers = ("device", "host", "disk")
+    rows = RichTable(title="Rows and moments by tier, as trained", title_justify="left")
+    for column in ("rank", *tiers, "peak of memory"):
+        rows.add_column(column, justify="right")
+    for rank, found in enumerate(ranks):
+        rows.add_row(
+            str(rank), *(size(found["tiers"][tier]) for tier in tiers), size(sum(found["peak_bytes"].values()))
+        )
+    console.print(rows)
+    most = max(ranks, key=lambda found: sum(found["peak_bytes"].values()))
+    console.print("at its peak: " + ", ".join(f"{part} {size(n)}" for part, n in most["parts"].items() if n))
+    for place, there in free.items():
+        needed = sum(found["tiers" if place == "disk" else "peak_bytes"][place] for found in ranks)
+        if there is not None and needed > there:
+            where = "on disk" if place == "disk" else f"of {place} memory"
+            fixes = "give another memory.directory, or train fewer steps" if place == "disk" else _FIXES
+            console.print(
+                f"this does not fit: {size(needed)} {where} are needed by all ranks of this plan, and {size(there)} "
+                f"are free here; {fixes}",
+                soft_wrap=True,
+            )
+
+
+_FIXES = (
+    "set memory.tier to host or disk (rows that are not trained take no room there), lower train.batch_size, or use "
+    "more hosts"
+)

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from torch import Tensor
 from hotbed.errors import StoreError
 from hotbed.machine import control_groups
 from hotbed.ops import cpu_runtime
+from hotbed.specs import Tier
 
 ROOT = Path("/")
 """Where ``/proc`` and ``/sys`` are."""
@@ -48,16 +49,18 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-def refuse_too_many(nbytes: int, device: torch.device) -> None:
+def refuse_too_many(nbytes: int, device: torch.device, by_tier: Mapping[Tier, int] | None = None) -> None:
     """Raise `StoreError` for more bytes of rows than are free in the host's memory.
 
-    The system would grant them, and kill the process when it fills them with initial values.
+    The system would grant them, and kill the process when it fills them with initial values. ``by_tier`` is what all
+    rows and moments would take in each memory, for the message.
     """
     if device.type != "cpu" or nbytes < CHECKED_BYTES:
         return
     free = available_bytes(device)
     if free is not None and nbytes > free:
-        raise StoreError(_too_many(nbytes, device))
+        shares = ", ".join(f"{tier} {count:,}" for tier, count in (by_tier or {}).items())
+        raise StoreError(_too_many(nbytes, device) + (f". Bytes by tier: {shares}" if shares else ""))
 
 
 def available_bytes(device: torch.device) -> int | None:

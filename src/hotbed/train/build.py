@@ -25,8 +25,9 @@ from hotbed.optim import SparseOptimizer, TableSelection
 from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
+from hotbed.train.idle_settings import warn_of_idle_settings
 from hotbed.train.numerics import resolve_device
-from hotbed.train.parallel import Ranks, distributed, needs_a_plan
+from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
 from hotbed.train.trainer import Trainer
@@ -73,6 +74,8 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
 
     Where several processes train, each makes only what it holds.
     """
+    if not needs_a_plan(recipe):
+        refuse_impossible(recipe, tables_of(source, recipe.data), device)
     model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device)
     if isinstance(model, Distributed):
         # What is drawn from now on is of a rank's own samples.
@@ -90,13 +93,16 @@ def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bo
         return new_model(recipe, source)
 
 
-def new_model(recipe: Recipe, source: Source) -> nn.Module:
-    """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module."""
+def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = None) -> nn.Module:
+    """What the recipe's model class makes, on torch's default device; a `RecipeError` if that is no module.
+
+    ``tables`` are others than the recipe's.
+    """
     model = build(
         "model",
         recipe.model,
         nn.Module,
-        tables=tables_of(source, recipe.data),
+        tables=tables_of(source, recipe.data) if tables is None else tables,
         features=source.schema.features(recipe.data.on_bad_id),
         dense_features=source.schema.dense_features,
         seed=recipe.train.seed,
@@ -109,7 +115,16 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     if not source.schema.labels:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     _check_labels(recipe, source)
-    model = build_model(recipe, source, resolve_device(recipe.train.device))
+    device = resolve_device(recipe.train.device)
+    model = build_model(recipe, source, device)
+    if Ranks(model).is_first:
+        plan = model.plan if isinstance(model, Distributed) else None
+        warn_of_idle_settings(recipe, plan, tables_of(source, recipe.data), device)
+    return trainer_of(recipe, source, model)
+
+
+def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
+    """The recipe's optimizers for a model, in a trainer without callbacks."""
     optimizers = _optimizers(recipe, model)
     trainer = Trainer(
         model,

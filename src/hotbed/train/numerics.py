@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from hotbed.train.parallel import Ranks
 Library = Literal["torch", "onednn"]
 
 _log = logging.getLogger("hotbed")
+_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of oneDNN's ``ONEDNN_MAX_CPU_ISA`` under which it leaves instructions for bfloat16 alone."""
 
 
 def resolve_device(device: str, option: str = "train.device") -> torch.device:
@@ -46,10 +49,14 @@ def resolve_device(device: str, option: str = "train.device") -> torch.device:
 def bf16_instructions(device: torch.device) -> str | None:
     """Name the instructions that a device has for products in bfloat16; None where they would be emulated.
 
-    Emulated products are many times slower than float32 ones.
+    Emulated products are 2 to 30 times slower than float32 ones, those by instructions 1 to 3 times faster
+    (docs/log.md, 2026-11-23).
     """
     if device.type == "cuda":
         return "bf16 tensor cores" if torch.cuda.is_bf16_supported(including_emulation=False) else None
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    if not torch.backends.mkldnn.is_available() or most in _WITHOUT_BF16:
+        return None  # torch computes these products by oneDNN, which must be there and may use the instructions
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
     return next((name for flag, name in names.items() if flag in cpu().flags), None)
 
@@ -74,6 +81,8 @@ class Numerics:
         ``"fp32"`` or ``"bf16"``; None until it is settled.
     library
         Library of float32 products of `hotbed.nn.linear.Linear` on CPUs; None until it is settled.
+    why
+        What decided the precision.
     unrecorded
         Precision of checkpoints that do not say theirs: that of their recipe, which the caller knows.
     """
@@ -83,7 +92,7 @@ class Numerics:
         self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
-        self._why = "the recipe"
+        self.why = "the recipe"
         self.unrecorded: Precision = "fp32"
 
     def settle(self) -> str:
@@ -98,15 +107,15 @@ class Numerics:
         ranks = self._ranks.size
         if self.precision is None:
             self.precision = "bf16" if with_bf16 == ranks else "fp32"
-            self._why = f"this {kind} has {instructions}"
+            self.why = f"this {kind} has {instructions}"
             if self.precision == "fp32":
                 lacking = f"this {kind} has" if ranks == 1 else f"{ranks - int(with_bf16)} of {ranks} ranks have"
-                self._why = f"{lacking} no instructions for bf16"
+                self.why = f"{lacking} no instructions for bf16"
         elif self.precision == "bf16" and instructions is None:
             _log.warning(
-                "precision is bf16 (%s), but this %s has no instructions for it: products are emulated, which can be "
+                "precision is bf16 (%s), but this %s has no instructions for it: products are emulated, which is 2 to "
                 "30 times slower than fp32; set train.precision fp32",
-                self._why,
+                self.why,
                 kind,
             )
         if self.library == "onednn" and without_onednn:
@@ -120,7 +129,7 @@ class Numerics:
         self.library = self.library or ("onednn" if with_onednn == ranks else "torch")
         for layer in self._layers:
             layer.use(self.library)
-        chosen = f"precision {self.precision} ({self._why})"
+        chosen = f"precision {self.precision} ({self.why})"
         if self.precision == "fp32" and self._layers and kind == "CPU":
             chosen += f"; matrix products by {'oneDNN' if self.library == 'onednn' else 'the library of torch'}"
         return chosen
@@ -145,6 +154,15 @@ class Numerics:
             f"the loss is {loss} in {place}; training stopped before the batch touched any parameter or table. {cause}"
         )
 
+    def summary(self) -> dict[str, str | int | None]:
+        """What was chosen, why, and how many threads of this process compute."""
+        return {
+            "precision": self.precision,
+            "precision_because": self.why,
+            "linear_library": self.library if self._device.type == "cpu" else None,
+            "threads": torch.get_num_threads(),
+        }
+
     def state_dict(self) -> dict[str, str | None]:
         """What was chosen, and on what."""
         return {"precision": self.precision, "linear_library": self.library, "processor": _processor(self._device)}
@@ -167,7 +185,7 @@ class Numerics:
                     getattr(self._recipe, name),
                 )
         if self._recipe.precision == "auto":
-            self.precision, self._why = before["precision"], "the checkpoint"
+            self.precision, self.why = before["precision"], "the checkpoint"
         if self._recipe.linear_library == "auto":
             self.library = before["linear_library"]
         here = _processor(self._device)

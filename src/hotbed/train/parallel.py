@@ -23,14 +23,15 @@ from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.jagged import ModelParallelInput
+from hotbed.optim import Moment
 from hotbed.plan import Plan
-from hotbed.plan.cost import tile_bytes
+from hotbed.plan.cost import table_bytes, tile_bytes
 from hotbed.plan.placement import SCHEMES
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
-from hotbed.train.parameter_groups import moments_by_table
+from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
 from hotbed.train.table_file import read_hot_rows, read_skew
 
@@ -181,22 +182,31 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     plan = planned(model, recipe, size)
-    if size > 1 and parallel.replicas == 1:
-        _refuse_too_many(plan, plan_tables(model), device)
+    if parallel.replicas == 1:
+        _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
     timeout = timedelta(seconds=parallel.timeout_s)
     return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
 
 
-def _refuse_too_many(plan: Plan, tables: Sequence[Table], device: torch.device) -> None:
-    """Raise `StoreError` if the rows in memory of all processes of this host are more than is free there."""
+def _refuse_too_many(
+    plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequence[Moment]], device: torch.device
+) -> None:
+    """Raise `StoreError` if rows and moments in memory of all processes of this host are more than is free there."""
     here = started()
     local = range(here.rank - here.local_rank, here.rank - here.local_rank + here.local_size)
-    nbytes = 0
+    by_tier: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
     for table in tables:
         for tile in plan.by_table[table.name]:
-            if tile.tier == "device":
-                nbytes += tile_bytes(table, tile) * sum(rank in local for rank in tile.ranks)
-    refuse_too_many(nbytes, device)
+            by_tier[tile.tier] += tile_bytes(table, tile, moments[table.name]) * (tile.owner in local)
+            by_tier[tile.tier] += tile_bytes(table, tile) * sum(rank in local for rank in tile.readers)
+    refuse_too_many(by_tier["device"], device, by_tier)
+
+
+def refuse_impossible(recipe: Recipe, tables: Sequence[Table], device: torch.device) -> None:
+    """Raise `StoreError` if one process cannot hold these tables and their moments at once."""
+    moments = moments_of(recipe.sparse_optimizer)
+    nbytes = sum(table_bytes(table, moments) for table in tables if table.dynamic is None)
+    refuse_too_many(nbytes, device, {"device": nbytes, "host": 0, "disk": 0})
 
 
 def needs_a_plan(recipe: Recipe) -> bool:

@@ -177,7 +177,14 @@ def print_summary(console: Console, summary: Mapping[str, Any]) -> None:
     )
     if summary.get("best_step") not in (None, summary["steps"]):
         console.print(
-            f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and is kept"
+            f"the evaluation after step {summary['best_step']:,} was the best; its model was tested and is kept",
+            soft_wrap=True,
+        )
+    if "precision_because" in summary:
+        several = "s" if summary["threads"] > 1 else ""
+        console.print(
+            f"precision {summary['precision']} ({summary['precision_because']}), {summary['threads']} thread{several} "
+            "per process"
         )
     if "ranks" in summary:
         hidden = summary["ids_exchange_hidden_share"]

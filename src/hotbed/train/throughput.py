@@ -12,6 +12,7 @@ from torch import nn
 
 from hotbed.embed import Distributed, collections_of
 from hotbed.store import Traffic
+from hotbed.train.threads import ThreadWatch
 
 SETTLING_STEPS = 5
 """First steps that the rate leaves out: kernels are compiled and buffers allocated in them."""
@@ -25,9 +26,11 @@ class Clock:
         self._steps = 0
         # Seconds and samples of the settling steps, and of those after them.
         self._settling, self._settled = [0.0, 0], [0.0, 0]
+        self._threads = ThreadWatch()
 
     def start(self) -> None:
-        """Count from now on."""
+        """Count from now on, and watch the threads that compute."""
+        self._threads.start()
         self._mark = time.perf_counter()
 
     def tick(self, samples: int) -> None:
@@ -37,13 +40,14 @@ class Clock:
         total = self._settling if self._steps <= SETTLING_STEPS else self._settled
         total[0] += now - self._mark
         total[1] += samples
+        self._threads.tick()
         self._mark = now
 
     @contextmanager
     def paused(self) -> Generator[None]:
         """Leave out the time of the body."""
         yield
-        self.start()
+        self._mark = time.perf_counter()
 
     @property
     def samples_per_s(self) -> float:

@@ -1,0 +1,193 @@
+"""Protects that a dry run forecasts the memory that the run then takes, by tier and at its peak, and makes no table."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from hotbed.commands.dry_run import memory_plan
+from hotbed.commands.main import main
+from hotbed.config import Recipe
+from hotbed.plan.tiers import Zipf
+from hotbed.train.memory_trace import nbytes_of, peak_of, peaks_of
+from tests.matrix import full
+
+MIB = 1 << 20
+
+
+class Run(NamedTuple):
+    """A recipe whose memory is measured."""
+
+    rows: list[int]
+    batch_size: int
+    samples: int
+    bottom: list[int]
+    top: list[int]
+    memory: dict[str, Any] = {}  # noqa: RUF012
+    train: dict[str, Any] = {}  # noqa: RUF012
+    plan: str = "table"
+
+
+SMALL = [64, 64], [64, 1]
+RUNS = {
+    "memory": Run([1_000_000] * 2, 128, 25_600, *SMALL),
+    "host": Run([2_000_000] * 2, 4096, 163_840, *SMALL, memory={"tier": "host", "device_bytes": 64 * MIB}),
+    "disk": Run(
+        [4_000_000, 2_000_000],
+        4096,
+        81_920,
+        *SMALL,
+        memory={"tier": "disk", "device_bytes": 64 * MIB, "cache_rows": 200_000},
+    ),
+    "large batch": Run([10_000] * 26, 16_384, 65_536, [512, 256, 64], [1024, 512, 1], train={"precision": "fp32"}),
+}
+
+
+def recipe_of(folder: Path, run: Run) -> Recipe:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.json").write_text(json.dumps({"rows": run.rows, "dense": 13}))
+    init_args = {"train_samples": run.samples, "test_samples": 20_000}
+    return Recipe.from_dict(
+        {
+            "name": "run",
+            "data": {
+                "source": {"class_path": "hotbed.data.ZipfSource", "init_args": init_args},
+                "path": str(folder / "rows.json"),
+                "dim": run.bottom[-1],
+            },
+            "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": run.bottom, "top": run.top}},
+            "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}},
+            "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.01}},
+            "train": {"batch_size": run.batch_size, "device": "cpu", **run.train},
+            "memory": run.memory,
+            "parallel": {"plan": run.plan},
+        }
+    )
+
+
+def started(folder: Path, *args: str, rank: int = 0, ranks: int = 1, port: int = 0) -> subprocess.Popen[str]:
+    env = dict(os.environ)
+    if ranks > 1:
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    argv = [sys.executable, "-m", "hotbed", "train", str(folder / "recipe.json"), *args]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def peak_bytes(process: subprocess.Popen[str]) -> int:
+    """Most memory that a process had, when it is over."""
+    assert process.stderr is not None
+    with process.stderr as stream:
+        said = stream.read()
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, said
+    return used.ru_maxrss * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux counts it")
+@pytest.mark.parametrize(
+    ("name", "ranks"), [full(name, 1, id=name) for name in RUNS] + [full("memory", 2, id="2 ranks")]
+)
+def test_the_peak_is_within_a_tenth_of_the_forecast(tmp_path: Path, name: str, ranks: int) -> None:
+    recipe = recipe_of(tmp_path, RUNS[name])
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    peak_bytes(started(tmp_path, "--dry_run", "--json", str(tmp_path / "plan.json"), ranks=ranks))
+    forecast = [found["peak_bytes"]["host"] for found in json.loads((tmp_path / "plan.json").read_text())["memory"]]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    out = ["--out", str(tmp_path / "runs")]
+    running = [started(tmp_path, *out, rank=rank, ranks=ranks, port=port) for rank in range(ranks)]
+    for expected, process in zip(forecast, running, strict=True):
+        assert expected == pytest.approx(peak_bytes(process), rel=0.1)
+
+
+def test_rows_are_forecast_in_the_tiers_that_the_recipe_says(tmp_path: Path) -> None:
+    rows = [3000, 50]
+    memory = {"tier": "disk", "device_bytes": 60_000, "host_bytes": 30_000, "cache_rows": 100}
+    run = Run(rows, 64, 6400, [16], [8, 1], memory)
+    everything = memory_plan(recipe_of(tmp_path, run._replace(memory={})))["memory"][0]["tiers"]
+    assert everything == {"device": 0, "host": sum(rows) * (16 + 1) * 4, "disk": 0}
+    plan = memory_plan(recipe_of(tmp_path, run))
+    (found,) = plan["memory"]
+    # The CPU's memory is the host's: rows in place, and those of the host's budget that training touches.
+    assert 60_000 * 0.95 < found["tiers"]["host"] < 90_000
+    assert 0 < found["tiers"]["disk"] < sum(rows) * (16 + 1) * 4 - 90_000
+    assert {"tables", "cache", "index of rows", "process", "step", "batches"} <= found["parts"].keys() | {
+        "step",
+        "batches",
+    }
+    assert sum(found["parts"].values()) == found["peak_bytes"]["host"] + found["peak_bytes"]["device"]
+    assert {entry["tier"] for entry in plan["tables"]} <= {"host", "host + disk", "disk"}
+
+
+def test_rows_that_samples_touch_are_counted_by_popularity(tmp_path: Path) -> None:
+    run = Run([20_000], 64, 6400, [16], [8, 1], {"tier": "host"}, train={"epochs": 2})
+    (found,) = memory_plan(recipe_of(tmp_path, run))["memory"]
+    draws = np.random.default_rng(0).random(12_800)
+    zipf = Zipf(20_000)
+    shares = np.array([zipf.accesses(row) for row in range(1, 20_001)])
+    distinct = len(np.unique(np.searchsorted(shares, draws)))
+    assert found["tiers"]["host"] == pytest.approx(distinct * (16 + 1) * 4, rel=0.05)
+
+
+def test_what_does_not_fit_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    recipe = recipe_of(tmp_path, Run([3000], 64, 640, [16], [8, 1]))
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    argv = ["train", str(tmp_path / "recipe.json"), "--dry_run"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "at its peak: tables" in shown
+    assert "does not fit" not in shown
+    monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
+    assert main(argv) == 0
+    assert "and 1.0 MiB are free here; set memory.tier to host or disk" in capsys.readouterr().out
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_peak_is_of_what_is_there_at_once() -> None:
+    def phase() -> None:
+        for _ in range(3):
+            a = torch.zeros(1000)
+            b = a + 1
+            del a
+            b.view(10, 100).mul_(2)
+
+    def larger() -> None:
+        torch.zeros(5000)
+
+    assert [peak.nbytes for peak in peaks_of([phase, larger])] == [pytest.approx(8000, abs=4000), 20_000]
+
+
+def test_gradients_and_what_backward_needs_count() -> None:
+    weight = torch.ones(1000, 1000, requires_grad=True)
+
+    def step(samples: int) -> list[Any]:
+        x = torch.ones(samples, 1000)
+
+        def backward() -> None:
+            torch.autograd.backward(((x @ weight).relu() @ weight).sum())
+
+        return [backward]
+
+    found = peak_of(step, 3000, 100).nbytes
+    assert found == pytest.approx(peaks_of(step(3000))[0].nbytes, rel=0.1)
+    assert found > 3 * 3000 * 1000 * 4
+
+
+def test_bytes_of_tensors_in_containers() -> None:
+    assert nbytes_of({"a": [torch.zeros(3), (torch.zeros(2, dtype=torch.int64), 5)], "b": None}) == 12 + 16
