@@ -316,3 +316,12 @@ def test_compiled(tmp_path: Path) -> None:
         expected = model(batch)
         model.compile(backend="eager")
         torch.testing.assert_close(model(batch), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_model_that_nothing_is_learned_from_needs_no_statistics(rule: Rule) -> None:
+    module = Normalization(schema({"name": "x", "rule": rule, "missing": "indicator"}))
+    module.assume_standard()
+    found = module(torch.tensor([[0.5], [math.nan]], dtype=torch.float64))
+    assert found.isfinite().all()
+    assert found[:, 1].tolist() == [0, 1]

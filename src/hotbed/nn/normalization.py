@@ -229,6 +229,14 @@ class Normalization(nn.Module):
                 self._statistics(column).copy_(torch.from_numpy(constants))
         return self
 
+    def assume_standard(self) -> None:
+        """Take what was not measured for standardised already: for models that nothing is learned from."""
+        for numerical in self._measured:
+            values = self._statistics(numerical.name)
+            if not float(values[0]):
+                values.zero_()
+                values[0] = values[-1] = 1.0
+
     def check_measured(self) -> None:
         """Raise `SpecError` if a column was not measured yet."""
         if not self._is_ready and (left := self.unmeasured):

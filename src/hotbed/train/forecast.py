@@ -25,6 +25,7 @@ from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.embed import collections_of
 from hotbed.machine import resident_bytes
+from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
@@ -260,7 +261,10 @@ class _Trace:
         self._rows = {table.name: table.rows for table in tables if table.dynamic is None}
         features = source.schema.features("error")
         self._table_of = {feature.name: feature.table for feature in features}
-        self._trainer = trainer_of(made, source, new_model(made, source, tables))
+        model = new_model(made, source, tables)
+        if (normalization := normalization_of(model)) is not None:
+            normalization.assume_standard()
+        self._trainer = trainer_of(made, source, model)
         self._trainer.numerics.settle()
         for phase in self._step(min(64, len(sample))):  # makes what optimizers keep
             phase()
