@@ -57,8 +57,11 @@ def recipe_of_numbers(path: Path, labels: Any, **init_args: Any) -> Path:
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
         "train": {
-            **{"batch_size": 100, "device": "cpu", "precision": "fp32"},
-            **{"checkpoint": "last", "eval_batch_size": 128},
+            "batch_size": 100,
+            "eval_batch_size": 128,
+            "device": "cpu",
+            "precision": "fp32",
+            "checkpoint": "last",
         },
     }
     (path / "recipe.yaml").write_text(yaml.safe_dump(values))
