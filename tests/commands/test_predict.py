@@ -218,3 +218,22 @@ def test_the_page_s_code_scores_a_row_without_hotbed(run: Path, new: Path, tmp_p
     argv = [sys.executable, "score.py", str(tmp_path / "program"), json.dumps(sample)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {"rating": pytest.approx(expected, abs=1e-6)}
+
+
+MEMORY = """
+import resource, sys, hotbed as hb
+hb.predict(sys.argv[1], sys.argv[2], sys.argv[3], keep=["row"], batch_size=4096)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_data(run: Path, tmp_path: Path) -> None:
+    peaks: list[int] = []
+    part = frame(10_000)
+    for parts in (2, 40):
+        data = tmp_path / f"{parts}.parquet"
+        pl.concat([part] * parts).drop("rating", "buy").write_parquet(data, row_group_size=10_000)
+        argv = [sys.executable, "-c", MEMORY, str(run), str(data), str(tmp_path / f"scores_{parts}.parquet")]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) >> 10)  # MiB
+    assert peaks[1] - peaks[0] < 40, peaks  # the larger one has 50 MiB of numbers alone

@@ -23,7 +23,7 @@ from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import read_manifest
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.config import Recipe
-from hotbed.errors import CommError, DataError
+from hotbed.errors import CommError, DataError, NonFiniteError
 from hotbed.nn import Normalization
 from hotbed.train.build import build_model, open_source
 from hotbed.train.report import RunDirectory
@@ -180,6 +180,19 @@ def test_a_warm_start_takes_what_is_known_and_measures_what_is_new(tmp_path: Pat
     assert after.keys() - before.keys() == {"normalization.n_standard:log"}
     assert float(after["normalization.n_standard:log"][0]) == 1
     assert_same({n: after[n] for n in before if n in after}, {n: before[n] for n in before if n in after})
+
+
+def test_a_loss_that_is_not_finite_has_its_own_cause(tmp_path: Path) -> None:
+    """A missing value with a rule is not to blame; one without is, and the rule is named."""
+    file = recipe_of_numbers(tmp_path, [POSITIVE])
+    with pytest.raises(NonFiniteError) as caught:
+        run(None, tmp_path, dense_optimizer={"init_args": {"lr": 1e30}})
+    assert "The cause is in the input" not in str(caught.value)
+    values = yaml.safe_load(file.read_text())
+    values["data"]["source"]["init_args"]["schema"]["dense"] = ["n_as_is"]
+    file.write_text(yaml.safe_dump(values))
+    with pytest.raises(NonFiniteError, match=r"column 0 is nan\. Mend the data, or give the column a rule for missing"):
+        run(None, tmp_path)
 
 
 def scaled(folder: Path) -> tuple[hb.ParquetSource, dict[str, Any]]:

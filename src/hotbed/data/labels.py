@@ -89,6 +89,20 @@ def read_labels(
     return labels
 
 
+def read_weights(column: pa.ChunkedArray, name: str, place: str) -> arrow.Array:
+    """Sample weights ``[n]`` float32; a `DataError` names the first that is null, negative or not finite."""
+    refuse_null(column, name, place)
+    weights = arrow.numbers(column)
+    bad = ~((weights >= 0) & (weights < np.inf))
+    if bad.any():
+        at = int(bad.argmax())
+        raise DataError(
+            f"{place}, column '{name}': weight {column[at].as_py()} at row {at:,}; weights must be finite and "
+            "at least 0: mend the data, or leave `weight` out of the schema"
+        )
+    return weights
+
+
 def refuse_null(column: pa.ChunkedArray, name: str, place: str) -> None:
     """Raise `DataError` for a column with a null that must be complete."""
     if column.null_count:

@@ -27,7 +27,7 @@ from hotbed.batch import Batch
 from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.columns import Label
-from hotbed.data.labels import check_label, read_labels, refuse_null
+from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.numericals import read_numericals
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -297,7 +297,7 @@ class ParquetSource(Source):
             sparse=sparse,
             dense=_dense(table, s, group),
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
-            weights=torch.from_numpy(_complete(table, s.weight, where)) if s.weight else None,
+            weights=torch.from_numpy(read_weights(table[s.weight], s.weight, where)) if s.weight else None,
             extra={s.group: _groups_of(table, s.group, where)} if s.group else {},
         )
 
@@ -327,12 +327,6 @@ def _dense(table: pa.Table, schema: Schema, group: RowGroup) -> Tensor | None:
     if not schema.dense:
         return None
     return torch.from_numpy(read_numericals(table, schema, str(group), group.first_row))
-
-
-def _complete(table: pa.Table, name: str, where: str) -> arrow.Array:
-    """Numbers of a column that may have no null."""
-    refuse_null(table[name], name, where)
-    return arrow.numbers(table[name])
 
 
 def _label_range(group: RowGroup, name: str, label: Label | None) -> tuple[float, float]:
