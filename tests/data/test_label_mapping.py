@@ -118,6 +118,15 @@ def test_the_schema_keeps_the_condition() -> None:
         Schema.from_dict({**values, "labels": [{"positive": "> 1"}]})
 
 
+@pytest.mark.parametrize(("value", "shown"), [(-0.5, "-0.5"), (float("nan"), "nan"), (float("inf"), "inf")])
+def test_weights_that_are_none(tmp_path: Path, value: float, shown: str) -> None:
+    table = pa.table({"user": [1, 2, 3], "y": [0, 1, 0], "w": [0.0, 1.0, value]})
+    pq.write_table(table, tmp_path / "log.parquet")
+    schema = Schema(sparse=(SparseColumn(name="user", rows=9),), labels=("y",), weight="w")
+    with pytest.raises(DataError, match=rf"column 'w': weight {shown} at row 2 .*; weights must be finite and"):
+        ParquetSource(tmp_path / "log.parquet", schema).read("train", 0)
+
+
 @given(
     st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
     st.sampled_from([">=", "<=", "==", "!=", ">", "<"]),

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from data_cases import MIXED_SCHEMA, mixed_batch
 from pyarrow import fs
 
 from hotbed.batch import Batch
-from hotbed.data import ParquetSource, Schema, Source, SparseColumn
+from hotbed.data import Label, Numerical, ParquetSource, Schema, Source, SparseColumn
 from hotbed.data.hashing import hash_integers, hash_strings, rows_of
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
@@ -60,6 +61,19 @@ class TestRawIds(SourceContract):
         source = ParquetSource(path / "all.parquet", MIXED_SCHEMA, ids="raw", valid_fraction=0.17, test_fraction=0.33)
         cuts = {"train": (0, 30), "valid": (30, 40), "test": (40, 60)}
         return source, {split: batch.take(torch.arange(*cut)) for split, cut in cuts.items()}
+
+
+class TestRawNumbersAndMappedLabels(SourceContract):
+    def make(self, path: Path) -> tuple[Source, dict[str, Batch]]:
+        batch = unweighted(mixed_batch(40))
+        assert batch.labels is not None and batch.dense is not None
+        signs = batch.labels * 2 - 1
+        pq.write_table(table_of(replace(batch, labels=signs)), path / "all.parquet", row_group_size=10)
+        numericals = (Numerical(name="price", rule="log", missing="indicator"),)
+        positives = (Label("click", "> 0"), Label("buy", "== 1"))
+        schema = replace(MIXED_SCHEMA, numericals=numericals, positives=positives)
+        source = ParquetSource(path / "all.parquet", schema, ids="raw")
+        return source, {"train": replace(batch, dense=batch.dense.double())}
 
 
 class TestHashedIdsInSplitFolders(SourceContract):

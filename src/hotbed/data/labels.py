@@ -95,6 +95,20 @@ def read_labels(
     return labels
 
 
+def read_weights(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+    """Sample weights ``[n]`` float32; a `DataError` names the first that is null, negative or not finite."""
+    refuse_null(column, name, place, row_of)
+    weights = arrow.numbers(column)
+    bad = ~((weights >= 0) & (weights < np.inf))
+    if bad.any():
+        at = int(bad.argmax())
+        raise DataError(
+            f"{place}, column '{name}': weight {column[at].as_py()} at {row_of(at)}; weights must be finite and "
+            "at least 0: mend the data, or leave `weight` out of the schema"
+        )
+    return weights
+
+
 def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> None:
     """Raise `DataError` for a column with a null that must be complete."""
     if column.null_count:

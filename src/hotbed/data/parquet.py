@@ -22,7 +22,7 @@ from hotbed.batch import Batch
 from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.columns import Label
-from hotbed.data.labels import check_label, read_labels, refuse_null
+from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.numericals import read_numericals
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
@@ -166,7 +166,9 @@ class ParquetSource(Source):
             sparse=sparse,
             dense=_dense(table, s, group),
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
-            weights=torch.from_numpy(_complete(table, s.weight, group)) if s.weight else None,
+            weights=torch.from_numpy(read_weights(table[s.weight], s.weight, str(group), group.place))
+            if s.weight
+            else None,
             extra={s.group: _groups_of(table, s.group, group)} if s.group else {},
         )
 
@@ -196,10 +198,8 @@ def _dense(table: pa.Table, schema: Schema, group: RowGroup | Rows) -> Tensor | 
     return torch.from_numpy(read_numericals(table, schema, str(group), group.place))
 
 
-def _complete(table: pa.Table, name: str, group: RowGroup | Rows) -> arrow.Array:
-    """Numbers of a column that may have no null."""
-    refuse_null(table[name], name, str(group), group.place)
-    return arrow.numbers(table[name])
+def _weights(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
+    return torch.from_numpy(read_weights(table[name], name, str(group), group.place))
 
 
 def _label_range(group: RowGroup | Rows, name: str, label: Label | None) -> tuple[float, float]:

@@ -80,6 +80,18 @@ class SourceContract(ABC):
                 spans = zip(samples.labels.amin(0).tolist(), samples.labels.amax(0).tolist(), strict=True)
                 assert found == dict(zip(source.schema.labels, spans, strict=True))
 
+    def test_numericals_can_be_read_alone(self, made: Made) -> None:
+        """`Source.read_numericals` is what `Source.read` has; numbers for a model to normalize are float64."""
+        source, expected = made
+        for split in expected:
+            for i in range(len(source.chunks(split))):
+                found, whole = source.read_numericals(split, i), source.read(split, i).dense
+                assert (found is None) == (whole is None)
+                if found is not None and whole is not None:
+                    assert torch.equal(found.nan_to_num(), whole.nan_to_num())
+                    assert found.dtype == whole.dtype
+                    assert not source.schema.numericals or found.dtype == torch.float64
+
     def test_columns_that_are_left_out(self, made: Made) -> None:
         """`Source.only` gives the same samples with fewer ids, and leaves the source as it was."""
         source, expected = made

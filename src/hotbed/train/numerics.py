@@ -21,6 +21,7 @@ from hotbed.config import Precision, TrainRecipe
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
+from hotbed.nn.normalization import normalization_of
 from hotbed.train.metrics import checked_logits
 from hotbed.train.parallel import Ranks
 
@@ -206,13 +207,17 @@ def _processor(device: torch.device) -> str:
 
 def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
     """Say why the loss of a batch is NaN or infinite, and what to try; ``which`` names the batch."""
-    for what, tensor in (("dense", batch.dense), ("weights", batch.weights)):
+    normalization, dense = normalization_of(model), batch.dense
+    if normalization is not None and dense is not None:  # which may have a rule for what is missing
+        dense = normalization(dense)
+    for what, tensor in (("dense", dense), ("weights", batch.weights)):
         place = _first_bad(tensor)
         if tensor is not None and place is not None:
             column = f", column {place[1]}" if len(place) > 1 else ""
             return (
                 f"The cause is in the input: {what} of sample {place[0]:,} of {which}{column} is "
-                f"{float(tensor[tuple(place)])}. Mend the data or fill such values in the source"
+                f"{float(tensor[tuple(place)])}. Mend the data"
+                + (", or give the column a rule for missing values in the schema" if what == "dense" else "")
             )
     for name, parameter in model.named_parameters():
         if _first_bad(parameter) is not None:
