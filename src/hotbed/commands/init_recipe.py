@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hotbed.data.draft import MANY_REPEATS, SMALL
 from hotbed.files import yaml_text
 
 if TYPE_CHECKING:
@@ -19,21 +20,33 @@ _MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How long and in what steps to train so many samples."""
+    """How to train on so many samples; by measurements on logs of several kinds, see docs/decisions/0026."""
 
     dim: int
     batch_size: int
     epochs: int
     warmup_steps: int
+    sparse_lr: float
+    initial_accumulator: float
+    dropout: float
 
     @staticmethod
-    def of(samples: int, *, has_valid: bool) -> Training:
-        """Choose by the number of samples to train on."""
-        dim = 16 if samples >= 20_000 else 8
-        batch_size = min(1024, max(16, 1 << round(math.log2(max(1, samples) / 200))))
+    def of(samples: int, *, has_valid: bool, repeats: float) -> Training:
+        """Choose by the number of samples to train on, and by how often an id is met among them in the mean."""
+        batch_size = min(4096, max(32, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
-        epochs = 10 if has_valid else 1
-        return Training(dim=dim, batch_size=batch_size, epochs=epochs, warmup_steps=min(100, steps // 10))
+        few = samples < SMALL
+        most = 20 if few else 5 if repeats >= MANY_REPEATS else 1
+        return Training(
+            dim=16,
+            batch_size=batch_size,
+            epochs=most if has_valid else 1,
+            warmup_steps=steps // 20,
+            sparse_lr=0.04 if few else 0.08,
+            # Gradients of a mean over the batch are smaller in larger ones, their squares all the more.
+            initial_accumulator=float(f"{1e-6 * (256 / batch_size) ** 2:.1e}"),
+            dropout=0.3 if few else 0.0,
+        )
 
 
 def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]) -> str:
@@ -50,7 +63,7 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
     counts
         Samples by split.
     """
-    training = Training.of(counts.get("train", 0), has_valid=draft.splits.has_valid)
+    training = Training.of(counts.get("train", 0), has_valid=draft.splits.has_valid, repeats=draft.repeats)
     lines = [
         "# Drafted by `hotbed init` from names, types and values of the columns. Check it, then:",
         "#   hotbed train THIS_FILE --dry_run",
@@ -59,7 +72,7 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
         *_data(draft, path, counts, training),
         *_model(draft, training),
         *_optimizers(training),
-        *_train(draft, training),
+        *_train(training),
     ]
     return "\n".join(lines) + "\n"
 
@@ -82,6 +95,8 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
         yield "  test_split: test"
     else:
         yield _beside("  test_split: null", splits.reason or "there is none")
+    if splits.in_time_order:
+        yield _beside("  shuffle: false", "the rows are in the order of time: the newest are learnt last")
     yield "  source:"
     yield "    class_path: hotbed.data.ParquetSource"
     yield "    init_args:"
@@ -128,8 +143,8 @@ def _entries(key: str, entries: Sequence[Any], reasons: Mapping[str, str]) -> It
     yield f"        {key}:"
     for entry in entries:
         name = entry if isinstance(entry, str) else entry.get("name", entry.get("column"))
-        written = yaml_text([entry], width=1 << 30)
-        yield _beside(f"          {written}", reasons.get(name, ""))
+        written = yaml_text(entry) if isinstance(entry, str) else yaml_text([entry], width=1 << 30).removeprefix("- ")
+        yield _beside(f"          - {written}", reasons.get(name, ""))
 
 
 # -- model and training --------------------------------------------------------------------------------------------
@@ -148,6 +163,7 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
         yield _beside(f"    bottom: [64, {training.dim}]", "ends with data.dim")
         yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
         yield _beside("    embeddings_to_top: true", "the top MLP sees the vectors beside their products")
+        yield from _dropout(training)
         return
     yield from _comment(
         f"{features:,} features have {pairs:,} pairs, whose products are too many inputs for DLRM; the cross layers of "
@@ -159,28 +175,41 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
     yield _beside("    layers: 2", "cross layers")
     yield "    low_rank: 64"
     yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
+    yield from _dropout(training)
+
+
+def _dropout(training: Training) -> Iterator[str]:
+    if training.dropout:
+        yield _beside(f"    dropout: {training.dropout}", "of the MLPs, for there are few samples")
 
 
 def _optimizers(training: Training) -> Iterator[str]:
     yield "dense_optimizer:"
     yield "  class_path: torch.optim.Adam"
-    yield "  init_args: {lr: 0.001}"
+    yield "  init_args: {lr: 0.002}"
     yield "sparse_optimizer:"
     yield "  class_path: hotbed.optim.RowWiseAdagrad"
-    yield "  init_args: {lr: 0.05}"
+    yield "  init_args:"
+    yield f"    lr: {training.sparse_lr}"
+    yield _beside(
+        f"    initial_accumulator: {training.initial_accumulator:.1e}",
+        "rare rows begin with small steps; for another batch size: 1.0e-6 × (256 ÷ batch_size)²",
+    )
     yield "schedule:"
-    yield _beside(f"  warmup_steps: {training.warmup_steps}", "over which the learning rates rise, then they stay")
+    yield _beside(f"  warmup_steps: {training.warmup_steps}", "5 % of an epoch")
+    yield _beside(
+        "  decay_share: 0.4", "of every epoch's steps, the last ones, over which the learning rates fall to 0"
+    )
+    yield _beside("  decay_power: 1", "linearly")
 
 
-def _train(draft: Draft, training: Training) -> Iterator[str]:
+def _train(training: Training) -> Iterator[str]:
     yield "train:"
     yield f"  batch_size: {training.batch_size}"
-    if not draft.splits.has_valid or training.epochs == 1:
-        yield _beside("  epochs: 1", "ids are learnt by heart from the second pass on")
-        return
-    yield _beside(f"  epochs: {training.epochs}", "at most: the validation split decides which is the last")
-    yield _beside("  patience: 1", "stop after the first evaluation that is no better")
-    yield _beside("  checkpoint: best", "and test with the best state")
+    if training.epochs == 1:
+        yield _beside("  epochs: 1", "ids that are met seldom are learnt by heart in a second one")
+    else:
+        yield _beside(f"  epochs: {training.epochs}", "at most: the validation split decides which was the best")
 
 
 # -- text ----------------------------------------------------------------------------------------------------------

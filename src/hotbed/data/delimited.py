@@ -124,9 +124,7 @@ def _convert(store: fs.FileSystem, path: str, kept: Path) -> None:
     layout = _layout(store, path)
     _log.warning("converting %s to Parquet, once; it is kept in %s (set HOTBED_TABLES for another place)", path, kept)
     if not layout.has_header:
-        _log.warning(
-            "%s has no header and the layout of Criteo's logs: columns are %s, …", path, ", ".join(COLUMNS[:2])
-        )
+        _log.warning("%s has no header, but the layout of Criteo's logs: label, I1 … I13, C1 … C26", path)
     types = TypesOfText(layout.names, layout.text)
     for batch in _batches(store, path, layout):
         types.look_at(batch)

@@ -26,8 +26,10 @@ from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 WEIGHT_NAMES = ("weight", "weights", "sample_weight")
-SMALL = 50_000
-"""Rows of train data below which several epochs are drafted, with a validation split that decides when to stop."""
+SMALL = 20_000
+"""Rows of train data below which several epochs are drafted, with a validation split that decides which is the best."""
+MANY_REPEATS = 100
+"""How often an id is met in the mean, from which on that is so with any number of rows."""
 _SMALLEST_TABLE = 64
 _LARGEST_TABLE = 1 << 31
 _INDICATOR = 0.005
@@ -60,6 +62,8 @@ class Draft:
         What is said of splits.
     samples
         Rows to train on and to cut other splits off.
+    repeats
+        How often an id is met in them, in the mean.
     """
 
     schema: Schema
@@ -68,6 +72,7 @@ class Draft:
     labels: tuple[FoundLabel, ...]
     splits: DraftedSplits
     samples: int
+    repeats: float
 
 
 def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.FileSystem | None = None) -> Schema:
@@ -148,7 +153,9 @@ def draft(
     if time is not None:
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample)
-    splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=total < SMALL)
+    repeats = _repeats(profiles, schema)
+    several_epochs = total < SMALL or repeats >= MANY_REPEATS
+    splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=several_epochs)
     dropped = [LeftOut(n, str(groups[0].file.schema.field(n).type), "--drop") for n in dict.fromkeys(drop)]
     elsewhere = [LeftOut(n, str(groups[0].file.schema.field(n).type), why) for n, why in missing.items()]
     left = [LeftOut(p.name, str(p.type), _why(roles[p.name])) for p in profiles if _why(roles[p.name])]
@@ -159,6 +166,7 @@ def draft(
         labels=tuple(labels),
         splits=splits,
         samples=total,
+        repeats=repeats,
     )
 
 
@@ -180,6 +188,14 @@ def _not_everywhere(files: DraftFiles, groups: Sequence[object]) -> dict[str, st
             elif arrow.is_text(first.field(name).type) != arrow.is_text(kind := file.schema.field(name).type):
                 found[name] = f"in {file.name} it is {kind}"
     return found
+
+
+def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:
+    """Ids that are looked up, per distinct one."""
+    sparse = {column.name for column in schema.sparse}
+    used = [column for column in profiles if column.name in sparse]
+    lookups = sum(c.present * (c.length if arrow.is_list(c.type) else 1) for c in used)
+    return lookups / max(1, sum(c.distinct for c in used))
 
 
 def _is_counted(column: pa.ChunkedArray) -> bool:

@@ -27,6 +27,7 @@ from hotbed.errors import DataError, SpecError
 FEWEST_ROWS = 50
 """Of fewer rows none are cut off."""
 _SHARE = 0.1
+_FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of so few says little
 _SMALLEST, _LARGEST = 0.03, 0.3  # shares that a split by time may have where many rows have one time
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
@@ -93,6 +94,8 @@ class DraftedSplits:
     reason: str = ""
     has_valid: bool = False
     has_test: bool = False
+    in_time_order: bool = False
+    """Whether the rows are known to be stored in the order of time."""
     notes: list[str] = field(default_factory=list)
 
     def source_args(self) -> dict[str, Any]:
@@ -148,7 +151,11 @@ def draft_splits(
     if wanted and total < FEWEST_ROWS:
         found.reason = f"{total:,} rows are too few to cut off some"
     elif wanted:
-        found.init_args["split"], found.reason = _cut(files, sample, times, wanted, time)
+        shares = {split: _SHARE_OF_FEW if split == "valid" and total < _FEW_ROWS else _SHARE for split in wanted}
+        split, found.reason = _cut(files, sample, times, shares, time)
+        found.init_args["split"] = split
+        ordered = {column.name for column in times if column.is_sorted}
+        found.in_time_order = split["by"] == "order" or split.get("column") in ordered
         found.has_valid, found.has_test = found.has_valid or "valid" in wanted, True
     if paths:
         found.init_args["split_paths"] = paths
@@ -156,10 +163,10 @@ def draft_splits(
 
 
 def _cut(
-    files: DraftFiles, sample: pa.Table, times: Sequence[ColumnProfile], wanted: Sequence[str], time: str | None
+    files: DraftFiles, sample: pa.Table, times: Sequence[ColumnProfile], wanted: dict[str, float], time: str | None
 ) -> tuple[dict[str, object], str]:
     """How to cut splits off the train data, and why so."""
-    shares: dict[str, object] = dict.fromkeys(wanted, _SHARE)
+    shares: dict[str, object] = dict(wanted)
     train = files.by_split.get("", files.by_split.get("train", []))
     if time is None and all(is_delimited(file.shown) and tuple(file.schema.names) == COLUMNS for file in train):
         return {"by": "order", **shares}, "the last rows: logs of Criteo are in the order of time"
@@ -181,7 +188,7 @@ def _cut(
     return {"by": "hash", **shares}, f"drawn by a hash of the rows' places{why or ', for there is no column of time'}"
 
 
-def _starts(column: pa.ChunkedArray, wanted: Sequence[str]) -> dict[str, object] | None:
+def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, object] | None:
     """First times of the splits, so that each has about its share of the rows; None where there are no such times."""
     column = pc.drop_null(column)
     kind = column.type
@@ -202,8 +209,8 @@ def _starts(column: pa.ChunkedArray, wanted: Sequence[str]) -> dict[str, object]
     left = 1 - firsts / len(values)  # share of the rows from each value on
     starts: dict[str, object] = {}
     total = 0.0
-    for split in reversed(list(wanted)):
-        at = int(np.abs(left - (total + _SHARE)).argmin())
+    for split, share in reversed(wanted.items()):
+        at = int(np.abs(left - (total + share)).argmin())
         if not _SMALLEST <= left[at] - total <= _LARGEST:
             return None
         total = float(left[at])

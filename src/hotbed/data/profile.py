@@ -232,9 +232,8 @@ def _profile(
     if len(unique) <= _FEW:
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
-        scores = _scores(column, numbers, labels)
-        known["auc"] = _separation(scores, labels)
-        known["missing_auc"] = _separation(null.astype(np.float64), labels)
+        known["auc"] = _value_auc(column, numbers, labels)
+        known["missing_auc"] = _either_way(_auc(null.astype(np.float64), labels))
     return ColumnProfile(
         **known,
         missing=float(null.mean()),
@@ -270,28 +269,32 @@ def _of_numbers(values: arrow.Array) -> dict[str, Any]:
     }
 
 
-def _scores(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arrow.Array) -> arrow.Array:
-    """A score per row: of values that are met often the mean label of the other half of the rows, else the number."""
+def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arrow.Array) -> float:
+    """AUC of a score per row: of values that are met often the mean label in other rows, else the number itself."""
     codes = pc.dictionary_encode(column).combine_chunks() if not pa.types.is_dictionary(column.type) else None
     if codes is None:
         codes = column.unify_dictionaries().combine_chunks()
     indices = pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
     count = int(indices.max(initial=0)) + 1
     if numbers is not None and count > len(labels) // 20:
-        return np.where(np.isfinite(numbers), numbers, np.nanmin(np.append(numbers[np.isfinite(numbers)], 0.0)))
-    half = np.arange(len(labels)) % 2 == 0
+        lowest = np.append(numbers[np.isfinite(numbers)], 0.0).min()
+        return _either_way(_auc(np.where(np.isfinite(numbers), numbers, lowest), labels))
+    half = np.random.default_rng(0).random(len(labels)) < 0.5
     scores = np.empty(len(labels))
     for fitted in (half, ~half):
         sums = np.bincount(indices[fitted], labels[fitted], count)
         counts = np.bincount(indices[fitted], minlength=count)
         means = (sums + labels.mean()) / (counts + 1)
         scores[~fitted] = means[indices[~fitted]]
-    return scores
+    return _auc(scores, labels)
 
 
-def _separation(scores: arrow.Array, labels: arrow.Array) -> float:
+def _auc(scores: arrow.Array, labels: arrow.Array) -> float:
     positives = labels.sum()
     if min(positives, len(labels) - positives) < _FEWEST_OF_A_CLASS:
         return 0.5  # too few to tell
-    found = auc(torch.from_numpy(np.ascontiguousarray(scores, dtype=np.float64)), torch.from_numpy(labels))
+    return auc(torch.from_numpy(np.ascontiguousarray(scores, dtype=np.float64)), torch.from_numpy(labels))
+
+
+def _either_way(found: float) -> float:
     return max(found, 1 - found)

@@ -156,6 +156,7 @@ _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
 _FEW_VALUES = 50
+_COUNTS_FROM = -100  # some logs say by a small negative number that there is none
 _UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
 _LONG_TEXT = 60
 
@@ -182,7 +183,7 @@ def words_of(name: str) -> list[str]:
 def _named_as(name: str) -> Literal["id", "number", ""]:
     """What a name says its integers are: the last word that says so (``item_price``), but for ``num_items``."""
     words = words_of(name)
-    if words and words[0] in _NUMBER_FIRST:
+    if len(words) > 1 and words[0] in _NUMBER_FIRST:
         return "number"
     said = [word for word in words if word in _ID_WORDS or word in _NUMBER_WORDS]
     return "" if not said else "id" if said[-1] in _ID_WORDS else "number"
@@ -230,10 +231,10 @@ def _no_input(kind: pa.DataType) -> str | None:
 
 def _leak(column: ColumnProfile, label: str) -> str | None:
     advice = "if it is known before the event, add it again"
-    if column.auc >= LEAK:
-        return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
     if column.missing_auc >= LEAK:
         return f"whether it is missing gives '{label}' away (AUC {column.missing_auc:.3f}); {advice}"
+    if column.auc >= LEAK:
+        return f"it alone gives '{label}' away (AUC {column.auc:.3f}); {advice}"
     return None
 
 
@@ -306,7 +307,7 @@ def _whole_number(column: ColumnProfile) -> ColumnRole:
         return _ids(column)
     median, upper = column.quantiles[2], column.quantiles[4]
     tail = column.high > 50 * max(1.0, median) or upper > 8 * max(1.0, median)
-    if tail and column.low > -100 and column.high > 2 * column.distinct:
+    if tail and column.low > _COUNTS_FROM and column.high > 2 * column.distinct:
         return ColumnRole("number", "a count by its distribution")
     if column.low < 0 and column.distinct > _FEW_VALUES:
         return ColumnRole("number", "it has negative values")
@@ -317,11 +318,13 @@ def rule_of(column: ColumnProfile) -> tuple[Rule, str]:
     """How a number is to be normalized, with the reason; see `Numerical`."""
     first, lower, median, upper, last = column.quantiles or (0.0,) * 5
     spread = upper - lower
+    if column.is_whole and column.low > _COUNTS_FROM and last > 4 * max(1.0, median):
+        return "log", "a long tail, as counts have"
     if not spread:
         return ("log", "most values are alike, others far") if column.low >= 0 else ("asinh", "most values are alike")
     if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):
         return _of_heavy_tail(median, lower)
-    if last - upper > 6 * spread or lower - first > 6 * spread or column.high - median > 100 * spread:
+    if last - upper > 3 * spread or lower - first > 3 * spread or column.high - median > 100 * spread:
         return "asinh", "heavy tails"
     if first > -6 and last < 6 and 0.4 < spread < 4 and abs(median) < 1 and column.low < 0:
         return "as_is", "it is about standardised already"

@@ -74,6 +74,8 @@ class DCNv2(nn.Module):
         Rank of their matrices, or None for whole ones; at most the number of inputs is taken.
     top
         Widths of the MLP. It ends with the number of labels and has no last ReLU.
+    dropout
+        Share of the outputs of the MLP's hidden layers that are 0 in a training step, see `MLP`.
     seed
         Seed of the tables' initial values (the layers use torch's generator).
     backend
@@ -94,6 +96,7 @@ class DCNv2(nn.Module):
         layers: int = 3,
         low_rank: int | None = 64,
         top: Sequence[int] = (1024, 512, 1),
+        dropout: float = 0.0,
         seed: int = 0,
         backend: BackendName = "auto",
     ) -> None:
@@ -109,7 +112,7 @@ class DCNv2(nn.Module):
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.cross = nn.ModuleList([CrossLayer(width, rank) for _ in range(layers)])
-        self.top = MLP(width, top, last_relu=False)
+        self.top = MLP(width, top, last_relu=False, dropout=dropout)
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
