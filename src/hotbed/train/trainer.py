@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -157,7 +157,7 @@ class Trainer:
         self.prefetcher = BatchPrefetcher(model, move, overlap=overlap, divide=divide)
         self._row_prefetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
-        self._factor = lambda step: self._schedule.factor(step, self._epoch_steps)
+        self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
         self.schedules = {
             name: LambdaLR(optimizer, lambda taken: self._factor(taken + 1))

@@ -311,7 +311,7 @@ def _found(study: optuna.Study, recipe: Recipe, spaces: list[Space], directory: 
         for trial in study.trials
         if trial.state.name in names
     ]
-    return Tuned(directory, recipe.train.monitor, best, cast("float", study.best_value), trials)
+    return Tuned(directory, recipe.train.monitor, best, study.best_value, trials)
 
 
 def _short(key: str) -> str:
