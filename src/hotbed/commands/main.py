@@ -26,6 +26,7 @@ COMMANDS = {
     "train": "Train and test by a recipe.",
     "tune": "Search learning rates, dims and dropout of a recipe on its valid split.",
     "eval": "Evaluate a checkpoint.",
+    "predict": "Score new rows with a run's model.",
     "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "bench": "Measure kernels, or training steps, against this machine's limits.",

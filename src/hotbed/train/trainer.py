@@ -1,8 +1,7 @@
 """Run the training loop: what it calls, and what callbacks may do.
 
 What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, its optimizers
-and any iterable of `Batch`; everything that is not training (logs, progress, checkpoints, stopping early) is a
-`Callback`.
+and any iterable of `Batch`; what is not training (logs, progress, checkpoints, stopping early) is a `Callback`.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Trainer:
     sparse
         Optimizer of its embedding tables.
     group_optimizers
-        Optimizers of parameters and tables that those two do not train, by the name they have in logs and checkpoints.
+        Optimizers of parameters and tables that those two do not train, by name, also in logs and checkpoints.
     wide
         Former name of ``group_optimizers={"wide": …}``; it works until hotbed 0.3 and warns.
     recipe
@@ -98,7 +97,7 @@ class Trainer:
     labels
         Names of the tasks.
     overlap
-        Whether a distributed model's ids are prefetched: exchanged while the batch before is computed.
+        Whether a distributed model's ids are exchanged while the batch before is computed.
     divide
         Divides each batch; rows of a part are fetched while the part before is computed, and gradients add up to the
         batch's. On several ranks each batch must have equally many parts.
@@ -109,18 +108,18 @@ class Trainer:
         Steps taken, epochs finished, and batches taken of the present epoch.
     samples
         Samples trained on, also by the runs that this one goes on from.
-    stop
-        A callback sets it to end training after the present step.
+    stop, evaluate_now
+        A callback sets them to end training, or (in ``on_step``, on all ranks) to evaluate, after the present step.
     ask_save, ask_stop
-        Set by any rank, at any time: all save a checkpoint (with `KeepLast`), and end training, after the same step.
-    evaluate_now
-        A callback sets it in ``on_step``, on all ranks alike, to evaluate after the present step.
+        Set by any rank, at any time: all save a checkpoint (with `KeepLast`), or end training, after the same step.
     save_now, told_to_stop
         Whether any rank had requested so before the present step.
     saver, other_parts
         What saves checkpoints, and more that they are to hold, by name.
     numerics
         Precision and library of products, chosen when training starts.
+    id_kinds
+        `Source.id_kinds` of the data, kept by checkpoints.
     """
 
     def __init__(
@@ -165,9 +164,8 @@ class Trainer:
         }
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
-        self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = False
-        self.evaluate_now = False
-        self.other_parts: dict[str, Stateful] = {}
+        self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = self.evaluate_now = False
+        self.other_parts, self.id_kinds = dict[str, Stateful](), dict[str, str]()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
         self.saver = Saver(self.ranks, self.clock, self.parts, partial(self._call, "on_checkpoint"))
@@ -381,6 +379,7 @@ class Trainer:
             "losses": list(self._recent),
             "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state_dict())},
             "data": self._data_position,
+            "id_kinds": self.id_kinds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
