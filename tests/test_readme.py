@@ -19,5 +19,4 @@ def test_every_command_of_the_readme_exists():
 
     text = README.read_text(encoding="utf-8")
     commands = set(re.findall(r"^hotbed (\w+)", text, re.MULTILINE))
-    assert commands == {"prepare", "pack", "train", "init", "inspect", "bench", "demo", "checkpoint", "completion"}
-    assert commands <= COMMANDS.keys()
+    assert commands == COMMANDS.keys() - {"eval"}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hotbed.plan import Cut, Plan, Tile, make_plan
     from hotbed.specs import Dynamic, Feature, Table
     from hotbed.train import Callback, Trainer, evaluate
+    from hotbed.train.predict import predict
 
 __all__ = [
     "Batch",
@@ -55,6 +56,7 @@ __all__ = [
     "mean_over_ranks",
     "nn",
     "optim",
+    "predict",
     "prepare",
     "save_checkpoint",
 ]
@@ -92,6 +94,7 @@ __getattr__, __dir__ = lazy(
         "mean_over_ranks": "hotbed.embed",
         "nn": "hotbed",
         "optim": "hotbed",
+        "predict": "hotbed.train.predict",
         "prepare": "hotbed.data.prepare",
         "save_checkpoint": "hotbed.checkpoint",
     },

@@ -38,6 +38,18 @@ def write_text(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_file(path: Path) -> Generator[Path]:
+    """Give a hidden path beside ``path`` to write a file to, and rename it to ``path`` when the body succeeds."""
+    unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Wait until a file's content, or a directory's list of files, is on the disk and survives a power failure."""
     if os.name == "nt" and path.is_dir():

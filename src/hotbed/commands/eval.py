@@ -20,7 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> None:
     """Evaluate, and print the metrics."""
     from hotbed.train.report import print_metrics
-    from hotbed.train.run import evaluate_checkpoint
+    from hotbed.train.stored import evaluate_checkpoint
 
     checkpoint, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
     values = metrics.to_dict()

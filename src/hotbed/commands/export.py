@@ -13,22 +13,32 @@ from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe, ParallelRecipe, Recipe
+from hotbed.data import Source
 from hotbed.errors import CheckpointError
+from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.nn.plain import plain_model, traced
 from hotbed.train.build import build_model, open_source
 
 MODEL = "model.pt2"
 INPUTS = "inputs.json"
+HASH = (
+    "row = 1 + h mod (rows - 1); row 0 is null. Integer, as 64 bits x: h = mix(x). Text, as UTF-8 in little-endian "
+    "words of 8 bytes, the last padded with zeros: h = mix(length in bytes), then h = mix(h ^ word) for each word. "
+    "mix(x), modulo 2^64: x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; "
+    "x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^= x >> 31"
+)
+"""How `hotbed.data.hashing` makes rows of values, which never changes."""
 
 
 def export_model(checkpoint: str | Path, target: str | Path, data: str | None = None) -> dict[str, Any]:
     """Write the model of a checkpoint to ``model.pt2``, which needs torch only.
 
     ``torch.export.load("model.pt2").module()(dense, ids)`` gives the logits ``[B, T]`` of any number of samples:
-    ``dense [B, I]`` float32 (None where there are no dense inputs) and ``ids``, by feature ``[B, k]`` int64, or
-    ``(values [N], lengths [B])`` where the number of ids varies. ``inputs.json`` lists them; dense inputs that have a
-    center and a scale there are to be scaled as `hotbed.data.Scaling` says. Ids out of range are treated as the
-    recipe's ``data.on_bad_id`` says. It takes twice the memory of the model.
+    ``dense [B, I]`` (None where there are no dense inputs), numbers as they are stored, which the program normalizes:
+    float64, or float32 where there is nothing to normalize, and ``ids``, by feature ``[B, k]`` int64, or ``(values [N],
+    lengths [B])`` where the number of ids varies. ``inputs.json`` describes them, with the way from stored values to
+    ids; ``docs/prediction.md`` shows a stranger's code. Ids out of range are treated as the recipe's ``data.on_bad_id``
+    says. It takes twice the memory of the model.
 
     Parameters
     ----------
@@ -61,14 +71,31 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
     origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})
+    take_raw(model, origin.schema)
     program = traced(plain_model(model), origin.schema)
-    found = {
-        "dense": origin.schema.to_dict()["dense"],
-        "labels": list(origin.schema.labels),
-        "ids": {c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling} for c in origin.schema.sparse},
-        "tables": origin.schema.rows,
-    }
+    found = _described(origin, raw=normalization_of(model) is not None)
     with new_directory(target) as (place, _):
         torch.export.save(program, Path(place.path) / MODEL)
         place.write(INPUTS, json.dumps(found, indent=1))
     return found
+
+
+def _described(source: Source, *, raw: bool) -> dict[str, Any]:
+    """What ``inputs.json`` says of inputs and outputs."""
+    schema, kinds = source.schema, source.id_kinds()
+
+    def encoding(column: str) -> dict[str, str]:
+        return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
+
+    return {
+        "dense": schema.to_dict()["dense"],
+        "dense_dtype": "float64" if raw else "float32",
+        "labels": list(schema.labels),
+        "positives": {label.column: label.positive for label in schema.positives},
+        "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
+        "ids": {
+            c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling, **encoding(c.name)} for c in schema.sparse
+        },
+        "hash": HASH if kinds else None,
+        "tables": schema.rows,
+    }

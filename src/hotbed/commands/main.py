@@ -25,6 +25,7 @@ COMMANDS = {
     "pack": "Choose hot rows, and split a dataset into hot and cold samples.",
     "train": "Train and test by a recipe.",
     "eval": "Evaluate a checkpoint.",
+    "predict": "Score new rows with a run's model.",
     "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "bench": "Measure kernels, or training steps, against this machine's limits.",

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 import yaml
 
 from hotbed.errors import SpecError, did_you_mean
-from hotbed.specs import Pooling, is_int
+from hotbed.pooling import Pooling
+from hotbed.specs import is_int
 
 Rule: TypeAlias = Literal["as_is", "standard", "log", "quantile", "asinh"]
 Missing: TypeAlias = Literal["error", "center", "indicator"]

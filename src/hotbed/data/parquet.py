@@ -272,6 +272,8 @@ def _by_fractions(path: str, groups: Sequence[RowGroup | Rows], valid: float, te
     """Cut row groups in order into train, valid and test, at the boundaries nearest to the fractions."""
     if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
         raise SpecError(f"valid_fraction {valid} and test_fraction {test} must be at least 0 and below 1 together")
+    if not groups:
+        raise DataError(f"{path} has no rows")
     ends = np.cumsum([0, *(g.samples for g in groups)])
     total = int(ends[-1])
     cuts = [0, *(int(np.abs(ends - total * (1 - f)).argmin()) for f in (valid + test, test)), len(groups)]

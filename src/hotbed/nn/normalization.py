@@ -76,6 +76,22 @@ def normalization_of(model: nn.Module) -> Normalization | None:
     return next((module for module in model.modules() if isinstance(module, Normalization)), None)
 
 
+def take_raw(model: nn.Module, schema: Schema) -> None:
+    """Let a model normalize also the columns that its source scales, for programs that have no source."""
+    scaled = {s.name: Numerical(name=s.name, rule="asinh", center=s.center, scale=s.scale) for s in schema.scaling}
+    rules = {n.name: n for n in schema.numericals} | scaled
+    ordered = tuple(rules[name] for name in schema.dense if name in rules)
+    if not scaled:
+        return
+    raw, before = replace(schema, scaling=(), numericals=ordered), normalization_of(model)
+    if before is None:
+        normalize(model, raw)
+        return
+    whole = Normalization(raw)
+    whole.load_state_dict(before.state_dict())
+    setattr(model, _NAME, whole)
+
+
 def _replace_dense(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -111,7 +127,7 @@ class Normalization(nn.Module):
 
     def __init__(self, schema: Schema) -> None:
         super().__init__()
-        self._names, self._scaled = schema.dense, {scaling.name for scaling in schema.scaling}
+        self._names = schema.dense
         self._rules: Mapping[str, Numerical] = {n.name: n for n in schema.numericals}
         self._inputs = schema.dense_features
         self._keys = {n.name: f"{quote(n.name, safe=' ')}:{n.rule}".replace(".", "%2E") for n in schema.numericals}
@@ -249,14 +265,6 @@ class Normalization(nn.Module):
         if self._inputs == len(self._names):
             return out
         return torch.cat([out, missing.index_select(1, self._buffer("_indicators")).float()], dim=1)
-
-    def with_scaling(self, schema: Schema) -> Normalization:
-        """The same for columns that the source scales, taking these raw, too; for programs without a source."""
-        given = {s.name: Numerical(name=s.name, rule="asinh", center=s.center, scale=s.scale) for s in schema.scaling}
-        rules = tuple(n for name in schema.dense if (n := self._rules.get(name) or given.get(name)) is not None)
-        whole = Normalization(replace(schema, scaling=(), numericals=rules))
-        whole.load_state_dict(self.state_dict())
-        return whole
 
     def _constants(self) -> tuple[Tensor, Tensor]:
         """Center and scale of all columns ``[I]``."""

@@ -27,8 +27,9 @@ from hotbed.embed.ids import hashed
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import DotInteraction
-from hotbed.ops.reference import divisors
-from hotbed.specs import NO_DIVISOR, POOLING_CODE, Feature
+from hotbed.nn.normalization import normalization_of
+from hotbed.pooling import NO_DIVISOR, POOLING_CODE, divisors
+from hotbed.specs import Feature
 
 Ids = Tensor | tuple[Tensor, Tensor]
 """Ids of a feature: ``[B, k]``, or ``(values [N], lengths [B])``; int64."""
@@ -53,7 +54,11 @@ def traced(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
         else:
             ids[column.name] = torch.zeros(size, column.ids, dtype=torch.int64)
             shapes[column.name] = {0: samples}
-    dense = torch.zeros(size, len(schema.dense)) if schema.dense else None
+    normalization = normalization_of(model)
+    if normalization is not None:
+        normalization.check_measured()
+    dtype = torch.float32 if normalization is None else torch.float64
+    dense = torch.zeros(size, len(schema.dense), dtype=dtype) if schema.dense else None
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own, of its internals

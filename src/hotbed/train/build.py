@@ -111,7 +111,7 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     _check_labels(recipe, source)
     model = build_model(recipe, source, resolve_device(recipe.train.device))
     optimizers = _optimizers(recipe, model)
-    return Trainer(
+    trainer = Trainer(
         model,
         optimizers.pop("dense"),
         optimizers.pop("sparse"),
@@ -123,6 +123,8 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
         overlap=recipe.parallel.overlap,
         divide=_divide(recipe, source, model),
     )
+    trainer.id_kinds = source.id_kinds()
+    return trainer
 
 
 def _check_labels(recipe: Recipe, source: Source) -> None:

@@ -221,6 +221,7 @@ _STAGES = {
     "accesses": "counting accesses",
     "pack": "packing hot and cold samples",
     "measure": "measuring numericals",
+    "predict": "predicting",
 }
 
 

@@ -1,10 +1,10 @@
-"""Go from a recipe to a trained, tested model: what ``hotbed train``, ``eval`` and ``demo`` call."""
+"""Go from a recipe to a trained, tested model: what ``hotbed train`` and ``demo`` call."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -13,26 +13,25 @@ from rich.console import Console
 from torch import nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, load_checkpoint, read_manifest
-from hotbed.config import ParallelRecipe, Recipe
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from
+from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.data import Loader, Source
 from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, collections_of
-from hotbed.errors import CheckpointError, RecipeError, StoppedError
+from hotbed.errors import RecipeError, StoppedError
 from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.build import build_model, build_trainer, check_split, new_source, open_source, train_splits
+from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.measure import measure_numericals
-from hotbed.train.metrics import Metrics, evaluate
-from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
+from hotbed.train.stored import bad_ids
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
 
@@ -229,48 +228,6 @@ def _of_ranks(trainer: Trainer) -> dict[str, Any]:
         "ids_exchange_s": trainer.prefetcher.exchange_s,
         "ids_exchange_hidden_share": trainer.prefetcher.hidden_share,
     }
-
-
-def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -> tuple[Directory, Metrics]:
-    """Evaluate a checkpoint's model with the recipe that is stored in it.
-
-    Parameters
-    ----------
-    path
-        The checkpoint, or a run's directory, whose newest checkpoint is taken.
-    split
-        Split of the data.
-    data
-        Path of other data; default: the recipe's.
-
-    Returns
-    -------
-    tuple
-        The checkpoint and its metrics.
-    """
-    checkpoint = find_checkpoint(path, best=True)
-    stored = read_manifest(checkpoint).recipe
-    if stored is None:
-        raise CheckpointError(f"{checkpoint} holds no recipe, so its model cannot be built; use load_checkpoint")
-    recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe())  # this is one process
-    source = new_source(replace(recipe.data, path=data or recipe.data.path))
-    check_split("--split", split, source)
-    source.check_labels(split)
-    device = resolve_device("auto")
-    model = build_model(recipe, source, device)
-    load_checkpoint(checkpoint, {"model": model})
-    loader = Loader(source, split, recipe.train.eval_batch_size)
-    metrics = evaluate(model, loader, device=device, group=source.schema.group, labels=source.schema.labels)
-    return checkpoint, metrics
-
-
-def bad_ids(model: nn.Module) -> dict[str, int]:
-    """By feature, how many ids were out of range and dropped or hashed."""
-    counts: dict[str, int] = {}
-    for module in model.modules():
-        for feature, count in getattr(module, "bad_ids", {}).items():
-            counts[feature] = counts.get(feature, 0) + count
-    return counts
 
 
 class IdCounts:

@@ -1,8 +1,7 @@
 """Run the training loop: what it calls, and what callbacks may do.
 
 What happens in a step is `Trainer.fit`; the rest of this file is what it calls. A trainer takes a model, its optimizers
-and any iterable of `Batch`; everything that is not training (logs, progress, checkpoints, stopping early) is a
-`Callback`.
+and any iterable of `Batch`; what is not training (logs, progress, checkpoints, stopping early) is a `Callback`.
 """
 
 from __future__ import annotations
@@ -112,15 +111,15 @@ class Trainer:
     stop
         A callback sets it to end training after the present step.
     ask_save, ask_stop
-        Set by any rank, at any time: all save a checkpoint (with `KeepLast`), and end training, after the same step.
+        Set by any rank, at any time: all save a checkpoint (with `KeepLast`), or end training, after the same step.
     evaluate_now
         A callback sets it in ``on_step``, on all ranks alike, to evaluate after the present step.
     save_now, told_to_stop
         Whether any rank had requested so before the present step.
-    saver, other_parts
-        What saves checkpoints, and more that they are to hold, by name.
-    numerics
-        Precision and library of products, chosen when training starts.
+    saver, other_parts, numerics
+        What saves checkpoints, and more that they are to hold, by name; what computes products, chosen at the start.
+    id_kinds
+        What `Source.id_kinds` says of the data; checkpoints keep it, so that no other ids are scored.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class Trainer:
         self.steps_total: int | None = recipe.steps
         self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = False
         self.evaluate_now = False
-        self.other_parts: dict[str, Stateful] = {}
+        self.other_parts, self.id_kinds = dict[str, Stateful](), dict[str, str]()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
         self.saver = Saver(self.ranks, self.clock, self.parts, partial(self._call, "on_checkpoint"))
@@ -381,6 +380,7 @@ class Trainer:
             "losses": list(self._recent),
             "callbacks": {type(c).__name__: state for c in self.callbacks if (state := c.state_dict())},
             "data": self._data_position,
+            "id_kinds": self.id_kinds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,53 @@
+"""Score new rows with a run's model: ``hotbed predict``."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.errors import RecipeError
+from hotbed.files import local, location
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the model, the data and the file to make."""
+    parser.usage = "hotbed predict RUN NEW --out FILE [options]"
+    parser.add_argument("run", type=str, help="Run's directory or checkpoint; a path or a URI.")
+    parser.add_argument("data", type=str, help="New rows, in the format of the data that the run was trained on.")
+    parser.add_argument("--out", type=str, required=True, help="File to make: .parquet or .csv, one row per row.")
+    parser.add_argument("--keep", type=str, nargs="+", default=[], help="Columns to copy in front of the scores.")
+    parser.add_argument("--split", type=str | None, help="Split to score, where the data have several.")
+    parser.add_argument("--batch_size", type=int | None, help="Rows at once; default: train.eval_batch_size.")
+    parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto.")
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Write the scores, with progress, and say what was done."""
+    from hotbed.train.predict import predict
+    from hotbed.train.report import StageProgress
+
+    if parsed.batch_size is not None and parsed.batch_size < 1:
+        raise RecipeError(f"--batch_size is {parsed.batch_size:,}, must be at least 1")
+    if parsed.device not in ("auto", "cpu", "cuda"):
+        raise RecipeError(f"--device is {parsed.device!r}, must be auto, cpu or cuda")
+    with StageProgress(console(stderr=True)) as progress:
+        made = predict(
+            location(parsed.run),
+            location(parsed.data),
+            local("--out", parsed.out),
+            keep=parsed.keep,
+            split=parsed.split,
+            batch_size=parsed.batch_size,
+            device=parsed.device,
+            progress=lambda done, total: progress("predict", done, total),
+        )
+    rate = made.rows / made.seconds
+    console().print(
+        f"{made.out}: {made.rows:,} rows of {', '.join(made.columns)}, by {made.checkpoint} ({rate:,.0f} rows/s)",
+        soft_wrap=True,
+        highlight=False,
+    )
+    for feature, count in made.ids_out_of_range.items():
+        console().print(f"feature {feature}: {count:,} ids were out of range and dropped or hashed (data.on_bad_id)")
+    write_json(parsed.json, {**vars(made), "out": str(made.out), "rows_per_s": rate})

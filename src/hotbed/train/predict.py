@@ -1,0 +1,240 @@
+"""Score new rows with a checkpoint's model, chunk by chunk: what ``hotbed predict`` calls.
+
+Everything that turns a stored row into inputs comes out of the checkpoint: the recipe names columns and how ids become
+rows of tables, the model's state has the statistics of its numericals. New data need no labels. Memory is that of the
+model, and of a few chunks of the data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
+from hotbed.data import Loader, Source
+from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
+from hotbed.files import new_file
+from hotbed.train.build import build_model
+from hotbed.train.metrics import to_device
+from hotbed.train.numerics import resolve_device
+from hotbed.train.stored import bad_ids, labels_of, new_data, recipe_of, refuse_other_ids
+
+Scores = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What `predict` wrote.
+
+    Attributes
+    ----------
+    checkpoint
+        Whose model it was.
+    out
+        The file.
+    rows
+        Its rows, one per row of the data, in their order.
+    columns
+        Its columns: those that were kept, then the scores.
+    seconds
+        How long it took, without loading the model.
+    ids_out_of_range
+        By feature, how many ids the model's tables have no row for.
+    """
+
+    checkpoint: str
+    out: Path
+    rows: int
+    columns: list[str]
+    seconds: float
+    ids_out_of_range: dict[str, int] = field(default_factory=dict)
+
+
+def predict(
+    checkpoint: str | Path,
+    data: str | Path,
+    out: str | Path,
+    *,
+    keep: Sequence[str] = (),
+    split: str | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Predicted:
+    """Write the probability of each label for every row of new data.
+
+    A row's score does not depend on the rows beside it, but for rounding: the order in which a matrix product sums may
+    differ with the size of the batch, by some 1e-7 of a probability.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint with a recipe, or a run's directory, whose best or newest is taken.
+    data
+        Rows with the input columns of the recipe, as stored; of the same format as the data of the recipe. Labels,
+        weights and groups are not needed.
+    out
+        File to make, ``.parquet`` or ``.csv``: a column ``score``, or ``score_LABEL`` for each of several labels. It
+        appears when it is complete.
+    keep
+        Columns of the data that are copied in front of the scores.
+    split
+        Which split, where the data are a folder with several.
+    batch_size
+        Rows that are computed at once; default: the recipe's ``train.eval_batch_size``.
+    device
+        ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+    progress
+        Called with the rows done and those there are.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint, or it holds no recipe.
+    RecipeError
+        If ``out`` exists, or has another ending; if the data have several splits and none is named.
+    DataError
+        If the data lack a column, or have one of another kind than in training.
+    SpecError
+        If a column's type cannot be its input.
+    """
+    target = _target(Path(out))
+    place = find_checkpoint(checkpoint, best=True)
+    manifest = read_manifest(place)
+    recipe = recipe_of(manifest, str(place))
+    source = new_data(recipe, data)
+    refuse_other_ids(manifest, source, str(data))
+    chosen = _split(source, split, str(data))
+    labels = labels_of(recipe, source)
+    names = ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
+    _refuse_keep(source, keep, names, target, str(data))
+    size = recipe.train.eval_batch_size if batch_size is None else batch_size
+    place_of_model = resolve_device(device, "--device")
+    model = build_model(recipe, source, place_of_model)
+    load_checkpoint(place, {"model": model})
+    start, rows = time.perf_counter(), 0
+    with new_file(target) as unfinished, _Output(unfinished, target.suffix) as output:
+        scores = _Scores(_scored(model, source, chosen, size, place_of_model, len(labels)), len(labels))
+        chunks = source.chunks(chosen)
+        for i, count in enumerate(chunks):
+            output.write(source.read_columns(chosen, i, keep) if keep else None, names, scores.take(count))
+            rows += count
+            progress(rows, sum(chunks))
+        if not chunks:
+            output.write(None, [*keep, *names], np.empty((0, len(keep) + len(names))))
+    return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(model))
+
+
+def _target(out: Path) -> Path:
+    if out.suffix not in (".parquet", ".csv"):
+        raise RecipeError(f"--out is {out}, must end in .parquet or .csv")
+    if out.exists():
+        raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
+    if not out.absolute().parent.is_dir():
+        raise RecipeError(f"--out is {out}, but there is no folder {out.parent}; make it")
+    return out
+
+
+def _split(source: Source, split: str | None, data: str) -> str:
+    if split is None and len(source.splits) > 1:
+        raise RecipeError(
+            f"{data} has the splits {', '.join(source.splits)}; name one with --split, or give the path of one"
+        )
+    if split is not None and split not in source.splits:
+        hint = did_you_mean(split, source.splits)
+        raise RecipeError(f"--split is '{split}', but {data} has only {', '.join(source.splits)}{hint}")
+    return next(name for name in source.splits if split in (None, name))
+
+
+def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], target: Path, data: str) -> None:
+    """Raise unless the columns to keep are there, once, and the file can hold them."""
+    types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
+    if keep and types is None:
+        raise SpecError(f"{type(source).__name__} has no columns but those of its schema; leave --keep out")
+    there = types() if keep and types is not None else {}
+    for name, count in Counter(keep).items():
+        if name not in there:
+            raise DataError(
+                f"--keep names '{name}', but {data} has {', '.join(there) or 'no rows'}{did_you_mean(name, there)}"
+            )
+        if count > 1:
+            raise RecipeError(f"--keep names '{name}' {count} times; once will do")
+        if name in names:
+            raise RecipeError(f"--keep names '{name}', which is the name of a score; rename the column")
+        if target.suffix == ".csv" and "<" in there[name]:
+            raise RecipeError(f"--keep names '{name}', which is {there[name]} and no value of a CSV; write .parquet")
+
+
+def _scored(
+    model: nn.Module, source: Source, split: str, batch_size: int, device: torch.device, labels: int
+) -> Iterator[Scores]:
+    """Yield probabilities ``[B, T]`` batch by batch, in the order of the data."""
+    row = 0
+    model.eval()
+    for batch in Loader(source, split, batch_size) if source.samples(split) else ():
+        with torch.no_grad():  # not around the yield, where the caller would have it, too
+            logits = model(to_device(replace(batch, labels=None), model, device))
+        if logits.shape != (len(batch), labels):
+            raise BatchError(f"the model gave logits {list(logits.shape)} for {len(batch):,} rows, {labels} labels")
+        if not bool(logits.isfinite().all()):
+            at = int((~logits.isfinite()).any(1).nonzero()[0])
+            raise NonFiniteError(
+                f"the score of row {row + at:,} is not a number; a numerical of this row is not finite or far "
+                "beyond those of training: mend it, or give its column a rule for missing values when training"
+            )
+        row += len(batch)
+        # In float64: a float32 probability is 1 from a logit of 17 on, which makes ties that the model did not.
+        yield logits.double().sigmoid().cpu().numpy()
+
+
+class _Scores:
+    """Scores of batches, to be taken in other numbers."""
+
+    def __init__(self, batches: Iterator[Scores], labels: int) -> None:
+        self._batches, self._rest = batches, np.empty((0, labels))
+
+    def take(self, count: int) -> Scores:
+        parts = [self._rest]
+        while sum(map(len, parts)) < count:
+            parts.append(next(self._batches))
+        whole = np.concatenate(parts)
+        self._rest = whole[count:]
+        return whole[:count]
+
+
+class _Output(AbstractContextManager["_Output"]):
+    """A Parquet or CSV file that is written chunk by chunk."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._path, self._kind, self._writer = path, kind, cast(Any, None)
+
+    def write(self, kept: Any, names: Sequence[str], scores: Scores) -> None:
+        """Append rows: columns of a `pyarrow.Table`, and scores by name."""
+        import pyarrow as pa
+        from pyarrow import csv, parquet
+
+        columns = {} if kept is None else {name: kept[name] for name in kept.column_names}
+        table = pa.table(columns | {name: pa.array(column) for name, column in zip(names, scores.T, strict=True)})
+        if self._writer is None:
+            make = parquet.ParquetWriter if self._kind == ".parquet" else csv.CSVWriter
+            self._writer, self._schema = make(str(self._path), table.schema), table.schema
+        if table.schema != self._schema:  # other metadata, or files whose types differ
+            try:
+                table = table.cast(self._schema)
+            except (pa.ArrowInvalid, ValueError) as error:
+                raise DataError(f"the files of the data have a column of different types: {error}") from None
+        self._writer.write_table(table)
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()

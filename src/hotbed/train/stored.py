@@ -1,0 +1,100 @@
+"""Use a stored model: evaluate it, and open data as it was trained on, or new ones without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint.manifest import Manifest
+from hotbed.config import ParallelRecipe, Recipe
+from hotbed.data import Loader, Schema, Source
+from hotbed.errors import CheckpointError, DataError
+from hotbed.train.build import build, build_model, check_split, new_source
+from hotbed.train.metrics import Metrics, evaluate
+from hotbed.train.numerics import resolve_device
+
+_SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
+"""Arguments of sources that say how data are cut into splits; new data are one."""
+
+
+def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -> tuple[Directory, Metrics]:
+    """Evaluate a checkpoint's model with the recipe that is stored in it.
+
+    Parameters
+    ----------
+    path
+        The checkpoint, or a run's directory, whose newest checkpoint is taken.
+    split
+        Split of the data.
+    data
+        Path of other data; default: the recipe's.
+
+    Returns
+    -------
+    tuple
+        The checkpoint and its metrics.
+    """
+    checkpoint = find_checkpoint(path, best=True)
+    manifest = read_manifest(checkpoint)
+    recipe = recipe_of(manifest, str(checkpoint))
+    source = new_source(replace(recipe.data, path=data or recipe.data.path))
+    refuse_other_ids(manifest, source, str(data or recipe.data.path))
+    check_split("--split", split, source)
+    source.check_labels(split)
+    device = resolve_device("auto")
+    model = build_model(recipe, source, device)
+    load_checkpoint(checkpoint, {"model": model})
+    loader = Loader(source, split, recipe.train.eval_batch_size)
+    metrics = evaluate(model, loader, device=device, group=source.schema.group, labels=source.schema.labels)
+    return checkpoint, metrics
+
+
+def recipe_of(manifest: Manifest, place: str) -> Recipe:
+    """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none."""
+    if manifest.recipe is None:
+        raise CheckpointError(f"{place} holds no recipe, so its model cannot be built; use load_checkpoint")
+    return replace(Recipe.from_stored(manifest.recipe), parallel=ParallelRecipe())
+
+
+def new_data(recipe: Recipe, data: str | Path) -> Source:
+    """Open data with the source of a recipe, without labels and uncut."""
+    component = recipe.data.source
+    given = {key: value for key, value in component.init_args.items() if key not in _SPLITTING}
+    if isinstance(given.get("schema"), Mapping):
+        given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
+    return build("data.source", replace(component, init_args=given), Source, data)
+
+
+def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
+    """The labels that a recipe's model was trained for."""
+    schema = recipe.data.source.init_args.get("schema")
+    if isinstance(schema, Mapping):
+        return Schema.from_dict(cast("Mapping[str, object]", schema)).labels
+    return source.schema.labels
+
+
+def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
+    """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
+    position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
+    before: Mapping[str, str] = position.get("id_kinds", {})
+    for name, kind in source.id_kinds().items():
+        was = before.get(name, kind)
+        if was != kind:
+            raise DataError(
+                f"{data}, column '{name}': its values are {kind}, and the model was trained with {was}, which are "
+                f"other ids (5 and '5' are hashed to different rows); write the column as {was}"
+            )
+
+
+def bad_ids(model: nn.Module) -> dict[str, int]:
+    """By feature, how many ids were out of range and dropped or hashed."""
+    counts: dict[str, int] = {}
+    for module in model.modules():
+        for feature, count in getattr(module, "bad_ids", {}).items():
+            counts[feature] = counts.get(feature, 0) + count
+    return counts

@@ -1,0 +1,220 @@
+"""Protects that `hotbed predict` scores raw rows as evaluation does, in order, and writes a whole file or none."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+import hotbed as hb
+from hotbed.auc import auc
+from hotbed.commands.main import main
+from hotbed.errors import DataError
+from tests.commands.cases import Output, refused, train
+from tests.train.numbers import POSITIVE, frame
+from tests.train.numbers import recipe_of_numbers as recipe_of
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    status, summary, run = train(recipe_of(tmp_path_factory.mktemp("predict"), [POSITIVE]))
+    assert status == 0
+    assert summary["test"]["auc"] > 0.7
+    return run
+
+
+@pytest.fixture(name="new")
+def _new(run: Path, tmp_path: Path) -> Path:
+    """The last 500 rows of the data, the test split, without their labels."""
+    whole = pl.read_parquet(run.parents[2] / "log.parquet")
+    whole[-500:].drop("rating", "buy").write_parquet(tmp_path / "new.parquet", row_group_size=70)
+    return tmp_path / "new.parquet"
+
+
+def predicted(run: Path, new: Path, *options: str, name: str = "scores.parquet") -> pl.DataFrame:
+    out = new.parent / name
+    assert main(["predict", str(run), str(new), "--out", str(out), *options]) == 0
+    return pl.read_parquet(out) if out.suffix == ".parquet" else pl.read_csv(out)
+
+
+def test_scores_are_those_that_eval_computes(run: Path, new: Path, tmp_path: Path, capsys: Output) -> None:
+    file, done = tmp_path / "eval.json", tmp_path / "predict.json"
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    metrics = json.loads(file.read_text())["test"]
+    scores = predicted(run, new, "--keep", "row", "user", "--json", str(done))
+    assert scores.columns == ["row", "user", "score"]
+    rows = pl.read_parquet(run.parents[2] / "log.parquet")[-metrics["samples"] :]
+    assert scores["row"].to_list() == rows["row"].to_list()
+    labels = torch.from_numpy((rows["rating"] >= 4).to_numpy().astype(np.float32))
+    probabilities = torch.from_numpy(scores["score"].to_numpy().copy())
+    assert auc(probabilities, labels) == metrics["auc"]
+    loss = torch.nn.functional.binary_cross_entropy(probabilities, labels.double())
+    assert float(loss) == pytest.approx(metrics["logloss"], rel=1e-12)
+    said = json.loads(done.read_text())
+    assert (said["rows"], said["columns"]) == (metrics["samples"], ["row", "user", "score"])
+    assert f"{metrics['samples']:,} rows of row, user, score" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_score_does_not_depend_on_the_rows_beside_it(run: Path, new: Path) -> None:
+    expected = predicted(run, new)["score"].to_numpy()
+    for size in (1, 7, 10_000):
+        found = predicted(run, new, "--batch_size", str(size), name=f"by_{size}.parquet")["score"].to_numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    again = predicted(run, new, name="again.parquet")["score"].to_numpy()
+    np.testing.assert_array_equal(again, expected)
+    frame = pl.read_parquet(new)
+    (new.parent / "folder").mkdir()
+    frame[:100].write_parquet(new.parent / "folder" / "1.parquet")
+    frame[100:].write_parquet(new.parent / "folder" / "2.parquet")
+    of_folder = hb.predict(run, new.parent / "folder", new.parent / "of_folder.parquet")
+    np.testing.assert_allclose(pl.read_parquet(of_folder.out)["score"].to_numpy(), expected, rtol=0, atol=1e-6)
+
+
+def test_a_csv_has_the_same_digits(run: Path, new: Path) -> None:
+    expected = predicted(run, new, "--keep", "seconds")
+    found = predicted(run, new, "--keep", "seconds", name="scores.csv")
+    assert found.columns == expected.columns
+    assert found["score"].to_list() == expected["score"].to_list()
+
+
+def test_several_labels_and_integers_of_another_width(tmp_path: Path) -> None:
+    status, _, run = train(recipe_of(tmp_path, [POSITIVE, "buy"]))
+    assert status == 0
+    new = tmp_path / "new.parquet"
+    rows = frame(50, seed=3).drop("rating", "buy")
+    rows.with_columns(pl.col("seconds").cast(pl.UInt32)).write_parquet(new)
+    narrow = predicted(run, new)
+    assert narrow.columns == ["score_rating", "score_buy"]
+    rows.write_parquet(new)
+    assert predicted(run, new, name="wide.parquet").equals(narrow)
+    assert narrow.to_numpy().min() > 0
+    assert narrow.to_numpy().max() < 1
+
+
+def test_no_rows_are_an_error(run: Path, new: Path, capsys: Output) -> None:
+    pl.read_parquet(new)[:0].write_parquet(new)
+    message = refused(["predict", str(run), str(new), "--out", str(new.parent / "scores.parquet")], capsys)
+    assert "new.parquet has no rows" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"drop": "user"}, [], "new.parquet has no column 'user'; it has row, items"),
+        ({"drop": "seconds"}, [], "new.parquet has no column 'seconds'"),
+        ({"user": pl.Int64}, [], "column 'user': its values are integers, and the model was trained with text"),
+        ({"seconds": pl.String}, [], "column 'seconds' is .*, must be numbers to be a numerical or weight"),
+        ({"user": pl.Float64}, [], "sparse column 'user' is double, must be integers, strings or lists of them"),
+        ({}, ["--keep", "rwo"], "--keep names 'rwo', but .*new.parquet has row, .*did you mean 'row'"),
+        ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times; once will do"),
+        ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a score"),
+        ({}, ["--keep", "items", "--out", "{}/x.csv"], "'items', which is .*list.* and no value of a CSV; write .parq"),
+        ({}, ["--batch_size", "0"], "--batch_size is 0, must be at least 1"),
+        ({}, ["--device", "tpu"], "--device is 'tpu', must be auto, cpu or cuda"),
+        ({}, ["--split", "tset"], "--split is 'tset', but .*new.parquet has only train"),
+        ({}, ["--out", "{}/x.txt"], "must end in .parquet or .csv"),
+        ({}, ["--out", "{}/none/x.csv"], "there is no folder .*none; make it"),
+        ({}, ["--out", "{}/new.parquet"], "new.parquet exists already and is not overwritten; choose another --out"),
+        ({}, ["--out", "s3://bucket/x.csv"], "--out is s3://bucket/x.csv, must be a local path"),
+    ],
+)
+def test_what_cannot_be_scored(
+    run: Path, new: Path, change: dict[str, Any], options: list[str], message: str, capsys: Output
+) -> None:
+    rows = pl.read_parquet(new).with_columns(extra=pl.lit(1))
+    rows = rows.rename(change.pop("rename", {})).drop(change.pop("drop", []))
+    if "user" in change:
+        rows = rows.with_columns(pl.col("user").str.strip_prefix("user "))
+    rows = rows.with_columns(*(pl.col(name).cast(kind) for name, kind in change.items()))
+    rows.write_parquet(new)
+    before = sorted(new.parent.iterdir())
+    out = [] if "--out" in options else ["--out", str(new.parent / "scores.parquet")]
+    given = [option.format(new.parent) for option in options]
+    said = refused(["predict", str(run), str(new), *given, *out], capsys)
+    assert re.search(message, said), said
+    assert sorted(new.parent.iterdir()) == before
+
+
+def test_a_failure_leaves_nothing(run: Path, new: Path, capsys: Output) -> None:
+    out = ["--out", str(new.parent / "scores.parquet")]
+    message = refused(["predict", str(new.parent), str(new), *out], capsys)
+    assert "is neither a checkpoint" in message
+    (new.parent / "several").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(new, new.parent / "several" / f"{name}.parquet")
+    message = refused(["predict", str(run), str(new.parent / "several"), *out], capsys)
+    assert "has the splits train, test; name one with --split, or give the path of one" in message
+    half = new.read_bytes()
+    whole = pq.ParquetFile(new).metadata.row_group(1).column(0).data_page_offset
+    new.write_bytes(half[:whole] + bytes(200) + half[whole + 200 :])
+    with pytest.raises(DataError, match="row group 1: cannot be read, the file is damaged"):
+        hb.predict(run, new, new.parent / "scores.parquet")
+    assert not [p for p in new.parent.iterdir() if "scores" in p.name]
+
+
+def test_a_missing_value_is_an_error_where_the_schema_says_so(tmp_path: Path) -> None:
+    file = recipe_of(tmp_path, [POSITIVE])
+    values = yaml.safe_load(file.read_text())
+    values["data"]["source"]["init_args"]["schema"]["dense"] = [
+        {"name": "seconds", "rule": "standard", "missing": "error"},
+        "row",
+    ]
+    file.write_text(yaml.safe_dump(values))
+    status, _, run = train(file)
+    assert status == 0
+    rows = frame(20).with_columns(pl.when(pl.col("row") == 7).then(None).otherwise(pl.col("seconds")).alias("seconds"))
+    rows.write_parquet(tmp_path / "new.parquet")
+    with pytest.raises(DataError, match=r"row group 0, column 'seconds': null at row 7 \(row 7 of the file\)"):
+        hb.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet")
+    rows = frame(20).with_columns(pl.when(pl.col("row") == 7).then(math.inf).otherwise(1.0).alias("row"))
+    rows.write_parquet(tmp_path / "new.parquet")
+    with pytest.raises(hb.HotbedError, match="the score of row 7 is not a number; a numerical of this row"):
+        hb.predict(run, tmp_path / "new.parquet", tmp_path / "scores.parquet")
+    assert not list(tmp_path.glob("*scores*"))
+
+
+def test_eval_refuses_ids_of_another_kind(run: Path, tmp_path: Path, capsys: Output) -> None:
+    rows = frame(1000).with_columns(pl.col("user").str.strip_prefix("user ").cast(pl.Int64))
+    rows.write_parquet(tmp_path / "other.parquet", row_group_size=100)
+    message = refused(["eval", "--checkpoint", str(run), "--data", str(tmp_path / "other.parquet")], capsys)
+    assert "column 'user': its values are integers, and the model was trained with text, which are other ids" in message
+
+
+def test_split_binary_data_can_be_scored(recipe: Path, prepared: Path, tmp_path: Path) -> None:
+    status, summary, run = train(recipe, "--train.checkpoint", "last")
+    assert status == 0
+    made = hb.predict(run, prepared, tmp_path / "scores.parquet", split="test")
+    assert made.rows == summary["test"]["samples"]
+    with pytest.raises(hb.HotbedError, match="SplitBinarySource has no columns but those of its schema"):
+        hb.predict(run, prepared, tmp_path / "others.parquet", split="test", keep=["C1"])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "prediction.md"
+
+
+def test_the_page_s_code_scores_a_row_without_hotbed(run: Path, new: Path, tmp_path: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[-1]
+    (tmp_path / "score.py").write_text("import sys\nsys.modules['hotbed'] = None\n" + code)
+    rows = pl.read_parquet(new)
+    at = int(rows["items"].list.len().arg_max() or 0)
+    expected = predicted(run, new)["score"][at]
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "program"), "--to", "torch"]) == 0
+    about = json.loads((tmp_path / "program" / "inputs.json").read_text())
+    assert about["ids"]["user"] == {"rows": 256, "ids": 1, "pooling": "sum", "encoding": "hash", "values": "text"}
+    assert (about["dense_dtype"], about["labels"], about["positives"]) == ("float64", ["rating"], {"rating": ">= 4"})
+    assert "0xBF58476D1CE4E5B9" in about["hash"]
+    sample = {k: None if v != v else v for k, v in rows.row(at, named=True).items()}  # JSON has no NaN
+    argv = [sys.executable, "score.py", str(tmp_path / "program"), json.dumps(sample)]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"rating": pytest.approx(expected, abs=1e-6)}
