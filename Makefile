@@ -4,7 +4,7 @@ PEERS := benchmarks/peers/.venv
 LOWEST := .venv-lowest
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/commands/test_main.py \
-	tests/commands/test_train.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
+	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
 .PHONY: help setup demo test test-all test-lowest check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
@@ -36,7 +36,7 @@ $(LOWEST)/ready: pyproject.toml constraints-lowest.txt constraints.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt "$(TORCH)"
 	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt \
-		"$(TORCH)" --editable '.[tensorboard,plot]' $(shell grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
+		"$(TORCH)" --editable '.[tensorboard,plot,tune]' $(shell grep -E '^(pytest|pytest-xdist|hypothesis)==' constraints.txt)
 	touch $@
 
 check: .venv/ready  ## lint, types, layers, public names

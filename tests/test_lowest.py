@@ -21,7 +21,7 @@ def test_the_lowest_constraints_are_the_lower_bounds() -> None:
     bounds: dict[str, str] = {}
     for requirement in [
         *project["dependencies"],
-        *(r for name in ("tensorboard", "plot", "interpret") for r in extras[name]),
+        *(r for name in ("tensorboard", "plot", "interpret", "tune") for r in extras[name]),
     ]:
         found = re.match(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)", requirement)
         assert found, f"{requirement} has no lower bound"

@@ -123,6 +123,7 @@ def _trial(
 ) -> Scores | None:
     """Train by one draw; the better one of its best epoch and what was best before."""
     torch.manual_seed(seed)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, for torch warns where nobody says
     train, rng = splits["train"], np.random.default_rng(seed)
     model = PlainDLRM(rows, len(train.lists), train.numbers.shape[1], settings)
     tables = list(model.tables.parameters())

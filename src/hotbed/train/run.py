@@ -84,7 +84,7 @@ def train(
         return summary
     if ranks.is_first and (told := notice(recipe)):
         console.print(told, soft_wrap=True)
-    loader = _training_loader(recipe, source, ranks, trainer.model)
+    loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
         taken = _begin(trainer, loader, recipe, run, resume, console)
@@ -94,7 +94,7 @@ def train(
         trainer.saver.release()
     if trainer.told_to_stop:
         raise StoppedError(_stopped(trainer, recipe, run), signal or SIGTERM)
-    test = _evaluation_loader(recipe, source, recipe.data.test_split, ranks)
+    test = evaluation_loader(recipe, source, recipe.data.test_split, ranks)
     summary = {
         "name": recipe.name,
         "seed": recipe.train.seed,
@@ -182,7 +182,7 @@ def _fit(
         if ranks.is_first:
             run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
-            trainer.fit(loader, _evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
+            trainer.fit(loader, evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
         finally:
             if isinstance(progress, ShowProgress):
                 progress.close()
@@ -288,7 +288,7 @@ def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks
     return callbacks
 
 
-def _training_loader(
+def training_loader(
     recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module
 ) -> Loader | BroadcastLoader | HotColdLoader:
     """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say."""
@@ -353,7 +353,7 @@ def _training_loader(
     return loader(source, ranks.rank, ranks.size)
 
 
-def _evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
-    if split is None:
-        return None
-    return Loader(source, split, recipe.train.eval_batch_size, rank=ranks.rank, world_size=ranks.size)
+def evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
+    """Batches of a split to evaluate on; None for no split."""
+    size, here = recipe.train.eval_batch_size, {"rank": ranks.rank, "world_size": ranks.size}
+    return None if split is None else Loader(source, split, size, **here)
