@@ -14,11 +14,11 @@ from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, Schema, Source
 from hotbed.errors import CheckpointError, DataError
-from hotbed.train.build import build, build_model, check_split, open_source
+from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 
-_SPLITTING = ("valid_fraction", "test_fraction", "split")
+_SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 """Arguments of sources that say how data are cut into splits; new data are one."""
 
 
@@ -42,7 +42,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
     recipe = recipe_of(manifest, str(checkpoint))
-    source = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
+    source = new_source(replace(recipe.data, path=data or recipe.data.path))
     refuse_other_ids(manifest, source, str(data or recipe.data.path))
     check_split("--split", split, source)
     source.check_labels(split)
