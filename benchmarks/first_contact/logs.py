@@ -229,7 +229,7 @@ class Tiny(Planted):
             "plan": pa.array([f"plan {i}" for i in ids["plan"]]),
             "city": pa.array([f"city {i}" for i in ids["city"]]),
             "os": pa.array(ids["os"].astype(np.int64)),
-            "Unnamed: 0": pa.array(np.arange(size)),
+            "Unnamed: 0": pa.array(np.round(time * self.total - 0.5).astype(np.int64)),
             "Alter": pa.array(age),
             "income": pa.array(income),
             "visits": pa.array(visits.astype(np.float64)),
