@@ -76,8 +76,8 @@ class PlainDLRM(nn.Module):
         self.tables = nn.ModuleList(
             kind(count, settings.dim, sparse=not settings.adam_tables) for kind, count in zip(kinds, rows, strict=True)
         )
-        for table in self.tables:
-            nn.init.uniform_(table.weight, -0.01, 0.01)
+        for weight in self.tables.parameters():
+            nn.init.uniform_(weight, -0.01, 0.01)
         self.bottom = nn.Sequential(nn.Linear(max(numbers, 1), 64), nn.ReLU(), nn.Linear(64, settings.dim), nn.ReLU())
         vectors = len(rows) + 1
         self.pairs = torch.tril_indices(vectors, vectors, -1)
@@ -123,11 +123,12 @@ def _trial(
 ) -> Scores | None:
     """Train by one draw; the better one of its best epoch and what was best before."""
     torch.manual_seed(seed)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, for torch warns where nobody says
     train, rng = splits["train"], np.random.default_rng(seed)
     model = PlainDLRM(rows, len(train.lists), train.numbers.shape[1], settings)
     tables = list(model.tables.parameters())
     dense = [p for name, p in model.named_parameters() if not name.startswith("tables")]
-    optimizers = [torch.optim.Adam(dense, lr=settings.lr)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(dense, lr=settings.lr)]
     optimizers.append(
         torch.optim.Adam(tables, lr=settings.table_lr)
         if settings.adam_tables

@@ -56,7 +56,7 @@ class Drift(Planted):
         return columns, logits
 
     @override
-    def label(self, clicked: Array) -> pa.Array:
+    def label(self, clicked: Array) -> Any:
         return pa.array(clicked)
 
 
@@ -97,7 +97,7 @@ class RareIds(Planted):
         return columns, logits
 
     @override
-    def label(self, clicked: Array) -> pa.Array:
+    def label(self, clicked: Array) -> Any:
         return pa.array(clicked.astype(np.int64))
 
 
@@ -147,7 +147,7 @@ class Skewed(Planted):
         return columns, logits
 
     @override
-    def label(self, clicked: Array) -> pa.Array:
+    def label(self, clicked: Array) -> Any:
         return pa.array(clicked.astype(np.int8))
 
 
@@ -199,7 +199,7 @@ class Histories(Planted):
         return columns, logits
 
     @override
-    def label(self, clicked: Array) -> pa.Array:
+    def label(self, clicked: Array) -> Any:
         return pa.array(clicked.astype(np.float64))
 
 
@@ -229,7 +229,7 @@ class Tiny(Planted):
             "plan": pa.array([f"plan {i}" for i in ids["plan"]]),
             "city": pa.array([f"city {i}" for i in ids["city"]]),
             "os": pa.array(ids["os"].astype(np.int64)),
-            "Unnamed: 0": pa.array(np.arange(size)),
+            "Unnamed: 0": pa.array(np.round(time * self.total - 0.5).astype(np.int64)),
             "Alter": pa.array(age),
             "income": pa.array(income),
             "visits": pa.array(visits.astype(np.float64)),
@@ -237,7 +237,7 @@ class Tiny(Planted):
         return columns, logits
 
     @override
-    def label(self, clicked: Array) -> pa.Array:
+    def label(self, clicked: Array) -> Any:
         return pa.array(clicked.astype(np.uint8))
 
 
@@ -277,15 +277,22 @@ class Large(Planted):
         return columns, logits
 
     @override
-    def label(self, clicked: Array) -> pa.Array:
+    def label(self, clicked: Array) -> Any:
         return pa.array(clicked.astype(np.int32))
 
 
-def _lists(values: Array, lengths: Array) -> pa.Array:
+def _lists(values: Array, lengths: Array) -> Any:
     return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.array(values))
 
 
-_ROWS = {Drift: 200_000, RareIds: 200_000, Skewed: 200_000, Histories: 150_000, Tiny: 2_000, Large: 5_000_000}
+_ROWS: dict[type[Planted], int] = {
+    Drift: 200_000,
+    RareIds: 200_000,
+    Skewed: 200_000,
+    Histories: 150_000,
+    Tiny: 2_000,
+    Large: 5_000_000,
+}
 LOGS: dict[str, type[Planted]] = {log.name: log for log in _ROWS}
 """All planted logs by name."""
 _MIN_TEST, _MAX_TEST = 25_000, 500_000

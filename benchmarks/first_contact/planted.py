@@ -105,7 +105,7 @@ class Planted(ABC):
     def label(self, clicked: Array) -> Any:
         """The label column."""
 
-    def chunks(self, split: str) -> Iterator[tuple[pa.Table, Array, Array]]:
+    def chunks(self, split: str) -> Iterator[tuple[Any, Array, Array]]:
         """Tables, true probabilities and labels of a split."""
         before = list(self.sizes).index(split)
         start = sum(list(self.sizes.values())[:before])

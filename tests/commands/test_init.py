@@ -190,5 +190,5 @@ def test_columns_that_are_left_out_are_named_with_their_types_and_reasons(tmp_pa
     columns = {"label": [0, 1] * 20, "user": list(range(40)), "when [day]": day, "place": [{"x": 1}] * 40}
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     text = draft_recipe(tmp_path / "log.parquet")
-    assert "# - 'when [day]' (date32[day]): all rows have the same value ('2026-01-01')" in text
+    assert "# - 'when [day]' (date32[day]): all rows have the same value" in text
     assert "# - 'place' (struct<x: int64>): columns of type struct<x: int64> are no inputs yet" in text

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -133,3 +136,46 @@ def test_what_is_needed_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch, 
     )
     assert "pip install 'hotbed[tune]'" in said
     assert not out.exists()
+
+
+def test_numericals_are_measured_once_for_all_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    price, user = np.exp(rng.normal(8, 2, 2_000)), rng.integers(0, 20, 2_000)
+    click = rng.random(2_000) < 1 / (1 + np.exp(-(np.log(price) - 8)))
+    pq.write_table(pa.table({"click": click, "price": price, "user": user}), tmp_path / "a.parquet", row_group_size=200)
+    schema = {
+        "labels": ["click"],
+        "dense": [{"name": "price", "rule": "log"}],
+        "sparse": [{"name": "user", "rows": 64}],
+    }
+    given = {
+        "name": "small",
+        "data": {
+            "path": str(tmp_path / "a.parquet"),
+            "dim": 8,
+            "valid_split": "valid",
+            "source": {
+                "class_path": "hotbed.data.ParquetSource",
+                "init_args": {"schema": schema, "valid_fraction": 0.2, "test_fraction": 0.2},
+            },
+        },
+        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.02}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": 50, "device": "cpu"},
+    }
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(yaml.safe_dump(given))
+    measure, measured = module.measure_numericals, list[int]()
+
+    def counted(trainer: Any, *args: Any) -> None:
+        measured.append(len(trainer.model.normalization.unmeasured))
+        measure(trainer, *args)
+
+    monkeypatch.setattr(module, "measure_numericals", counted)
+    status = main(
+        ["tune", str(recipe), "--trials", "3", "--out", str(tmp_path / "runs"), "--json", str(tmp_path / "t")]
+    )
+    assert status == 0
+    assert measured == [1, 0, 0]
+    assert json.loads((tmp_path / "t").read_text())["best"]["value"] < 0.66  # 0.69 without the price

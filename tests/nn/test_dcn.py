@@ -1,43 +1,90 @@
-"""DCN-V2 computes the formula of its paper, and trains with tables of several dims."""
+"""Protects that DCNv2 computes the published formula, and costs by its inputs, not by pairs of features."""
 
-from __future__ import annotations
+import copy
 
 import pytest
 import torch
-from torch.nn import functional as F
+from torch import Tensor
 
 import hotbed as hb
-from hotbed.errors import SpecError
-from hotbed.nn.dcn import CrossLayer
+from hotbed.errors import BatchError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.nn import CrossLayer, DCNv2
+from hotbed.nn.plain import plain_model
+
+TABLES = [hb.Table("a", 20, 4), hb.Table("b", 10, 8)]
+FEATURES = [hb.Feature("x", "a"), hb.Feature("y", "b"), hb.Feature("z", "a")]
 
 
-@pytest.mark.parametrize("low_rank", [None, 1, 3])
-def test_a_cross_layer_is_the_formula_of_the_paper(low_rank: int | None) -> None:
-    layer = CrossLayer(5, low_rank)
-    first, x = torch.randn(4, 5), torch.randn(4, 5)
-    weight = layer.up.weight if layer.down is None else layer.up.weight @ layer.down.weight
-    torch.testing.assert_close(layer(first, x), first * (x @ weight.T + layer.up.bias) + x)
-
-
-@pytest.mark.parametrize("low_rank", [0, 6])
-def test_a_rank_that_no_matrix_has_is_refused(low_rank: int) -> None:
-    with pytest.raises(SpecError, match=f"low_rank is {low_rank}, must be from 1 to the 5 inputs, or None"):
-        CrossLayer(5, low_rank)
-
-
-def test_it_learns_a_product_of_two_features() -> None:
+def batch(n: int = 5, dense: int = 3) -> hb.Batch:
     torch.manual_seed(0)
-    tables = [hb.Table("a", rows=4, dim=4), hb.Table("b", rows=4, dim=6)]
-    model = hb.nn.DCNv2(tables, [hb.Feature(t.name, table=t.name) for t in tables], 1, layers=2, low_rank=4, top=(8, 1))
-    a, b = torch.arange(16) // 4, torch.arange(16) % 4
-    labels = ((a < 2) == (b < 2)).float()[:, None]
-    batch = hb.Batch(sparse=hb.Jagged.from_dict({"a": a, "b": b}), dense=torch.zeros(16, 1), labels=labels)
-    dense = torch.optim.Adam(model.parameters(), lr=0.02)
-    sparse = hb.optim.RowWiseAdagrad(model, lr=0.2)
-    for _ in range(60):
-        dense.zero_grad()
-        F.binary_cross_entropy_with_logits(model(batch), labels).backward()
-        dense.step()
-        sparse.step()
-    assert model(batch).shape == (16, 1)
-    assert ((model(batch) > 0).float() == labels).all()
+    ids = {name: torch.randint(0, 10, (n,)) for name in ("x", "y", "z")}
+    return hb.Batch(
+        sparse=Jagged.from_dict(ids), dense=torch.randn(n, dense) if dense else None, labels=torch.ones(n, 1)
+    )
+
+
+def expected(model: DCNv2, of: hb.Batch) -> Tensor:
+    """x₀ ⊙ (U Vᵀ x + b) + x, layer by layer, by hand."""
+    vectors = [model.embeddings.weight(f.table)[of.sparse[f.name].values.long()] for f in FEATURES]
+    first = torch.cat([*vectors, *([] if of.dense is None else [of.dense])], dim=1)
+    x = first
+    for layer in model.cross:
+        assert isinstance(layer, CrossLayer)
+        weight = layer.up.weight if layer.down is None else layer.up.weight @ layer.down.weight
+        x = first * (x @ weight.T + layer.up.bias) + x
+    return model.top(x)
+
+
+@pytest.mark.parametrize("low_rank", [None, 2, 64])
+@pytest.mark.parametrize("dense", [0, 3])
+def test_it_is_the_published_formula(low_rank: int | None, dense: int) -> None:
+    torch.manual_seed(1)
+    model = DCNv2(TABLES, FEATURES, dense, layers=3, low_rank=low_rank, top=[8, 2])
+    of = batch(dense=dense)
+    torch.testing.assert_close(model(of), expected(model, of), rtol=1e-5, atol=1e-6)
+    assert model(of).shape == (5, 2)
+
+
+def test_weights_grow_with_the_features_and_not_with_their_pairs() -> None:
+    tables = [hb.Table(f"t{i}", 10, 16) for i in range(400)]
+    features = [hb.Feature(f"t{i}", f"t{i}") for i in range(400)]
+    with torch.device("meta"):
+        model = DCNv2(tables, features, 100, layers=2, low_rank=64, top=[256, 128, 1])
+    count = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embeddings"))
+    assert count < 4_000_000  # DLRM's first layer alone has 80,601 × 256
+
+
+def test_it_learns_and_can_be_exported() -> None:
+    torch.manual_seed(2)
+    model = DCNv2(TABLES, FEATURES, 3, top=[16, 1], low_rank=4)
+    dense = torch.optim.Adam([p for n, p in model.named_parameters() if not n.startswith("embeddings")], lr=0.01)
+    sparse = hb.optim.RowWiseAdagrad(model, lr=0.1)
+    of = batch(64)
+    target = (of.sparse["x"].values.float() > 4).float()[:, None]
+    losses: list[float] = []
+    for _ in range(30):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(of), target)
+        loss.backward()
+        for optimizer in (dense, sparse):
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    out = model(of)
+    plain = plain_model(copy.deepcopy(model))
+    ids = {name: of.sparse[name].values.long()[:, None] for name in of.sparse.names}
+    torch.testing.assert_close(plain(of.dense, ids), out, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(SpecError, match="layers is 0, must be at least 1"):
+        DCNv2(TABLES, FEATURES, 3, layers=0)
+    with pytest.raises(SpecError, match="low_rank is 0, must be at least 1, or null for whole matrices"):
+        DCNv2(TABLES, FEATURES, 3, low_rank=0)
+    with pytest.raises(SpecError, match="CrossLayer: low_rank is 9, must be from 1 to the 8 inputs"):
+        CrossLayer(8, 9)
+    with pytest.raises(SpecError, match="feature 'x' is not pooled"):
+        DCNv2(TABLES, [hb.Feature("x", "a", pooling="none")], 3)
+    with pytest.raises(BatchError, match="DCNv2 was built for 3 dense inputs, the batch has 2"):
+        DCNv2(TABLES, FEATURES, 3)(batch(dense=2))

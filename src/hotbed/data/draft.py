@@ -33,6 +33,7 @@ MANY_REPEATS = 100
 _SMALLEST_TABLE = 64
 _LARGEST_TABLE = 1 << 31
 _INDICATOR = 0.005
+_FEW_VALUES = 50
 
 
 @dataclass(frozen=True)
@@ -275,11 +276,12 @@ def _sparse(column: ColumnProfile, table: str | None) -> SparseColumn:
 
 def _without_collisions(column: ColumnProfile, rows: int) -> int:
     """A few times more rows where these make all of few values rows of their own."""
-    if column.few is None or column.distinct > len(column.few):
+    if column.few is None or column.distinct > len(column.few) or len(column.few) > _FEW_VALUES:
         return rows
-    values = pa.array([v for v in column.few if v is not None])
+    kind = column.type.value_type if arrow.is_list(column.type) or pa.types.is_dictionary(column.type) else column.type
+    values = pa.array([v for v in column.few if v is not None], kind)
     if pa.types.is_floating(values.type):
-        values = pa.array(values.to_numpy().astype(np.int64))
+        values = pa.array(values.cast(pa.float64()).to_numpy().astype(np.int64))
     hashes = arrow.hashes(values)
     for larger in (rows, 2 * rows, 4 * rows, 8 * rows, 16 * rows):
         if len(np.unique(rows_of(hashes, larger))) == len(hashes):

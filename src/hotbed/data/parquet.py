@@ -166,9 +166,7 @@ class ParquetSource(Source):
             sparse=sparse,
             dense=_dense(table, s, group),
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
-            weights=torch.from_numpy(read_weights(table[s.weight], s.weight, str(group), group.place))
-            if s.weight
-            else None,
+            weights=_weights(table, s.weight, group) if s.weight else None,
             extra={s.group: _groups_of(table, s.group, group)} if s.group else {},
         )
 

@@ -34,6 +34,7 @@ _COUNTED_CELLS = 60_000_000  # some ten seconds
 _SKETCH = 14  # 2¹⁴ registers: an error of about 0.8 %
 _READERS = 2
 _FEW = 1_000
+_LARGEST_INTEGER = 2.0**53  # of float64 that has integers without gaps up to it
 _FEWEST_OF_A_CLASS = 50
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
@@ -63,7 +64,7 @@ class ColumnProfile:
     is_sorted
         Whether values never fall in the sample, which is in the order of the rows.
     few
-        The values, where there are at most 1,000 of them in the sample.
+        The values, where there are at most 1,000 of them in the sample; None for times.
     auc
         How well the value alone predicts the label, on rows that it was not fitted to: 0.5 is not at all, 1 perfectly.
     missing_auc
@@ -226,10 +227,10 @@ def _profile(
     numbers = _numbers(column)
     if numbers is not None:
         null = np.isnan(numbers)
-        known |= _of_numbers(numbers[~null])
+        known |= _of_numbers(numbers[~null], of_floats=pa.types.is_floating(kind))
     elements = pc.drop_null(_elements(column))
     unique = pc.unique(elements)
-    if len(unique) <= _FEW:
+    if len(unique) <= _FEW and not _is_time(kind):
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
         known["auc"] = _value_auc(column, numbers, labels)
@@ -256,15 +257,16 @@ def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
     return arrow.wide_numbers(column)
 
 
-def _of_numbers(values: arrow.Array) -> dict[str, Any]:
+def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return {}
+    as_integers = len(finite) == len(values) and (not of_floats or np.abs(finite).max() <= _LARGEST_INTEGER)
     return {
         "low": float(finite.min()),
         "high": float(finite.max()),
         "quantiles": tuple(np.quantile(finite, _QUANTILES).tolist()),
-        "is_whole": bool(len(finite) == len(values) and (finite == np.floor(finite)).all()),
+        "is_whole": bool(as_integers and (finite == np.floor(finite)).all()),
         "is_sorted": bool((finite[1:] >= finite[:-1]).all()),
     }
 

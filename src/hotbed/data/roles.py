@@ -159,6 +159,7 @@ _FEW_VALUES = 50
 _COUNTS_FROM = -100  # some logs say by a small negative number that there is none
 _UNIQUE_ROWS = 100  # of fewer rows nothing is said: any column may be unique in them
 _LONG_TEXT = 60
+_HUGE = 1e100
 
 _SECOND = 1_000_000
 _YEAR_1990, _YEAR_2100 = 631_152_000, 4_102_444_800
@@ -320,6 +321,8 @@ def rule_of(column: ColumnProfile) -> tuple[Rule, str]:
     spread = upper - lower
     if column.is_whole and column.low > _COUNTS_FROM and last > 4 * max(1.0, median):
         return "log", "a long tail, as counts have"
+    if max(abs(column.low), abs(column.high)) > _HUGE:
+        return "log", "numbers so large that their squares are beyond float64"
     if not spread:
         return ("log", "most values are alike, others far") if column.low >= 0 else ("asinh", "most values are alike")
     if column.low >= 0 and (last - median > 6 * spread or (median > 0 and last > 20 * median)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -42,14 +43,14 @@ class CrossLayer(nn.Module):
         if low_rank is not None and not 1 <= low_rank <= width:
             raise SpecError(f"CrossLayer: low_rank is {low_rank:,}, must be from 1 to the {width:,} inputs, or None")
         device = torch.get_default_device()
-
-        def linear(inputs: int, outputs: int, *, bias: bool) -> Linear:
-            made = cast(Linear, nn.utils.skip_init(Linear, inputs, outputs, bias=bias, library=library, device=device))
-            made.reset_parameters()
-            return made
-
-        self.down = None if low_rank is None else linear(width, low_rank, bias=False)
-        self.up = linear(width if low_rank is None else low_rank, width, bias=True)
+        self.down: nn.Linear | None = None
+        if low_rank is not None:
+            self.down = cast(nn.Linear, nn.utils.skip_init(nn.Linear, width, low_rank, bias=False, device=device))
+            if not self.down.weight.is_meta:
+                nn.init.normal_(self.down.weight, std=math.sqrt(2 / (width + low_rank)))
+        inputs = width if low_rank is None else low_rank
+        self.up = cast(Linear, nn.utils.skip_init(Linear, inputs, width, library=library, device=device))
+        self.up.reset_parameters()
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
         """``[B, d]`` of x₀ and x ``[B, d]``."""

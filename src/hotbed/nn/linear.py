@@ -56,8 +56,6 @@ class Linear(nn.Linear):
     ----------
     in_features, out_features
         Columns of the input and of the output.
-    bias
-        Whether a bias is added.
     library
         What computes float32 products on CPUs: ``"torch"`` what torch uses (MKL on x86), ``"onednn"``, or ``"auto"``
         the faster one by kind of CPU (`faster_library`). They round differently in the last bits.
@@ -80,7 +78,6 @@ class Linear(nn.Linear):
         in_features: int,
         out_features: int,
         *,
-        bias: bool = True,
         library: LinearLibrary = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -89,7 +86,7 @@ class Linear(nn.Linear):
             raise SpecError(f"library is '{library}', must be one of {', '.join(get_args(LinearLibrary))}")
         self.library = library
         self.use(faster_library() if library == "auto" else library)
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, device=device, dtype=dtype)
 
     def use(self, library: Literal["torch", "onednn"]) -> None:
         """Let a library compute this layer's products from now on.
@@ -112,8 +109,7 @@ class Linear(nn.Linear):
         if self.weight.is_meta:
             return
         _draw(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
-        if self._parameters["bias"] is not None:
-            _draw(self.bias, math.sqrt(1.0 / self.out_features))
+        _draw(self.bias, math.sqrt(1.0 / self.out_features))
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -156,7 +152,7 @@ class _OneDnnLinear(torch.autograd.Function):
     """``x Wᵀ + b`` and its gradients by oneDNN."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return onednn_product(x, weight, bias)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -21,7 +20,6 @@ from hotbed.data.hot_loader import HotColdLoader
 from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, collections_of
 from hotbed.errors import RecipeError, StoppedError
-from hotbed.store import Traffic
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
@@ -32,7 +30,7 @@ from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
 from hotbed.train.stored import bad_ids
-from hotbed.train.throughput import Balance
+from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer
 
 
@@ -102,14 +100,14 @@ def train(
         "epochs": trainer.epoch,
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
-        "best_step": next((c.step for c in trainer.callbacks if isinstance(c, KeepBest)), None),
         **trainer.numerics.summary(),
+        "best_step": best_step(trainer),
         "test": None if test is None else trainer.evaluate(test).to_dict(),
         "ids_out_of_range": ids.total(),
-        "checkpoints": _of_checkpoints(trainer),
+        "checkpoints": of_checkpoints(trainer),
         **({"init": [t.to_dict() for t in taken]} if taken else {}),
-        **_of_ranks(trainer),
-        **_of_memory(trainer),
+        **of_ranks(trainer),
+        **of_memory(trainer),
         **environment(trainer.device),
         "run": str(run.path),
         **(extra or {}),
@@ -193,40 +191,6 @@ def _stopped(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> str:
     if recipe.train.checkpoint != "none":
         where = f"go on with --resume {_checkpoints(recipe, run) / f'last-{trainer.step:08d}'}"
     return f"stopped by a signal after step {trainer.step:,}; {where}"
-
-
-def _of_checkpoints(trainer: Trainer) -> dict[str, Any]:
-    """What a summary says of checkpoints: how many, and the seconds that training waited for them."""
-    records = trainer.saver.records
-    return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
-
-
-def _of_memory(trainer: Trainer) -> dict[str, Any]:
-    """What a summary says of rows that are not all in the device's memory."""
-    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
-    if traffic == Traffic():
-        return {}
-    held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
-    return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
-
-
-def _of_ranks(trainer: Trainer) -> dict[str, Any]:
-    """What a summary says of several ranks: how much of their exchanges the steps hid, and the whole run's balance."""
-    if trainer.ranks.size == 1:
-        return {}
-    replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None
-    averaged: dict[str, Any] = {}
-    if replicas is not None:
-        averaged["replicas"] = replicas.link.size
-    if replicas is not None and not replicas.exact:
-        averaged |= {"syncs": replicas.syncs, "sync_waited_s": replicas.waited_s}
-    return {
-        **averaged,
-        **Balance(trainer.model).record(),
-        "ranks": trainer.ranks.size,
-        "ids_exchange_s": trainer.prefetcher.exchange_s,
-        "ids_exchange_hidden_share": trainer.prefetcher.hidden_share,
-    }
 
 
 class IdCounts:
@@ -354,5 +318,6 @@ def training_loader(
 
 def evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
     """Batches of a split to evaluate on; None for no split."""
-    size, here = recipe.train.eval_batch_size, {"rank": ranks.rank, "world_size": ranks.size}
-    return None if split is None else Loader(source, split, size, **here)
+    if split is None:
+        return None
+    return Loader(source, split, recipe.train.eval_batch_size, rank=ranks.rank, world_size=ranks.size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from hotbed.config import Component, Recipe
 
@@ -126,7 +126,7 @@ def _optimizers(recipe: Recipe) -> dict[str, Component]:
     return {"sparse_optimizer": recipe.sparse_optimizer, "dense_optimizer": recipe.dense_optimizer, **named}
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -83,7 +83,7 @@ class Trainer:
     sparse
         Optimizer of its embedding tables.
     group_optimizers
-        Optimizers of parameters and tables that those two do not train, by the name they have in logs and checkpoints.
+        Optimizers of parameters and tables that those two do not train, by name, also in logs and checkpoints.
     wide
         Former name of ``group_optimizers={"wide": …}``; it works until hotbed 0.3 and warns.
     recipe
@@ -97,7 +97,7 @@ class Trainer:
     labels
         Names of the tasks.
     overlap
-        Whether a distributed model's ids are prefetched: exchanged while the batch before is computed.
+        Whether a distributed model's ids are exchanged while the batch before is computed.
     divide
         Divides each batch; rows of a part are fetched while the part before is computed, and gradients add up to the
         batch's. On several ranks each batch must have equally many parts.
@@ -108,22 +108,18 @@ class Trainer:
         Steps taken, epochs finished, and batches taken of the present epoch.
     samples
         Samples trained on, also by the runs that this one goes on from.
-    stop
-        A callback sets it to end training after the present step.
+    stop, evaluate_now
+        A callback sets them to end training, or (in ``on_step``, on all ranks) to evaluate, after the present step.
     ask_save, ask_stop
         Set by any rank, at any time: all save a checkpoint (with `KeepLast`), or end training, after the same step.
-    evaluate_now
-        A callback sets it in ``on_step``, on all ranks alike, to evaluate after the present step.
     save_now, told_to_stop
         Whether any rank had requested so before the present step.
-    saver
-        Saves checkpoints.
+    saver, other_parts
+        What saves checkpoints, and more that they are to hold, by name.
     numerics
         Precision and library of products, chosen when training starts.
-    other_parts
-        More that a checkpoint is to hold, by name.
     id_kinds
-        What `Source.id_kinds` says of the data; checkpoints keep it, so that no other ids are scored.
+        `Source.id_kinds` of the data, kept by checkpoints.
     """
 
     def __init__(
@@ -160,7 +156,7 @@ class Trainer:
         self.prefetcher = BatchPrefetcher(model, move, overlap=overlap, divide=divide)
         self._row_prefetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
-        self._factor = lambda step: self._schedule.factor(step, self._epoch_steps)
+        self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
         self.schedules = {
             name: LambdaLR(optimizer, lambda taken: self._factor(taken + 1))
@@ -168,8 +164,7 @@ class Trainer:
         }
         self.step = self.epoch = self.position = self.samples = 0
         self.steps_total: int | None = recipe.steps
-        self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = False
-        self.evaluate_now = False
+        self.stop = self.ask_save = self.ask_stop = self.save_now = self.told_to_stop = self.evaluate_now = False
         self.other_parts, self.id_kinds = dict[str, Stateful](), dict[str, str]()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()

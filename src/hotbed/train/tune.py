@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
+from torch import Tensor
 from typing_extensions import override
 
 from hotbed.config import Recipe
@@ -23,8 +24,10 @@ from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.files import read_yaml, write_text
-from hotbed.train.build import build_trainer, open_source
+from hotbed.nn.normalization import normalization_of
+from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import EarlyStop
+from hotbed.train.measure import measure_numericals
 from hotbed.train.metrics import Metrics
 from hotbed.train.report import RECIPE, ShowProgress, recipe_yaml
 from hotbed.train.run import evaluation_loader, training_loader
@@ -97,12 +100,12 @@ def tune(recipe: Recipe, directory: Path, console: Console, *, trials: int, seed
     source = open_source(begun_with.data)
     spaces = search_space(begun_with)
     _begin(directory, recipe, seed, spaces)
-    study = _study(optuna, recipe, directory, spaces)
+    study, measured = _study(optuna, recipe, directory, spaces), dict[str, Tensor]()
     console.print(f"{len(spaces)} settings: {', '.join(space.key for space in spaces)}", soft_wrap=True)
     try:
         while (done := _finished(study)) < trials:
             study.sampler = optuna.samplers.TPESampler(seed=(seed + done) % 2**32, n_startup_trials=8)
-            _run_trial(optuna, study, begun_with, source, spaces, console)
+            _run_trial(optuna, study, begun_with, source, spaces, measured, console)
             _say(study, trials, console)
     finally:
         tuned = _found(study, recipe, spaces, directory)
@@ -235,7 +238,13 @@ class _Report(Callback):
 
 
 def _run_trial(
-    optuna: Any, study: optuna.Study, recipe: Recipe, source: Source, spaces: list[Space], console: Console
+    optuna: Any,
+    study: optuna.Study,
+    recipe: Recipe,
+    source: Source,
+    spaces: list[Space],
+    measured: dict[str, Tensor],
+    console: Console,
 ) -> None:
     """Train once with drawn values, and tell the study what came out."""
     states, trial = optuna.trial.TrialState, study.ask()
@@ -244,7 +253,7 @@ def _run_trial(
         drawn = space.apply(drawn, space.draw(trial))
     started = time.perf_counter()
     try:
-        report = _train(drawn, source, trial, console)
+        report = _train(drawn, source, trial, measured, console)
     except NonFiniteError:
         trial.set_user_attr("diverged", True)
         study.tell(trial, state=states.PRUNED)
@@ -259,8 +268,16 @@ def _run_trial(
         study.tell(trial, report.value)
 
 
-def _train(recipe: Recipe, source: Source, trial: optuna.Trial, console: Console) -> _Report:
+def _train(
+    recipe: Recipe, source: Source, trial: optuna.Trial, measured: dict[str, Tensor], console: Console
+) -> _Report:
+    """Train and evaluate; statistics of numericals are measured by the first trial, and kept for the others."""
     trainer = build_trainer(recipe, source)
+    if (normalization := normalization_of(trainer.model)) is not None:
+        if measured:
+            normalization.load_state_dict(measured)
+        measure_numericals(trainer, source, train_splits(recipe), console)
+        measured |= {name: of.clone() for name, of in normalization.state_dict().items()}
     loader = training_loader(recipe, source, trainer.ranks, trainer.model)
     due = set[int]()
     if recipe.train.epochs == 1 and recipe.train.eval_every is None:
@@ -311,7 +328,7 @@ def _found(study: optuna.Study, recipe: Recipe, spaces: list[Space], directory: 
         for trial in study.trials
         if trial.state.name in names
     ]
-    return Tuned(directory, recipe.train.monitor, best, cast("float", study.best_value), trials)
+    return Tuned(directory, recipe.train.monitor, best, study.best_value, trials)
 
 
 def _short(key: str) -> str:

@@ -1,0 +1,51 @@
+"""Say in a run's summary what its checkpoints, its memory, its ranks and its evaluations came to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from hotbed.embed import Distributed, collections_of
+from hotbed.store import Traffic
+from hotbed.train.callbacks import KeepBest
+from hotbed.train.throughput import Balance
+from hotbed.train.trainer import Trainer
+
+
+def best_step(trainer: Trainer) -> int | None:
+    """Step of the best evaluation, to whose model training went back; None where none was kept."""
+    return next((callback.step for callback in trainer.callbacks if isinstance(callback, KeepBest)), None)
+
+
+def of_checkpoints(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of checkpoints: how many, and the seconds that training waited for them."""
+    records = trainer.saver.records
+    return {"saved": len(records), "stalled_s": sum(record["stalled_s"] for record in records)}
+
+
+def of_memory(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of rows that are not all in the device's memory."""
+    collections, traffic = collections_of(trainer.model).values(), trainer.traffic
+    if traffic == Traffic():
+        return {}
+    held = {"table_bytes": sum(c.nbytes for c in collections), "disk_bytes": sum(c.disk_bytes for c in collections)}
+    return {"memory": {**held, "hit_rate": traffic.hit_rate, **asdict(traffic)}}
+
+
+def of_ranks(trainer: Trainer) -> dict[str, Any]:
+    """What a summary says of several ranks: how much of their exchanges the steps hid, and the whole run's balance."""
+    if trainer.ranks.size == 1:
+        return {}
+    replicas = trainer.model.wire.replicas if isinstance(trainer.model, Distributed) else None
+    averaged: dict[str, Any] = {}
+    if replicas is not None:
+        averaged["replicas"] = replicas.link.size
+    if replicas is not None and not replicas.exact:
+        averaged |= {"syncs": replicas.syncs, "sync_waited_s": replicas.waited_s}
+    return {
+        **averaged,
+        **Balance(trainer.model).record(),
+        "ranks": trainer.ranks.size,
+        "ids_exchange_s": trainer.prefetcher.exchange_s,
+        "ids_exchange_hidden_share": trainer.prefetcher.hidden_share,
+    }
