@@ -231,11 +231,11 @@ def test_init_drafts_a_recipe_that_trains(parquet: Path, tmp_path: Path, capsys:
 
 
 def test_init_without_a_label_says_how_to_name_one(parquet: Path, tmp_path: Path, capsys: Output) -> None:
-    table = pq.read_table(parquet).rename_columns(["outcome", "user", "item", "price"])
+    table = pq.read_table(parquet).rename_columns(["result", "user", "item", "price"])
     pq.write_table(table, tmp_path / "other.parquet")
     assert "label" in refused(["init", str(tmp_path / "other.parquet")], capsys)
-    assert main(["init", str(tmp_path / "other.parquet"), "--label", "outcome"]) == 0
-    assert "labels:\n          - outcome" in capsys.readouterr().out
+    assert main(["init", str(tmp_path / "other.parquet"), "--label", "result"]) == 0
+    assert "labels:\n          - result" in capsys.readouterr().out
 
 
 def test_inspect_tells_what_is_there(prepared: Path, parquet: Path, recipe: Path, capsys: Output) -> None:
