@@ -14,7 +14,7 @@ import yaml
 from hotbed.config import Recipe
 from hotbed.plan import make_plan
 from hotbed.plan.tiers import place_in_tiers
-from hotbed.specs import Table
+from hotbed.specs import Table, Tier
 from hotbed.train import idle_settings as checked
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.idle_settings import idle_settings

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import cast
 
-from hotbed.config.component import Component, at_least
+from hotbed.config.component import Component, above_zero, at_least
 from hotbed.errors import RecipeError
 
 _NAMES_IN_CHECKPOINTS = ("model", "dense", "sparse", "random", "position", "ids")
@@ -88,8 +88,7 @@ class ScheduleRecipe:
         if self.decay_start is not None and self.decay_end is not None:
             at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
             at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
-        if not self.decay_power > 0:
-            raise RecipeError(f"schedule.decay_power is {self.decay_power}, must be above 0; 1 is linear")
+        above_zero("schedule.decay_power", self.decay_power, "; 1 is linear")
 
     def factor(self, step: int) -> float:
         """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).
