@@ -188,7 +188,7 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
             "schedule.decay_start is 5, must be at least 9 (schedule.warmup_steps)",
         ),
         ("schedule", {"decay_start": 5, "decay_end": 5}, "schedule.decay_end is 5, must be at least 6"),
-        ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be above 0; 1 is linear"),
+        ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be a finite number above 0; 1 is linear"),
         ("parallel", {"plan": ""}, "parallel.plan is empty; give a scheme like table or row, or a plan's file"),
         ("parallel", {"dense": "dpp"}, "parallel.dense is 'dpp', must be one of ddp, fsdp; did you mean 'ddp'?"),
         ("parallel", {"reader": "frist"}, "parallel.reader is 'frist', must be one of each, first"),
