@@ -167,7 +167,7 @@ def test_what_is_added_inside_hotbed_needs_these_patches_alone(
 def test_names_are_known_in_few_files() -> None:
     """Of what is here already: nobody else asks which rule or scheme it is."""
     from hotbed.ops.cpu_rules import RULES
-    from hotbed.plan.schemes import SCHEMES
+    from hotbed.plan.placement import SCHEMES
 
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py") if path.parent.name != "testing"}
     for name in RULES:

@@ -182,8 +182,3 @@ def offsets_of(lengths: Tensor) -> Tensor:
 def describe(t: Tensor) -> str:
     """Format dtype and shape for error messages."""
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
-
-
-def version(t: Tensor) -> int:
-    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
-    return -1 if t.is_inference() else t._version

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of, describe, offsets_of, take_bags, version, weights_of
+from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of, describe, offsets_of, take_bags, weights_of
 from hotbed.errors import BatchError, did_you_mean
 
 
@@ -392,3 +392,8 @@ class ModelParallelInput(Jagged):
     @override
     def _map(self, change: Callable[[Tensor], Tensor]) -> ModelParallelInput:
         return ModelParallelInput(self.whole._map(change), self.sizes, self.rank)
+
+
+def version(t: Tensor) -> int:
+    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
+    return -1 if t.is_inference() else t._version

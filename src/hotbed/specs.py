@@ -17,20 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeGuard, cast, get_args
 
 from hotbed.errors import SpecError, did_you_mean
+from hotbed.pooling import Pooling
 
-Pooling = Literal["sum", "mean", "none"]
-NO_DIVISOR, MEAN = 0, 1
-POOLING_CODE: dict[Pooling, int] = {"sum": NO_DIVISOR, "mean": MEAN, "none": NO_DIVISOR}
-"""By what a pooling divides the sum of a bag's rows, as kernels take it: by nothing, or by a function of the number of
-ids. A new pooling is a name and a code here, its divisor in `ops.reference.divisors`, `ops.cpu_lookup.divisor` and
-`ops.triton_lookup.divisors`, and a row in the test of these."""
-POOLED: tuple[Pooling, ...] = tuple(mode for mode in get_args(Pooling) if mode != "none")
-"""Poolings that give a sample one vector."""
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate"]
 OnBadId = Literal["error", "drop", "hash"]
 Tier = Literal["device", "host", "disk"]
-"""Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.storage`."""
+"""Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.tiers`."""
 
 DYNAMIC_WAYS = 128
 """Rows of a set of a dynamic table: an id may have any of them, and is evicted for ids of its set only."""

@@ -28,7 +28,7 @@ FLOATS, LONGS, BYTES = (np.empty(0, kind) for kind in (np.float32, np.int64, np.
 ROWS = RowArrays(64, BF16, FLOATS, BYTES, np.empty(0, np.int8), np.empty((1, 7), np.int64))
 WIDENING = {
     "bf16": r"vpmovzxwd .*%[yz]mm",
-    "fp16 and fp8": r"vcvtph2ps .*%[yz]mm",
+    "fp16 and fp8": r"vcvtph2psx? .*%[yz]mm",
     "int8": r"vpmovsxbd .*%[yz]mm",
     "int8, scaled": r"vcvtdq2ps .*%[yz]mm",
 }

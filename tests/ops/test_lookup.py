@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_runtime
 from hotbed.ops.cpu_instructions import stream_line, streams_end
-from hotbed.ops.reference import divisors
-from hotbed.specs import POOLED, POOLING_CODE
+from hotbed.pooling import POOLED, POOLING_CODE, divisors
 
 from .cases import CASES, Kernels, embedding_bag, naive_bags, naive_lookup, places_of, values_of, without_narrow
 from .formats import DTYPES, NARROW, VALUES

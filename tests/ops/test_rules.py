@@ -14,7 +14,7 @@ from hotbed.errors import BackendError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.ops.reference_rules import sums_rows
 from hotbed.optim import SGD, Moment, Rule, SparseOptimizer
-from hotbed.optim.rules import COMMON
+from hotbed.optim.rule import COMMON
 from hotbed.specs import Feature, Table
 
 from .naive_rules import NAIVE, RULES, optimizers

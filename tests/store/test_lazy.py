@@ -5,7 +5,6 @@ In memory, in files, behind caches of any size and either policy, and staged as 
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,7 @@ from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.base import Traffic
 from hotbed.store.cached import DeviceStaging, ReadAhead
 from hotbed.store.keyed import FileRecords, MemoryRecords
-from hotbed.store.storage import RECORDS
+from hotbed.store.tiers import RECORDS
 from hotbed.testing.store import DIM, OWN, Format, StoreContract
 from tests.matrix import full
 
@@ -281,64 +280,6 @@ def test_what_a_cache_did_is_counted(tmp_path: Path) -> None:
     assert store.traffic.written_bytes >= 32 * 64
     assert 0 < store.traffic.hit_rate < 1
     assert not list(tmp_path.iterdir())  # the file has no name, so a killed process leaves none
-
-
-def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = FileRecords(64, tmp_path)
-    out = torch.empty(10, 64, dtype=torch.uint8)
-    records.write(torch.arange(10), torch.ones(10, 64, dtype=torch.uint8))
-    records._drain()
-    os.ftruncate(records._file, 5 * 64)
-    with pytest.raises(OSError, match=r"rows in .* could not be read: the file is shorter than it was"):
-        records.read(torch.arange(10), out)
-    os.ftruncate(records._file, 10 * 64)
-    monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 3)
-    with pytest.raises(OSError, match="could not be read, for no reason that the system gives"):
-        records.read(torch.arange(10), out)
-    records.close()
-
-
-def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = FileRecords(64, tmp_path)
-    values = torch.randint(0, 255, (10, 64), dtype=torch.uint8)
-    monkeypatch.setattr("hotbed.ops.cpu_cache.write_records", lambda *_: 3)
-    monkeypatch.setattr("os.pwrite", _full)
-    records.write(torch.arange(10), values)
-    with pytest.raises(OSError, match=f"rows in {tmp_path} could not be written: .*No space left"):
-        records.clear()
-    with pytest.raises(OSError, match="No space left"):
-        records.write(torch.arange(3), values[:3])
-    out = torch.empty_like(values)
-    assert records.read(torch.arange(10), out).all()
-    assert torch.equal(out, values)
-
-
-def _full(*_: object) -> int:
-    raise OSError(28, "No space left on device")
-
-
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match=r"no file for rows can be made in .*file/rows .*; choose another"):
-        FileRecords(64, tmp_path / "file" / "rows")
-
-
-def test_writing_waits_for_room(tmp_path: Path) -> None:
-    records = FileRecords(64, tmp_path, limit_bytes=640)
-    for i in range(20):
-        records.write(torch.arange(i, i + 10), torch.full((10, 64), i, dtype=torch.uint8))
-    out = torch.empty(29, 64, dtype=torch.uint8)
-    assert records.read(torch.arange(29), out).all()
-    assert out[:, 0].tolist() == [min(i, 19) for i in range(29)]
-    assert records.disk_bytes == 29 * 64
-
-
-def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.store.memory.host_bytes", lambda: 640)
-    records = MemoryRecords(64, 1000)
-    records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
-    with pytest.raises(StoreError, match="11 rows of 64 bytes with their moments do not fit"):
-        records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
 
 
 def test_records_are_staged_whole_or_not_at_all() -> None:

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, cast, get_args
 
 from hotbed.errors import SpecError, did_you_mean
-from hotbed.specs import Feature, OnBadId, Pooling, Table, is_int
+from hotbed.pooling import Pooling
+from hotbed.specs import Feature, OnBadId, Table, is_int
 
 
 @dataclass(frozen=True, kw_only=True)

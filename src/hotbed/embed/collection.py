@@ -91,6 +91,7 @@ class EmbeddingCollection(TableModule):
     ) -> None:
         super().__init__(tables, features, seed=seed, device=device, backend=backend)
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        self._has_dynamic = any(t.dynamic is not None for t in tables)
         self._rows = {t.name: t.rows if t.dynamic is None else ANY_ID for t in tables}
         self.bad_ids: Counter[str] = Counter()
         """By feature, how many ids were dropped or hashed so far (`Feature.on_bad_id`)."""
@@ -128,14 +129,13 @@ class EmbeddingCollection(TableModule):
         SpecError
             If tables that are not distributed are trained inside ``DistributedDataParallel`` or FSDP.
         """
-        if torch.is_grad_enabled() and not self.is_distributed and self._is_trained(self.tables):
+        if torch.is_grad_enabled() and not self._is_distributed and self._is_trained(self.tables):
             refuse_data_parallel(self)
         if room not in (0, 1):
             raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
-        if ids.values.device != self.device:
-            raise BatchError(
-                f"the ids are on {ids.values.device} but the tables on {self.device}; use batch.to('{self.device}')"
-            )
+        device = self._groups[0].device
+        if ids.values.device != device:
+            raise BatchError(f"the ids are on {ids.values.device} but the tables on {device}; use batch.to('{device}')")
         prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
         routes: list[object] = [None] * len(self._groups)
         if prefetched is None:
@@ -146,12 +146,13 @@ class EmbeddingCollection(TableModule):
             self.truncated_ids += prefetched.discarded.truncated
         kind = ids.values.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        if self._dynamic:
+        if self._has_dynamic:
             ids = self._dynamic.with_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
         found = Embeddings([f.name for f in self.features])
         for group, of_group in zip(self._groups, routes, strict=True):
             requests = group.requests(ids, room, self._is_trained, of_group)
-            outputs = group.outputs(requests, dtype)
+            shapes = {r.output: (r.bags.batch_size, r.bags.width, group.dim) for r in requests}
+            outputs = [group.empty(shapes[i], dtype) for i in range(len(shapes))]  # [B, width, D]
             anchor = self._anchor if any(r.trained for r in requests) else self._anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
             if group.pooled:
@@ -172,7 +173,7 @@ class EmbeddingCollection(TableModule):
         link
             Ranks, over a process group of its own: other exchanges may be under way.
         """
-        if self._dynamic:
+        if self._has_dynamic:
             return  # ids get their rows after the step that precedes the call
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
@@ -240,7 +241,7 @@ class EmbeddingCollection(TableModule):
 
     def _features_in(self, ids: ModelParallelInput) -> list[Feature]:
         """Select the features of this collection that model-parallel input brings."""
-        if not self.is_distributed:
+        if not self._is_distributed:
             raise BatchError(
                 "the batch is model-parallel input, the model is not distributed; call hotbed.distribute first"
             )
@@ -255,7 +256,8 @@ class EmbeddingCollection(TableModule):
         for table, initial in fill.items():
             for moment in rule.moments:
                 self._group_of(table).add_moment(table, moment, initial[moment.name])
-        updater = TableUpdater(rule, fill, self._groups, self._summed_ranks, on_grad, self._dynamic.stepped)
+        on_stepped = self._dynamic.stepped if self._has_dynamic else None
+        updater = TableUpdater(rule, fill, self._groups, self._summed_ranks, on_grad, on_stepped)
         self._updaters.add(updater)
         return updater
 
@@ -303,7 +305,7 @@ class EmbeddingCollection(TableModule):
                 for table in group.tables:
                     new.load(table, group.raw(table))
             sharded.append(new)
-        self._groups = sharded
+        self._groups, self._is_distributed = sharded, True
         self._dynamic = DynamicTables(list(self.tables.values()), self.features, wire.link)
         self._summed_ranks = wire.summed_ranks
         for name, handle in self.handles.items():

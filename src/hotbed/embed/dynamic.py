@@ -259,9 +259,6 @@ class DynamicTables:
         self._link = link
         self.unadmitted: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._vocabularies)
-
     def with_rows(self, ids: Jagged, reinitialize: Callable[[str, Reinitialized], None], *, train: bool) -> Jagged:
         """Replace ids by rows; ids that have none are left out. All ranks must call this.
 

@@ -53,7 +53,7 @@ class TableUpdater:
     on_grad
         Called for every gradient that arrives, with a function that says whether it is finite.
     on_stepped
-        Called with its tables when gradients have been used.
+        Called with its tables when gradients have been used, if there is anything to call.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TableUpdater:
         groups: Sequence[TableGroup],
         ranks: int,
         on_grad: Callable[[Callable[[], Tensor]], None],
-        on_stepped: Callable[[Collection[str]], None],
+        on_stepped: Callable[[Collection[str]], None] | None,
     ) -> None:
         self.rule = rule
         self.tables = set(tables)
@@ -107,7 +107,8 @@ class TableUpdater:
             here = {arena: _concatenated(arena, found[arena]) for arena in group.arenas if arena in found}
             group.update(steps, here)
         self._waiting.clear()
-        self._on_stepped(self.tables)
+        if self._on_stepped is not None:
+            self._on_stepped(self.tables)
 
     def _count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor, device: torch.device) -> None:
         """Count the step of the tables that are trained.

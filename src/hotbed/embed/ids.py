@@ -19,7 +19,8 @@ from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
 from hotbed.ops.layout import FIXED, RAGGED_ROW, START
-from hotbed.specs import ANY_ID, POOLING_CODE, Feature
+from hotbed.pooling import POOLING_CODE
+from hotbed.specs import ANY_ID, Feature
 
 
 class Discarded(NamedTuple):

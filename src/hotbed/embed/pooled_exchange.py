@@ -37,8 +37,8 @@ from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
 from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, counts_of
-from hotbed.ops.reference import divisors
 from hotbed.ops.rows import decode, encode, rows_of
+from hotbed.pooling import divisors
 from hotbed.store import RowStore
 
 
@@ -342,7 +342,7 @@ class PooledVectors:
         link: Link,
     ) -> None:
         self.route, self.tables = route, tables
-        self._arenas, self._wire, self._ops, self._placement = arenas, wire, ops, locator
+        self._arenas, self._wire, self._ops, self._locator = arenas, wire, ops, locator
         handles: list[Handle[Tensor]] = []
         for stream in route.streams:
             with wire.load.counted(len(stream.requested.slots)):
@@ -379,7 +379,7 @@ class PooledVectors:
         for stream in self.route.streams:
             feature, sample = torch.div(stream.bags, size, rounding_mode="floor"), stream.bags % size
             of_bag = sample * bags.width + bags.room + bags.features[feature, OUT]
-            units = self._placement.cells(stream.kind, of_bag, stream.lanes).take(grad)
+            units = self._locator.cells(stream.kind, of_bag, stream.lanes).take(grad)
             values = encode(units.float(), self._wire.options.backward_codec)
             handles.append(link.all_to_all("gradients", values, stream.send_counts, stream.requested.units))
         return SentGradient(self.tables, self._wire, self._arenas, grad.device, lambda: self._arrived(handles))

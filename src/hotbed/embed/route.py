@@ -49,8 +49,8 @@ from hotbed.errors import BatchError
 from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import OUT, renamed
-from hotbed.ops.reference import divisors
-from hotbed.specs import POOLING_CODE, Feature
+from hotbed.pooling import POOLING_CODE, divisors
+from hotbed.specs import Feature
 
 
 @dataclass
@@ -193,6 +193,10 @@ def _streams(locator: Locator, keys: Tensor, found: RowTiles, link: Link) -> tup
 
 def _exchange_slots(streams: Sequence[Stream], device: torch.device, link: Link) -> None:
     """Exchange how many slots of each stream the ranks request of each other, and then which."""
+    if link.size == 1:
+        for stream in streams:
+            stream.recv_counts, stream.received = stream.send_counts, stream.slots
+        return
     if not streams:
         return
     counts = torch.tensor([s.send_counts for s in streams], dtype=torch.int64, device=device).T.contiguous()

@@ -15,7 +15,7 @@ that arrive; rank 1 of the example in `hotbed.embed.route` (its own rows 1 and 8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.comm import Handle, Link
+from hotbed.comm import Link
 from hotbed.embed.arena import Arena
 from hotbed.embed.route import Route, Stream
 from hotbed.embed.table_group import CHANGED, Contribution, Vectors
@@ -72,13 +72,13 @@ class ExchangedRows:
         self._vectors = arenas[0].store.empty((route.rows, dim), torch.float32)
         exchange = _exchange if wire.options.forward_codec == "fp32" else _exchange_encoded
         over = replace(wire, link=link)
-        handles = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
+        finish = [exchange(s, arenas[s.kind].store, self._vectors, over) for s in route.streams if not s.copied]
         for stream in route.streams:
             if stream.copies is not None:
                 with wire.load.counted(len(stream.copies)):
                     _fill(self._vectors, stream, copies[stream.kind].store.read(stream.copies))
-        for handle in handles:
-            handle.wait()
+        for arrive in finish:
+            arrive()
         self._rows = rows_of(self._vectors)
 
     @property
@@ -105,7 +105,7 @@ class ExchangedRows:
         self._ops.segment_sum(self._ops.occurrences(bags), route.groups, grad, route.places, sums)
         send = _send if wire.options.backward_codec == "fp32" else _send_encoded
         used = route.rows
-        arriving: list[Handle[_Arrived]] = []
+        arriving: list[Callable[[], _Arrived]] = []
         for stream in route.streams:
             if stream.cells is None:
                 arriving.append(send(stream, sums, stream.first, used, wire))
@@ -117,7 +117,7 @@ class ExchangedRows:
                 stream.cells.take(sums[: route.rows], out=units[:count])
                 arriving.append(send(stream, units, 0, count, wire))
         return SentGradient(
-            self.tables, wire, self._arenas, grad.device, lambda: self._arrived([a.wait() for a in arriving])
+            self.tables, wire, self._arenas, grad.device, lambda: self._arrived([arrive() for arrive in arriving])
         )
 
     def _arrived(self, arrived: Sequence[_Arrived]) -> list[tuple[Arena, Occurrences, Tensor]]:
@@ -152,49 +152,52 @@ def _from_others(stream: Stream, wire: Wire) -> int:
     return sum(stream.recv_counts) - (stop - start)
 
 
-def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
-    """Send the rows that others request, and receive what this rank requests, at their positions if they are whole.
+def _exchange(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
+    """Send the rows that others request; what is returned receives what this rank requests, at their positions.
 
-    What it requests of itself is read after the rest is on its way.
+    What it requests of itself is read after the rest is on its way, and at its position if rows are whole.
     """
     rank = wire.link.rank
     before, after = stream.own(rank)
     first, last = stream.own_received(rank)
     received = stream.received
-    with wire.load.counted(len(received) - (last - first)):
-        outgoing = store.read(torch.cat([received[:first], received[last:]]))
     if stream.cells is None:
         units = vectors[stream.first : stream.first + len(stream.slots)]
     else:
         units = store.empty((len(stream.slots), store.dim), torch.float32)
-    handle = _swap("rows", outgoing, stream.recv_counts, units, stream.send_counts, wire.link)
+    arrive = None
+    if wire.link.size > 1:
+        with wire.load.counted(len(received) - (last - first)):
+            outgoing = store.read(torch.cat([received[:first], received[last:]]))
+        arrive = _swap("rows", outgoing, stream.recv_counts, units, stream.send_counts, wire.link)
     with wire.load.counted(last - first):
         store.read(received[first:last], out=units[before:after])
 
     def finish() -> None:
-        handle.wait()
+        if arrive is not None:
+            arrive()
         if stream.cells is not None:
             stream.cells.put(units, vectors)
 
-    return Handle(finish)
+    return finish
 
 
 def _swap(
     what: str, send: Tensor, send_counts: Sequence[int], recv: Tensor, recv_counts: Sequence[int], link: Link
-) -> Handle[None]:
-    """Send rows to the other ranks and receive theirs; what this rank has for itself stays a gap in ``recv``."""
+) -> Callable[[], None]:
+    """Send rows to the other ranks, and return what receives theirs, around the gap for what this rank has itself."""
     outgoing = send.split([0 if r == link.rank else n for r, n in enumerate(send_counts)])
     incoming = list(recv.split(list(recv_counts)))
     incoming[link.rank] = recv[:0]
-    return link.exchange(what, outgoing, incoming)
+    return link.exchange(what, outgoing, incoming).wait
 
 
-def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Handle[None]:
+def _exchange_encoded(stream: Stream, store: RowStore, vectors: Tensor, wire: Wire) -> Callable[[], None]:
     """Exchange rows with a codec; what a rank requests of itself goes through it, too, but not its copies."""
     with wire.load.counted(len(stream.received)):
         answer = encode(store.read(stream.received), wire.options.forward_codec)
     handle = wire.link.all_to_all("rows", answer, stream.recv_counts, stream.send_counts)
-    return Handle(lambda: _fill(vectors, stream, decode(handle.wait(), wire.options.forward_codec)))
+    return lambda: _fill(vectors, stream, decode(handle.wait(), wire.options.forward_codec))
 
 
 def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
@@ -205,12 +208,14 @@ def _fill(vectors: Tensor, stream: Stream, units: Tensor) -> None:
         stream.cells.put(units, vectors)
 
 
-def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
-    """Send the gradients of a stream, rows of a matrix from ``first`` on, and receive into it from ``free`` on.
+def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Callable[[], _Arrived]:
+    """Send the gradients of a stream, rows of a matrix from ``first`` on; what is returned receives from ``free`` on.
 
     What is for this rank stays where it is.
     """
     link = wire.link
+    if link.size == 1:
+        return lambda: _Arrived(matrix, torch.arange(first, first + len(stream.slots), device=matrix.device))
     before, after = stream.own(link.rank)
     outgoing = list(matrix[first : first + len(stream.slots)].split(stream.send_counts))
     outgoing[link.rank] = matrix[:0]
@@ -228,10 +233,10 @@ def _send(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> 
             )
         ]
     )
-    return Handle(lambda: (handle.wait(), _Arrived(matrix, rows))[1])
+    return lambda: (handle.wait(), _Arrived(matrix, rows))[1]
 
 
-def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Handle[_Arrived]:
+def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: Wire) -> Callable[[], _Arrived]:
     """Send gradients with a codec, which those for this rank pass, too; they arrive in a matrix of their own."""
     values = encode(matrix[first : first + len(stream.slots)], wire.options.backward_codec)
     handle = wire.link.all_to_all("gradients", values, stream.send_counts, stream.recv_counts)
@@ -240,4 +245,4 @@ def _send_encoded(stream: Stream, matrix: Tensor, first: int, free: int, wire: W
         grad = decode(handle.wait(), wire.options.backward_codec)
         return _Arrived(grad, torch.arange(len(grad), device=grad.device))
 
-    return Handle(arrived)
+    return arrived

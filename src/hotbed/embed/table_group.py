@@ -249,8 +249,3 @@ class TableGroup(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> None:
         """Move rows and moments to a device."""
-
-    def outputs(self, requests: Sequence[Request], dtype: torch.dtype) -> list[Tensor]:
-        """Allocate ``[B, width, D]`` per output."""
-        shapes = {r.output: (r.bags.batch_size, r.bags.width, self.dim) for r in requests}
-        return [self.empty(shapes[i], dtype) for i in range(len(shapes))]

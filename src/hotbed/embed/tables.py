@@ -18,7 +18,6 @@ from hotbed.embed.arena import LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater
 from hotbed.embed.local_tables import LocalTables
-from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
@@ -68,7 +67,7 @@ class TableModule(nn.Module):
             LocalTables(dim, [t for t in tables if t.dim == dim], features, seed=seed, device=place, backend=backend)
             for dim in dict.fromkeys(t.dim for t in tables)
         ]
-        self._summed_ranks = 1
+        self._summed_ranks, self._is_distributed = 1, False
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }
@@ -85,7 +84,7 @@ class TableModule(nn.Module):
     @property
     def is_distributed(self) -> bool:
         """Whether ranks share the tables."""
-        return any(isinstance(group, ShardedTables) for group in self._groups)
+        return self._is_distributed
 
     @property
     def replicas(self) -> int:

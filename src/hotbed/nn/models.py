@@ -15,7 +15,8 @@ from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.ops import BackendName
-from hotbed.specs import MAX_DIM, POOLED, Feature, Table
+from hotbed.pooling import POOLED
+from hotbed.specs import MAX_DIM, Feature, Table
 from hotbed.torch_hooks import untraced
 
 

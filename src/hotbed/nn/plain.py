@@ -27,8 +27,8 @@ from hotbed.embed.ids import hashed
 from hotbed.errors import CheckpointError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import DotInteraction
-from hotbed.ops.reference import divisors
-from hotbed.specs import NO_DIVISOR, POOLING_CODE, Feature
+from hotbed.pooling import NO_DIVISOR, POOLING_CODE, divisors
+from hotbed.specs import Feature
 
 Ids = Tensor | tuple[Tensor, Tensor]
 """Ids of a feature: ``[B, k]``, or ``(values [N], lengths [B])``; int64."""

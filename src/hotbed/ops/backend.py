@@ -6,9 +6,9 @@ import importlib
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Literal, Protocol, TypeVar, cast, get_args
+from typing import Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -133,24 +133,13 @@ def select(device: torch.device | str, name: BackendName = "auto") -> Backend:
     return _load(name)
 
 
-Kernel = TypeVar("Kernel")
-
-
-def kernel_of(kernels: Mapping[str, Kernel], rule: Rule, backend: str) -> Kernel:
-    """Return a backend's kernel of an optimizer's rule.
-
-    Raises
-    ------
-    BackendError
-        If it has none: the rule was defined outside of hotbed.
-    """
-    if rule.name not in kernels:
-        raise BackendError(
-            f"backend '{backend}' has no kernel of the rule '{rule.name}', only of {', '.join(kernels)}; make the "
-            "EmbeddingCollection with backend='reference', which runs the rule's formula, or add a kernel "
-            "(docs/extending.md)"
-        )
-    return kernels[rule.name]
+def no_kernel(rule: Rule, backend: str, kernels: Iterable[str]) -> BackendError:
+    """Say that a backend has kernels of these rules only: this one was defined outside of hotbed."""
+    return BackendError(
+        f"backend '{backend}' has no kernel of the rule '{rule.name}', only of {', '.join(kernels)}; make the "
+        "EmbeddingCollection with backend='reference', which runs the rule's formula, or add a kernel "
+        "(docs/extending.md)"
+    )
 
 
 def host_backend(name: BackendName, device: torch.device) -> BackendName:

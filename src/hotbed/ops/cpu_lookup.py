@@ -37,7 +37,7 @@ from hotbed.ops.layout import (
     BagLayout,
     Rows,
 )
-from hotbed.specs import MEAN
+from hotbed.pooling import MEAN
 
 NO_WEIGHTS = np.empty(0, np.float32)
 MIN_SAMPLES_PER_TASK = 64

@@ -46,7 +46,7 @@ PREFETCH_ROWS = 12
 
 
 _HERE = Path(__file__).parent
-_SOURCES = [*sorted(_HERE.glob("cpu*.py")), _HERE / "layout.py", _HERE / "rows.py", _HERE.parent / "specs.py"]
+_SOURCES = [*sorted(_HERE.glob("cpu*.py")), _HERE / "layout.py", _HERE / "rows.py", _HERE.parent / "pooling.py"]
 """Files whose functions and constants are compiled into kernels."""
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import prange
 from torch import Tensor
 
-from hotbed.ops.backend import kernel_of, launches
+from hotbed.ops.backend import launches, no_kernel
 from hotbed.ops.cpu_instructions import peek, poke, prefetch_bytes
 from hotbed.ops.cpu_narrow import read_stored_row, write_stored_row
 from hotbed.ops.cpu_rows import place, prefetch_row, row_arrays, row_key
@@ -122,7 +122,8 @@ def update(
 ) -> None:
     """Sum the gradient of each distinct slot and apply the rule to its row, once; see the reference."""
     launches["cpu.update"] += 1
-    rule = kernel_of(RULES, step.rule, "cpu")
+    if step.rule.name not in RULES:
+        raise no_kernel(step.rule, "cpu", RULES)
     if not bool(step.gate):
         return
     moments = [state[moment.name] for moment in step.rule.moments]
@@ -130,7 +131,7 @@ def update(
     strides = [1 if m.dim() == 1 else rows.dim for m in moments] + [0] * (2 - len(moments))
     launch(
         _update,
-        rule,
+        RULES[step.rule.name],
         row_arrays(rows),
         *flat_moments,
         *strides,

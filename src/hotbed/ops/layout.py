@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hotbed.bags import version
+from hotbed.jagged import version
 from hotbed.optim import Rule
 
 RUN = 32

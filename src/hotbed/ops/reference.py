@@ -26,7 +26,7 @@ from hotbed.ops.layout import (
 from hotbed.ops.reference_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.reference_rules import apply_rule, block_sum
 from hotbed.ops.rows import cells_of, random_bits, read_rows, table_of, write_rows
-from hotbed.specs import MEAN
+from hotbed.pooling import divisors
 
 NAME = "reference"
 
@@ -141,20 +141,6 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
         each = read_rows(rows, bags.ids[at].long() + feature[BASE])
         dots = block_sum(each * grad[sample * bags.width + bags.room + feature[OUT]].float())
         out[at] = dots / divisors(feature[POOLING], lengths)[sample] if feature[POOLING] else dots
-
-
-def divisors(pooling: Tensor | int, lengths: Tensor) -> Tensor:
-    """What the sums of bags of these lengths are divided by, float32; 1 for empty ones, and where nothing divides.
-
-    Parameters
-    ----------
-    pooling
-        `POOLING_CODE` of all bags, or of each ``[n]``.
-    lengths
-        Numbers of ids ``[n]``.
-    """
-    is_mean = torch.full_like(lengths, pooling) == MEAN if isinstance(pooling, int) else pooling == MEAN
-    return torch.where(is_mean, lengths.clamp(min=1), 1).float()
 
 
 def _bounds(bags: BagLayout, feature: list[int]) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hotbed.ops.layout import BLOCK, DECAY, L2, LR, MAX_GRAD_NORM, MAX_NORM, OWN
 from hotbed.optim import COMMON, Rule
-from hotbed.optim.rules import Steps, sqrt
+from hotbed.optim.rule import Steps, sqrt
 
 
 def apply_rule(rule: Rule, w: Tensor, moments: dict[str, Tensor], g: Tensor, hyper: Tensor) -> Tensor:

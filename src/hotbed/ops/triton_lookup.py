@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotbed import specs
+from hotbed import pooling
 from hotbed.ops.backend import launches
 from hotbed.ops.layout import BLOCK, BagLayout, Rows
 from hotbed.ops.triton_rows import as_float32, load_rows, locate, round_nearest, row_pointers
@@ -35,7 +35,7 @@ from hotbed.ops.triton_runtime import (
     rows_per_program,
 )
 
-MEAN = tl.constexpr(specs.MEAN)
+MEAN = tl.constexpr(pooling.MEAN)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotbed.ops.backend import kernel_of
+from hotbed.ops.backend import no_kernel
 from hotbed.ops.layout import Rows, RuleStep
 from hotbed.ops.triton_rows import load_rows, locate, row_pointers, store_rows
 from hotbed.ops.triton_runtime import (
@@ -230,12 +230,14 @@ class Target(NamedTuple):
 
 def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[Target, dict[str, Any]]:
     """Arguments of `apply`: pointers, and what it is compiled for."""
+    if step.rule.name not in RULES:
+        raise no_kernel(step.rule, "triton", RULES)
     unused = 2 - len(step.rule.moments)
     moments = [state[moment.name] for moment in step.rule.moments] + [step.hyper] * unused
     kinds = [_PER_ROW if moment.per == "row" else _PER_ELEMENT for moment in step.rule.moments] + [_NONE] * unused
     pointers = Target(row_pointers(rows), *moments, step.hyper, step.seeds, step.inv_scale, step.gate)
     return pointers, {
-        "RULE": kernel_of(RULES, step.rule, "triton"),
+        "RULE": RULES[step.rule.name],
         "USES": tuple(name in step.uses for name in ("active", *COMMON)),
         "HYPER": step.hyper.shape[1],
         "KINDS": tuple(kinds),

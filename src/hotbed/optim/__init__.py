@@ -4,7 +4,7 @@ from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
 from hotbed.optim.adam import LAMB, Adam, AdamW, PartialRowWiseAdam
 from hotbed.optim.base import SparseOptimizer, TableSelection
 from hotbed.optim.ftrl import FTRL
-from hotbed.optim.rules import COMMON, Moment, Rule, SparseModule, Updater
+from hotbed.optim.rule import COMMON, Moment, Rule, SparseModule, Updater
 from hotbed.optim.sgd import SGD
 
 __all__ = [

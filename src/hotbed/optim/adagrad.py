@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from hotbed.errors import SpecError
 from hotbed.optim.base import SparseOptimizer, WeightDecayMode
-from hotbed.optim.rules import Moment, Rule, SparseModule, Steps, sqrt
+from hotbed.optim.rule import Moment, Rule, SparseModule, Steps, sqrt
 
 
 class AdagradBase(SparseOptimizer):

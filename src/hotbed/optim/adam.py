@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.optim.base import SparseOptimizer
-from hotbed.optim.rules import Moment, Rule, Steps, sqrt
+from hotbed.optim.rule import Moment, Rule, Steps, sqrt
 
 FIRST = Moment("exp_avg", "element")
 BETAS = ("beta1", "beta2")

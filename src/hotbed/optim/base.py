@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
-from hotbed.optim.rules import Rule, SparseModule, Updater
+from hotbed.optim.rule import Rule, SparseModule, Updater
 
 WeightDecayMode = Literal["l2", "decoupled"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.optim.base import SparseOptimizer
-from hotbed.optim.rules import Moment, Rule, sqrt
+from hotbed.optim.rule import Moment, Rule, sqrt
 
 
 def _ftrl(w: Tensor, moments: dict[str, Tensor], g: Tensor, h: Mapping[str, Tensor], dim: int) -> Tensor:

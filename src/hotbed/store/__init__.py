@@ -4,7 +4,7 @@ from hotbed.specs import Tier
 from hotbed.store.base import Extent, RowStore, Span, Traffic, Values
 from hotbed.store.dense import MOMENT, DenseStore
 from hotbed.store.lazy import ExistingArray, ExistingRows, LazyStore
-from hotbed.store.storage import Storage
+from hotbed.store.tiers import Storage
 
 __all__ = [
     "MOMENT",

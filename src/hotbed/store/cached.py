@@ -1,6 +1,6 @@
 """Put layers over slow records: a cache, staging for a device, read-ahead of a file.
 
-`hotbed.store.storage` stacks them once, when a store is built, and only those that this machine needs::
+`hotbed.store.tiers` stacks them once, when a store is built, and only those that this machine needs::
 
     disk, cache on a GPU:   CachedRecords ─ DeviceStaging ─ ReadAhead ─ FileRecords
     disk, cache on the CPU: CachedRecords ─ ReadAhead ─ FileRecords

@@ -15,7 +15,7 @@ import torch
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
-from hotbed.plan.schemes import SCHEMES
+from hotbed.plan.placement import SCHEMES
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import Table
 

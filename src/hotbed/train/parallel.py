@@ -26,7 +26,7 @@ from hotbed.jagged import ModelParallelInput
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
-from hotbed.plan.schemes import SCHEMES
+from hotbed.plan.placement import SCHEMES
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table

@@ -12,7 +12,7 @@ from hotbed.config.places import MemoryRecipe
 from hotbed.specs import RowDtype, Tier
 from hotbed.store import LazyStore, Span, Storage
 from hotbed.store.base import Records, Use
-from hotbed.store.storage import RECORDS, TierRecords
+from hotbed.store.tiers import RECORDS, TierRecords
 from hotbed.testing.store import Format, StoreContract
 
 

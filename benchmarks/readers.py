@@ -1,0 +1,116 @@
+"""Measure who best reads the batches of several ranks: each its own, the first for all, or owners of tables.
+
+    python -m benchmarks.readers [--ranks 2] [--rounds 3] [--samples 40000] [--json FILE]
+
+Every rate is that of ``torchrun … -m hotbed train`` over whole tables (``parallel.plan table``), on a Parquet file that
+is made here: 26 columns of one id, or 8 columns of 20 ids. Readers take turns, so that all of them meet the same load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from hotbed.config.places import Reader
+from hotbed.data.zipf_source import Zipf
+from hotbed.train.report import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS, DIM, BATCH = 50_000, 32, 1024
+COLUMNS = {"26 columns of one id": (26, 1), "8 columns of 20 ids": (8, 20)}
+"""By name, how many columns there are, and their ids per sample."""
+OVERLAP = (True, False)
+
+
+def write_log(file: Path, samples: int, columns: int, ids: int) -> None:
+    """Write samples whose ids follow Zipf's law with exponent 1.05."""
+    law, lists = Zipf(ROWS, 1.05), pa.list_(pa.int64(), ids)
+    counters = np.arange(samples * ids, dtype=np.uint64)
+    table: dict[str, Any] = {"label": np.random.default_rng(0).integers(0, 2, samples)}
+    for column in range(columns):
+        values = pa.array(law.draw((0, column), counters).astype(np.int64))
+        table[f"c{column}"] = values if ids == 1 else pa.FixedSizeListArray.from_arrays(values, type=lists)
+    pq.write_table(pa.table(table), file, row_group_size=-(-samples // 8))
+
+
+def recipe(file: Path, columns: int, ids: int) -> dict[str, Any]:
+    """Describe one epoch of a DLRM on that file."""
+    sparse = [{"name": f"c{column}", "rows": ROWS, "ids": ids} for column in range(columns)]
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": {"sparse": sparse}}}
+    return {
+        "name": "readers",
+        "data": {"path": str(file), "dim": DIM, "source": source, "test_split": None, "train_split": "train"},
+        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [DIM], "top": [64, 1]}},
+        "dense_optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.01}},
+        "train": {"batch_size": BATCH, "device": "cpu", "checkpoint": "none"},
+        "parallel": {"plan": "table"},
+    }
+
+
+def measure(file: Path, ranks: int, reader: str, overlap: bool, place: Path) -> float:
+    """Samples per second of a run."""
+    out = place / "summary.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "hotbed", "train"]
+    options = ["--parallel.reader", reader, "--parallel.overlap", str(overlap).lower(), "--json", str(out)]
+    command = [sys.executable, *launcher, str(file), *options, "--out", str(place / "runs")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return float(json.loads(out.read_text(encoding="utf-8"))["samples_per_s"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure all readers, print and write the rates."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=40_000)
+    parser.add_argument("--json", type=Path, help="write results here")
+    args = parser.parse_args(argv)
+    rates: dict[tuple[str, bool, str], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        files: dict[str, Path] = {}
+        for name, (columns, ids) in COLUMNS.items():
+            files[name] = Path(folder) / f"{columns}.yaml"
+            (place := files[name].with_suffix("")).mkdir()
+            write_log(place / "train.parquet", args.samples, columns, ids)
+            write_log(place / "test.parquet", BATCH, columns, ids)
+            files[name].write_text(yaml.safe_dump(recipe(place, columns, ids)), encoding="utf-8")
+        turns = [(n, o, r) for _ in range(args.rounds) for n in COLUMNS for o in OVERLAP for r in get_args(Reader)]
+        for name, overlap, reader in track(turns, "measuring", console=Console(stderr=True), transient=True):
+            rate = measure(files[name], args.ranks, reader, overlap, Path(folder))
+            rates.setdefault((name, overlap, reader), []).append(rate)
+    table = Table("data", "overlap", *get_args(Reader), title="samples/s, medians", title_justify="left")
+    for name in COLUMNS:
+        for overlap in OVERLAP:
+            medians = [statistics.median(rates[name, overlap, reader]) for reader in get_args(Reader)]
+            table.add_row(name, str(overlap), *(f"{rate:,.0f}" for rate in medians))
+    Console().print(table)
+    if args.json:
+        about = {**environment(torch.device("cpu")), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        found = [{"data": n, "overlap": o, "reader": r, "samples_per_s": v} for (n, o, r), v in rates.items()]
+        args.json.write_text(json.dumps({"results": found, "ranks": args.ranks, "measured": about}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Records in memory or in a file are read as they were written last, and what fails says so and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hotbed.errors import StoreError
+from hotbed.ops import cpu_cache
+from hotbed.store.keyed import FileRecords, MemoryRecords
+
+
+def test_of_records_that_wait_to_be_written_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, write = threading.Event(), cpu_cache.write_records
+
+    def late(*args: Any) -> int:
+        may_write.wait()
+        return write(*args)
+
+    monkeypatch.setattr(cpu_cache, "write_records", late)
+    records = FileRecords(64, tmp_path)
+    found: list[list[int]] = []
+    for i in (1, 2, 3):
+        records.write(torch.arange(i, 10), torch.full((10 - i, 64), i, dtype=torch.uint8))
+    for _ in ("waiting", "written"):
+        out = torch.zeros(9, 64, dtype=torch.uint8)
+        assert records.read(torch.arange(1, 10), out).all()
+        found.append(out[:, 0].tolist())
+        may_write.set()
+        records._drain()
+    records.close()
+    assert found == [[1, 2, 3, 3, 3, 3, 3, 3, 3]] * 2
+
+
+def test_a_file_that_lost_its_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = FileRecords(64, tmp_path)
+    out = torch.empty(10, 64, dtype=torch.uint8)
+    records.write(torch.arange(10), torch.ones(10, 64, dtype=torch.uint8))
+    records._drain()
+    os.ftruncate(records._file, 5 * 64)
+    with pytest.raises(OSError, match=r"rows in .* could not be read: the file is shorter than it was"):
+        records.read(torch.arange(10), out)
+    os.ftruncate(records._file, 10 * 64)
+    monkeypatch.setattr("hotbed.ops.cpu_cache.read_records", lambda *_: 3)
+    with pytest.raises(OSError, match="could not be read, for no reason that the system gives"):
+        records.read(torch.arange(10), out)
+    records.close()
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = FileRecords(64, tmp_path)
+    values = torch.randint(0, 255, (10, 64), dtype=torch.uint8)
+    monkeypatch.setattr("hotbed.ops.cpu_cache.write_records", lambda *_: 3)
+    monkeypatch.setattr("os.pwrite", _full)
+    records.write(torch.arange(10), values)
+    with pytest.raises(OSError, match=f"rows in {tmp_path} could not be written: .*No space left"):
+        records.clear()
+    with pytest.raises(OSError, match="No space left"):
+        records.write(torch.arange(3), values[:3])
+    out = torch.empty_like(values)
+    assert records.read(torch.arange(10), out).all()
+    assert torch.equal(out, values)
+
+
+def _full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"no file for rows can be made in .*file/rows .*; choose another"):
+        FileRecords(64, tmp_path / "file" / "rows")
+
+
+def test_writing_waits_for_room(tmp_path: Path) -> None:
+    records = FileRecords(64, tmp_path, limit_bytes=640)
+    for i in range(20):
+        records.write(torch.arange(i, i + 10), torch.full((10, 64), i, dtype=torch.uint8))
+    out = torch.empty(29, 64, dtype=torch.uint8)
+    assert records.read(torch.arange(29), out).all()
+    assert out[:, 0].tolist() == [min(i, 19) for i in range(29)]
+    assert records.disk_bytes == 29 * 64
+
+
+def test_more_rows_than_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.store.memory.host_bytes", lambda: 640)
+    records = MemoryRecords(64, 1000)
+    records.write(torch.arange(10), torch.zeros(10, 64, dtype=torch.uint8))
+    with pytest.raises(StoreError, match="11 rows of 64 bytes with their moments do not fit"):
+        records.write(torch.arange(11), torch.zeros(11, 64, dtype=torch.uint8))
