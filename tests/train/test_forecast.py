@@ -156,6 +156,28 @@ def test_what_does_not_fit_is_said(
     assert "and 1.0 MiB are free here; set memory.tier to host or disk" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("memory", [{}, {"tier": "disk", "device_bytes": 150 * MIB}])
+def test_what_cannot_fit_is_refused_before_a_table_is_made(
+    memory: dict[str, Any], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a table was made")
+
+    recipe = recipe_of(tmp_path, Run([2_000_000, 1_000_000], 64, 640, [16], [8, 1], memory))
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    monkeypatch.setattr("hotbed.store.memory.available_bytes", lambda device: 100 * MIB)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.ops.cpu_runtime.zeros", never)
+    assert main(["train", str(tmp_path / "recipe.json"), "--out", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert f"but {100 * MIB:,} bytes of it are free; memory.tier disk" in said
+    rows = 3_000_000 * (16 + 1) * 4
+    if memory:
+        assert "host 0, disk " in said
+    else:
+        assert f"Bytes by tier: device {rows:,}, host 0, disk 0" in said
+    assert not (tmp_path / "runs").exists()
+
+
 # -- traces ------------------------------------------------------------------------------------------------------------
 
 
