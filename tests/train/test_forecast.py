@@ -19,6 +19,7 @@ from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.plan.tiers import Zipf
 from hotbed.train.memory_trace import nbytes_of, peak_of, peaks_of
+from tests.commands.cases import Output
 from tests.matrix import full
 
 MIB = 1 << 20
