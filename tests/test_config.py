@@ -189,7 +189,6 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
             "schedule.decay_start is 5, must be at least 9 (schedule.warmup_steps)",
         ),
         ("schedule", {"decay_start": 5, "decay_end": 5}, "schedule.decay_end is 5, must be at least 6"),
-        ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be above 0; 1 is linear"),
         ("schedule", {"decay_share": 0.0}, "schedule.decay_share is 0.0, must be above 0 and at most 1"),
         ("schedule", {"decay_share": 1.5}, "schedule.decay_share is 1.5, must be above 0 and at most 1"),
         (
@@ -197,6 +196,7 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
             {"decay_share": 0.5, "decay_start": 1, "decay_end": 9},
             "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out",
         ),
+        ("schedule", {"decay_power": 0.0}, "schedule.decay_power is 0.0, must be a finite number above 0; 1 is linear"),
         ("parallel", {"plan": ""}, "parallel.plan is empty; give a scheme like table or row, or a plan's file"),
         ("parallel", {"dense": "dpp"}, "parallel.dense is 'dpp', must be one of ddp, fsdp; did you mean 'ddp'?"),
         ("parallel", {"reader": "frist"}, "parallel.reader is 'frist', must be one of each, first"),

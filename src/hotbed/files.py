@@ -16,6 +16,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import yaml
+from typing_extensions import override
 
 from hotbed.errors import DataError, RecipeError
 
@@ -95,13 +96,35 @@ def read_text(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a recipe's file holds."""
+    """What a recipe's file holds.
+
+    Raises
+    ------
+    RecipeError
+        If there is no such file, or it is not YAML, or a mapping has a key twice, of which YAML would take the last.
+    """
     try:
-        return yaml.safe_load(read_text(path))
+        return yaml.load(read_text(path), Loader=_Unique)
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise RecipeError(f"{path} is nested too deeply to be a recipe") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None
+
+
+class _Unique(yaml.SafeLoader):
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key '{key.value}' is there twice; remove one", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def yaml_text(value: object, *, width: int | None = None) -> str:

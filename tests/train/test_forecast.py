@@ -17,8 +17,8 @@ import torch
 from hotbed.commands.dry_run import memory_plan
 from hotbed.commands.main import main
 from hotbed.config import Recipe
-from hotbed.plan.tiers import Zipf
 from hotbed.train.memory_trace import nbytes_of, peak_of, peaks_of
+from tests.commands.cases import Output
 from tests.matrix import full
 
 MIB = 1 << 20
@@ -134,9 +134,8 @@ def test_rows_that_samples_touch_are_counted_by_popularity(tmp_path: Path) -> No
     run = Run([20_000], 64, 6400, [16], [8, 1], {"tier": "host"}, train={"epochs": 2})
     (found,) = memory_plan(recipe_of(tmp_path, run))["memory"]
     draws = np.random.default_rng(0).random(12_800)
-    zipf = Zipf(20_000)
-    shares = np.array([zipf.accesses(row) for row in range(1, 20_001)])
-    distinct = len(np.unique(np.searchsorted(shares, draws)))
+    shares = np.cumsum(np.arange(1, 20_001) ** -1.05)
+    distinct = len(np.unique(np.searchsorted(shares / shares[-1], draws)))
     assert found["tiers"]["host"] == pytest.approx(distinct * (16 + 1) * 4, rel=0.05)
 
 
@@ -154,6 +153,28 @@ def test_what_does_not_fit_is_said(
     monkeypatch.setattr("hotbed.commands.dry_run.available_bytes", lambda device: 1 << 20)  # pyright: ignore[reportUnknownLambdaType]
     assert main(argv) == 0
     assert "and 1.0 MiB are free here; set memory.tier to host or disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", [{}, {"tier": "disk", "device_bytes": 150 * MIB}])
+def test_what_cannot_fit_is_refused_before_a_table_is_made(
+    memory: dict[str, Any], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a table was made")
+
+    recipe = recipe_of(tmp_path, Run([2_000_000, 1_000_000], 64, 640, [16], [8, 1], memory))
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    monkeypatch.setattr("hotbed.store.memory.available_bytes", lambda device: 100 * MIB)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("hotbed.ops.cpu_runtime.zeros", never)
+    assert main(["train", str(tmp_path / "recipe.json"), "--out", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert f"but {100 * MIB:,} bytes of it are free; memory.tier disk" in said
+    rows = 3_000_000 * (16 + 1) * 4
+    if memory:
+        assert "host 0, disk " in said
+    else:
+        assert f"Bytes by tier: device {rows:,}, host 0, disk 0" in said
+    assert not (tmp_path / "runs").exists()
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

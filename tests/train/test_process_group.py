@@ -16,6 +16,7 @@ import hotbed as hb
 from hotbed.commands.main import main
 from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
+from hotbed.optim import Moment
 from hotbed.store import memory
 from hotbed.train.parallel import _refuse_too_many
 from hotbed.train.process_group import Started, fresh_store, process_group, started
@@ -159,13 +160,17 @@ def test_the_rows_of_all_processes_of_a_host_have_to_fit(environment: pytest.Mon
     here = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in here.items():
         environment.setenv(name, value)
-    cpu = torch.device("cpu")
-    _refuse_too_many(hb.make_plan(tables, 4, "row"), tables, cpu)  # half of them are here
-    _refuse_too_many(hb.make_plan(tables, 4, hb.Cut(rows=0, tier="disk")), tables, cpu)
+    cpu, none = torch.device("cpu"), dict.fromkeys(("t", "u"), ())
+    _refuse_too_many(hb.make_plan(tables, 4, "row"), tables, none, cpu)  # half of them are here
+    _refuse_too_many(hb.make_plan(tables, 4, hb.Cut(rows=0, tier="disk")), tables, none, cpu)
     environment.setenv("RANK", "1")
     environment.setenv("LOCAL_WORLD_SIZE", "4")
     for copies in ("row", "dp"):
         with pytest.raises(
             StoreError, match=r"^[\d,]+ bytes of cpu memory are needed .* but 209,715,200 bytes of it are"
         ):
-            _refuse_too_many(hb.make_plan(tables, 4, copies), tables, cpu)
+            _refuse_too_many(hb.make_plan(tables, 4, copies), tables, none, cpu)
+    environment.setenv("LOCAL_WORLD_SIZE", "2")
+    one_moment = {"t": (Moment("m", "element"),), "u": ()}  # moments take room, too
+    with pytest.raises(StoreError, match=r"Bytes by tier: device 268,467,456, host 0, disk 0$"):
+        _refuse_too_many(hb.make_plan(tables, 4, "row"), tables, one_moment, cpu)

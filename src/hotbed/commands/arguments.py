@@ -103,6 +103,8 @@ class Parser(ArgumentParser):
             above = self.words.split()[1:]
             name, *names = (" ".join([*above, name]) for name in (unknown[1], *self.commands))
             return f"there is no command '{name}'; there are {', '.join(names)}{did_you_mean(name, names)}"
+        if unread := re.search(r'Parser key "([^"]+)": Unable to load config "(.*?)"', message):
+            return f"{self._own_key(unread[1])} is {unread[2]!r}, must be a mapping, or set its keys one by one"
         if missing := re.match("the following arguments are required: (.*)", message):
             return f"these arguments are required: {', '.join(map(self._own_key, missing[1].split(', ')))}"
         key = re.search(r'Parser key "([^"]+)"', message)
@@ -310,6 +312,18 @@ def write_json(path: str | None, value: Mapping[str, Any]) -> None:
         from hotbed import files
 
         files.write_json(local("--json", path), value)
+
+
+def check_json(path: str) -> None:
+    """Raise `RecipeError` if ``--json`` names no file that could be written, before a command does its work."""
+    file = local("--json", path)
+    there = next(parent for parent in file.absolute().parents if parent.exists())
+    if not path or file.is_dir():
+        raise RecipeError(f"--json is {path!r}, which is a directory; give a file")
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise RecipeError(f"--json is {path!r}, but no file can be written into {there} ({error.strerror})") from None
 
 
 def add_json(parser: ArgumentParser) -> None:

@@ -13,6 +13,8 @@ from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.config import Recipe
+from hotbed.config.component import at_least
+from hotbed.config.component import seed as check_seed
 from hotbed.errors import CommError, DataError
 from hotbed.files import local
 
@@ -46,6 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> None:
     """Run the demo, or the promise, and print what came out."""
     data, root = None if parsed.data is None else local("DATA", parsed.data), local("--out", parsed.out)
+    check_seed("--seed", parsed.seed)
     if parsed.promise:
         from hotbed.commands.promise import print_promise, run_promise
 
@@ -103,11 +106,15 @@ def run_demo(data: Path | None, root: Path, console: Console, *, samples: int, s
     """
     from hotbed.data import write_synthetic_log
     from hotbed.data.prepare import prepare
+    from hotbed.data.synthetic import FEWEST_SAMPLES
     from hotbed.train.report import RunDirectory, StageProgress, size
     from hotbed.train.run import train
 
-    if data is not None and not data.exists():
-        raise DataError(f"{data} does not exist; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
+    if data is not None and not (data.is_file() or data.is_dir()):
+        what = "is neither a file nor a directory" if data.exists() else "does not exist"
+        raise DataError(f"{data} {what}; give a raw Criteo log (.tsv or .tsv.gz), or none to have one made")
+    if data is None:
+        at_least("--samples", samples, FEWEST_SAMPLES)
     run = RunDirectory(root, "demo")
     log = data or run.path / "log.tsv"
     best: dict[str, float] | None = None

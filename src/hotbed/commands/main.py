@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from types import ModuleType
 
-from hotbed.commands.arguments import Parser, RecipeParser
+from hotbed.commands.arguments import Parser, RecipeParser, check_json
 from hotbed.errors import CommError, HotbedError, StoppedError
 from hotbed.machine import fit_threads, release
 
@@ -114,6 +114,9 @@ def _run(args: list[str]) -> int:
         parsed = make_parser().parse_args(args)
     except SystemExit as done:  # it has printed help or the version
         return int(done.code or 0)
+    for key, value in vars(parsed.as_flat()).items():
+        if key.endswith(".json") and isinstance(value, str):
+            check_json(value)
     fit_threads()
     _module(parsed.command).run(parsed[parsed.command])
     return 0

@@ -91,7 +91,7 @@ class Component:
             return cls(*args, **given, **self.init_args)
         except HotbedError:
             raise
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise RecipeError(f"{self.class_path} refused init_args {self.init_args}: {error}") from error
 
 
@@ -111,8 +111,16 @@ def at_least(key: str, value: object, limit: int, what: str = "") -> None:
     """Raise `RecipeError` unless a value is an integer of at least ``limit``, which is ``what``."""
     if not is_int(value):
         raise RecipeError(f"{key} is {value!r}, must be an integer")
-    if not value >= limit or not math.isfinite(value):
+    if value >= 2**64:
+        raise RecipeError(f"{key} is {value:,}, must be below 2**64")
+    if not value >= limit:
         raise RecipeError(f"{key} is {value:,}, must be at least {limit:,}{f' ({what})' if what else ''}")
+
+
+def above_zero(key: str, value: float, note: str = "") -> None:
+    """Raise `RecipeError` unless a number is finite and above 0."""
+    if not 0 < value < math.inf:
+        raise RecipeError(f"{key} is {value}, must be a finite number above 0{note}")
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...], error: type[HotbedError] = RecipeError) -> None:
@@ -124,5 +132,3 @@ def one_of(key: str, value: str, choices: tuple[str, ...], error: type[HotbedErr
 def seed(key: str, value: object) -> None:
     """Raise `RecipeError` unless a value is a seed: an integer of at most 64 bits."""
     at_least(key, value, 0)
-    if is_int(value) and value >= 2**64:
-        raise RecipeError(f"{key} is {value:,}, must be below 2**64")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import cast
 
-from hotbed.config.component import Component, at_least
+from hotbed.config.component import Component, above_zero, at_least
 from hotbed.errors import RecipeError
 
 _NAMES_IN_CHECKPOINTS = ("model", "dense", "sparse", "random", "position", "ids")
@@ -95,8 +95,6 @@ class ScheduleRecipe:
         if self.decay_start is not None and self.decay_end is not None:
             at_least("schedule.decay_start", self.decay_start, self.warmup_steps, "schedule.warmup_steps")
             at_least("schedule.decay_end", self.decay_end, self.decay_start + 1, "schedule.decay_start + 1")
-        if not self.decay_power > 0:
-            raise RecipeError(f"schedule.decay_power is {self.decay_power}, must be above 0; 1 is linear")
         if self.decay_share is not None:
             if not 0 < self.decay_share <= 1:
                 raise RecipeError(f"schedule.decay_share is {self.decay_share}, must be above 0 and at most 1")
@@ -104,6 +102,7 @@ class ScheduleRecipe:
                 raise RecipeError(
                     "schedule.decay_share and schedule.decay_start say both when the rate falls; leave one of them out"
                 )
+        above_zero("schedule.decay_power", self.decay_power, "; 1 is linear")
 
     def factor(self, step: int, epoch_steps: int | None = None) -> float:
         """Factor of the learning rate in step s, counted from 1 (NVIDIA DLRM).

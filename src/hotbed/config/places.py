@@ -21,6 +21,8 @@ CachePolicy = Literal["lru", "lfu"]
 CacheTier = Literal["device", "host"]
 HostRows = Literal["records", "uva"]
 Batches = Literal["mixed", "alternating", "split"]
+MOST_SECONDS = 365 * 24 * 3600
+"""Of a timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,8 @@ class ParallelRecipe(ParallelOptions, _PlanChoice):  # keys are in the order of 
         one_of("parallel.reader", self.reader, get_args(Reader))
         for key in ("replicas", "sync_every", "timeout_s"):
             at_least(f"parallel.{key}", getattr(self, key), 1)
+        if self.timeout_s > MOST_SECONDS:
+            raise RecipeError(f"parallel.timeout_s is {self.timeout_s:,}, must be at most {MOST_SECONDS:,} (a year)")
         if self.replicas > 1 and self.reader == "owners":
             raise RecipeError(
                 f"parallel.reader is 'owners' and parallel.replicas is {self.replicas}, but owners read for one group "

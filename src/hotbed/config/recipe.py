@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
-from hotbed.config.component import Component, at_least, by_table, one_of, seed
+from hotbed.config.component import Component, above_zero, at_least, by_table, one_of, seed
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.errors import RecipeError, did_you_mean
@@ -138,8 +138,8 @@ class TrainRecipe:
         one_of("train.linear_library", self.linear_library, get_args(LinearLibrary))
         one_of("train.monitor", self.monitor, get_args(Monitor))
         one_of("train.checkpoint", self.checkpoint, get_args(AskedCheckpointPolicy))
-        if self.checkpoint_minutes is not None and not self.checkpoint_minutes > 0:
-            raise RecipeError(f"train.checkpoint_minutes is {self.checkpoint_minutes}, must be above 0")
+        if self.checkpoint_minutes is not None:
+            above_zero("train.checkpoint_minutes", self.checkpoint_minutes)
         for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
             if getattr(self, name) is not None and self.checkpoint not in ("auto", "last"):
                 raise RecipeError(f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'")

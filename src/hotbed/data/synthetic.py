@@ -33,6 +33,8 @@ from hotbed.errors import SpecError
 Floats = NDArray[np.float64]
 
 # fmt: off
+FEWEST_SAMPLES = 100
+"""Of a log that is written."""
 _CARDINALITIES = (
     500, 300, 50_000, 20_000, 60, 12, 4_000, 200, 3, 8_000, 3_000, 40_000, 2_500,
     26, 4_000, 30_000, 10, 2_000, 600, 4, 35_000, 12, 15, 12_000, 50, 9_000,
@@ -113,8 +115,8 @@ def write_synthetic_log(
     SpecError
         If there are too few lines, or the fraction is not between 0 and 1.
     """
-    if samples < 100:
-        raise SpecError(f"samples is {samples:,}, must be at least 100 to hold both clicks and others")
+    if samples < FEWEST_SAMPLES:
+        raise SpecError(f"samples is {samples:,}, must be at least {FEWEST_SAMPLES} to hold both clicks and others")
     if not 0 < test_fraction < 1:
         raise SpecError(f"test_fraction is {test_fraction}, must be above 0 and below 1")
     path = Path(path)

@@ -148,6 +148,8 @@ CRITEO_1TB = {
 
 _IDS, _DENSE, _LABEL, _EFFECT, _WEIGHT = range(1, 6)  # first names of the streams
 _EVERY = 4  # the label depends on every so manieth sparse and dense column
+MOST_SAMPLES = 1 << 40
+"""Of a split; a loader lists its chunks."""
 _SPARSE_EFFECT, _DENSE_EFFECT, _INTERCEPT = 0.8, 0.3, -1.2  # in log-odds; about a quarter of the labels are 1
 
 
@@ -197,13 +199,19 @@ class ZipfSource(Source):
         seed: int = 0,
         chunk_samples: int = 65_536,
     ) -> None:
-        if chunk_samples < 1:
-            raise SpecError(f"chunk_samples is {chunk_samples:,}, must be at least 1")
-        if train_samples < 1:
-            raise SpecError(f"train_samples is {train_samples:,}, must be at least 1")
-        for name, value in (("valid_samples", valid_samples), ("test_samples", test_samples), ("seed", seed)):
-            if value < 0:
-                raise SpecError(f"{name} is {value:,}, must not be negative")
+        for name, value, least in (
+            ("chunk_samples", chunk_samples, 1),
+            ("train_samples", train_samples, 1),
+            ("valid_samples", valid_samples, 0),
+            ("test_samples", test_samples, 0),
+            ("seed", seed, 0),
+        ):
+            if not is_int(value):
+                raise SpecError(f"{name} is {value!r}, must be an integer")
+            if value < least:
+                raise SpecError(f"{name} is {value:,}, must {'be at least 1' if least else 'not be negative'}")
+            if value > MOST_SAMPLES and name != "seed":
+                raise SpecError(f"{name} is {value:,}, must be at most {MOST_SAMPLES:,}")
         shape = _shape(path)
         self.schema = Schema(
             sparse=tuple(SparseColumn(name=name, rows=rows) for name, rows in shape.rows.items()),

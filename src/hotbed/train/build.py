@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hotbed.config import Component, DataRecipe, Recipe
@@ -254,6 +255,13 @@ def _refuse_unsuited(key: str, component: Component) -> None:
         closure = signature(cls.step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             needs = "a closure that computes the loss again, which a step does once"
+    if issubclass(cls, SparseOptimizer):
+        raise RecipeError(
+            f"{key} is {component.class_path}, which trains tables; use another, such as torch.optim.Adam"
+        )
+    lr = component.init_args.get("lr", 0.0)
+    if issubclass(cls, Optimizer) and not (isinstance(lr, Tensor | int | float) and math.isfinite(lr)):
+        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number")
     if needs:
         raise RecipeError(f"{key}: {component.class_path} needs {needs}; use another, such as torch.optim.Adam")
 

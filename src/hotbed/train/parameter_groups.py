@@ -70,6 +70,8 @@ def sparse_components(recipe: Recipe) -> dict[str, Component]:
 def moments_of(optimizer: Component) -> tuple[Moment, ...]:
     """Moments that a sparse optimizer keeps beside the rows."""
     made = optimizer.load()
+    if made is SparseOptimizer:
+        raise RecipeError(f"{optimizer.class_path} is what optimizers of tables are made of; use hotbed.optim.SGD, say")
     return made.rule_for(optimizer.init_args).moments if issubclass(made, SparseOptimizer) else ()
 
 
