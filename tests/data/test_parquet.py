@@ -67,8 +67,10 @@ class TestRawNumbersAndMappedLabels(SourceContract):
     def make(self, path: Path) -> tuple[Source, dict[str, Batch]]:
         batch = unweighted(mixed_batch(40))
         assert batch.labels is not None and batch.dense is not None
-        signs = batch.labels * 2 - 1
-        pq.write_table(table_of(replace(batch, labels=signs)), path / "all.parquet", row_group_size=10)
+        table = table_of(batch)
+        signs = pa.array((batch.labels[:, 0] * 2 - 1).numpy().astype(np.int8))
+        table = table.set_column(table.column_names.index("click"), "click", signs)
+        pq.write_table(table, path / "all.parquet", row_group_size=10)
         numericals = (Numerical(name="price", rule="log", missing="indicator"),)
         positives = (Label("click", "> 0"), Label("buy", "== 1"))
         schema = replace(MIXED_SCHEMA, numericals=numericals, positives=positives)
