@@ -15,7 +15,7 @@ import torch
 from hotbed.config import Recipe
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
-from hotbed.plan.placement import SCHEMES
+from hotbed.plan.placement import SCHEMES, Cut
 from hotbed.plan.tiling import column_unit
 from hotbed.specs import Table
 
@@ -60,7 +60,7 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
 def _of_the_plan(recipe: Recipe, plan: Plan | None, tables: Sequence[Table]) -> Iterator[str]:
     scheme = recipe.parallel.plan
     if plan is None or plan.world_size == 1:
-        if scheme in SCHEMES and scheme != "table":
+        if scheme in SCHEMES and SCHEMES[scheme] != Cut():
             yield (
                 f"parallel.plan is {scheme}, but each plan is for one process, in which nothing is cut; start several "
                 "with torchrun, or leave it out"
