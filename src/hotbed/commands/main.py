@@ -20,7 +20,7 @@ from hotbed.machine import fit_threads, release
 
 COMMANDS = {
     "demo": "Raw log to tested model: prepare, train, test.",
-    "init": "Draft a recipe for a Parquet dataset.",
+    "init": "Draft a recipe for Parquet, CSV or TSV files.",
     "prepare": "Turn raw Criteo logs into a dataset.",
     "pack": "Choose hot rows, and split a dataset into hot and cold samples.",
     "train": "Train and test by a recipe.",
