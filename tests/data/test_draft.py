@@ -63,7 +63,7 @@ def test_proposes_roles_by_name_type_and_values(tmp_path: Path) -> None:
         dense=("price",),
         numericals=(Numerical(name="price", rule="standard"),),
         sparse=(
-            SparseColumn(name="user", rows=4096),  # 4 × 1,000, up to a power of 2
+            SparseColumn(name="user", rows=16384),  # 16 × 1,000, up to a power of 2
             SparseColumn(name="country", rows=64),
             SparseColumn(name="tags", rows=64, ids=None, pooling="mean"),
             SparseColumn(name="pair", rows=64, ids=2),
@@ -136,7 +136,7 @@ def test_columns_of_names_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
-def test_rows_are_four_times_the_values_in_any_order_of_the_rows(
+def test_rows_are_sixteen_times_the_values_in_any_order_of_the_rows(
     tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MovieLens in its own order, by user, got 8,192 rows for 6,040 users."""
@@ -146,10 +146,10 @@ def test_rows_are_four_times_the_values_in_any_order_of_the_rows(
     shuffled = RNG.permutation(n) if order == "shuffled" else np.arange(n)
     table = pa.table({"click": RNG.integers(0, 2, n), "user": users[shuffled], "item": items})
     pq.write_table(table, tmp_path / "log.parquet", row_group_size=2000)
-    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 32_768, "item": 16_384}
+    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 131_072, "item": 65_536}
     # The same where only a third of the rows can be counted.
     monkeypatch.setattr("hotbed.data.profile._COUNTED_CELLS", 40_000)
-    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 32_768, "item": 16_384}
+    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 131_072, "item": 65_536}
 
 
 def test_few_values_get_rows_of_their_own(tmp_path: Path) -> None:
