@@ -168,7 +168,7 @@ def test_a_history_shares_the_table_of_its_items(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", click=CLICK, user_id=USER, item_id=items, item_history=lists)
     columns = {c.name: c for c in draft_schema(path).sparse}
     assert columns["item_history"].table == "item_id"
-    assert columns["item_history"].rows == columns["item_id"].rows == 2048
+    assert columns["item_history"].rows == columns["item_id"].rows == 8192
     assert columns["user_id"].table is None
 
 
@@ -269,7 +269,7 @@ def test_columns_that_are_dropped(tmp_path: Path) -> None:
 def test_the_train_split_alone_is_looked_at(tmp_path: Path) -> None:
     for split, high in (("train", 100), ("test", 10_000)):
         write(tmp_path / f"{split}.parquet", label=CLICK, c=RNG.integers(0, high, N))
-    assert draft_schema(tmp_path).rows == {"c": 512}
+    assert draft_schema(tmp_path).rows == {"c": 2048}
     (tmp_path / "train.parquet").rename(tmp_path / "valid.parquet")
     with pytest.raises(DataError, match="has no train split, only valid, test; add one, or give one of these"):
         draft_schema(tmp_path)

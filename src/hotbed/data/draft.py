@@ -81,9 +81,9 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
 
     Labels are columns of a usual name (label, click, target, …), or ratings; numbers that measure something are
     numericals with a rule of normalization; ids, categories and lists of them are sparse. Rows of a table are 16 × the
-    estimated number of distinct values, rounded up to a power of 2, so that few values share a row with another
-    when hashed; 8 × above 250,000, 4 × above a million. What is no input is left out: times, free text, constants, numbers of rows, columns that
-    give the label away. Where there is a train split, only that is looked at.
+    estimated number of distinct values (8 × above 250,000, 4 × above a million), rounded up to a power of 2, so that
+    few values share a row with another when hashed. What is no input is left out: times, free text, constants, numbers
+    of rows, columns that give the label away. Where there is a train split, only that is looked at.
 
     Parameters
     ----------
