@@ -99,6 +99,8 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "epoch in ms": ("event_time", RNG.integers(16 * 10**11, 17 * 10**11, N), r"a time \(milliseconds since 1970\)"),
     "epoch as floats": ("ts", RNG.uniform(1.6e9, 1.7e9, N), r"a time \(seconds since 1970\)"),
     "sorted epoch": ("x", np.sort(RNG.integers(16 * 10**8, 17 * 10**8, N)), "seconds since 1970, by its range and its"),
+    "another time": ("last_seen", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
+    "a time by its range": ("x", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
     "days as numbers": ("date", 20240100 + RNG.integers(1, 31, N), r"a time \(days as YYYYMMDD\)"),
     "text of days": ("day", [f"2024-01-{d:02}" for d in RNG.integers(1, 31, N)], r"a time \(text that sorts by time"),
     "constant": ("x", [7] * N, r"all rows have the same value \('7'\)"),

@@ -150,7 +150,20 @@ _TIME_WORDS = {
 }
 _OTHER_TIMES = {
     *("birth", "birthday", "birthdate", "dob", "born", "signup", "registered", "registration", "joined", "release"),
-    *("released", "expires", "expiry", "expiration", "published", "publication", "start", "end", "updated", "modified"),
+    *(
+        "last",
+        "first",
+        "seen",
+        "since",
+        "released",
+        "expires",
+        "expiry",
+        "expiration",
+        "published",
+        "publication",
+        "updated",
+        "modified",
+    ),
 }
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
@@ -207,6 +220,8 @@ def role_of(column: ColumnProfile, label: str) -> ColumnRole:
     if arrow.is_list(kind):
         return ColumnRole("list", f"{column.length:.3g} ids per row in the mean, {column.distinct:,} different ones")
     if (reason := time_reason(column)) is not None:
+        if column.is_number and not is_time_of_row(column):
+            return ColumnRole("number", f"{reason}; a time, but by its name not that of the row")
         return ColumnRole("time", reason)
     if (reason := _row_number(column)) is not None:
         return ColumnRole("left out", reason)
@@ -257,9 +272,17 @@ def time_reason(column: ColumnProfile) -> str | None:
         low, high = column.low / unit, column.high / unit
         if named and _YEAR_1990 <= low <= high < _YEAR_2100:
             return f"{unit_name} since 1970"
-        if column.is_sorted and column.distinct_share > 0.01 and _YEAR_2000 <= low <= high < _YEAR_2035:
-            return f"{unit_name} since 1970, by its range and its order"
+        in_order = column.is_sorted and column.distinct_share > 0.01
+        # Ids of which each is met once or twice would say nothing, so nothing is lost where these are some.
+        if (in_order or column.distinct_share >= 0.5) and _YEAR_2000 <= low <= high < _YEAR_2035:
+            return f"{unit_name} since 1970, by its range" + (" and its order" if in_order else "")
     return None
+
+
+def is_time_of_row(column: ColumnProfile) -> bool:
+    """Whether a column of times may say when the row happened: by its name, or because the rows are in its order."""
+    words = {*words_of(column.name)}
+    return column.is_sorted or bool(words & _TIME_WORDS and not words & _OTHER_TIMES)
 
 
 def time_rank(name: str) -> int:
