@@ -125,8 +125,8 @@ def _schema(draft: Draft) -> Iterator[str]:
         )
     yield from _entries("dense", plain["dense"], draft.reasons)
     yield from _comment(
-        "`rows` are about 4 × the distinct values, which are hashed to them; columns with the same `table` share one. "
-        "`ids` is the number per sample, null where it varies.",
+        "`rows` are 16 × the distinct values (of many fewer), which are hashed to them; columns with the same `table` "
+        "share one. `ids` is the number per sample, null where it varies.",
         8,
     )
     shown = [{k: v for k, v in column.items() if v not in _USUAL.get(k, ())} for column in plain["sparse"]]
