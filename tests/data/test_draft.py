@@ -63,7 +63,7 @@ def test_proposes_roles_by_name_type_and_values(tmp_path: Path) -> None:
         dense=("price",),
         numericals=(Numerical(name="price", rule="standard"),),
         sparse=(
-            SparseColumn(name="user", rows=4096),  # 4 × 1,000, up to a power of 2
+            SparseColumn(name="user", rows=16_384),  # 16 × 1,000, up to a power of 2
             SparseColumn(name="country", rows=64),
             SparseColumn(name="tags", rows=64, ids=None, pooling="mean"),
             SparseColumn(name="pair", rows=64, ids=2),
@@ -138,7 +138,7 @@ def test_columns_of_names_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
-def test_rows_are_four_times_the_values_in_any_order_of_the_rows(
+def test_rows_are_sixteen_times_the_values_in_any_order_of_the_rows(
     tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MovieLens in its own order, by user, got 8,192 rows for 6,040 users."""
@@ -148,10 +148,10 @@ def test_rows_are_four_times_the_values_in_any_order_of_the_rows(
     shuffled = RNG.permutation(n) if order == "shuffled" else np.arange(n)
     table = pa.table({"click": RNG.integers(0, 2, n), "user": users[shuffled], "item": items})
     pq.write_table(table, tmp_path / "log.parquet", row_group_size=2000)
-    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 32_768, "item": 16_384}
+    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 131_072, "item": 65_536}
     # The same where only a third of the rows can be counted.
     monkeypatch.setattr("hotbed.data.profile._COUNTED_CELLS", 40_000)
-    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 32_768, "item": 16_384}
+    assert draft_schema(tmp_path / "log.parquet").rows == {"user": 131_072, "item": 65_536}
 
 
 def test_few_values_get_rows_of_their_own(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_history_shares_the_table_of_its_items(tmp_path: Path) -> None:
     path = write(tmp_path / "log.parquet", click=CLICK, user_id=USER, item_id=items, item_history=lists)
     columns = {c.name: c for c in draft_schema(path).sparse}
     assert columns["item_history"].table == "item_id"
-    assert columns["item_history"].rows == columns["item_id"].rows == 2048
+    assert columns["item_history"].rows == columns["item_id"].rows == 8192
     assert columns["user_id"].table is None
 
 
@@ -271,7 +271,7 @@ def test_columns_that_are_dropped(tmp_path: Path) -> None:
 def test_the_train_split_alone_is_looked_at(tmp_path: Path) -> None:
     for split, high in (("train", 100), ("test", 10_000)):
         write(tmp_path / f"{split}.parquet", label=CLICK, c=RNG.integers(0, high, N))
-    assert draft_schema(tmp_path).rows == {"c": 512}
+    assert draft_schema(tmp_path).rows == {"c": 2048}
     (tmp_path / "train.parquet").rename(tmp_path / "valid.parquet")
     with pytest.raises(DataError, match="has no train split, only valid, test; add one, or give one of these"):
         draft_schema(tmp_path)
