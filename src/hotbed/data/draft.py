@@ -86,7 +86,8 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
     numericals with a rule of normalization; ids, categories and lists of them are sparse. Rows of a table are 16 ×
     the estimated number of distinct values (8 × of more than 250,000, 4 × of more than a million), rounded up to a
     power of 2, so that few of the values share a row with another when hashed. What is no input is left out: times,
-    free text, constants, numbers of rows, columns that give the label away. Where there is a train split, only that is looked at.
+    free text, constants, numbers of rows, columns that give the label away. Where there is a train split, only that is
+    looked at.
 
     Parameters
     ----------
