@@ -218,7 +218,7 @@ def test_ratings_in_the_order_of_movielens(tmp_path: Path) -> None:
     assert args["split"]["valid_from"] < args["split"]["test_from"]
     assert recipe["data"].get("shuffle", True)  # the rows are not in the order of time
     assert schema_of(recipe)["labels"] == [{"column": "rating", "positive": ">= 4"}]
-    assert {c["name"]: c["rows"] for c in schema_of(recipe)["sparse"]} == {"user_id": 1024, "movie_id": 2048}
+    assert {c["name"]: c["rows"] for c in schema_of(recipe)["sparse"]} == {"user_id": 4096, "movie_id": 8192}
 
 
 def test_an_unlabeled_test_file_is_named_and_not_used(tmp_path: Path, capsys: Output) -> None:

@@ -63,7 +63,7 @@ def test_proposes_roles_by_name_type_and_values(tmp_path: Path) -> None:
         dense=("price",),
         numericals=(Numerical(name="price", rule="standard"),),
         sparse=(
-            SparseColumn(name="user", rows=16384),  # 16 × 1,000, up to a power of 2
+            SparseColumn(name="user", rows=16_384),  # 16 × 1,000, up to a power of 2
             SparseColumn(name="country", rows=64),
             SparseColumn(name="tags", rows=64, ids=None, pooling="mean"),
             SparseColumn(name="pair", rows=64, ids=2),

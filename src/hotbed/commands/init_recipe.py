@@ -29,11 +29,13 @@ class Training:
     sparse_lr: float
     initial_accumulator: float
     dropout: float
+    top: tuple[int, ...]
+    """Widths of the top MLP but for the labels."""
 
     @staticmethod
     def of(samples: int, *, has_valid: bool, repeats: float) -> Training:
         """Choose by the number of samples to train on, and by how often an id is met among them in the mean."""
-        batch_size = min(4096, max(32, 1 << int(math.log2(max(1, samples / 350)))))
+        batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
         most = 20 if few else 5 if repeats >= MANY_REPEATS else 1
@@ -45,7 +47,8 @@ class Training:
             sparse_lr=0.04 if few else 0.08,
             # Gradients of a mean over the batch are smaller in larger ones, their squares all the more.
             initial_accumulator=float(f"{1e-6 * (256 / batch_size) ** 2:.1e}"),
-            dropout=0.3 if few else 0.0,
+            dropout=0.2 if few else 0.0,
+            top=(64,) if few else (256, 128),
         )
 
 
@@ -125,8 +128,8 @@ def _schema(draft: Draft) -> Iterator[str]:
         )
     yield from _entries("dense", plain["dense"], draft.reasons)
     yield from _comment(
-        "`rows` are 16 × the distinct values (of many fewer), which are hashed to them; columns with the same `table` "
-        "share one. `ids` is the number per sample, null where it varies.",
+        "`rows` are several times the distinct values, which are hashed to them; columns with the same `table` share "
+        "one. `ids` is the number per sample, null where it varies.",
         8,
     )
     shown = [{k: v for k, v in column.items() if v not in _USUAL.get(k, ())} for column in plain["sparse"]]
@@ -161,7 +164,7 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
         yield _beside("  class_path: hotbed.nn.DLRM", own)
         yield "  init_args:"
         yield _beside(f"    bottom: [64, {training.dim}]", "ends with data.dim")
-        yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
+        yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
         yield _beside("    embeddings_to_top: true", "the top MLP sees the vectors beside their products")
         yield from _dropout(training)
         return
@@ -174,7 +177,7 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
     yield "  init_args:"
     yield _beside("    layers: 2", "cross layers")
     yield "    low_rank: 64"
-    yield _beside(f"    top: [256, 128, {tasks}]", "ends with the number of labels")
+    yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
     yield from _dropout(training)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ MANY_REPEATS = 100
 """How often an id is met in the mean, from which on that is so with any number of rows."""
 _SMALLEST_TABLE = 64
 _LARGEST_TABLE = 1 << 31
+_ROWS_PER_VALUE = ((250_000, 16), (1_000_000, 8), (math.inf, 4))
+"""By the most distinct values. Of 4 × a fifth of the ids that training never saw fall on a row of one that it saw."""
 _INDICATOR = 0.005
 _FEW_VALUES = 50
 
@@ -80,10 +83,11 @@ def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.F
     """Propose a schema from names, types and values, see `draft`.
 
     Labels are columns of a usual name (label, click, target, …), or ratings; numbers that measure something are
-    numericals with a rule of normalization; ids, categories and lists of them are sparse. Rows of a table are 16 × the
-    estimated number of distinct values (8 × above 250,000, 4 × above a million), rounded up to a power of 2, so that
-    few values share a row with another when hashed. What is no input is left out: times, free text, constants, numbers
-    of rows, columns that give the label away. Where there is a train split, only that is looked at.
+    numericals with a rule of normalization; ids, categories and lists of them are sparse. Rows of a table are 16 ×
+    the estimated number of distinct values (8 × of more than 250,000, 4 × of more than a million), rounded up to a
+    power of 2, so that few of the values share a row with another when hashed. What is no input is left out: times,
+    free text, constants, numbers of rows, columns that give the label away. Where there is a train split, only that is
+    looked at.
 
     Parameters
     ----------
@@ -268,15 +272,11 @@ def _sparse(column: ColumnProfile, table: str | None) -> SparseColumn:
     ids = None if ragged else 1
     if pa.types.is_fixed_size_list(kind) and not column.missing:
         ids = int(kind.list_size)
-    rows = max(_SMALLEST_TABLE, _rows_per_value(column.distinct) * column.distinct)
+    per_value = next(times for most, times in _ROWS_PER_VALUE if column.distinct <= most)
+    rows = max(_SMALLEST_TABLE, per_value * column.distinct)
     rows = _without_collisions(column, min(_LARGEST_TABLE, 1 << (rows - 1).bit_length()))
     pooling = "mean" if ragged and ids is None else "sum"
     return SparseColumn(name=column.name, rows=rows, table=table, ids=ids, pooling=pooling)
-
-
-def _rows_per_value(distinct: int) -> int:
-    """Rows for a value: at 4 a fifth of the values that training never saw fall on rows of others, at 16 few do."""
-    return 16 if distinct <= 250_000 else 8 if distinct <= 1_000_000 else 4
 
 
 def _without_collisions(column: ColumnProfile, rows: int) -> int:

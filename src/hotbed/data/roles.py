@@ -20,151 +20,30 @@ Role = Literal["id", "category", "list", "number", "time", "left out"]
 LEAK = 0.995
 """AUC of a single column from which on it is taken to give the label away."""
 
-_ID_WORDS = {
-    *(
-        "id",
-        "ids",
-        "uid",
-        "uuid",
-        "guid",
-        "key",
-        "code",
-        "hash",
-        "sku",
-        "isbn",
-        "asin",
-        "ip",
-        "zip",
-        "zipcode",
-        "postcode",
-    ),
-    *(
-        "user",
-        "item",
-        "product",
-        "category",
-        "cat",
-        "type",
-        "kind",
-        "class",
-        "brand",
-        "shop",
-        "store",
-        "device",
-        "site",
-    ),
-    *(
-        "country",
-        "region",
-        "city",
-        "state",
-        "language",
-        "channel",
-        "campaign",
-        "ad",
-        "query",
-        "movie",
-        "song",
-        "artist",
-    ),
-    *("cluster", "segment", "bucket", "index", "number", "nr", "no"),
-}
-_NUMBER_WORDS = {
-    *(
-        "count",
-        "counts",
-        "cnt",
-        "num",
-        "qty",
-        "quantity",
-        "amount",
-        "price",
-        "cost",
-        "value",
-        "revenue",
-        "total",
-        "sum",
-    ),
-    *(
-        "age",
-        "duration",
-        "seconds",
-        "minutes",
-        "hours",
-        "length",
-        "size",
-        "width",
-        "height",
-        "weight",
-        "distance",
-        "score",
-    ),
-    *(
-        "views",
-        "clicks",
-        "impressions",
-        "visits",
-        "sales",
-        "income",
-        "salary",
-        "balance",
-        "rate",
-        "ratio",
-        "pct",
-        "percent",
-    ),
-    *(
-        "avg",
-        "mean",
-        "min",
-        "max",
-        "std",
-        "median",
-        "temperature",
-        "lat",
-        "lon",
-        "latitude",
-        "longitude",
-        "budget",
-        "points",
-    ),
-}
-_NUMBER_FIRST = {"num", "n", "nb", "cnt", "count", "total", "avg", "mean", "sum", "max", "min"}
-_TIME_WORDS = {
-    *(
-        "time",
-        "timestamp",
-        "ts",
-        "date",
-        "datetime",
-        "epoch",
-        "unixtime",
-        "when",
-        "created",
-        "day",
-        "at",
-        "dt",
-        "clock",
-    ),
-    *("utc", "posted", "occurred", "logged"),
-}
-_OTHER_TIMES = {
-    *("birth", "birthday", "birthdate", "dob", "born", "signup", "registered", "registration", "joined", "release"),
-    *(
-        "last",
-        "first",
-        "seen",
-        "since",
-        "released",
-        "expires",
-        "expiry",
-        "expiration",
-        "published",
-        "publication",
-        "updated",
-        "modified",
-    ),
-}
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ID_WORDS = _words(
+    "id ids uid uuid guid key code hash sku isbn asin ip zip zipcode postcode user item product category cat type "
+    "kind class brand shop store device site country region city state language channel campaign ad query movie "
+    "song artist cluster segment bucket index number nr no"
+)
+_NUMBER_WORDS = _words(
+    "count counts cnt num qty quantity amount price cost value revenue total sum age duration seconds minutes "
+    "hours length size width height weight distance score views clicks impressions visits sales income salary "
+    "balance rate ratio pct percent avg mean min max std median temperature lat lon latitude longitude budget "
+    "points"
+)
+_NUMBER_FIRST = _words("num n nb cnt count total avg mean sum max min")
+_TIME_WORDS = _words(
+    "time timestamp ts date datetime epoch unixtime when created day at dt clock utc posted occurred logged"
+)
+_OTHER_TIMES = _words(
+    "birth birthday birthdate dob born signup registered registration joined release last first seen since "
+    "released expires expiry expiration published publication updated modified"
+)
 _INDEX_NAMES = re.compile(
     r"(unnamed: \d+|__index_level_\d+__|level_\d+|index|row_?(id|nr|number|index)?|)", re.IGNORECASE
 )
