@@ -115,7 +115,7 @@ def test_no_rows_are_an_error(run: Path, new: Path, capsys: Output) -> None:
         ({"drop": "seconds"}, [], "new.parquet has no column 'seconds'"),
         ({"user": pl.Int64}, [], "column 'user': its values are integers, and the model was trained with text"),
         ({"seconds": pl.String}, [], "column 'seconds' is .*, must be numbers to be a numerical or weight"),
-        ({"user": pl.Float64}, [], "sparse column 'user' is double, must be integers, strings or lists of them"),
+        ({"user": pl.Float64}, [], "column 'user': its values are integers, and the model was trained with text"),
         ({}, ["--keep", "rwo"], "--keep names 'rwo', but .*new.parquet has row, .*did you mean 'row'"),
         ({}, ["--keep", "row", "row"], "--keep names 'row' 2 times; once will do"),
         ({"rename": {"row": "row", "extra": "score"}}, ["--keep", "score"], "which is the name of a score"),

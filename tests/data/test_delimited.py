@@ -235,3 +235,8 @@ def test_a_source_reads_it_as_parquet(tmp_path: Path) -> None:
     assert source.read("train", 0).sparse.values.tolist() == rows_of(hash_integers(np.arange(6)), 100).tolist()
     with pytest.raises(DataError, match=r"ratings_train.csv has no column 'itme'"):
         ParquetSource(tmp_path / "data", Schema(sparse=(SparseColumn(name="itme", rows=100),)))
+
+
+def test_names_may_have_any_characters(tmp_path: Path) -> None:
+    found = table(tmp_path, 'a\0b,"q""x",Zürich\n1,2,3\n')
+    assert found.to_pydict() == {"a\0b": [1], 'q"x': [2], "Zürich": [3]}

@@ -162,7 +162,7 @@ def _series(batch: pa.Table, name: str) -> pl.Series:
     """Text ``[n]`` with null for what stands for a missing value."""
     import polars as pl
 
-    text = pl.Series(name, pl.from_arrow(batch[name]), dtype=pl.String)
+    text = pl.Series("", pl.from_arrow(batch[name]), dtype=pl.String)  # some names cannot go back to Arrow
     return text.set(text.is_in(MISSING), None)
 
 
