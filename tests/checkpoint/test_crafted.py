@@ -11,9 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from hotbed.checkpoint import init_from, load_checkpoint, read_manifest, verify_checkpoint
+from hotbed.checkpoint import (
+    RandomState,
+    init_from,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from hotbed.checkpoint.manifest import Manifest
+from hotbed.checkpoint.save import Saving
+from hotbed.checkpoint.storage import directory
 from hotbed.errors import CheckpointError, DamagedError
 from tests.checkpoint.test_fuzz import MANIFEST, copied, header_of, manifest_of, put_header, sign, sign_files
+from tests.checkpoint.tiles import Rank
 from tests.fixtures.models import CASES, build
 
 TABLE = "embeddings.users"
@@ -202,3 +213,30 @@ def test_a_step_that_cannot_be_is_refused_by_a_warm_start_too(folder: Path) -> N
     for read in (load_checkpoint, init_from):
         with pytest.raises(CheckpointError, match=r"the saved step is tensor\(-3\), must be a tensor of one number"):
             read(folder, build(CASES["whole"]))
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ('{"token": "now", "files": 3}', r"rank-1.json: 'files' is 3: input should be a valid dict"),
+        ('{"token": "now", "files": {"../x": {}}}', r"'files.*x': string should match|'\.\./x': string should match"),
+        ('{"token": "now", "tiles": {"t": [{"rows": [0, 1]}]}}', r"'tiles.t.0.rows.2' is missing"),
+        ("{", r"rank-1.json is damaged"),
+    ],
+)
+def test_the_report_of_a_rank_that_cannot_be(tmp_path: Path, report: str, message: str) -> None:
+    place = directory(tmp_path)
+    (tmp_path / "rank-1.json").write_text(report)
+    saving = Saving(place, "now", Manifest(), [], {}, Rank(0, 2), None, None)  # type: ignore[arg-type]
+    saving.run()
+    with pytest.raises(CheckpointError, match=message):
+        raise saving._error or AssertionError
+
+
+def test_a_manifest_too_large_to_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.checkpoint.manifest.MOST_BYTES", 300)
+    with pytest.raises(
+        CheckpointError, match=r"was not saved: its manifest would have .* bytes, must have at most 300"
+    ):
+        save_checkpoint(tmp_path / "c", {"random": RandomState()})
+    assert not (tmp_path / "c").exists()

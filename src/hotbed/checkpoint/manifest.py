@@ -111,6 +111,8 @@ def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+MOST_BYTES = 256 << 20
+"""Of a manifest: one of 50 TB of tables has some 220 MiB."""
 NAME = re.compile(r"(last|best)-\d{8,}")
 """Names of checkpoints in a run's directory; whatever else lies there is left alone."""
 _RUN = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
@@ -224,7 +226,13 @@ class Manifest:
 
 def write_manifest(place: Directory, manifest: Manifest) -> None:
     """Write a checkpoint's manifest: the last of its files, which makes it one."""
-    place.write(MANIFEST, manifest.to_json())
+    text = manifest.to_json()
+    if len(text) > MOST_BYTES:
+        raise CheckpointError(
+            f"{place} was not saved: its manifest would have {len(text):,} bytes, must have at most {MOST_BYTES:,}; "
+            "save fewer tables in one checkpoint, or smaller states"
+        )
+    place.write(MANIFEST, text)
 
 
 def read_manifest(path: str | Path | Directory) -> Manifest:
@@ -241,7 +249,7 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
     file = f"{place}/{MANIFEST}"
     from hotbed.checkpoint import schema  # with pydantic, which only reading needs
 
-    values = schema.parsed(place.read(MANIFEST, schema.MOST_MANIFEST_BYTES), file)
+    values = schema.parsed(place.read(MANIFEST, MOST_BYTES), file)
     version = values.pop("format", None)
     if version is None:
         raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")

@@ -20,8 +20,6 @@ from pydantic_core import ErrorDetails
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.specs import MAX_DIM, RowDtype, row_bytes
 
-MOST_MANIFEST_BYTES = 256 << 20
-"""Of a manifest: one of 50 TB of tables has some 200 MiB."""
 MOST_BLOCK_BYTES = 1 << 30
 """Bytes of a block, of which several are in memory at once."""
 MOST_DEPTH = 100
@@ -116,6 +114,15 @@ class ManifestEntry(_Entry):
     parts: dict[PartName, Any]
 
 
+class ReportEntry(_Entry):
+    """What a rank reports to the first one: its files and tiles, or what went wrong."""
+
+    token: Text
+    error: str | None = None
+    files: dict[FileName, FileEntry] = {}
+    tiles: dict[Text, list[TileEntry]] = {}
+
+
 class ArrayEntry(_Entry):
     """An array in the header of a safetensors file."""
 
@@ -171,6 +178,14 @@ def check_manifest(values: Mapping[str, Any], where: str) -> None:
     _check_places(manifest, where)
     for name, state in manifest.parts.items():
         check_state(state, f"parts.{name}", where)
+
+
+def check_report(values: Mapping[str, Any], where: str) -> None:
+    """Raise `CheckpointError` unless a rank's report is one."""
+    try:
+        ReportEntry.model_validate(values)
+    except ValidationError as error:
+        raise CheckpointError(_text_of(error, where)) from None
 
 
 def check_state(value: object, key: str, where: str) -> None:
