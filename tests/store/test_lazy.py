@@ -26,7 +26,7 @@ from hotbed.store.base import Traffic
 from hotbed.store.cached import DeviceStaging, ReadAhead
 from hotbed.store.keyed import FileRecords, MemoryRecords
 from hotbed.store.tiers import RECORDS
-from hotbed.testing.store import DIM, OWN, Format, StoreContract
+from hotbed.testing.store import OWN, Format, StoreContract
 from tests.matrix import full
 
 STORAGES = {
@@ -58,7 +58,7 @@ class LazyContract(StoreContract):
         launches.clear()
         store = self.filled(format)
         self.pooled(store, [[1]])
-        self.step(store, PLAIN, [[1]], torch.ones(1, DIM))
+        self.step(store, PLAIN, [[1]], torch.ones(1, self.dim))
         assert {key.split(".")[0] for key in launches} == {self.kernels}
         of_cache = {key.split(".")[1] for key in launches if "cache" in key}
         every = {"cache_find", "cache_read", "cache_use", "cache_take", "cache_write"}
@@ -72,6 +72,18 @@ class TestLazy(LazyContract):
     """With Numba."""
 
     every_format = STORAGES["disk-lru"]
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("storage", [Storage("host"), STORAGES["disk-lru"]], ids=["host", "disk-lru"])
+class TestLazyOfFewColumns(LazyContract):
+    """Rows of fewer bytes than a word, of which torch says that columns may have any stride where there is one."""
+
+    few_formats = (Format("bf16", (5, 8)),)
+
+    @pytest.fixture(autouse=True)
+    def _dim(self, dim: int) -> None:
+        self.dim = dim
 
 
 CACHED = {name: storage for name, storage in STORAGES.items() if storage.cache_rows}

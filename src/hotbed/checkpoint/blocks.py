@@ -161,9 +161,6 @@ class BlockReader:
                 "again"
             )
         self._block_bytes: int = entry["block_bytes"]
-        if len(entry["sha256"]) != -(-self.size // self._block_bytes):
-            self._file.close()
-            raise CheckpointError(f"{self._where}: the manifest has {len(entry['sha256'])} hashes of its blocks")
         self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._unused: list[memoryview] = []
 
@@ -185,6 +182,8 @@ class BlockReader:
             If a block is not what was written.
         """
         stop, size = start + len(out), self._block_bytes
+        if stop > self.size:
+            raise DamagedError(f"{self._where} ends at byte {self.size:,}, before what was to be read")
         last = -(-max(stop, ahead_to or 0) // size)
         at = start
         while at < stop:

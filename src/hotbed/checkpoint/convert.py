@@ -21,7 +21,7 @@ from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile, read_manifest, write_manifest
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, new_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard, form
@@ -89,6 +89,7 @@ def convert(
     kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
     with VerifiedFiles(place, old.files) as verified, new_directory(target) as (new, writer):
         files = TensorFiles(verified)
+        check_tables(old.tables.values(), files)
         for name in kept:
             _copy_arrays(f"{name}.safetensors", old, files, writer)
         chunks = _chunks(tables, specs, compact, files, progress)
@@ -317,12 +318,15 @@ def export_tables(
     found: dict[str, Any] = {"step": manifest.step, "tables": {}}
     with VerifiedFiles(place, manifest.files) as verified, new_directory(target) as (new, writer):
         files = TensorFiles(verified)
+        check_tables(manifest.tables.values(), files)
         for name, table in manifest.tables.items():
             spec, file = specs[name], f"{quote(name, safe='')}.safetensors"
             writer.write(file, {"weight": _weight(table, spec, files, count)})
             found["tables"][name] = {"file": file, "rows": spec.rows, "dim": spec.dim, "dtype": spec.dtype}
-        if "model.safetensors" in manifest.files:
+        if "model.safetensors" in manifest.files and "model" in manifest.parts:
             state = read_states(manifest, ["model"], files)["model"]
+            if not isinstance(state, Mapping):
+                raise CheckpointError(f"{place}: part 'model' is {type(state).__name__}, must be a mapping")
             writer.write("dense.safetensors", {k: Array.of(t) for k, t in state.items() if isinstance(t, Tensor)})
         writer.entries()
         new.write(TABLES, json.dumps(found, indent=1))

@@ -7,11 +7,14 @@ by a few blocks. Rows that were cut at other columns are not contiguous in the f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import reprlib
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.optim import Optimizer
 
 from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.contents import (
@@ -23,10 +26,16 @@ from hotbed.checkpoint.contents import (
 )
 from hotbed.checkpoint.manifest import Manifest, SavedTable, Stateful, read_manifest, restored
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tables import check_tile, load_tile
+from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
+from hotbed.optim import SparseOptimizer
 from hotbed.torch_hooks import without_tables
+
+OF_ELEMENTS = frozenset(("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg"))
+"""States of torch's optimizers that have the shape of their parameter."""
+MOST_OF_AN_OPTION = 2**63
+"""Of a torch optimizer's number; it multiplies float32 by them, and takes larger ones for errors of its own."""
 
 _log = logging.getLogger("hotbed")
 
@@ -71,9 +80,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     with VerifiedFiles(place, manifest.files) as verified:
         files = TensorFiles(verified)
         states = read_states(manifest, parts, files)
-        for table in tables:
-            for tile in manifest.tables[table].tiles:
-                check_tile(tile, manifest.tables[table], files)
+        check_tables((manifest.tables[table] for table in tables), files)
         done: list[str] = []
         try:
             for name, part in parts.items():
@@ -91,14 +98,60 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
 
 
 def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
+    with faults_named(place, name, part), without_tables():
+        if isinstance(part, Optimizer) and not isinstance(part, SparseOptimizer):
+            check_optimizer(part, state)
+        part.load_state_dict(state)
+
+
+@contextmanager
+def faults_named(place: str, name: str, part: Stateful) -> Generator[None]:
+    """Raise `CheckpointError` for whatever a part makes of a state: states pass no schema, only the part knows them."""
     try:
-        with without_tables():
-            part.load_state_dict(state)
-    except (HotbedError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        yield
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        own = isinstance(error, HotbedError | RuntimeError) or type(error) is ValueError
+        text = str(error) if own else f"{type(error).__name__} {error}"
         raise CheckpointError(
-            f"{place}: part '{name}' does not fit this {type(part).__name__}: {error}; load it with the recipe that it "
+            f"{place}: part '{name}' does not fit this {type(part).__name__}: {text}; load it with the recipe that it "
             "was made with"
         ) from error
+
+
+def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for what torch would load, and stumble over in the next step."""
+    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+        for key, value in own.items():
+            # Options that are flags have defaults in torch, so that states of its earlier releases lack some.
+            if key == "params" or value is None or isinstance(value, bool):
+                continue
+            if not _is_like(value, saved.get(key)):
+                raise CheckpointError(
+                    f"'param_groups.{number}.{key}' is {reprlib.repr(saved.get(key))}, must be like {value!r}"
+                )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    order = [index for group in state["param_groups"] for index in group["params"]]
+    for p, index in zip(parameters, order, strict=True):
+        for name, value in state["state"].get(index, {}).items():
+            if name in OF_ELEMENTS and value is not None and getattr(value, "shape", None) != p.shape:
+                shape = list(getattr(value, "shape", ()))
+                raise CheckpointError(f"'state.{index}.{name}' has the shape {shape}, its parameter {list(p.shape)}")
+    if len({frozenset(of) for of in state["state"].values()}) > 1:
+        raise CheckpointError("'state' has other names for some parameters than for others")
+
+
+def _is_like(value: object, found: object) -> bool:
+    """Say whether an option is a finite number, or as many of them, where the other is."""
+    if isinstance(value, tuple | list):
+        values, others = cast("Sequence[object]", value), found if isinstance(found, tuple | list) else ()
+        return len(values) == len(others) and all(map(_is_like, values, cast("Sequence[object]", others)))
+    if isinstance(value, int | float | torch.Tensor):
+        if isinstance(found, torch.Tensor):
+            return found.numel() == 1 and bool(found.isfinite().all())
+        return isinstance(found, int | float) and not isinstance(found, bool) and abs(found) < MOST_OF_AN_OPTION
+    return isinstance(found, type(value))
 
 
 def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) -> dict[str, Any]:
@@ -107,7 +160,12 @@ def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) ->
     for name in parts:
         file = f"{name}.safetensors"
         tensors = {key: files.read(file, key) for key in files.arrays(file)} if file in manifest.files else {}
-        states[name] = restored(manifest.parts[name], tensors)
+        try:
+            states[name] = restored(manifest.parts[name], tensors)
+        except KeyError as missing:
+            raise CheckpointError(
+                f"{files.place}/{file} has no array {missing}, which part '{name}' of the manifest speaks of"
+            ) from None
     return states
 
 
@@ -127,9 +185,7 @@ def verify_checkpoint(
                 done += count
                 progress(done, manifest.nbytes)
         files = TensorFiles(verified)
-        for table in manifest.tables.values():
-            for tile in table.tiles:
-                check_tile(tile, table, files)
+        check_tables(manifest.tables.values(), files)
     return manifest
 
 

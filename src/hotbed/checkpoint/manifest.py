@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,7 +94,7 @@ def plain(value: object, tensors: Tensors, where: str) -> object:
 
 
 def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `plain`."""
+    """Inverse of `plain`, of what `hotbed.checkpoint.schema.check_state` has checked; KeyError for a missing tensor."""
     if isinstance(value, list):
         return [restored(v, tensors) for v in cast("list[object]", value)]
     if not isinstance(value, dict):
@@ -110,6 +111,8 @@ def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
 
 FORMAT = 3
 MANIFEST = "manifest.json"
+MOST_BYTES = 256 << 20
+"""Of a manifest: one of 50 TB of tables has some 220 MiB."""
 NAME = re.compile(r"(last|best)-\d{8,}")
 """Names of checkpoints in a run's directory; whatever else lies there is left alone."""
 _RUN = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
@@ -223,7 +226,13 @@ class Manifest:
 
 def write_manifest(place: Directory, manifest: Manifest) -> None:
     """Write a checkpoint's manifest: the last of its files, which makes it one."""
-    place.write(MANIFEST, manifest.to_json())
+    text = manifest.to_json()
+    if len(text) > MOST_BYTES:
+        raise CheckpointError(
+            f"{place} was not saved: its manifest would have {len(text):,} bytes, must have at most {MOST_BYTES:,}; "
+            "save fewer tables in one checkpoint, or smaller states"
+        )
+    place.write(MANIFEST, text)
 
 
 def read_manifest(path: str | Path | Directory) -> Manifest:
@@ -238,25 +247,25 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
     if not place.has(MANIFEST):
         raise CheckpointError(f"{place} holds no {MANIFEST}, so it is not a checkpoint, or one that was never finished")
     file = f"{place}/{MANIFEST}"
-    try:
-        values = json.loads(place.read(MANIFEST).decode())
-        version = values["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{file} is damaged ({error}); use another checkpoint") from None
+    from hotbed.checkpoint import schema  # with pydantic, which only reading needs
+
+    values = schema.parsed(place.read(MANIFEST, MOST_BYTES), file)
+    version = values.pop("format", None)
+    if version is None:
+        raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")
     if version != FORMAT:
         raise CheckpointError(
-            f"{place} has checkpoint format {version}, this release reads {FORMAT}; use the release that wrote it"
+            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT}; use the release that "
+            "wrote it"
         )
-    if values.pop("sha256", None) != _sha256_of(values):
+    if values.pop("sha256", None) != _sha256_of({"format": version, **values}):
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
-    try:
-        tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
-        for name, table in tables.items():
-            table.check(name, file)
-        keys = ("step", "recipe", "plan", "parts")
-        return Manifest(**{key: values[key] for key in keys}, tables=tables, files=values["files"])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{file} is not of format {FORMAT}: {type(error).__name__} {error}") from None
+    schema.check_manifest(values, file)
+    tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
+    for name, table in tables.items():
+        table.check(name, file)
+    keys = ("step", "recipe", "plan", "parts")
+    return Manifest(**{key: values[key] for key in keys}, tables=tables, files=values["files"])
 
 
 def step_of(checkpoint: Directory) -> int:

@@ -31,7 +31,16 @@ from hotbed.checkpoint.contents import (
     refuse_parts_of_distributed,
     refuse_while_saved,
 )
-from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTile, Stateful, Tensors, plain, write_manifest
+from hotbed.checkpoint.manifest import (
+    MANIFEST,
+    MOST_BYTES,
+    Manifest,
+    SavedTile,
+    Stateful,
+    Tensors,
+    plain,
+    write_manifest,
+)
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
@@ -276,6 +285,8 @@ class Saving:
             self._place.remove(name)
 
     def _report_of(self, rank: int) -> dict[str, Any]:
+        from hotbed.checkpoint import schema  # with pydantic, which only reading needs
+
         name = f"rank-{rank}.json"
         start = seen = time.monotonic()
         written = 0
@@ -284,8 +295,9 @@ class Saving:
             if count != written:
                 seen, written = time.monotonic(), count
             if self._place.has(name):
-                report = json.loads(self._place.read(name))
-                if report["token"] == self._token:
+                report = schema.parsed(self._place.read(name, MOST_BYTES), f"{self._place}/{name}")
+                if report.get("token") == self._token:
+                    schema.check_report(report, f"{self._place}/{name}")
                     if "error" in report:
                         raise _OtherRankError(f"{self.path} was not saved: rank {rank} failed: {report['error']}")
                     return report

@@ -84,7 +84,7 @@ class Directory(ABC):
 
     @abstractmethod
     def reader(self, name: str) -> Reader:
-        """Open a file; `FileNotFoundError` if there is none."""
+        """Open a file; `FileNotFoundError` if there is none, `CheckpointError` if it is none or leads out of here."""
 
     @abstractmethod
     def writer(self, name: str) -> Writer:
@@ -102,10 +102,12 @@ class Directory(ABC):
     def remove_all(self) -> None:
         """Remove it with all that is in it."""
 
-    def read(self, name: str) -> bytes:
-        """A whole file."""
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """A whole file, of at most so many bytes; `CheckpointError` if it is larger."""
         reader = self.reader(name)
         try:
+            if most is not None and reader.size > most:
+                raise CheckpointError(f"{self}/{name} has {reader.size:,} bytes, must have at most {most:,}")
             data = bytearray(reader.size)
             reader.read_into(memoryview(data), 0)
         finally:
@@ -158,7 +160,13 @@ class LocalDirectory(Directory):
 
     @override
     def reader(self, name: str) -> Reader:
-        return _LocalReader(self.root / name)
+        path = self.root / name
+        real = path.resolve()
+        if real.parent != self.root.resolve():
+            raise CheckpointError(f"{path} leads to {real}, out of its directory; copy the file itself to {self.root}")
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path} is no file; copy the checkpoint again")
+        return _LocalReader(path)
 
     @override
     def writer(self, name: str) -> Writer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,14 @@ class Common(NamedTuple):
     cols: range
 
 
-def check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
+def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
+    """Raise `CheckpointError` unless the arrays of all tiles have the dtypes and shapes that hold their rows."""
+    for saved in tables:
+        for tile in saved.tiles:
+            _check_tile(tile, saved, files)
+
+
+def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
     """Raise `CheckpointError` unless a tile's arrays have the dtypes and shapes that hold its rows.
 
     Of a keyed tile the keys must rise and be rows of it.
@@ -63,6 +70,11 @@ def check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
     count = len(rows)
     wide = len(range(rows.start, min(rows.stop, form(saved.spec)[1]), rows.step))
     if tile.keyed:
+        found = files.find(tile.file, f"{tile.key}/keys")
+        if (found.dtype, len(found.shape)) != (torch.int64, 1):
+            raise CheckpointError(
+                f"{where}: '{tile.key}/keys' is {found.dtype} {list(found.shape)}, must be torch.int64 [n]"
+            )
         keys = files.keys(tile.file, f"{tile.key}/keys")
         count, wide = len(keys), _below(keys, form(saved.spec)[1])
         inside = (keys >= rows.start) & (keys < rows.stop) & ((keys - rows.start) % rows.step == 0)

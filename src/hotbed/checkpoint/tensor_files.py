@@ -363,16 +363,12 @@ def header_of(text: bytes, first: int, size: int, where: str) -> dict[str, Store
     where
         The file, for errors.
     """
-    found: dict[str, Stored] = {}
-    try:
-        for key, entry in json.loads(text).items():
-            if key == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            stored = Stored(_DTYPES[entry["dtype"]], tuple(entry["shape"]), first + start)
-            if not 0 <= start <= stop <= size - first or stop - start != prod(stored.shape) * stored.dtype.itemsize:
-                raise ValueError(f"array '{key}' does not fit the file")
-            found[key] = stored
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{where} is no safetensors file that can be read here: {error}") from None
-    return found
+    from hotbed.checkpoint import schema  # with pydantic, which only reading needs
+
+    arrays = schema.parsed(text, f"the header of {where}")
+    arrays.pop("__metadata__", None)
+    schema.check_header(arrays, size - first, where)
+    return {
+        key: Stored(_DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
+        for key, entry in arrays.items()
+    }

@@ -19,14 +19,15 @@ from hotbed.checkpoint.contents import (
     refuse_parts_of_distributed,
     refuse_while_saved,
 )
-from hotbed.checkpoint.load import read_states
+from hotbed.checkpoint.load import check_optimizer, faults_named, read_states
 from hotbed.checkpoint.manifest import SavedTable, Stateful, find_checkpoint, read_manifest
 from hotbed.checkpoint.storage import Directory
-from hotbed.checkpoint.tables import load_tile
+from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
+from hotbed.optim.saved_state import check_step
 from hotbed.store import DenseStore
 from hotbed.torch_hooks import without_tables
 
@@ -107,6 +108,7 @@ def init_from(
     report: list[Taken] = []
     with VerifiedFiles(place, manifest.files) as verified:
         files = TensorFiles(verified)
+        check_tables(manifest.tables.values(), files)
         trained_by = {moment.optimizer for table in manifest.tables.values() for moment in table.moments.values()}
         states = read_states(manifest, trained_by & manifest.parts.keys() if optimizers else (), files)
         for name, table in tables.items():
@@ -114,16 +116,22 @@ def init_from(
             taken, moments = _take_table(name, there.get(name, name), table, saved, optimizers, files)
             report.append(taken)
             if saved is not None and moments:
-                _take_step(table, parts, saved, states)
+                trainer = next(iter(saved.moments.values())).optimizer
+                with faults_named(f"{place}", trainer, table.collection):
+                    _take_step(table, parts, saved, states)
         used = {there.get(name, name) for name in tables}
         report += [Taken("table", name, False, "is not in this model") for name in manifest.tables if name not in used]
         for part, value in parts.items():
             if part not in manifest.parts:
                 continue
             if isinstance(value, nn.Module):
-                report += _take_parameters(value, read_states(manifest, [part], files)[part])
+                state = read_states(manifest, [part], files)[part]
+                with faults_named(f"{place}", part, value):
+                    report += _take_parameters(value, state)
             elif optimizers and isinstance(value, Optimizer) and not isinstance(value, SparseOptimizer):
-                report.append(_take_optimizer(part, value, read_states(manifest, [part], files)[part]))
+                state = read_states(manifest, [part], files)[part]
+                with faults_named(f"{place}", part, value):
+                    report.append(_take_optimizer(part, value, state))
     return report
 
 
@@ -221,6 +229,7 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
     ]
     if not fits or not same:
         return Taken("optimizer", part, False, "reinitialized: its parameters or options are others")
+    check_optimizer(optimizer, saved)
     optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
     return Taken("optimizer", part, True, f"moments of {len(saved['state'])} parameters")
 
@@ -236,5 +245,7 @@ def _take_step(table: ModelTable, parts: Mapping[str, Stateful], saved: SavedTab
     for optimizer in parts.values():
         for trained in optimizer.trained() if isinstance(optimizer, SparseOptimizer) else ():
             if len(own) == 1 and trained.collection is table.collection and trained.table == table.table.name:
+                step = states[part]["state"][own[0]]["step"]
+                check_step(step)
                 with without_tables():
-                    trained.updater.load_state(trained.table, {"step": states[part]["state"][own[0]]["step"]})
+                    trained.updater.load_state(trained.table, {"step": step})

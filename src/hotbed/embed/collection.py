@@ -20,12 +20,12 @@ from hotbed.comm import Link
 from hotbed.embed.dense import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.gradients import PooledLookup, TableUpdater
-from hotbed.embed.ids import Discarded, checked_ids, verified_ids
+from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import TableGroup
 from hotbed.embed.tables import TableModule
 from hotbed.embed.wire import Wire
-from hotbed.errors import BatchError, OptimizerError
+from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
@@ -118,19 +118,24 @@ class EmbeddingCollection(TableModule):
         Returns
         -------
         Embeddings
-            By feature, ``[B, D]``, or ``[B, lengths, D]`` (a nested tensor) where it is not pooled: float32, under
-            autocast in the dtype of autocast.
+            By feature, ``[B, D]``, or ``[B, lengths, D]`` (a nested tensor) where it is not pooled: float32, float16
+            after ``model.half()``, bfloat16 after ``model.bfloat16()``; under autocast in the dtype of autocast.
 
         Raises
         ------
         BatchError
-            If a feature is missing, an id is out of range, a bag is too long, the ids are on another device, or room is
-            neither 0 nor 1.
+            If ``ids`` is no `Jagged`, a feature is missing, an id is out of range, a bag is too long, the ids are on
+            another device, or room is neither 0 nor 1.
         SpecError
-            If tables that are not distributed are trained inside ``DistributedDataParallel`` or FSDP.
+            If tables that are not distributed are trained inside ``DistributedDataParallel`` or FSDP, or the model was
+            converted to another dtype, as by ``model.double()``.
         """
-        if torch.is_grad_enabled() and not self._is_distributed and self._is_trained(self.tables):
-            refuse_data_parallel(self)
+        if not isinstance(ids, Jagged):
+            refuse_other_ids(ids)
+        if torch.is_grad_enabled() and self._is_trained(self.tables):
+            if not self._is_distributed:
+                refuse_data_parallel(self)
+            self._warn_of_idle_tables()
         if room not in (0, 1):
             raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
         device = self._groups[0].device
@@ -145,7 +150,12 @@ class EmbeddingCollection(TableModule):
             self.bad_ids += prefetched.discarded.bad
             self.truncated_ids += prefetched.discarded.truncated
         kind = ids.values.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise SpecError(
+                f"vectors of tables cannot be {dtype}, must be float32, float16 or bfloat16; keep the model as it was "
+                "made (model.float()), and convert vectors where they are needed so: embeddings(ids)['item'].double()"
+            )
         if self._has_dynamic:
             ids = self._dynamic.with_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
         found = Embeddings([f.name for f in self.features])

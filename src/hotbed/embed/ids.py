@@ -286,3 +286,18 @@ def _values(weights: Tensor) -> Tensor:
     """Convert per-id weights to float32; trained ones are copied, for they may change before the tables' step."""
     values = weights.detach().to(torch.float32)
     return values.clone() if weights.requires_grad and values.data_ptr() == weights.data_ptr() else values
+
+
+def refuse_other_ids(ids: object) -> NoReturn:
+    """Raise `BatchError` for ids that are no `Jagged`, and say how to make one of them."""
+    kind = type(ids).__name__
+    if all(callable(getattr(ids, name, None)) for name in ("keys", "values", "lengths")):
+        how = "Jagged.from_keyed(ids.keys(), ids.values(), ids.lengths(), ids.weights_or_none())"
+    elif isinstance(ids, Mapping):
+        how = "Jagged.from_dict(ids): by feature ids [B], [B, k], a list of bags, or (values, offsets [B + 1])"
+    elif isinstance(ids, Tensor):
+        how = "Jagged.from_dict({'FEATURE': ids}), for ids [B] or [B, k]; with nn.EmbeddingBag's offsets [B] "
+        how += "{'FEATURE': (ids, torch.cat([offsets, torch.tensor([len(ids)])]))}"
+    else:
+        how = "Jagged.from_dict({'FEATURE': …, …})"
+    raise BatchError(f"the ids are {kind}, must be hotbed.Jagged; make it by {how}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -41,6 +42,10 @@ def tables_on_meta() -> Generator[None]:
         _tables_on_meta.reset(token)
 
 
+CALLS_BEFORE_WARNING = 10
+"""Batches that tables are looked up for in training before it is asked whether they have an optimizer."""
+
+
 class TableModule(nn.Module):
     """Tables and the features that are looked up in them; `EmbeddingCollection` adds the lookup."""
 
@@ -73,6 +78,9 @@ class TableModule(nn.Module):
         }
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
         self._dynamic = DynamicTables(tables, features)
+        self._training_calls = 0
+        self.dtype = torch.float32
+        """Of looked-up vectors outside of autocast; see `Table.dtype` for that of rows."""
 
     # -- tables ----------------------------------------------------------------------------------------------------
 
@@ -163,11 +171,27 @@ class TableModule(nn.Module):
                 return group
         raise SpecError(f"no table '{table}'; tables are {', '.join(self.tables)}{did_you_mean(table, self.tables)}")
 
+    def _warn_of_idle_tables(self) -> None:
+        """Warn once if tables are looked up for training, and no optimizer has been made for them by then."""
+        self._training_calls += 1
+        if self._training_calls != CALLS_BEFORE_WARNING:
+            return
+        trained = set[str]().union(*(updater.tables for updater in self._updaters))
+        idle = [t for t, handle in self.handles.items() if handle.requires_grad and t not in trained]
+        if idle:
+            warnings.warn(
+                f"no optimizer trains {', '.join(idle[:3])}{' …' * (len(idle) > 3)} of {len(self.tables)} tables after "
+                f"{CALLS_BEFORE_WARNING} batches: torch's optimizers have no tables; make one, RowWiseAdagrad(model, "
+                "lr=0.01), or freeze the tables: embeddings.freeze()",
+                stacklevel=3,
+            )
+
     # -- nn.Module -------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        device = fn(torch.empty(0, device=self.device)).device  # what fn does to a tensor; tables keep their dtype
+        moved = fn(torch.empty(0, dtype=self.dtype, device=self.device))  # what fn does to a tensor
+        device, self.dtype = moved.device, moved.dtype  # tables keep their dtype, looked-up vectors have this one
         if device != self.device:
             for group in self._groups:
                 group.to(device)

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
 from hotbed.optim.rule import Rule, SparseModule, Updater
+from hotbed.optim.saved_state import are_same_groups, check_form, check_step
 
 WeightDecayMode = Literal["l2", "decoupled"]
 
@@ -53,6 +54,7 @@ class TableSelection(nn.Module):
 
     def __init__(self, model: nn.Module, tables: Sequence[str]) -> None:
         super().__init__()
+        _places(model)  # a SpecError if it is no model
         self._model = [model]  # in a list, so that it is no part of this module
         self.tables = tuple(tables)
         known = list(_places(self))
@@ -279,11 +281,13 @@ class SparseOptimizer(torch.optim.Optimizer):
         Raises
         ------
         OptimizerError
-            If the groups name other tables or a moment has another shape; then nothing is changed.
+            If it is no optimizer's state, an option is out of range, the groups name other tables, or a moment has
+            another shape; then nothing is changed.
         """
+        check_form(state_dict)
         here = [group["tables"] for group in self.param_groups]
         there = [group.get("tables") for group in state_dict["param_groups"]]
-        if not _are_same_groups(here, there):
+        if not are_same_groups(here, there):
             raise OptimizerError(f"the saved optimizer has groups of tables {there}, this one {here}; make them equal")
         groups = [{**g, "tables": own} for g, own in zip(state_dict["param_groups"], here, strict=True)]
         state_dict = {**state_dict, "param_groups": groups}
@@ -293,6 +297,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         saved = {i: {name: t.shape for name, t in s.items()} for i, s in state_dict["state"].items()}
         if {i: s for i, s in own.items() if s} != saved:
             raise OptimizerError(f"the saved moments are {saved}, this optimizer needs {own}")
+        for of in state_dict["state"].values():
+            check_step(of.get("step", torch.zeros(())))
+        for group in groups:
+            self._check_saved(group)
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for name, handle in zip(group["tables"], group["params"], strict=True):
@@ -300,6 +308,20 @@ class SparseOptimizer(torch.optim.Optimizer):
                 if self.state[handle]:
                     self._updaters[path].load_state(table, self.state[handle])
         self.state.clear()
+
+    def _check_saved(self, group: Mapping[str, Any]) -> None:
+        """Raise `OptimizerError` unless a saved group has all options, in their ranges."""
+        for name in self._options:
+            if name not in group:
+                raise OptimizerError(f"the saved optimizer has no option '{name}', which this one needs")
+        if len(group["params"]) != len(group["tables"]):
+            raise OptimizerError(
+                f"the saved optimizer has {len(group['params'])} params for {len(group['tables'])} tables of a group"
+            )
+        try:
+            self.check(group)
+        except (SpecError, TypeError) as error:
+            raise OptimizerError(f"the saved optimizer has an option that cannot be: {error}") from None
 
     def trained(self) -> list[Trained]:
         """The tables it trains: all that it was made for, less those that a later optimizer has taken over."""
@@ -313,22 +335,16 @@ class SparseOptimizer(torch.optim.Optimizer):
                 self.state[handle] = self._updaters[path].state(table)
 
 
-def _places(model: nn.Module) -> dict[str, tuple[str, str]]:
+def _places(model: object) -> dict[str, tuple[str, str]]:
     """Path of the collection, and name there, of every table of a model by its full name."""
+    if not isinstance(model, nn.Module):
+        raise SpecError(
+            f"a sparse optimizer got {type(model).__name__}, must be the model: tables are none of model.parameters(); "
+            "use RowWiseAdagrad(model, lr=0.01) for the tables, with groups=[{'tables': ['users'], 'lr': 0.1}] where "
+            "some have options of their own, and torch.optim.Adam(model.parameters()) for the rest"
+        )
     collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
     return {f"{path}.{table}".lstrip("."): (path, table) for path, of in collections.items() for table in of.handles}
-
-
-def _are_same_groups(here: Sequence[Sequence[str]], there: Sequence[Sequence[str] | None]) -> bool:
-    """Whether groups have the same tables, which one side may name without the path of its collections."""
-
-    def same(a: str, b: str) -> bool:
-        return a == b or a.endswith(f".{b}") or b.endswith(f".{a}")
-
-    return len(here) == len(there) and all(
-        saved is not None and len(own) == len(saved) and all(map(same, own, saved))
-        for own, saved in zip(here, there, strict=True)
-    )
 
 
 def _resolve_groups(

@@ -6,8 +6,9 @@ A store's test module subclasses `StoreContract` and says how to make an empty s
         def make(self, spans, dim, dtype):
             return MyStore(spans, dim, dtype)
 
-Stores have 40 slots in two spans, 13 and 27 rows of two tables, of 130 columns. The fixture ``format`` goes through all
-dtypes, with and without float32 rows before the narrow ones; override it to test fewer.
+Stores have 40 slots in two spans, 13 and 27 rows of two tables, of ``dim`` columns: 130, or what the subclass says. The
+fixture ``format`` goes through all dtypes, with and without float32 rows before the narrow ones; override it to test
+fewer.
 """
 
 from __future__ import annotations
@@ -107,7 +108,15 @@ def bits(store: RowStore) -> list[bytes]:
 
 
 class StoreContract:
-    """Run by pytest in a subclass that has `make`."""
+    """Run by pytest in a subclass that has `make`.
+
+    Attributes
+    ----------
+    dim
+        Columns of the stores.
+    """
+
+    dim = DIM
 
     @pytest.fixture(params=FORMATS, ids=format_id)
     def format(self, request: pytest.FixtureRequest) -> Format:
@@ -120,8 +129,8 @@ class StoreContract:
 
     def filled(self, format: Format, seed: int = 5) -> Any:
         """Make a store whose two spans are one table with its initial values."""
-        store = self.make(format.spans, DIM, format.dtype)
-        store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(DIM), bound=0.5)
+        store = self.make(format.spans, self.dim, format.dtype)
+        store.initialize(0, seed=seed, rows=range(SLOTS), cols=range(self.dim), bound=0.5)
         return store
 
     @staticmethod
@@ -154,7 +163,7 @@ class StoreContract:
         weights: list[float] | None = None,
     ) -> Tensor:
         """Look up ``[len(ids), 2, D]``, to the CPU."""
-        out = torch.full((len(ids), 2, DIM), torch.nan, dtype=dtype, device=store.device)
+        out = torch.full((len(ids), 2, self.dim), torch.nan, dtype=dtype, device=store.device)
         store.lookup(self.bags(store, ids, weights), out)
         return out.cpu()
 
@@ -186,19 +195,19 @@ class StoreContract:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def test_initial_values_are_those_of_the_table_cells_rounded_to_the_nearest(self, format: Format) -> None:
-        store = self.make(format.spans, DIM, format.dtype)
-        cells = {"rows": range(3, 43, 2), "cols": range(16, 16 + DIM)}
+        store = self.make(format.spans, self.dim, format.dtype)
+        cells = {"rows": range(3, 43, 2), "cols": range(16, 16 + self.dim)}
         store.initialize(2, seed=9, **cells, bound=0.25)
-        expected = torch.zeros(SLOTS, DIM)
+        expected = torch.zeros(SLOTS, self.dim)
         oracle.initial_values_(expected[2:22], seed=9, **cells, bound=0.25)
         assert torch.equal(self.read_all(store), format.rounded(expected, torch.arange(SLOTS)))
 
     def test_what_was_written_is_read_rounded_to_the_nearest(self, format: Format) -> None:
-        store = self.make(format.spans, DIM, format.dtype)
+        store = self.make(format.spans, self.dim, format.dtype)
         slots = torch.tensor([38, 2, 13, 12, 20])
-        values = torch.randn(5, DIM, generator=torch.Generator().manual_seed(1))
+        values = torch.randn(5, self.dim, generator=torch.Generator().manual_seed(1))
         store.write(slots.to(store.device), values.to(store.device))
-        expected = torch.zeros(SLOTS, DIM)
+        expected = torch.zeros(SLOTS, self.dim)
         expected[slots] = format.rounded(values, slots)
         assert torch.equal(self.read_all(store), expected)
 
@@ -217,7 +226,7 @@ class StoreContract:
         before, slots = bits(store), torch.tensor([30, 4, 13], device=store.device)
         values = store.values(slots)
         assert torch.equal(values.rows.cpu(), store.read(slots).cpu())
-        assert {name: m.shape for name, m in values.moments.items()} == {"row": (3,), "element": (3, DIM)}
+        assert {name: m.shape for name, m in values.moments.items()} == {"row": (3,), "element": (3, self.dim)}
         assert values.moments["row"].tolist() == [0.0, 1.0, 0.0]
         store.put(slots, values)
         assert bits(store) == before
@@ -225,7 +234,7 @@ class StoreContract:
         store.put(slots, values._replace(moments=more))
         assert bits(store) == before
         assert self.read_all(store, "row")[[30, 4, 13, 5]].tolist() == [1.0, 2.0, 1.0, 0.0]
-        assert self.read_all(store, "element").sum() == 3 * DIM
+        assert self.read_all(store, "element").sum() == 3 * self.dim
 
     def test_scales_of_int8_rows_grow_to_what_is_put(self, format: Format) -> None:
         store = self.filled(format)
@@ -235,16 +244,17 @@ class StoreContract:
         if format.dtype != "int8":
             assert there.scales is None
             return
-        least = torch.full((4, 2), MIN_EXPONENT, dtype=torch.int8)
+        blocks = -(-self.dim // 128)
+        least = torch.full((4, blocks), MIN_EXPONENT, dtype=torch.int8)
         assert torch.equal(there.scales.cpu()[~narrow], least[~narrow])
         assert (there.scales.cpu()[narrow] > MIN_EXPONENT).all()
-        grown = there.scales + torch.tensor([[3, 0]], dtype=torch.int8, device=store.device)
-        rows = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1)) / 100
+        grown = there.scales + torch.tensor([[3, 0][:blocks]], dtype=torch.int8, device=store.device)
+        rows = torch.randn(4, self.dim, generator=torch.Generator().manual_seed(1)) / 100
         store.put(here, there._replace(rows=rows.to(store.device), scales=grown))
         after = store.values(here).scales.cpu()
         assert torch.equal(after[narrow], grown.cpu()[narrow])
         assert torch.equal(after[~narrow], least[~narrow])
-        quanta = torch.exp2(grown.cpu().double()).repeat_interleave(torch.tensor([128, DIM - 128]), dim=1)
+        quanta = torch.exp2(grown.cpu().double()).repeat_interleave(128, dim=1)[:, : self.dim]
         expected = torch.where(narrow[:, None], (rows.double() / quanta).round() * quanta, rows.double())
         assert torch.equal(store.read(here).cpu().double(), expected)
 
@@ -253,13 +263,13 @@ class StoreContract:
         for span, (rows, wide, *_) in enumerate(format.spans):
             raw = {name: (t.dtype, tuple(t.shape)) for name, t in store.raw(span).items()}
             if format.dtype == "fp32" or wide == rows:
-                assert raw == {"weight": (torch.float32, (rows, DIM))}
+                assert raw == {"weight": (torch.float32, (rows, self.dim))}
                 continue
-            expected = {"weight": (FLOATS.get(format.dtype, torch.int8), (rows - wide, DIM))}
+            expected = {"weight": (FLOATS.get(format.dtype, torch.int8), (rows - wide, self.dim))}
             if format.dtype == "int8":
-                expected["exponents"] = (torch.int8, (rows - wide, 2))
+                expected["exponents"] = (torch.int8, (rows - wide, -(-self.dim // 128)))
             if wide:
-                expected["fp32_weight"] = (torch.float32, (wide, DIM))
+                expected["fp32_weight"] = (torch.float32, (wide, self.dim))
             assert raw == expected
 
     def test_raw_loads_the_rows_to_the_bit(self, format: Format) -> None:
@@ -278,7 +288,7 @@ class StoreContract:
         store = self.filled(format)
         rows = self.read_all(store)
         out = self.pooled(store, [[3, 7], [], [39]], dtype)
-        zero = torch.zeros(DIM)
+        zero = torch.zeros(self.dim)
         expected = [[rows[3] + rows[7], zero], [zero, zero], [zero, rows[39]]]
         assert torch.equal(out, torch.stack([torch.stack(pair) for pair in expected]).to(dtype))
 
@@ -289,7 +299,7 @@ class StoreContract:
         out = self.pooled(store, ids, weights=weights)
         torch.testing.assert_close(out[0, 0], 2 * rows[3] + 0.5 * rows[7])
         torch.testing.assert_close(out[1, 1], rows[39] + 3 * rows[13])
-        grad = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
+        grad = torch.randn(4, self.dim, generator=torch.Generator().manual_seed(1))
         of_weights = torch.empty(4, device=store.device)
         store.weight_gradient(self.bags(store, ids, weights), grad.to(store.device), of_weights)
         torch.testing.assert_close(of_weights.cpu(), (rows[[3, 7, 39, 13]] * grad[[0, 0, 3, 3]]).sum(1))
@@ -301,7 +311,7 @@ class StoreContract:
         for moment in (Moment("row", "row"), Moment("element", "element")):
             store.add_moment(moment)
         assert torch.equal(self.read_all(store, "row"), torch.zeros(SLOTS))
-        assert torch.equal(self.read_all(store, "element"), torch.zeros(SLOTS, DIM))
+        assert torch.equal(self.read_all(store, "element"), torch.zeros(SLOTS, self.dim))
         store.write(torch.tensor([4], device=store.device), torch.ones(1, device=store.device), "row")
         store.add_moment(Moment("row", "row"))
         assert store.moment_names == ["row", "element"]
@@ -327,7 +337,7 @@ class StoreContract:
     def test_update_touches_each_distinct_row_once_and_no_other(self, format: Format, rule: Rule) -> None:
         store = self.filled(format)
         before, bits_before = self.read_all(store), bits(store)
-        grad = torch.rand(4, DIM, generator=torch.Generator().manual_seed(1)) + 0.5
+        grad = torch.rand(4, self.dim, generator=torch.Generator().manual_seed(1)) + 0.5
         self.step(store, rule, [[3, 7], [3], [12], [13, 20]], grad)
         total = {3: grad[0] + grad[1], 7: grad[0], 12: grad[2], 13: grad[3], 20: grad[3]}
         after, bits_after = self.read_all(store), bits(store)
@@ -336,7 +346,10 @@ class StoreContract:
             down = {"sgd": g, "rowwise_adagrad": g / g.square().mean().sqrt(), "adam": g.sign()}[rule.name]
             expected = before[slot] - 0.1 * down
             dtype = format.dtype if format.narrow()[slot] else "fp32"
-            assert ((after[slot] - expected).abs() <= spacing(expected, dtype) + 1e-6).all(), slot
+            seen = (
+                torch.maximum(before[slot].abs(), expected.abs()) if dtype == "int8" else expected
+            )  # scales only grow
+            assert ((after[slot] - expected).abs() <= spacing(seen, dtype) + 1e-6).all(), slot
         for moment in rule.moments:
             touched = self.read_all(store, moment.name).view(SLOTS, -1).any(1)
             assert touched.nonzero().flatten().tolist() == list(total)
@@ -345,20 +358,20 @@ class StoreContract:
     def test_a_closed_gate_or_an_inactive_table_touches_nothing(self, format: Format, off: dict[str, Any]) -> None:
         store = self.filled(format)
         before = bits(store)
-        self.step(store, Adam.rule, [[1, 8], [38, 14]], torch.ones(2, DIM), **off)
+        self.step(store, Adam.rule, [[1, 8], [38, 14]], torch.ones(2, self.dim), **off)
         assert bits(store) == before
         assert not self.read_all(store, "exp_avg").any()
 
     def test_only_active_tables_are_updated(self, format: Format) -> None:
         store = self.filled(format)
         before = bits(store)
-        self.step(store, PLAIN, [[1, 8], [38, 14]], torch.ones(2, DIM), active=(0.0, 1.0))
+        self.step(store, PLAIN, [[1, 8], [38, 14]], torch.ones(2, self.dim), active=(0.0, 1.0))
         assert [i for i in range(SLOTS) if bits(store)[i] != before[i]] == [14, 38]
 
     def test_the_same_seeds_give_the_same_bits_and_others_do_not(self, format: Format) -> None:
         draw = torch.Generator().manual_seed(3)
         ids = (torch.randint(0, 5, (20, 8), generator=draw) + torch.tensor([[3], [19]]).repeat(10, 1)).tolist()
-        grad = torch.randn(20, DIM, generator=draw)
+        grad = torch.randn(20, self.dim, generator=draw)
 
         def run(seeds: tuple[int, int]) -> list[bytes]:
             store = self.filled(format)
@@ -368,7 +381,8 @@ class StoreContract:
         once, other = run((3, 4)), run((3, 5))
         assert run((3, 4)) == once
         rounded_otherwise = [i for i in range(SLOTS) if once[i] != other[i]]
-        assert rounded_otherwise == [i for i in range(19, 24) if format.narrow()[i]]
+        expected = [i for i in range(19, 24) if format.narrow()[i]]
+        assert rounded_otherwise == expected if self.dim == DIM else set(rounded_otherwise) <= set(expected)
 
     def test_to_the_same_device_is_the_store_itself(self, format: Format) -> None:
         store = self.filled(format)

@@ -1,0 +1,129 @@
+"""Protects: what works with other modules of torch works with tables, or ends in an error that says what does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotbed as hb
+from hotbed.embed.tables import CALLS_BEFORE_WARNING
+from hotbed.errors import BatchError, SpecError
+from hotbed.optim import SGD, TableSelection
+
+
+class Scorer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = hb.EmbeddingCollection([hb.Table("items", 10, 4)], [hb.Feature("item", table="items")])
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: Any) -> Tensor:
+        return self.out(self.embeddings(ids)["item"])
+
+
+def ids() -> hb.Jagged:
+    return hb.Jagged.from_dict({"item": torch.tensor([3, 5, 3])})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_vectors_follow_a_model_that_is_converted_and_rows_stay(dtype: torch.dtype) -> None:
+    model = Scorer()
+    before = model.embeddings.weight("items").clone()
+    model = model.half() if dtype == torch.float16 else model.bfloat16()
+    assert model.embeddings.weight("items").dtype == torch.float32
+    assert torch.equal(model.embeddings(ids())["item"], before[[3, 5, 3]].to(dtype))
+    optimizer = SGD(model, lr=1.0)
+    model(ids()).float().sum().backward()
+    optimizer.step()
+    step = before[[3, 5]] - model.embeddings.weight("items")[[3, 5]]
+    torch.testing.assert_close(step, torch.stack([2 * model.out.weight[0], model.out.weight[0]]).float().detach())
+    assert model.float()(ids()).dtype == torch.float32
+    assert Scorer().to(dtype)(ids()).dtype == dtype
+
+
+def test_a_model_of_float64_says_how_vectors_become_so() -> None:
+    with pytest.raises(SpecError, match=r"cannot be torch.float64, must be .*embeddings\(ids\)\['item'\].double"):
+        Scorer().double()(ids())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+        lambda model: [{"params": list(model.parameters()), "lr": 0.1}],
+        lambda model: dict(model.named_parameters()),
+        lambda model: None,
+    ],
+    ids=["generator", "list", "groups", "dict", "None"],
+)
+def test_parameters_in_the_place_of_the_model(given: Any) -> None:
+    with pytest.raises(SpecError, match=r"must be the model: .* use RowWiseAdagrad\(model, lr=0.01\)"):
+        SGD(given(Scorer()), lr=0.1)
+    with pytest.raises(SpecError, match="must be the model"):
+        TableSelection(given(Scorer()), ["embeddings.items"])
+
+
+class Keyed:
+    """What TorchRec's KeyedJaggedTensor has."""
+
+    def keys(self) -> list[str]:
+        return ["item"]
+
+    def values(self) -> Tensor:
+        return torch.tensor([3, 5, 3])
+
+    def lengths(self) -> Tensor:
+        return torch.tensor([1, 1, 1])
+
+    def weights_or_none(self) -> None:
+        return None
+
+
+def test_ids_of_another_kind_say_how_to_make_a_jagged() -> None:
+    model, keyed = Scorer(), Keyed()
+    with pytest.raises(BatchError, match=r"are Keyed, must be .* Jagged.from_keyed\(ids.keys\(\), ids.values\(\)"):
+        model(keyed)
+    made = hb.Jagged.from_keyed(keyed.keys(), keyed.values(), keyed.lengths(), keyed.weights_or_none())
+    assert torch.equal(model(made), model(ids()))
+    with pytest.raises(BatchError, match=r"are dict, .* Jagged.from_dict\(ids\).*offsets \[B \+ 1\]"):
+        model({"item": torch.tensor([3])})
+    with pytest.raises(BatchError, match=r"are Tensor, .*EmbeddingBag's offsets \[B\]"):
+        model(torch.tensor([3]))
+    for other in ([[3], [5]], None):
+        with pytest.raises(BatchError, match=r"must be hotbed.Jagged; make it by Jagged.from_dict\({'FEATURE'"):
+            model(other)
+
+
+def train(model: Scorer, batches: int) -> None:
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(batches):
+        model(ids()).sum().backward()
+        dense.step()
+
+
+def test_tables_that_no_optimizer_trains_are_warned_of_once() -> None:
+    model = Scorer()
+    train(model, CALLS_BEFORE_WARNING - 1)
+    with pytest.warns(UserWarning, match=r"no optimizer trains items of 1 tables after 10 batches: .* make one"):
+        train(model, 1)
+    train(model, 20)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "frozen", "no_grad", "eval"])
+def test_nobody_is_warned_of_tables_that_are_trained_or_are_not_to_be(how: str) -> None:
+    model = Scorer()
+    kept = SGD(model, lr=0.1) if how == "optimizer" else None
+    if how == "frozen":
+        model.embeddings.freeze()
+    if how == "eval":
+        model.eval()
+    with warnings.catch_warnings(), torch.set_grad_enabled(how != "no_grad"):
+        warnings.simplefilter("error")
+        for _ in range(2 * CALLS_BEFORE_WARNING):
+            model(ids())
+    del kept
