@@ -40,7 +40,7 @@ from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.process_group import process_group
 from hotbed.train.report import environment
-from hotbed.train.run import _training_loader
+from hotbed.train.run import training_loader
 
 
 class Steps(Callback):
@@ -146,11 +146,11 @@ def one_epoch(recipe: Recipe, tables: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds of an epoch, and medians of steps by kind of batch (from the sixth on)."""
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
-    loader: Any = _training_loader(recipe, source, trainer.ranks, trainer.model)
+    loader: Any = training_loader(recipe, source, trainer.ranks, trainer.model)
     steps = Steps()
     trainer.callbacks.append(steps)
     limits = {t["table"]: t["hot_rows"] for t in tables}
-    again = _training_loader(recipe, source, trainer.ranks, trainer.model)
+    again = training_loader(recipe, source, trainer.ranks, trainer.model)
     kinds = [bool(hot_inputs(batch.sparse, limits).all()) for batch in again]
     trainer.fit(loader)
     of = {name: [s for s, hot in list(zip(steps.seconds, kinds, strict=True))[5:] if hot == kind]

@@ -17,7 +17,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSchedule
-from hotbed.train.run import _evaluation_loader, _training_loader
+from hotbed.train.run import evaluation_loader, training_loader
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 from tests.train import planted
@@ -76,9 +76,9 @@ def trained(group: object, packed: Path, hot: bool, tier: str) -> dict[str, Any]
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     turns = Turns()
-    loader: Any = _training_loader(recipe, source, trainer.ranks, trainer.model)
+    loader: Any = training_loader(recipe, source, trainer.ranks, trainer.model)
     trainer.callbacks += [turns, HotSchedule(loader, recipe.hot)]
-    trainer.fit(loader, _evaluation_loader(recipe, source, "valid", trainer.ranks))
+    trainer.fit(loader, evaluation_loader(recipe, source, "valid", trainer.ranks))
     return {"state": state_of(trainer), "turns": turns.found, "rates": turns.rates}
 
 

@@ -23,7 +23,7 @@ from hotbed.train import Trainer
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.pipeline import Divide, whole
-from hotbed.train.run import _training_loader
+from hotbed.train.run import training_loader
 from tests.commands.cases import Output, refused, train
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S
@@ -160,7 +160,7 @@ def trained(group: object, packed: Path, batches: str, tier: str, plan: str, rea
     )
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
-    trainer.fit(_training_loader(recipe, source, trainer.ranks, trainer.model))
+    trainer.fit(training_loader(recipe, source, trainer.ranks, trainer.model))
     return state_of(trainer)
 
 
