@@ -353,7 +353,13 @@ def test_any_columns_train_or_are_explained(
     out = folder / "drafted.yaml"
     status = main(["init", str(path), "--out", str(out)])
     if status == 0:
-        status, _, _ = train(out, *STEP)
+        status, _, run = train(out, *STEP[:-1], "last")
+    if status == 0:
+        scores = folder / "scores.parquet"
+        status = main(["eval", str(run), "--split", "train"]) or main(
+            ["predict", str(run), str(path), "--out", str(scores)]
+        )
+        assert status or pq.read_metadata(scores).num_rows == n
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     if status:

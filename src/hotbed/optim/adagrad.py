@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ class RowWiseAdagrad(AdagradBase):
         As for every `SparseOptimizer`.
     """
 
+    later_options = MappingProxyType({"moment_scale": None})
     rule = Rule(
         "rowwise_adagrad",
         _rowwise_adagrad,
@@ -171,7 +173,8 @@ class RowWiseAdagrad(AdagradBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group.setdefault("moment_scale", None)  # states from before there was one
+            for name, before in self.later_options.items():
+                group.setdefault(name, before)
 
     @override
     def check(self, group: Mapping[str, Any]) -> None:
