@@ -52,7 +52,7 @@ def test_spinning_is_short_before_anything_that_computes_is_imported(way: str) -
         line.split()[0]: line.split()[1:] for line in found if line.split()[:1] in (["torch"], ["numba"], ["numpy"])
     }
     assert said.keys() >= {"torch", "numpy"}
-    assert all(values == ["GOMP_SPINCOUNT=1000", "KMP_BLOCKTIME=1"] for values in said.values())
+    assert all(values == ["GOMP_SPINCOUNT=10000", "KMP_BLOCKTIME=1"] for values in said.values())
 
 
 @pytest.mark.parametrize("name", [machine.OF_USERS[0], *map(full, machine.OF_USERS[1:])])

@@ -42,7 +42,7 @@ def test_spinning_threads_on_busy_cores_are_said_once(
 ) -> None:
     text = said(monkeypatch, caplog, [1.0, 1.0, 9.5, 20.0])
     assert text.count("waited 8.5 s") == text.count("other work keeps the cores busy") == 1
-    assert "import hotbed before torch, or set GOMP_SPINCOUNT=1000" in text
+    assert "import hotbed before torch, or set GOMP_SPINCOUNT=10000" in text
 
 
 def test_idle_cores_and_short_spins_are_no_reason_to_warn(
