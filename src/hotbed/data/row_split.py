@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -312,17 +312,34 @@ def _bounds(found: pq.Statistics, kind: pa.DataType) -> tuple[int, int] | None:
 # -- by hash and by order ------------------------------------------------------------------------------------------
 
 
-def _check_shares(by: str, valid: object, test: object) -> None:
-    for key, share in (("valid", valid), ("test", test)):
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
-            raise SpecError(f"split by {by}: {key} is {share!r}, must be a share from 0 to below 1, such as 0.1")
-    valid, test = cast("float", valid), cast("float", test)
-    if not 0 < valid + test < 1:
-        raise SpecError(f"split by {by}: valid {valid} and test {test} must be above 0 and below 1 together")
+@dataclass(frozen=True)
+class _ShareSplit(RowSplit):
+    """A split whose parts are shares of the rows."""
+
+    valid: float = 0.0
+    test: float = 0.0
+    by: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for key in ("valid", "test"):
+            share: object = getattr(self, key)
+            if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
+                raise SpecError(
+                    f"split by {self.by}: {key} is {share!r}, must be a share from 0 to below 1, such as 0.1"
+                )
+        if not 0 < self.valid + self.test < 1:
+            raise SpecError(
+                f"split by {self.by}: valid {self.valid} and test {self.test} must be above 0 and below 1 together"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Train, and the splits that have a share."""
+        return tuple(s for s, share in zip(SPLITS, (1, self.valid, self.test), strict=True) if share)
 
 
 @dataclass(frozen=True)
-class HashSplit(RowSplit):
+class HashSplit(_ShareSplit):
     """Rows are drawn by a hash of the file's name within the dataset and the number of the row in it.
 
     A row stays in its split when files are added or the dataset is moved as a whole. The hash is
@@ -339,16 +356,7 @@ class HashSplit(RowSplit):
         If a share is out of range.
     """
 
-    valid: float = 0.0
-    test: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_shares("hash", self.valid, self.test)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Train, and the splits that have a share."""
-        return tuple(s for s, share in zip(SPLITS, (1, self.valid, self.test), strict=True) if share)
+    by: ClassVar[str] = "hash"
 
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
         """Compare the rows' hashes with the ends of the shares."""
@@ -361,7 +369,7 @@ class HashSplit(RowSplit):
 
 
 @dataclass(frozen=True)
-class OrderSplit(RowSplit):
+class OrderSplit(_ShareSplit):
     """The last rows are for the test, those before them for validation: of data that is in the order of time.
 
     Parameters
@@ -375,16 +383,7 @@ class OrderSplit(RowSplit):
         If a share is out of range.
     """
 
-    valid: float = 0.0
-    test: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_shares("order", self.valid, self.test)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Train, and the splits that have a share."""
-        return tuple(s for s, share in zip(SPLITS, (1, self.valid, self.test), strict=True) if share)
+    by: ClassVar[str] = "order"
 
     def codes(self, group: RowGroup, at: Position, table: pa.Table | None) -> arrow.Array:
         """Compare positions among all rows with the ends of the shares."""
