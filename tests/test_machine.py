@@ -80,7 +80,7 @@ def test_both_runtimes_of_a_process_read_it() -> None:
     if "GOMP_SPINCOUNT" not in hotbed_first:
         pytest.skip("the OpenMP runtime is not GNU's")
     said = [line.split("=")[1].strip() for line in hotbed_first.splitlines() if "GOMP_SPINCOUNT" in line]
-    assert said == ["'1000'", "'1000'"]
+    assert said == ["'10000'", "'10000'"]
 
 
 # -- how many ---------------------------------------------------------------------------------------------------------

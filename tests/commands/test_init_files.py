@@ -277,6 +277,14 @@ def test_many_features_get_a_model_that_fits_them(tmp_path: Path) -> None:
     assert train(out, *STEP)[0] == 0
 
 
+def test_a_validation_split_is_cut_off_where_it_is_asked_for(tmp_path: Path) -> None:
+    path, out = write(tmp_path / "log.parquet", user=np.arange(N) % 9), tmp_path / "r.yaml"
+    assert main(["init", str(path), "--valid", "--out", str(out)]) == 0
+    recipe = yaml.safe_load(out.read_text())
+    assert recipe["data"]["valid_split"] == "valid"
+    assert recipe["data"]["source"]["init_args"]["split"]["valid"] == 0.2  # of fewer than 5,000 rows
+
+
 def test_one_row_group_has_a_test_split(tmp_path: Path) -> None:
     """What pandas writes; it had no test and no notice."""
     recipe = trained(write(tmp_path / "log.parquet"), tmp_path)
@@ -356,7 +364,7 @@ def test_any_columns_train_or_are_explained(
         status, _, run = train(out, *STEP[:-1], "last")
     if status == 0:
         scores = folder / "scores.parquet"
-        status = main(["eval", str(run), "--split", "train"]) or main(
+        status = main(["eval", "--checkpoint", str(run), "--split", "train"]) or main(
             ["predict", str(run), str(path), "--out", str(scores)]
         )
         assert status or pq.read_metadata(scores).num_rows == n

@@ -97,7 +97,7 @@ def test_settings_that_diverge_are_no_results(recipe: Path, capsys: Output) -> N
     [
         (
             ["--data.valid_split", "null"],
-            "the recipe has no valid split to compare trials on, and the test split",
+            "to compare trials on, and the test split is not for that; draft it with hotbed init --valid",
         ),
         (["--trials", "0"], "--trials is 0, must be at least 1"),
         (["--trials", "many"], "trials is 'many', must be int"),

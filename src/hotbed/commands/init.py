@@ -25,6 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--drop", type=str, nargs="+", default=[], metavar="COL", help="Columns to leave out.")
     parser.add_argument("--time", type=str | None, help="Column of the rows' times, to split by.")
     parser.add_argument("--test", type=str | None, help="File or folder of the test split, where it is elsewhere.")
+    parser.add_argument("--valid", action="store_true", help="Cut off a validation split, as tune needs it.")
     parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
 
 
@@ -40,6 +41,7 @@ def run(parsed: Namespace) -> None:
         drop=parsed.drop,
         time=parsed.time,
         test=None if parsed.test is None else location(parsed.test),
+        valid=parsed.valid,
     )
     if out is None:
         print(text, end="")
@@ -55,6 +57,7 @@ def draft_recipe(
     drop: Sequence[str] = (),
     time: str | None = None,
     test: str | Path | None = None,
+    valid: bool = False,
 ) -> str:
     """Write a commented recipe for Parquet, CSV or TSV files, as YAML.
 
@@ -62,7 +65,7 @@ def draft_recipe(
     ----------
     path
         File, folder or URI, as for `ParquetSource`.
-    label, positive, drop, time, test
+    label, positive, drop, time, test, valid
         See `hotbed.data.draft.draft`.
 
     Raises
@@ -76,7 +79,7 @@ def draft_recipe(
     from hotbed.data import ParquetSource
     from hotbed.data.draft import draft
 
-    found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test)
+    found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
     source = ParquetSource(path, found.schema, **found.splits.source_args())
     for split in source.splits:
         source.check_labels(split)

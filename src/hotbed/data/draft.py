@@ -114,6 +114,7 @@ def draft(
     drop: Sequence[str] = (),
     time: str | None = None,
     test: str | Path | None = None,
+    valid: bool = False,
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
     """Propose schema and splits of a dataset.
@@ -130,6 +131,8 @@ def draft(
         Column of times to split by.
     test
         Path of a test split that is elsewhere.
+    valid
+        Whether a validation split is wanted also where one epoch is to be trained, which needs none.
 
     Raises
     ------
@@ -160,7 +163,7 @@ def draft(
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample)
     repeats = _repeats(profiles, schema)
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
-    splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=several_epochs)
+    splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
     dropped = [LeftOut(n, str(groups[0].file.schema.field(n).type), "--drop") for n in dict.fromkeys(drop)]
     elsewhere = [LeftOut(n, str(groups[0].file.schema.field(n).type), why) for n, why in missing.items()]
     left = [LeftOut(p.name, str(p.type), _why(roles[p.name])) for p in profiles if _why(roles[p.name])]

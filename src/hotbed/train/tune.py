@@ -148,8 +148,8 @@ def _check(recipe: Recipe, trials: int) -> None:
         raise RecipeError(f"--trials is {trials:,}, must be at least 1")
     if recipe.data.valid_split is None:
         raise RecipeError(
-            "the recipe has no valid split to compare trials on, and the test split is not for that; set "
-            "data.valid_split (of a Parquet file one can be cut off: data.source.init_args.valid_fraction 0.1)"
+            "the recipe has no valid split to compare trials on, and the test split is not for that; draft it with "
+            "hotbed init --valid, or set data.valid_split and let the source have one"
         )
     if recipe.hot.batches == "alternating":
         raise RecipeError("hot.batches is 'alternating', which tune does not search with; leave it out")
