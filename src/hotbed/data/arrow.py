@@ -44,6 +44,11 @@ def is_whole(t: pa.DataType) -> bool:
     return pa.types.is_integer(t) or pa.types.is_boolean(t)
 
 
+def is_time(t: pa.DataType) -> bool:
+    """Whether values of this type are dates, or times of day and date."""
+    return pa.types.is_timestamp(t) or pa.types.is_date(t)
+
+
 def is_number(t: pa.DataType) -> bool:
     """Whether values of this type convert to float32."""
     return is_whole(t) or pa.types.is_floating(t) or pa.types.is_decimal(t)

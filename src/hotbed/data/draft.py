@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +147,7 @@ def draft(
     for option, name in [*(("--drop", name) for name in drop), *([("--time", time)] if time else [])]:
         if name not in names:
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
-    missing = _not_everywhere(files, groups)
+    missing = _not_everywhere(files)
     sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
     labels = find_labels(str(path), sample, label, positive)
     of_label = [found.name for found in labels]
@@ -166,7 +166,7 @@ def draft(
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
     dropped = [LeftOut(n, str(groups[0].file.schema.field(n).type), "--drop") for n in dict.fromkeys(drop)]
     elsewhere = [LeftOut(n, str(groups[0].file.schema.field(n).type), why) for n, why in missing.items()]
-    left = [LeftOut(p.name, str(p.type), _why(roles[p.name])) for p in profiles if _why(roles[p.name])]
+    left = [LeftOut(p.name, str(p.type), why) for p in profiles if (why := _why(roles[p.name]))]
     return Draft(
         schema=schema,
         reasons=reasons,
@@ -185,12 +185,11 @@ def _names(path: str, names: list[str]) -> list[str]:
     return names
 
 
-def _not_everywhere(files: DraftFiles, groups: Sequence[object]) -> dict[str, str]:
+def _not_everywhere(files: DraftFiles) -> dict[str, str]:
     """Columns of the first file that others lack, or have of another type; with the reason."""
-    train = files.by_split.get("", files.by_split.get("train", []))
-    first, found = train[0].schema, {}
+    first, found = files.train_files[0].schema, {}
     for name in first.names:
-        for file in train[1:]:
+        for file in files.train_files[1:]:
             if name not in file.schema.names:
                 found[name] = f"{file.name} has no such column"
             elif arrow.is_text(first.field(name).type) != arrow.is_text(kind := file.schema.field(name).type):
@@ -237,15 +236,14 @@ def _schema(
     shared = _shared_tables(profiles, roles, sample)
     for column in profiles:
         role = roles[column.name]
+        absent = f"; {column.missing:.1%} are missing" if column.missing else ""
         if role.role == "number":
             rule, why = rule_of(column)
             missing = "indicator" if column.missing > _INDICATOR else "center"
             numericals.append(Numerical(name=column.name, rule=rule, missing=missing))
-            absent = f"; {column.missing:.1%} are missing" if column.missing else ""
             reasons[column.name] = why + (f" ({role.reason})" if role.reason else "") + absent
         elif role.role in ("id", "category", "list"):
             sparse.append(_sparse(column, shared.get(column.name)))
-            absent = f"; {column.missing:.1%} are missing" if column.missing else ""
             reasons[column.name] = role.reason + absent
     sparse = _same_rows(sparse)
     if not sparse:
@@ -324,6 +322,4 @@ def _same_rows(columns: list[SparseColumn]) -> list[SparseColumn]:
     most: dict[str, int] = {}
     for column in columns:
         most[column.table_name] = max(most.get(column.table_name, 0), column.rows)
-    return [
-        SparseColumn(name=c.name, rows=most[c.table_name], table=c.table, ids=c.ids, pooling=c.pooling) for c in columns
-    ]
+    return [replace(column, rows=most[column.table_name]) for column in columns]

@@ -75,9 +75,14 @@ class DraftFiles:
         return DraftFiles(str(path), files, str(test), tuple(found.get("test", next(iter(found.values())))))
 
     @property
+    def train_files(self) -> Sequence[ParquetFile]:
+        """Files to train on, and to cut other splits off."""
+        return self.by_split.get("", self.by_split.get("train", []))
+
+    @property
     def train(self) -> list[RowGroup]:
-        """Row groups to train on, and to cut other splits off."""
-        return [group for file in self.by_split.get("", self.by_split.get("train", [])) for group in file.row_groups()]
+        """Row groups of these files."""
+        return [group for file in self.train_files for group in file.row_groups()]
 
     @property
     def others(self) -> dict[str, Sequence[ParquetFile]]:
@@ -167,8 +172,7 @@ def _cut(
 ) -> tuple[dict[str, object], str]:
     """How to cut splits off the train data, and why so."""
     shares: dict[str, object] = dict(wanted)
-    train = files.by_split.get("", files.by_split.get("train", []))
-    if time is None and all(is_delimited(file.shown) and tuple(file.schema.names) == COLUMNS for file in train):
+    if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in files.train_files):
         return {"by": "order", **shares}, "the last rows: logs of Criteo are in the order of time"
     ranked = sorted((c for c in times if c.missing < 0.01), key=lambda c: (-time_rank(c.name), -c.distinct))
     for column in ranked if time is None else [c for c in times if c.name == time]:
@@ -194,7 +198,7 @@ def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, obje
     kind = column.type
     if pa.types.is_dictionary(kind):
         column = pc.cast(column, kind.value_type)
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+    if arrow.is_time(kind):
         values = pc.cast(pc.cast(column, pa.timestamp("us", getattr(kind, "tz", None)), safe=False), pa.int64())
         values = values.to_numpy()
     elif arrow.is_text(column.type):
@@ -220,7 +224,7 @@ def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, obje
 
 def _plain(value: np.generic, kind: pa.DataType) -> object:
     """A time as a recipe has it."""
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+    if arrow.is_time(kind):
         time = (_EPOCH + datetime.timedelta(microseconds=int(value))).replace(tzinfo=None)  # pyright: ignore[reportArgumentType]
         return str(time.date()) if time.time() == datetime.time() else str(time)
     if isinstance(value, np.str_):

@@ -11,7 +11,7 @@ sorted by the very column.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,7 @@ class ColumnProfile:
     @property
     def is_time(self) -> bool:
         """Whether the values are of a type for dates or times of day and date."""
-        return pa.types.is_timestamp(self.type) or pa.types.is_date(self.type)
+        return arrow.is_time(self.type)
 
     @property
     def present(self) -> int:
@@ -184,7 +184,7 @@ def _elements(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def profile(
-    sample: pa.Table, total: int, distinct: Mapping[str, int], labels: arrow.Array | None, skipped: Collection[str] = ()
+    sample: pa.Table, total: int, distinct: Mapping[str, int], labels: arrow.Array | None
 ) -> list[ColumnProfile]:
     """Describe the columns of a sample.
 
@@ -198,14 +198,8 @@ def profile(
         Distinct values by column where they were counted over all rows; others are those of the sample.
     labels
         Of the sample's rows, from 0 to 1, to find columns that give the label away; or None.
-    skipped
-        Columns that are not described.
     """
-    return [
-        _profile(name, sample[name], total, distinct.get(name), labels)
-        for name in sample.column_names
-        if name not in skipped
-    ]
+    return [_profile(name, sample[name], total, distinct.get(name), labels) for name in sample.column_names]
 
 
 def _profile(
@@ -214,7 +208,7 @@ def _profile(
     kind, rows = column.type, len(column)
     null = column.is_null().to_numpy()
     known: dict[str, Any] = {"name": name, "type": kind, "sampled": rows, "total": total}
-    if not (arrow.is_number(kind) or arrow.is_text(kind) or arrow.is_list(kind) or _is_time(kind)):
+    if not (arrow.is_number(kind) or arrow.is_text(kind) or arrow.is_list(kind) or arrow.is_time(kind)):
         return ColumnProfile(**known, missing=float(null.mean()), distinct=0, distinct_share=0.0)
     if arrow.is_list(kind):
         inner = kind.value_type
@@ -230,7 +224,7 @@ def _profile(
         known |= _of_numbers(numbers[~null], of_floats=pa.types.is_floating(kind))
     elements = pc.drop_null(_elements(column))
     unique = pc.unique(elements)
-    if len(unique) <= _FEW and not _is_time(kind):
+    if len(unique) <= _FEW and not arrow.is_time(kind):
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
         known["auc"] = _value_auc(column, numbers, labels)
@@ -243,14 +237,10 @@ def _profile(
     )
 
 
-def _is_time(kind: pa.DataType) -> bool:
-    return pa.types.is_timestamp(kind) or pa.types.is_date(kind)
-
-
 def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
     """Numbers and times (as microseconds) ``[n]`` float64 with NaN for null; None for other columns."""
     kind = column.type
-    if _is_time(kind):
+    if arrow.is_time(kind):
         column = pc.cast(pc.cast(column, pa.timestamp("us"), safe=False), pa.int64())
     elif not arrow.is_number(kind):
         return None

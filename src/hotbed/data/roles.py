@@ -118,7 +118,7 @@ def _no_input(kind: pa.DataType) -> str | None:
     inner = kind.value_type if arrow.is_list(kind) else kind
     if arrow.is_list(kind) and (pa.types.is_floating(inner) or pa.types.is_decimal(inner)):
         return "lists of floats, as embeddings are, are no inputs yet"
-    known = arrow.is_number(inner) or arrow.is_text(inner) or pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    known = arrow.is_number(inner) or arrow.is_text(inner) or arrow.is_time(kind)
     if not known or pa.types.is_null(kind):
         return "it is empty" if pa.types.is_null(kind) else f"columns of type {kind} are no inputs yet"
     return None

@@ -251,7 +251,7 @@ def _is_time(value: object) -> bool:
 def _comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Times as microseconds since 1970, other numbers as they are, and text as text."""
     kind = column.type
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+    if arrow.is_time(kind):
         zone = getattr(kind, "tz", None)
         return pc.cast(pc.cast(column, pa.timestamp("us", zone), safe=False), pa.int64())
     if pa.types.is_dictionary(kind):
@@ -273,7 +273,7 @@ def _threshold(start: object, kind: pa.DataType, column: str) -> Any:
     """
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     needed = "text" if arrow.is_text(value) else "a number"
-    if pa.types.is_date(value) or pa.types.is_timestamp(value):
+    if arrow.is_time(value):
         try:
             time = datetime.datetime.fromisoformat(str(start))
             return ((time if time.tzinfo else time.replace(tzinfo=datetime.UTC)) - _EPOCH) // _MICROSECOND
