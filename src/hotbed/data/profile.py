@@ -47,8 +47,8 @@ class ColumnProfile:
     ----------
     name, type
         Its name and Arrow type.
-    sampled, total
-        Rows of the sample, and of all data.
+    total
+        Rows of all data.
     missing
         Share of the sample that is null or NaN.
     distinct
@@ -73,7 +73,6 @@ class ColumnProfile:
 
     name: str
     type: pa.DataType
-    sampled: int
     total: int
     missing: float
     distinct: int
@@ -205,9 +204,9 @@ def profile(
 def _profile(
     name: str, column: pa.ChunkedArray, total: int, distinct: int | None, labels: arrow.Array | None
 ) -> ColumnProfile:
-    kind, rows = column.type, len(column)
+    kind = column.type
     null = column.is_null().to_numpy()
-    known: dict[str, Any] = {"name": name, "type": kind, "sampled": rows, "total": total}
+    known: dict[str, Any] = {"name": name, "type": kind, "total": total}
     if not (arrow.is_number(kind) or arrow.is_text(kind) or arrow.is_list(kind) or arrow.is_time(kind)):
         return ColumnProfile(**known, missing=float(null.mean()), distinct=0, distinct_share=0.0)
     if arrow.is_list(kind):
