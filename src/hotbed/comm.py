@@ -16,6 +16,7 @@ communicators of their own is not in that order.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +33,13 @@ T = TypeVar("T")
 
 _TAGS = 1 << 16
 """Exchanges that may be under way at once, before two would have one tag."""
+_WAITS: set[int] = set()
+"""Threads that wait for another rank."""
+
+
+def waits() -> bool:
+    """Tell whether any thread of this process waits for another rank."""
+    return bool(_WAITS)
 
 
 class Handle(Generic[T]):
@@ -64,6 +72,7 @@ class Handle(Generic[T]):
         CommError
             If another rank failed or did not answer in time.
         """
+        _WAITS.add(thread := threading.get_ident())
         while self._work and self._error is None:
             peer, work = self._work[-1]
             try:
@@ -72,6 +81,7 @@ class Handle(Generic[T]):
                 self._error = self._explained(error, peer)
             else:
                 self._work.pop()
+        _WAITS.discard(thread)
         if self._error is not None:
             raise self._error
         return self._result()

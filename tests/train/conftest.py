@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.train.launcher import Launcher
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
@@ -15,3 +17,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """Starts ranks of ``hotbed train``, for all tests of one process."""
+    made = Launcher()
+    yield made
+    made.close()

@@ -227,6 +227,47 @@ def test_auto_with_the_best_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyP
     assert (status, again, runs(recipe)) == (0, first, [run])
 
 
+# -- under torchrun ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_under_torchrun_a_run_of_this_recipe_is_gone_on_with(recipe: Path, capsys: Output) -> None:
+    train_until_killed(recipe, 10, *OFTEN)
+    (first,) = runs(recipe)
+    train_until_killed(recipe, 5, *OFTEN, "--train.seed", "1")  # another run of this name, which may be under way
+    other = runs(recipe)[-1]
+    capsys.readouterr()
+    status, _, run = train(recipe, *OFTEN)
+    shown = capsys.readouterr().err
+    assert (status, run) == (0, first)
+    assert "under torchrun a run of this recipe is gone on with (--resume none begins a new one)" in shown
+    assert f"resumed from {first}/checkpoints/last-00000009 at step 9" in shown
+    assert train(recipe, *OFTEN, "--train.seed", "1")[2] == other
+    capsys.readouterr()
+    assert train(recipe, *OFTEN)[2] == first
+    assert "nothing is left to train; raise train.steps or train.epochs to go on, or begin a new run" in (
+        capsys.readouterr().err
+    )
+    assert train(recipe, *OFTEN, "--resume", "none")[2] not in (first, other)
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_under_torchrun_other_data_and_another_warm_start_are_other_runs(recipe: Path, prepared: Path) -> None:
+    _, _, first = train(recipe, "--train.steps", "2")
+    shutil.copytree(prepared, recipe.parent / "day2")
+    _, _, second = train(recipe, "--train.steps", "2", "--data.path", str(recipe.parent / "day2"))
+    _, _, third = train(recipe, "--train.steps", "2", "--init_from", str(first))
+    _, _, fourth = train(recipe, "--train.steps", "2", "--train.checkpoint", "none")
+    assert runs(recipe) == [first, second, third, fourth]
+    (first / "recipe.yaml").write_text("")  # a run that cannot be read is another one, too
+    assert train(recipe, "--train.steps", "2")[2] not in (first, second, third, fourth)
+
+
 # -- paths ---------------------------------------------------------------------------------------------------------
 
 

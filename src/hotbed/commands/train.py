@@ -19,7 +19,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--resume",
         type=str | None,
         help="What to go on from: a checkpoint, a run's directory, or the runs of a name; or auto: the newest run in "
-        "OUT/NAME (its checkpoints may be in train.checkpoint_dir), if there is one to go on with.",
+        "OUT/NAME (its checkpoints may be in train.checkpoint_dir), if there is one to go on with; or none. Default: "
+        "none; under torchrun, auto among the runs of the same recipe.",
     )
     parser.add_argument("--dry_run", action="store_true", help="Print the bytes that the run would take, and exit.")
     add_json(parser)

@@ -125,11 +125,14 @@ class TrainRecipe:
     """With ``last``: keep checkpoints of steps that are multiples of this for good."""
     tensorboard: bool = False
     """Write curves for TensorBoard into the run directory."""
+    step_limit_s: int | None = None
+    """Seconds without a batch after which a process ends itself, with the stacks of its threads in the run's directory:
+    it hangs. By default ``parallel.timeout_s`` where several processes train, else no limit."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "log_every", "eval_batch_size", "keep_last"):
             at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every"):
+        for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every", "step_limit_s"):
             if getattr(self, name) not in (None, "auto"):
                 at_least(f"train.{name}", getattr(self, name), 1)
         seed("train.seed", self.seed)

@@ -321,7 +321,8 @@ class KeepBest(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         """Load the best model; it stays as it is if there was no evaluation."""
         if self._place is not None and not trainer.told_to_stop:  # then there is more to train
-            load_checkpoint(self._place, {"model": trainer.model})
+            with trainer.saver.waited_for():
+                load_checkpoint(self._place, {"model": trainer.model})
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and where its checkpoint is."""

@@ -12,7 +12,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +51,8 @@ class Saver:
     records
         Of every checkpoint that this rank has written its files of: ``step``, ``path``, ``bytes``, ``seconds`` and
         ``stalled_s``, the time that training was held up.
+    is_waited_for
+        Whether training waits for a checkpoint at present, however long that takes.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Saver:
         self._saving: Saving | None = None
         self._step = 0
         self._waited_s = 0.0
+        self.is_waited_for = False
         self._locks: dict[str, DirectoryLock] = {}
         self.records: list[dict[str, Any]] = []
 
@@ -110,7 +114,7 @@ class Saver:
         may_exist
             Save nothing if it is there already.
         """
-        with self._clock.paused():
+        with self._clock.paused(), self.waited_for():
             start = time.perf_counter()
             self.finish()
             self._waited_s = time.perf_counter() - start
@@ -133,9 +137,19 @@ class Saver:
         """Wait for the checkpoint under way; all ranks must call this."""
         saving = self._saving
         if saving is not None:
-            saving.wait()
+            with self.waited_for():
+                saving.wait()
             self._record(saving)
             self._saving = None
+
+    @contextmanager
+    def waited_for(self) -> Generator[None]:
+        """Say that training waits for a checkpoint while the body runs."""
+        before, self.is_waited_for = self.is_waited_for, True
+        try:
+            yield
+        finally:
+            self.is_waited_for = before
 
     def abandon(self) -> None:
         """Let the checkpoint under way be written where training has failed."""

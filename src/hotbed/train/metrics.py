@@ -7,7 +7,7 @@ ties that the model did not make. Sums are float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -233,6 +233,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     group: str | None = None,
     labels: Sequence[str] | None = None,
+    finished: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """Metrics of a model over batches, in float32 whatever precision it is trained in; nothing is updated.
 
@@ -248,6 +249,8 @@ def evaluate(
         Name of the column in ``Batch.extra`` to group by for ``gauc``.
     labels
         Names of the tasks.
+    finished
+        Called after each batch.
 
     Raises
     ------
@@ -267,6 +270,7 @@ def evaluate(
             groups = None if group is None else batch.extra[group]
             logits, target = checked_logits(model(batch), batch.labels)
             predictions.add(logits, target, weights=batch.weights, groups=groups)
+            finished()
     predictions.gather(Ranks(model))
     return predictions.metrics()
 

@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError
 from hotbed.machine import fit_threads
+from hotbed.train.watchdog import end_with_parent
 
 _PAUSE_S = 0.02
 """Seconds between two looks into the store."""
@@ -94,6 +95,8 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
         If the others cannot be met, or there are fewer GPUs than processes here.
     """
     here = started()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent("the agent of torchrun that started it")
     if here.size == 1 or dist.is_initialized():
         yield here
         return

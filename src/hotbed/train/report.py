@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -57,8 +57,8 @@ class RunDirectory:
                 own = self.path if ranks.is_first else None
             self.__dict__["path"] = ranks.path(own)
 
-    def newest(self, checkpoint_dir: str | None) -> Path | None:
-        """The newest run of this name that keeps its checkpoints there (None: in its own directory), if there is one.
+    def earlier(self, checkpoint_dir: str | None) -> Iterator[Path]:
+        """Runs of this name that keep their checkpoints there (None: in their own directories), the newest first.
 
         A run that did not come to write its recipe does not count.
         """
@@ -70,8 +70,7 @@ class RunDirectory:
             if kept == checkpoint_dir or (
                 kept and checkpoint_dir and are_same(directory(kept), directory(checkpoint_dir))
             ):
-                return Path(run.path)
-        return None
+                yield Path(run.path)
 
     def reopen(self, path: Path) -> None:
         """Take the directory of an earlier run in the place of a new one."""

@@ -2,7 +2,9 @@
 
 ``--resume PATH`` goes on from a checkpoint in a run of its own. ``--resume auto`` goes on with the newest run of the
 recipe's name, in its directory, or begins: the same command starts a run and, after a crash of any rank, takes it up
-again, as ``torchrun --max-restarts`` does. The first rank looks; all load the same checkpoint, or all fail.
+again, as ``torchrun --max-restarts`` does. Under torchrun this is the default, among the runs of the same recipe: one
+that trains otherwise is another run, not a mistake (`Resume`). The first rank looks; all load the same checkpoint, or
+all fail.
 
 Learning rates, moments and positions come out of the checkpoint, so another value in the recipe would be ignored or,
 worse, applied in part. A resumed run may change only how long it goes on, what it shows and keeps, and where it runs.
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,13 +34,13 @@ from hotbed.checkpoint import (
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import InitRecipe, MemoryRecipe, Recipe
 from hotbed.config.validation import patience
-from hotbed.errors import DamagedError, RecipeError
+from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
 from hotbed.train.trainer import Trainer
 
-AUTO = "auto"
+AUTO, NEVER = "auto", "none"
 """What ``--resume`` takes in the place of a path."""
 _LENGTH = ("steps", "epochs", "patience", "monitor")
 """Keys of `TrainRecipe` that say when a run is over."""
@@ -52,7 +55,7 @@ MAY_DIFFER = frozenset(
         *(f"memory.{field.name}" for field in fields(MemoryRecipe)),
         *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
         *(f"train.{key}" for key in ("precision", "linear_library")),  # `Numerics` says that they change bits
-        *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience")),
+        *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience", "step_limit_s")),
         *(f"train.checkpoint_{key}" for key in ("every", "minutes", "dir", "in_background")),
         *(f"train.keep_{key}" for key in ("last", "every")),
     }
@@ -89,16 +92,21 @@ def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) ->
 
 
 def _refuse_difference(what: str, stored: Mapping[str, Any], recipe: Recipe) -> None:
+    if differing := _differing(stored, recipe, MAY_DIFFER):
+        lines = "; ".join(f"{key} was {before!r} and is now {now!r}" for key, (before, now) in differing.items())
+        raise RecipeError(
+            f"{what} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
+            f"that it was made with, or train from the start with --resume none"
+        )
+
+
+def _differing(stored: Mapping[str, Any], recipe: Recipe, may: frozenset[str]) -> dict[str, tuple[object, object]]:
+    """Values before and now of keys that differ and must not."""
     # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which
     # has no tuples.
     before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_stored(stored), recipe))
-    differing = [key for key in {**before, **now} if key not in MAY_DIFFER and before.get(key) != now.get(key)]
-    if differing:
-        lines = "; ".join(f"{key} was {before.get(key)!r} and is now {now.get(key)!r}" for key in differing)
-        raise RecipeError(
-            f"{what} was made with another recipe: {lines}. A resumed run goes on as it began: give the values "
-            f"that it was made with, or train from the start without --resume"
-        )
+    both = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key not in may}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
 
 
 def _by_key(value: object, key: str = "") -> dict[str, object]:
@@ -112,8 +120,61 @@ def _by_key(value: object, key: str = "") -> dict[str, object]:
 # -- which checkpoint ----------------------------------------------------------------------------------------------
 
 
-def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> dict[str, Any] | None:
-    """Summary of the newest run of this name if it was trained and tested to the end; all ranks must call this.
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What ``--resume`` asks for.
+
+    Attributes
+    ----------
+    path
+        A checkpoint, or a directory whose newest is meant.
+    auto
+        Go on with an earlier run of the recipe's name, in its directory, or begin.
+    by_recipe
+        With ``auto``: only runs that this recipe has begun count, with these data and this warm start; else the newest
+        run does, and another recipe is an error.
+    """
+
+    path: str | Path | None = None
+    auto: bool = False
+    by_recipe: bool = False
+
+    @staticmethod
+    def of(option: str | Path | None, recipe: Recipe) -> Resume:
+        """What the option means; without it, a run under torchrun goes on, because torchrun may start it again.
+
+        Raises
+        ------
+        RecipeError
+            If ``auto`` is given and the recipe keeps no checkpoints.
+        """
+        keeps = recipe.train.checkpoint != "none"
+        if option == AUTO and not keeps:
+            needed = "--resume auto needs checkpoints to go on from"
+            raise RecipeError(f"{needed}, but train.checkpoint is 'none'; set it to 'last'")
+        if option is None and keeps and "TORCHELASTIC_RUN_ID" in os.environ:
+            return Resume(auto=True, by_recipe=True)
+        return Resume(path=None if option in (AUTO, NEVER) else option, auto=option == AUTO)
+
+    def earlier(self, run: RunDirectory, recipe: Recipe) -> Path | None:
+        """The newest run of this name that counts and keeps its checkpoints where the recipe does."""
+        for earlier in run.earlier(recipe.train.checkpoint_dir):
+            if not self.by_recipe or _is_of(earlier, recipe):
+                return earlier
+        return None
+
+
+def _is_of(run: Path, recipe: Recipe) -> bool:
+    """Whether a run was made with this recipe; one that this release cannot read was not."""
+    may = frozenset(key for key in MAY_DIFFER if not key.startswith(("data.", "init.", "train.checkpoint")))
+    try:
+        return not _differing(read_yaml(run / RECIPE) or {}, recipe, may)
+    except HotbedError:
+        return False
+
+
+def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Resume) -> dict[str, Any] | None:
+    """Summary of the run to go on with if it was trained and tested to the end; all ranks must call this.
 
     Raises
     ------
@@ -122,7 +183,7 @@ def finished_run(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> dict[st
     """
     ranks, summaries = trainer.ranks, list[str]()
     with ranks.together("read the run to go on with"):
-        earlier = run.newest(recipe.train.checkpoint_dir) if ranks.is_first else None
+        earlier = resume.earlier(run, recipe) if ranks.is_first else None
         if earlier is not None and (earlier / SUMMARY).is_file():
             stored = Recipe.from_stored(read_yaml(earlier / RECIPE))
             _refuse_difference(f"{earlier}", stored.to_dict(), recipe)
@@ -162,8 +223,10 @@ def resume_from(path: str | Path, trainer: Trainer, recipe: Recipe) -> Directory
     return checkpoint
 
 
-def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: Console) -> Directory | None:
-    """Load the newest whole checkpoint of the newest run of this name; all ranks must call this.
+def resume_newest(
+    trainer: Trainer, recipe: Recipe, run: RunDirectory, resume: Resume, console: Console
+) -> Directory | None:
+    """Load the newest whole checkpoint of the run to go on with; all ranks must call this.
 
     Damaged checkpoints that are newer are set aside, with a warning, once an older one is loaded. The run goes on in
     its directory; where no checkpoint was ever finished, nothing is loaded.
@@ -184,7 +247,7 @@ def resume_newest(trainer: Trainer, recipe: Recipe, run: RunDirectory, console: 
     """
     ranks = trainer.ranks
     with ranks.together("look for a run to go on with"):
-        earlier = run.newest(recipe.train.checkpoint_dir) if ranks.is_first else None
+        earlier = resume.earlier(run, recipe) if ranks.is_first else None
     earlier = [Path(name) for name in ranks.names([] if earlier is None else [str(earlier)])]
     if recipe.train.checkpoint_dir is None and not earlier:
         return None

@@ -28,10 +28,11 @@ from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.measure import measure_numericals
 from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
-from hotbed.train.resume import AUTO, finished_run, resume_from, resume_newest
+from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.stored import bad_ids
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer
+from hotbed.train.watchdog import Watchdog, limit_of
 
 
 def train(
@@ -57,7 +58,8 @@ def train(
         trained then is bit for bit what the run that made it would have trained.
         A recipe that would train something else is refused (`refuse_another_recipe`).
         ``"auto"``: go on with the newest run of this name in its directory if it has a checkpoint, else begin; of one
-        that is finished nothing is trained or tested again.
+        that is finished nothing is trained or tested again. ``"none"``: begin. Without a value, begin, but under
+        torchrun go on with the newest run of this recipe (see `Resume`).
     extra
         Further entries of the summary.
 
@@ -66,17 +68,17 @@ def train(
     dict
         The summary, as in ``summary.json``.
     """
-    if resume == AUTO and recipe.train.checkpoint == "none":
-        needed = "--resume auto needs checkpoints to go on from"
-        raise RecipeError(f"{needed}, but train.checkpoint is 'none'; set it to 'last'")
+    wanted = Resume.of(resume, recipe)
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
-    if resume == AUTO and (summary := finished_run(trainer, recipe, run)) is not None:
+    if wanted.by_recipe and ranks.is_first:
+        console.print("under torchrun a run of this recipe is gone on with (--resume none begins a new one)")
+    if wanted.auto and (summary := finished_run(trainer, recipe, run, wanted)) is not None:
         if ranks.is_first:
             console.print(
                 f"{summary['run']} is finished: {summary['steps']:,} steps are trained and tested, and nothing is "
-                "left to train; raise train.steps or train.epochs to go on, or choose another --name",
+                "left to train; raise train.steps or train.epochs to go on, or begin a new run with --resume none",
                 soft_wrap=True,
             )
         return summary
@@ -85,7 +87,7 @@ def train(
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
-        taken = _begin(trainer, loader, recipe, run, resume, console)
+        taken = _begin(trainer, loader, recipe, run, wanted, console)
         measure_numericals(trainer, source, train_splits(recipe), console)
         signal = _fit(trainer, loader, recipe, source, run, console)
     finally:
@@ -93,6 +95,8 @@ def train(
     if trainer.told_to_stop:
         raise StoppedError(_stopped(trainer, recipe, run), signal or SIGTERM)
     test = evaluation_loader(recipe, source, recipe.data.test_split, ranks)
+    with watchdog(trainer, recipe, run):
+        tested = None if test is None else trainer.evaluate(test).to_dict()
     summary = {
         "name": recipe.name,
         "seed": recipe.train.seed,
@@ -102,7 +106,7 @@ def train(
         "samples_per_s": trainer.samples_per_s,
         **trainer.numerics.summary(),
         "best_step": best_step(trainer),
-        "test": None if test is None else trainer.evaluate(test).to_dict(),
+        "test": tested,
         "ids_out_of_range": ids.total(),
         "checkpoints": of_checkpoints(trainer),
         **({"init": [t.to_dict() for t in taken]} if taken else {}),
@@ -122,16 +126,16 @@ def _begin(
     loader: Loader | BroadcastLoader | HotColdLoader,
     recipe: Recipe,
     run: RunDirectory,
-    resume: str | Path | None,
+    resume: Resume,
     console: Console,
 ) -> list[Taken]:
     """Load what training begins with or goes on from, and choose the run's directory; what a new model has taken."""
     ranks, taken = trainer.ranks, list[Taken]()
     resumed = None
-    if resume == AUTO:
-        resumed = resume_newest(trainer, recipe, run, console)
-    elif resume is not None:
-        resumed = resume_from(resume, trainer, recipe)
+    if resume.auto:
+        resumed = resume_newest(trainer, recipe, run, resume, console)
+    elif resume.path is not None:
+        resumed = resume_from(resume.path, trainer, recipe)
     if resumed is None and recipe.init.checkpoint is not None:
         with ranks.together("find the checkpoint to begin with"):
             found = [str(find_checkpoint(recipe.init.checkpoint))] if ranks.is_first else []
@@ -149,7 +153,7 @@ def _begin(
         trainer.resume_data(loader)
         if ranks.is_first:
             console.print(f"resumed from {resumed} at step {trainer.step:,}", soft_wrap=True)
-    elif resume == AUTO and ranks.is_first:
+    elif resume.auto and ranks.is_first:
         console.print("there is no checkpoint to go on from; a new run begins")
     run.share(ranks)
     if recipe.train.checkpoint != "none":
@@ -179,11 +183,25 @@ def _fit(
         if ranks.is_first:
             run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
-            trainer.fit(loader, evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
+            with watchdog(trainer, recipe, run):
+                trainer.fit(loader, evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
         finally:
             if isinstance(progress, ShowProgress):
                 progress.close()
     return signals.stopped_by
+
+
+def watchdog(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> Watchdog:
+    """What ends this process if it hangs while it trains or evaluates."""
+    ranks = trainer.ranks
+    return Watchdog(
+        lambda: trainer.clock.batches,
+        limit_of(recipe, ranks.size),
+        run.path,
+        rank=ranks.rank,
+        here=lambda: f"rank {ranks.rank} of {ranks.size}, step {trainer.step + 1:,}",
+        is_exempt=lambda: trainer.saver.is_waited_for,
+    )
 
 
 def _stopped(trainer: Trainer, recipe: Recipe, run: RunDirectory) -> str:

@@ -19,9 +19,16 @@ SETTLING_STEPS = 5
 
 
 class Clock:
-    """Count training samples and the seconds they took."""
+    """Count training samples and the seconds they took.
+
+    Attributes
+    ----------
+    batches
+        Steps taken, and batches evaluated: what tells that a process does not hang.
+    """
 
     def __init__(self) -> None:
+        self.batches = 0
         self._mark = time.perf_counter()
         self._steps = 0
         # Seconds and samples of the settling steps, and of those after them.
@@ -35,6 +42,7 @@ class Clock:
 
     def tick(self, samples: int) -> None:
         """Count a step that is over."""
+        self.count()
         now = time.perf_counter()
         self._steps += 1
         total = self._settling if self._steps <= SETTLING_STEPS else self._settled
@@ -42,6 +50,10 @@ class Clock:
         total[1] += samples
         self._threads.tick()
         self._mark = now
+
+    def count(self) -> None:
+        """Count a batch that is finished."""
+        self.batches += 1
 
     @contextmanager
     def paused(self) -> Generator[None]:

@@ -278,7 +278,8 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Compute metrics of the present model; see `evaluate`."""
-        return evaluate(self.model, batches, device=self.device, group=self.group, labels=self.labels)
+        options: dict[str, Any] = {"device": self.device, "group": self.group, "labels": self.labels}
+        return evaluate(self.model, batches, **options, finished=self.clock.count)
 
     @property
     def samples_per_s(self) -> float:

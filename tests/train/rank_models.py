@@ -1,0 +1,77 @@
+"""Models whose forward or backward pass kills, stops or holds up its process, for tests in several processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+
+import torch
+from torch import Tensor
+
+from hotbed.batch import Batch
+from hotbed.nn import DLRM
+
+
+class DiesOnce(DLRM):
+    """Ends the process of a rank in the eighth batch of torchrun's first attempt."""
+
+    deaths = ((0, 0),)
+    """Attempt and rank of each."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            self.batches = getattr(self, "batches", 0) + 1
+            attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), torch.distributed.get_rank()
+            if self.batches == 8 and (attempt, rank) in self.deaths:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(batch)
+
+
+class DiesTwice(DiesOnce):
+    """Another rank's process ends in the second attempt."""
+
+    deaths = ((0, 0), (1, 1))
+
+
+class Compiles(DLRM):
+    """Takes for ever in its first batch, in code that Python cannot interrupt."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31)
+        return super().forward(batch)
+
+
+class Hangs(DLRM):
+    """Never ends its fourth batch on the last rank."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        self.batches = getattr(self, "batches", 0) + 1
+        if self.batches == 4 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            self.hang()
+        return super().forward(batch)
+
+    def hang(self) -> None:
+        """Wait without an end."""
+        threading.Event().wait()
+
+
+class HoldsTheLock(Hangs):
+    """Computes without an end in C, where no other thread of Python can run."""
+
+    def hang(self) -> None:
+        """Add zeros without an end."""
+        sum(iter(int, 1))
+
+
+class DiesInBackward(DLRM):
+    """Ends the process of rank 1 in the backward of its fourth batch, when all gradients but one are there."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            self.batches = getattr(self, "batches", 0) + 1
+            if self.batches == 4 and torch.distributed.get_rank() == 1:
+                self.bottom[0].weight.register_hook(lambda _: os._exit(3))
+        return super().forward(batch)
