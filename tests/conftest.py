@@ -58,6 +58,25 @@ def ranks() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """URI of a bucket of a server on this machine, with PATH where the rest of a path goes."""
+    server_module = pytest.importorskip("moto.server")
+    import boto3
+
+    server = server_module.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    before = {name: os.environ.get(name) for name in keys}
+    os.environ.update(keys)
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="models")
+    yield f"s3://models/PATH?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    server.stop()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
 @pytest.fixture(name="log", scope="session")
 def _log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("log") / "log.tsv"

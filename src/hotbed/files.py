@@ -13,7 +13,6 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import unquote
 
 import yaml
 from typing_extensions import override
@@ -161,57 +160,6 @@ class _Quoting(yaml.SafeDumper):
             parts = [n for entry in node.value for n in (entry if isinstance(entry, tuple) else (entry,))]
             node.flow_style = all(isinstance(n, yaml.ScalarNode) for n in parts)
         return node
-
-
-def location(text: str) -> str | Path:
-    """A local path, also that of a ``file://`` URI; any other URI (``s3://…``) as it is: a `Path` would change it."""
-    if text.startswith("file://"):
-        return Path(unquote(text.removeprefix("file://")))
-    return text if "://" in text else Path(os.path.expanduser(text))  # noqa: PTH111 (an unknown user stays)
-
-
-def local(option: str, text: str) -> Path:
-    """A local path.
-
-    Raises
-    ------
-    RecipeError
-        If it is a URI of another place; ``option`` says of what.
-    """
-    found = location(text)
-    if isinstance(found, str):
-        raise RecipeError(
-            f"{option} is {text}, must be a local path; only Parquet data and checkpoints may be elsewhere"
-        )
-    return found
-
-
-def opened(uri: str) -> tuple[Any, str]:
-    """The file system of a URI, of pyarrow or of fsspec in its wrapper, and the path in it.
-
-    Raises
-    ------
-    ValueError
-        If nothing here can open it; says why.
-    """
-    from pyarrow import ArrowInvalid, fs
-
-    try:
-        return fs.FileSystem.from_uri(uri)
-    except ArrowInvalid as error:
-        reason = str(error)
-    try:
-        import fsspec
-    except ImportError:
-        raise ValueError(
-            f"{uri} cannot be opened: {reason}; pyarrow knows s3://, gs://, abfs:// and hdfs://, fsspec knows others: "
-            "pip install fsspec"
-        ) from None
-    try:
-        found, path = fsspec.core.url_to_fs(uri)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{uri} cannot be opened: {error}") from None
-    return fs.PyFileSystem(fs.FSSpecHandler(found)), path
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

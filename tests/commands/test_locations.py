@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from hotbed.commands.main import main
-from hotbed.files import local, location, opened
-from tests.checkpoint.test_storage import s3  # noqa: F401
+from hotbed.locations import local, location, opened
 from tests.commands.cases import Output, refused, train
 
 
@@ -65,7 +64,7 @@ def test_from_parquet_to_an_evaluated_checkpoint(place: str, tmp_path: Path, cap
     assert "s3:/m" not in capsys.readouterr().err
 
 
-def test_a_run_in_an_object_store_is_inspected(s3: str, recipe: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_in_an_object_store_is_inspected(s3: str, recipe: Path, tmp_path: Path) -> None:
     _, _, run = train(recipe, "--train.steps", "2", "--train.checkpoint_dir", s3.replace("PATH", "run/checkpoints"))
     for name in ("recipe.yaml", "summary.json"):
         filesystem, path = opened(s3.replace("PATH", f"run/{name}"))

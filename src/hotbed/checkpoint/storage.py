@@ -1,22 +1,28 @@
 """Access checkpoints in a local directory, or a prefix of an object store (``s3://bucket/path``, ``gs://…``).
 
 Object stores have no rename and no directories, so nothing here needs them: files are written one by one, and a file
-of text appears whole or not at all.
+of text appears whole or not at all. `LocalDirectory` is here; those of object stores and of other file systems are in
+`hotbed.checkpoint.remote_storage`.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import shutil
+import uuid
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from typing_extensions import override
 
 from hotbed.errors import CheckpointError, DamagedError
-from hotbed.files import location, opened, sync, write_text
+from hotbed.files import sync, write_text
+from hotbed.locations import location
 
 
 class Writer(Protocol):
@@ -49,8 +55,29 @@ class Reader(Protocol):
         ...
 
 
+class Tagged(NamedTuple):
+    """A small file, as it was at some moment.
+
+    Attributes
+    ----------
+    content
+        Of all of it.
+    tag
+        Tells this version of the file from others: an ETag, or what else changes with the file.
+    """
+
+    content: bytes
+    tag: str
+
+
 class Directory(ABC):
-    """Files under one path, and folders of the same kind."""
+    """Files under one path, and folders of the same kind.
+
+    Several processes agree on who does what by `create` and `replace`, of which one of them alone succeeds. The content
+    has to tell its writer and version (a name, and a number that rises). An ETag may be a hash of the content, so the
+    same content is the same version. And where an answer is lost on its way, the request is sent again and finds what
+    it has itself written: reading it tells it from another's.
+    """
 
     path: str
 
@@ -95,6 +122,24 @@ class Directory(ABC):
         """Write a file that appears whole or not at all, and survives a power failure."""
 
     @abstractmethod
+    def create(self, name: str, content: bytes) -> str | None:
+        """Write a file that must not exist yet; return its tag, or None if it exists (nothing is changed then).
+
+        `CheckpointError` where a place has no such writes.
+        """
+
+    @abstractmethod
+    def read_tagged(self, name: str) -> Tagged | None:
+        """Read a small file with its tag; None if there is none."""
+
+    @abstractmethod
+    def replace(self, name: str, content: bytes, tag: str) -> str | None:
+        """Overwrite a file if it still has this tag; return the new tag, or None if it was changed or removed.
+
+        `CheckpointError` where a place has no such writes.
+        """
+
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
 
@@ -128,8 +173,10 @@ def directory(path: str | Path | Directory) -> Directory:
     place = location(str(path))
     if isinstance(place, Path):
         return LocalDirectory(place)
+    from hotbed.checkpoint.remote_storage import remote_directory
+
     try:
-        return RemoteDirectory(*opened(place), place)
+        return remote_directory(place)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 
@@ -180,12 +227,83 @@ class LocalDirectory(Directory):
         sync(self.root)
 
     @override
+    def create(self, name: str, content: bytes) -> str | None:
+        path = self.root / name
+        with self._locked(name), self._complete(name, content) as (complete, tag):
+            try:
+                os.link(complete, path)  # fails if the file exists, also where locks mean nothing
+            except FileExistsError:
+                return None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if path.exists():
+                    return None
+                complete.rename(path)
+            sync(self.root)
+        return tag
+
+    @override
+    def read_tagged(self, name: str) -> Tagged | None:
+        try:
+            with (self.root / name).open("rb") as stream:
+                content = stream.read()
+                return Tagged(content, _tag(os.fstat(stream.fileno()), content))
+        except FileNotFoundError:
+            return None
+
+    @override
+    def replace(self, name: str, content: bytes, tag: str) -> str | None:
+        with self._locked(name):
+            there = self.read_tagged(name)
+            if there is None or there.tag != tag:
+                return None
+            with self._complete(name, content) as (complete, new):
+                complete.replace(self.root / name)
+                sync(self.root)
+        return new
+
+    @contextmanager
+    def _complete(self, name: str, content: bytes) -> Generator[tuple[Path, str]]:
+        """Write a hidden file, to be given its name; its path, and what its tag will be."""
+        path = self.root / f".{name}.unfinished-{uuid.uuid4().hex[:8]}"
+        try:
+            with path.open("xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+                tag = _tag(os.fstat(stream.fileno()), content)
+            yield path, tag
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self, name: str) -> Generator[None]:
+        """Lock a file that may not exist, by a hidden one beside it that stays."""
+        descriptor = os.open(self.root / f".{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    @override
     def remove(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
 
     @override
     def remove_all(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def _tag(stat: os.stat_result, content: bytes) -> str:
+    """Tell versions of a file apart: each is a new file, with its own time."""
+    return hashlib.sha256(f"{stat.st_ino} {stat.st_mtime_ns} ".encode() + content).hexdigest()
 
 
 class _LocalWriter:
@@ -227,102 +345,3 @@ class _LocalReader:
 
     def close(self) -> None:
         self._stream.close()
-
-
-class RemoteDirectory(Directory):
-    """A prefix of an object store.
-
-    Parameters
-    ----------
-    filesystem
-        Of pyarrow, or any of fsspec's in its wrapper.
-    root
-        Path in it.
-    uri
-        What users call it.
-    """
-
-    def __init__(self, filesystem: Any, root: str, uri: str) -> None:
-        self._filesystem, self._root = filesystem, root.rstrip("/")
-        address, _, query = uri.partition("?")
-        self._address, self._query = address.rstrip("/"), query
-        self.path = uri
-
-    @property
-    @override
-    def name(self) -> str:
-        return self._root.rsplit("/", 1)[-1]
-
-    @override
-    def folder(self, name: str) -> Directory:
-        query = f"?{self._query}" if self._query else ""
-        return RemoteDirectory(self._filesystem, f"{self._root}/{name}", f"{self._address}/{name}{query}")
-
-    @override
-    def names(self) -> list[str]:
-        from pyarrow import fs
-
-        selector = fs.FileSelector(self._root, allow_not_found=True)
-        return sorted(info.base_name for info in self._filesystem.get_file_info(selector))
-
-    @override
-    def make(self) -> None:
-        if self._filesystem.type_name == "local":
-            self._filesystem.create_dir(self._root)
-
-    @override
-    def has(self, name: str) -> bool:
-        return bool(self._filesystem.get_file_info(f"{self._root}/{name}").is_file)
-
-    @override
-    def reader(self, name: str) -> Reader:
-        return _RemoteReader(self._filesystem.open_input_file(f"{self._root}/{name}"))
-
-    @override
-    def writer(self, name: str) -> Writer:
-        return _RemoteWriter(self._filesystem.open_output_stream(f"{self._root}/{name}"))
-
-    @override
-    def write(self, name: str, text: str) -> None:
-        stream = self._filesystem.open_output_stream(f"{self._root}/{name}")
-        stream.write(text.encode())
-        stream.close()
-
-    @override
-    def remove(self, name: str) -> None:
-        if self.has(name):
-            self._filesystem.delete_file(f"{self._root}/{name}")
-
-    @override
-    def remove_all(self) -> None:
-        with suppress(FileNotFoundError):
-            self._filesystem.delete_dir(self._root)
-
-
-class _RemoteWriter:
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def write(self, data: memoryview) -> None:
-        self._stream.write(data)
-
-    def finish(self) -> None:
-        self._stream.close()
-
-    def abandon(self) -> None:
-        self._stream.close()
-
-
-class _RemoteReader:
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.size = int(file.size())
-
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        data = self._file.read_at(len(buffer), start)
-        if len(data) != len(buffer):
-            raise DamagedError(f"a file ends at byte {start + len(data):,}, before what was to be read")
-        buffer[:] = data
-
-    def close(self) -> None:
-        self._file.close()

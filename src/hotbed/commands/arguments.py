@@ -27,7 +27,8 @@ from hotbed.config import (
 )
 from hotbed.config.recipe import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
-from hotbed.files import local, read_text, read_yaml, yaml_text
+from hotbed.files import read_text, read_yaml, yaml_text
+from hotbed.locations import local
 
 if TYPE_CHECKING:
     from rich.console import Console

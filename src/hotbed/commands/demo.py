@@ -16,7 +16,7 @@ from hotbed.config import Recipe
 from hotbed.config.component import at_least
 from hotbed.config.component import seed as check_seed
 from hotbed.errors import CommError, DataError
-from hotbed.files import local
+from hotbed.locations import local
 
 if TYPE_CHECKING:
     from rich.console import Console

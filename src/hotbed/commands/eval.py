@@ -5,7 +5,7 @@ from __future__ import annotations
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, console, write_json
-from hotbed.files import location
+from hotbed.locations import location
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.errors import RecipeError
-from hotbed.files import local, location, write_text
+from hotbed.files import write_text
+from hotbed.locations import local, location
 
 _LONGEST_NAME = 100
 

@@ -17,7 +17,7 @@ from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet import find_parquet
 from hotbed.errors import DataError, RecipeError
-from hotbed.files import location
+from hotbed.locations import location
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
 

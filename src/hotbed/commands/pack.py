@@ -23,7 +23,8 @@ from hotbed.data.pack import pack
 from hotbed.embed import plan_tables, tables_on_meta
 from hotbed.embed.collection import names_in_plans
 from hotbed.errors import RecipeError
-from hotbed.files import local, read_yaml
+from hotbed.files import read_yaml
+from hotbed.locations import local
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows

@@ -6,7 +6,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.errors import RecipeError
-from hotbed.files import local, location
+from hotbed.locations import local, location
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.commands.arguments import add_json, console, write_json
-from hotbed.files import local
+from hotbed.locations import local
 
 if TYPE_CHECKING:
     from hotbed.data.prepare import PrepareReport

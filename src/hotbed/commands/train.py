@@ -7,7 +7,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, add_recipe, console, recipe_of, write_json
-from hotbed.files import local
+from hotbed.locations import local
 
 
 def add_arguments(parser: ArgumentParser) -> None:

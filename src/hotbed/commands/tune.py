@@ -8,7 +8,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, add_recipe, console, recipe_of, write_json
 from hotbed.errors import RecipeError
-from hotbed.files import local
+from hotbed.locations import local
 
 if TYPE_CHECKING:
     from rich.console import Console

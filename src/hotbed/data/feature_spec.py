@@ -18,7 +18,7 @@ import yaml
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
-from hotbed.files import location
+from hotbed.locations import location
 from hotbed.specs import is_int
 
 _DTYPES: dict[str, tuple[str, ...]] = {

@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from hotbed.data.delimited import is_delimited, parquet_of
 from hotbed.errors import DataError
-from hotbed.files import opened
+from hotbed.locations import opened
 
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),

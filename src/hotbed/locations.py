@@ -1,0 +1,267 @@
+"""Open what paths and URIs name: local files, object stores, and other file systems.
+
+Object stores are read and written through obstore, which has what checkpoints and leases need: files that appear whole
+or not at all, and writes that only one of several processes can win. Parquet is read through pyarrow's file systems.
+Both take the same URIs, settings and retries: docs/paths.md.
+"""
+
+# pyright: reportUnknownParameterType=false
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from hotbed.errors import RecipeError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3CredentialProvider
+
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss")
+"""Schemes of URIs that obstore opens."""
+RETRY_S = 120.0
+"""Seconds for which a request to an object store is tried again, where ``HOTBED_RETRY_S`` says nothing else."""
+_S3_KEYS = ("endpoint_override", "region", "scheme")
+
+
+def location(text: str) -> str | Path:
+    """A local path, also that of a ``file://`` URI; any other URI (``s3://…``) as it is: a `Path` would change it."""
+    if text.startswith("file://"):
+        return Path(unquote(text.removeprefix("file://")))
+    return text if "://" in text else Path(os.path.expanduser(text))  # noqa: PTH111 (an unknown user stays)
+
+
+def local(option: str, text: str) -> Path:
+    """A local path.
+
+    Raises
+    ------
+    RecipeError
+        If it is a URI of another place; ``option`` says of what.
+    """
+    found = location(text)
+    if isinstance(found, str):
+        raise RecipeError(
+            f"{option} is {text}, must be a local path; only Parquet data and checkpoints may be elsewhere"
+        )
+    return found
+
+
+def opened(uri: str) -> tuple[Any, str]:
+    """The file system of a URI, of pyarrow or of fsspec in its wrapper, and the path in it.
+
+    Raises
+    ------
+    ValueError
+        If nothing here can open it; says why.
+    """
+    from pyarrow import ArrowInvalid, fs
+
+    scheme = uri.partition("://")[0]
+    if scheme in ("s3", "s3a"):
+        place = _S3.of(uri)
+        return place.filesystem(), f"{place.bucket}/{place.key}".rstrip("/")
+    try:
+        return fs.FileSystem.from_uri(uri)
+    except ArrowInvalid as error:
+        reason = str(error)
+    except OSError as error:
+        raise ValueError(f"{uri} cannot be opened: {_driver(scheme, error)}") from None
+    try:
+        import fsspec
+    except ImportError:
+        raise ValueError(
+            f"{uri} cannot be opened: {reason}; pyarrow knows s3://, gs://, abfs:// and hdfs://, fsspec knows others: "
+            "pip install fsspec"
+        ) from None
+    try:
+        found, path = fsspec.core.url_to_fs(uri)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{uri} cannot be opened: {error}") from None
+    return fs.PyFileSystem(fs.FSSpecHandler(found)), path
+
+
+def _driver(scheme: str, error: OSError) -> str:
+    """Why a file system could not be loaded, and what it needs."""
+    reason = str(error).partition("\n")[0]
+    if scheme in ("hdfs", "viewfs"):
+        reason += (
+            "; HDFS needs Java and Hadoop's native client: set JAVA_HOME, HADOOP_HOME and CLASSPATH (docs/paths.md)"
+        )
+    return reason
+
+
+def object_store(uri: str) -> tuple[ObjectStore, str]:
+    """The store of obstore that a URI's bucket is, and the path in it.
+
+    Raises
+    ------
+    ValueError
+        If the URI cannot be one, or obstore is not installed; says why.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import GCSStore, S3Store, from_url
+    except ImportError:
+        raise ValueError(f"{uri} cannot be opened: object stores need obstore; pip install 'hotbed[remote]'") from None
+    options: dict[str, Any] = {"client_options": _client(), "retry_config": _retries()}
+    parts = urlsplit(uri)
+    s3 = _S3.of(uri) if parts.scheme in ("s3", "s3a") else None
+    if s3 is None and parts.query:
+        raise ValueError(f"{uri} cannot be opened: only s3:// has options in a URI; set them in the environment")
+    try:
+        if s3 is not None:
+            return S3Store(s3.bucket, **s3.config(), credential_provider=s3.credentials(), **options), s3.key
+        if parts.scheme in ("gs", "gcs"):
+            return GCSStore(parts.netloc, **options), _key(parts.path)
+        return from_url(f"{parts.scheme}://{parts.netloc}", **options), _key(parts.path)
+    except (BaseError, ValueError) as error:
+        raise ValueError(f"{uri} cannot be opened: {cause(error)}") from None
+
+
+def retry_seconds() -> float:
+    """Seconds for which a request is tried again: ``HOTBED_RETRY_S``, or `RETRY_S`.
+
+    Raises
+    ------
+    ValueError
+        If the environment says what is no number of seconds.
+    """
+    given = os.environ.get("HOTBED_RETRY_S", "")
+    if given and not re.fullmatch(r"\d{1,4}(\.\d+)?", given):
+        raise ValueError(f"HOTBED_RETRY_S is '{given}', must be a number of seconds below 10000")
+    return float(given or RETRY_S)
+
+
+def _retries() -> RetryConfig:
+    return {
+        "max_retries": 1000,  # the time is the limit
+        "retry_timeout": timedelta(seconds=retry_seconds()),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
+    }
+
+
+def _client() -> ClientConfig:
+    timeout = timedelta(seconds=max(retry_seconds() / 2, 1.0))  # of one request, whose answer never comes
+    return {"allow_http": True, "connect_timeout": timedelta(seconds=5), "timeout": timeout}
+
+
+@dataclass(frozen=True)
+class _S3:
+    """A URI of S3, or of a store that speaks its protocol, taken apart."""
+
+    bucket: str
+    key: str
+    endpoint: str | None
+    """With its scheme; None where the environment says it, or it is Amazon's."""
+    region: str | None
+
+    @staticmethod
+    def of(uri: str) -> _S3:
+        parts = urlsplit(uri)
+        query = dict(parse_qsl(parts.query))
+        unknown = query.keys() - set(_S3_KEYS)
+        if unknown:
+            raise ValueError(
+                f"{uri} cannot be opened: '{min(unknown)}' is none of {', '.join(_S3_KEYS)}; other options of S3 are "
+                "set in the environment (docs/paths.md)"
+            )
+        _, at, bucket = parts.netloc.rpartition("@")
+        if at:
+            raise ValueError(
+                f"{parts.scheme}://…@{bucket} has keys in it, which reports and messages would show; set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile of ~/.aws"
+            )
+        if not bucket:
+            raise ValueError(f"{uri} cannot be opened: it names no bucket; write s3://BUCKET/PATH")
+        endpoint = query.get("endpoint_override")
+        if endpoint is not None and "://" not in endpoint:
+            endpoint = f"{query.get('scheme', 'https')}://{endpoint}"
+        return _S3(bucket, _key(parts.path), endpoint, query.get("region"))
+
+    def filesystem(self) -> Any:
+        """Open it with pyarrow."""
+        from pyarrow import fs
+
+        options: dict[str, Any] = {}
+        if self.endpoint is not None:
+            scheme, _, address = self.endpoint.partition("://")
+            options |= {"scheme": scheme, "endpoint_override": address}
+        # The SDK waits up to 2^n seconds before try n, and never above 20: as many tries as last retry_seconds().
+        tries = fs.AwsStandardS3RetryStrategy(max_attempts=1 + int(retry_seconds()).bit_length())
+        return fs.S3FileSystem(region=self._region(), retry_strategy=tries, connect_timeout=5, **options)
+
+    def config(self) -> dict[str, str]:
+        """Settings of obstore's; what is not here it takes from the environment."""
+        found = {"region": self._region()}
+        if self.endpoint is not None:
+            found["endpoint"] = self.endpoint
+        return found
+
+    def credentials(self) -> S3CredentialProvider | None:
+        """Keys of a profile in ``~/.aws``, which obstore reads only through boto3; None where others come first."""
+        files = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), "~/.aws/config"
+        profile = "AWS_PROFILE" in os.environ or any(Path(file).expanduser().is_file() for file in files)
+        if "AWS_ACCESS_KEY_ID" in os.environ or not profile:
+            return None
+        try:
+            from boto3 import Session
+            from botocore.exceptions import BotoCoreError
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError:
+            raise ValueError("profiles of ~/.aws need boto3; pip install 'hotbed[remote]'") from None
+        try:
+            session = Session()
+            return Boto3CredentialProvider(session) if session.get_credentials() is not None else None
+        except BotoCoreError as error:
+            raise ValueError(str(error)) from None
+
+    def _region(self) -> str:
+        given = self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if given:
+            return given
+        if self.endpoint or "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ:
+            return "us-east-1"
+        from pyarrow import fs
+
+        try:
+            return fs.resolve_s3_region(self.bucket)
+        except OSError as error:
+            raise ValueError(
+                f"the region of bucket {self.bucket} is not known ({cause(error)}); set AWS_REGION, or add ?region=…"
+            ) from None
+
+
+def _key(path: str) -> str:
+    return unquote(path).strip("/")
+
+
+@contextmanager
+def explained(what: str) -> Generator[None]:
+    """Raise errors of obstore's as `OSError`, with what could not be read or written, and why."""
+    from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{what} is not there: {cause(error)}") from None
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise PermissionError(f"{what} may not be used: {cause(error)}") from None
+    except (BaseError, ValueError) as error:
+        raise OSError(f"{what} could not be read or written: {cause(error)}") from None
+
+
+def cause(error: Exception) -> str:
+    """One line of why, of the pages that clients of object stores give."""
+    text, _, details = str(error).partition("\n\nDebug source")
+    found = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL) or re.search(r'message: "([^"]+)"', details)
+    line = " ".join(text.partition("<?xml")[0].partition("\n")[0].split()).rstrip(": ")
+    return f"{line} ({found[1]})" if found and found[1] not in line else line
