@@ -9,7 +9,8 @@
     ├── BatchError (ValueError)         a batch that does not fit the features it is given to
     ├── DataError (ValueError)          a source file whose content is not what its format says
     ├── CheckpointError (RuntimeError)  a checkpoint that is absent, damaged or of another model
-    │   └── DamagedError                one whose content is not what was written
+    │   ├── DamagedError                one whose content is not what was written
+    │   └── NotOursError                a directory that another run has taken over
     ├── StoreError (RuntimeError)       rows that do not fit where they are to be
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
@@ -56,6 +57,10 @@ class CheckpointError(HotbedError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """A checkpoint whose content is not what was written."""
+
+
+class NotOursError(CheckpointError):
+    """A directory of checkpoints that another run has taken over."""
 
 
 class StoreError(HotbedError, RuntimeError):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +16,8 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.callbacks import KeepLast
-from hotbed.train.checkpointing import OWNER, DirectoryLock
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
@@ -111,46 +104,6 @@ def test_damage_is_found_anywhere(place: Directory) -> None:
     written(place, "model.safetensors", bytes(content))
     with pytest.raises(CheckpointError, match=r"model\.safetensors: block 0 of 1 .* has changed"):
         load_checkpoint(place, {"model": nn.Linear(4, 2)})
-
-
-def test_a_directory_belongs_to_one_run_anywhere(place: Directory) -> None:
-    with DirectoryLock(place):
-        assert place.has(OWNER)
-        if isinstance(place, LocalDirectory):
-            with pytest.raises(CheckpointError, match="which is running"):
-                DirectoryLock(place).__enter__()
-    with DirectoryLock(place):
-        pass
-    if not isinstance(place, LocalDirectory):
-        place.write(OWNER, '{"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00"}')
-        with pytest.raises(CheckpointError, match=r"belongs to process 7 on elsewhere since .* if that run is dead"):
-            DirectoryLock(place).__enter__()
-
-
-def test_the_claim_of_a_dead_run_ends_where_it_can_be_known(place: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isinstance(place, LocalDirectory):
-        pytest.skip("locks of files end with their process")
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    me = {"host": socket.gethostname(), "pid": os.getppid(), "since": "2026-01-01T00:00:00+00:00"}
-    elsewhere = {**me, "host": "elsewhere"}
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    dead = [{**me, "pid": ended.pid}, {**elsewhere, "job": "job-7"}]
-    if Path("/proc/self/stat").exists():
-        dead.append({**me, "started": "1"})  # the number is another process's now
-    for owner in dead:
-        place.write(OWNER, json.dumps(owner))
-        with DirectoryLock(place):
-            assert json.loads(place.read(OWNER))["pid"] == os.getpid()
-            assert json.loads(place.read(OWNER))["job"] == "job-7"
-    for owner in (me, {**me, "started": None}, {**elsewhere, "job": "job-8"}, {**elsewhere, "job": None}):
-        place.write(OWNER, json.dumps(owner))
-        with pytest.raises(CheckpointError, match="belongs to process"):
-            DirectoryLock(place).__enter__()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says where it was given no name
-    place.write(OWNER, json.dumps({**elsewhere, "job": "none"}))
-    with pytest.raises(CheckpointError, match="belongs to process"):
-        DirectoryLock(place).__enter__()
 
 
 def test_a_scheme_that_nothing_opens() -> None:

@@ -28,7 +28,8 @@ from hotbed.checkpoint import (
 from hotbed.errors import CheckpointError
 from hotbed.train import Callback, Trainer
 from hotbed.train.callbacks import EarlyStop, JsonLines, KeepBest, KeepLast, signals_to
-from hotbed.train.checkpointing import OWNER, DirectoryLock, Saver, refuse_other_checkpoints
+from hotbed.train.checkpointing import Saver, refuse_other_checkpoints
+from hotbed.train.lease import OWNER, lock
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE
 from tests.train.planted import Losses
@@ -156,30 +157,16 @@ def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monke
     assert names(tmp_path) == ["last-00000003"]
 
 
-def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
-    place = directory(tmp_path / "c")
-    with DirectoryLock(place), pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*running"):
-        DirectoryLock(place).__enter__()
-    with DirectoryLock(place):
-        pass
-    keep = KeepLast(place, RECIPE)
-    trainer = planted.trainer(TRAIN, callbacks=[keep])
-    with DirectoryLock(place), pytest.raises(CheckpointError, match="which is running; choose another"):
-        trainer.fit(planted.batches(2))
-    trainer.fit(planted.batches(2))
-    assert names(tmp_path / "c") == ["last-00000002"]
-
-
 def test_the_claim_of_a_killed_process_ends_with_it(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys\nfrom hotbed.train.checkpointing import DirectoryLock\n"
+        "import os, signal, sys\nfrom hotbed.train.lease import lock\n"
         "from hotbed.checkpoint import directory\n"
-        "DirectoryLock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+        "lock(directory(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert json.loads((tmp_path / OWNER).read_text())["pid"]
-    with DirectoryLock(directory(tmp_path)):
+    with lock(directory(tmp_path)):
         pass
 
 

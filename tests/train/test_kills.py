@@ -23,7 +23,7 @@ from hotbed.data import Loader
 from hotbed.plan import Cut
 from hotbed.train import Trainer
 from hotbed.train.callbacks import KeepLast
-from hotbed.train.checkpointing import OWNER
+from hotbed.train.lease import OWNER
 from tests.matrix import full
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 

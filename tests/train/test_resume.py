@@ -17,7 +17,7 @@ from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_i
 from hotbed.commands.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
-from hotbed.train.checkpointing import DirectoryLock
+from hotbed.train.lease import lock
 from tests.commands.cases import Output, refused, train
 
 AUTO = ["--resume", "auto"]
@@ -193,7 +193,7 @@ def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, killed: Pat
 def test_another_recipe_and_a_run_that_is_running_are_refused(recipe: Path, killed: Path, capsys: Output) -> None:
     argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
     assert "dense_optimizer.init_args.lr was 0.01 and is now 0.5" in refused([*argv, *LR], capsys)
-    with DirectoryLock(directory(killed / "checkpoints")):
+    with lock(directory(killed / "checkpoints")):
         assert "belongs to process" in refused(argv, capsys)
     message = refused([*argv[:-6], "--train.checkpoint", "none"], capsys)
     assert "--resume auto needs checkpoints to go on from, but train.checkpoint is 'none'" in message

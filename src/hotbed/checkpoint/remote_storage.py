@@ -299,9 +299,14 @@ class FileSystemDirectory(_Remote):
         self.write(name, content.decode())
         return hashlib.sha256(content).hexdigest()
 
+    @property
+    def has_conditional_writes(self) -> bool:
+        """Whether there are `create` and `replace`: in this process's own memory."""
+        return self.path.startswith("memory://")
+
     def _check_conditional(self, name: str) -> None:
         scheme = self.path.partition("://")[0]
-        if scheme != "memory":
+        if not self.has_conditional_writes:
             raise CheckpointError(
                 f"{self._uri(name)} cannot be written by one process alone: {scheme}:// has no conditional writes; use "
                 "a local directory or an object store"

@@ -45,7 +45,7 @@ from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
 from hotbed.comm import Link
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, NotOursError
 from hotbed.torch_hooks import without_tables
 
 PATIENCE_S = 600.0
@@ -64,6 +64,7 @@ def save_checkpoint(
     recipe: Mapping[str, Any] | None = None,
     background: bool = False,
     then: Callable[[], None] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Saving:
     """Save the state of some parts; of a distributed model, all ranks must call this with the same path.
 
@@ -82,6 +83,8 @@ def save_checkpoint(
         checkpoint is of the moment of this call. Until it is written, tables may be changed by optimizers only.
     then
         Called on the first rank, by the thread that writes, when the checkpoint is there.
+    check
+        Called likewise before it is: what this raises keeps it from being there.
 
     Returns
     -------
@@ -119,6 +122,7 @@ def save_checkpoint(
         link,
         Snapshot(stores) if background else None,
         then,
+        check,
     )
     saving.started_s = time.perf_counter() - started
     if background:
@@ -158,10 +162,12 @@ class Saving:
         link: Link | None,
         snapshot: Snapshot | None,
         then: Callable[[], None] | None,
+        check: Callable[[], None],
     ) -> None:
         self.path = place.path
         self._place, self._token, self._manifest = place, token, manifest
         self._owned, self._tensors, self._link, self._then = owned, tensors, link, then
+        self._check = check
         self._snapshot = snapshot
         self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
         self._thread: threading.Thread | None = None
@@ -211,7 +217,8 @@ class Saving:
             self._thread.join()
         own = self._error is not None and not isinstance(self._error, _OtherRankError)
         failed = _failed(self._link, own)
-        if failed and self._rank == 0 and not self._place.has(MANIFEST):
+        is_ours = not isinstance(self._error, NotOursError)
+        if failed and is_ours and self._rank == 0 and not self._place.has(MANIFEST):
             self._place.remove_all()  # nobody writes there any more
         if self._error is not None:
             raise self._error
@@ -280,6 +287,7 @@ class Saving:
         missing = files.keys() - set(self._place.names())
         if missing:
             raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
+        self._check()
         write_manifest(self._place, replace(self._manifest, tables=tables, files=files))
         for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
             self._place.remove(name)

@@ -1,33 +1,26 @@
 """Write a run's checkpoints, one at a time, into a directory that is locked for this run.
 
 `Saver` saves what a trainer gives it; when that is done, and which checkpoints stay, is decided by the callbacks
-`KeepLast` and `KeepBest`. `DirectoryLock` keeps two runs from removing each other's checkpoints.
+`KeepLast` and `KeepBest`. What keeps other runs out of the directory is in `lease.py`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hotbed.checkpoint import MANIFEST, Directory, Saving, Stateful, checkpoints_in, save_checkpoint
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError
+from hotbed.train.lease import DirectoryLock, lock
 from hotbed.train.parallel import Ranks
 from hotbed.train.throughput import Clock
-
-OWNER = ".owner.json"
-"""File that names the process which writes into a directory."""
 
 _log = logging.getLogger("hotbed")
 
@@ -77,14 +70,14 @@ class Saver:
         """
         with self._ranks.together(f"use {where}"):
             if self._ranks.is_first and where.path not in self._locks:
-                self._locks[where.path] = DirectoryLock(where).__enter__()
+                self._locks[where.path] = lock(where).__enter__()
         if remove_unfinished and self._ranks.is_first:
             _remove_unfinished(where)
 
     def release(self) -> None:
         """Unlock the directories."""
-        for lock in self._locks.values():
-            lock.__exit__()
+        for held in self._locks.values():
+            held.__exit__()
         self._locks.clear()
 
     def begin(
@@ -121,15 +114,31 @@ class Saver:
             (exists,) = self._ranks.add(may_exist and self._ranks.is_first and place.has(MANIFEST))
             if exists:
                 return
+            with self._ranks.together(f"write to {place}"):
+                self._check()
             self._step = step
             self._saving = save_checkpoint(
-                place, self._parts(), step=step, recipe=recipe.to_dict(), background=background, then=then
+                place,
+                self._parts(),
+                step=step,
+                recipe=recipe.to_dict(),
+                background=background,
+                then=then,
+                check=self._check,
             )
             if not background:
                 self.finish()
 
     def poll(self) -> None:
-        """Report the checkpoint if this rank has written its files; raise what went wrong here."""
+        """Report the checkpoint if this rank has written its files; raise what went wrong here.
+
+        Raises
+        ------
+        NotOursError
+            If another run has taken over a directory that is locked.
+        """
+        for held in self._locks.values():
+            held.check_renewals()
         if self._saving is not None and not self._saving.under_way:
             self._record(self._saving)
 
@@ -151,6 +160,10 @@ class Saver:
         finally:
             self.is_waited_for = before
 
+    def _check(self) -> None:
+        for held in self._locks.values():
+            held.check()
+
     def abandon(self) -> None:
         """Let the checkpoint under way be written where training has failed."""
         if self._saving is not None:
@@ -168,69 +181,6 @@ class Saver:
         }
         self.records.append(record)
         self._report(record)
-
-
-class DirectoryLock:
-    """Lock a directory of checkpoints for this process while it is used as a context.
-
-    Two runs in one directory would remove each other's checkpoints. On a local file system the lock ends with the
-    process, however that ends. An object store has no such locks: there the file ``.owner.json`` names the process that
-    writes. A killed one leaves it behind, which is noticed on the same host, and by ranks that torchrun starts again
-    under the same ``--rdzv-id`` on any; of two runs that begin in the same moment neither may notice.
-
-    Parameters
-    ----------
-    where
-        The directory.
-
-    Raises
-    ------
-    CheckpointError
-        If another run has it.
-    """
-
-    def __init__(self, where: Directory) -> None:
-        self._where = where
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> Self:
-        self._where.make()
-        if isinstance(self._where, LocalDirectory):
-            self._lock(self._where.root / OWNER)
-            return self
-        if self._where.has(OWNER):
-            owner = json.loads(self._where.read(OWNER))
-            if not _is_dead(owner):
-                raise CheckpointError(
-                    f"{self._where} belongs to process {owner['pid']} on {owner['host']} since {owner['since']}; "
-                    f"choose another train.checkpoint_dir, or remove {self._where}/{OWNER} if that run is dead"
-                )
-        self._where.write(OWNER, json.dumps(_me()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is None:
-            self._where.remove(OWNER)
-        else:
-            os.close(self._descriptor)  # the file stays: another process may be about to lock it
-
-    def _lock(self, file: Path) -> None:
-        import fcntl
-
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            text = os.read(descriptor, 10_000)
-            os.close(descriptor)
-            owner = json.loads(text or b"{}")
-            raise CheckpointError(
-                f"{self._where} belongs to process {owner.get('pid', '?')} on {owner.get('host', '?')}, which is "
-                "running; choose another train.checkpoint_dir, or end that run"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(_me()).encode())
-        self._descriptor = descriptor
 
 
 def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
@@ -260,41 +210,6 @@ def are_same(a: Directory, b: Directory) -> bool:
     if isinstance(a, LocalDirectory) and isinstance(b, LocalDirectory):
         return a.root.resolve() == b.root.resolve()
     return a.path == b.path
-
-
-def _me() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner is known to have ended: as a process of this host, or as an earlier attempt of this job."""
-    me = _me()
-    if owner.get("job") is not None and owner["job"] == me["job"] != "none":  # "none": torchrun without --rdzv-id
-        return True  # torchrun ends all ranks before it starts them again
-    if owner["host"] != me["host"]:
-        return False
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    there = owner.get("started"), _started(owner["pid"])  # numbers of processes come again, in containers soon
-    return owner["pid"] == os.getpid() or (None not in there and there[0] != there[1])
-
-
-def _started(pid: int) -> str | None:
-    """When a process was started, in ticks since the machine was; None where that cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
 
 
 def remove_checkpoint(place: Directory) -> None:

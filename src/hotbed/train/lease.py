@@ -1,0 +1,360 @@
+"""Keep a directory of checkpoints for one run: two in one directory would remove each other's checkpoints.
+
+On a local file system this is a lock of the system's, which ends with the process, however that ends (`FileLock`). An
+object store has no locks. There the file ``.owner.json`` is a lease (`Lease`):
+
+1. It is created, which one process alone can do; it names its owner and has a number.
+2. The owner replaces it at a third of its time to live, with the next number, on condition that it is as it was.
+3. Whoever finds it and cannot know that the owner has ended waits. If the file changes, the owner lives: refused. If it
+   is the same for its time to live, by the clock of the one who waits, the owner has ended, and the file is replaced,
+   again on condition that it is as it was. No clock of another host is believed.
+4. An owner that finds another's lease has lost: its training ends, and it publishes nothing. It looks at each renewal,
+   before it begins to write a checkpoint, and last before it writes the manifest, which makes it one.
+
+The owner is known to have ended where it was a process of this system with another one's number now, or none; and where
+it was of the same job of torchrun, which ends all processes before it starts them again.
+
+Between the last look and the manifest another run can take over, if this process is stopped for the whole time to live
+just there. The manifest is then of files that were written as a whole, beside those of the other run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Self, cast
+
+from typing_extensions import override
+
+from hotbed.checkpoint import Directory
+from hotbed.checkpoint.remote_storage import FileSystemDirectory
+from hotbed.checkpoint.storage import LocalDirectory, Tagged
+from hotbed.errors import CheckpointError, NotOursError
+
+OWNER = ".owner.json"
+"""File that names the process which writes into a directory."""
+TIME_TO_LIVE_S = 60.0
+"""Seconds that a lease holds without being renewed."""
+_LONGEST_S = 600.0
+"""More is not waited for, whatever a file says."""
+_LOOKS = 30
+"""Looks per time to live, of one who waits for it to end."""
+
+_log = logging.getLogger("hotbed")
+_held: set[str] = set()
+"""Names of the leases of this process."""
+
+
+class DirectoryLock(ABC):
+    """Keep a directory for this process while it is used as a context.
+
+    Parameters
+    ----------
+    where
+        The directory.
+
+    Raises
+    ------
+    CheckpointError
+        When it is entered, if another run has the directory.
+    """
+
+    def __init__(self, where: Directory) -> None:
+        self.where = where
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `NotOursError` if the directory was taken over by another run."""
+
+    @abstractmethod
+    def check_renewals(self) -> None:
+        """Do the same by what is known without a look at the directory."""
+
+
+def lock(where: Directory) -> DirectoryLock:
+    """What keeps this directory for a run, by where it is."""
+    return FileLock(where) if isinstance(where, LocalDirectory) else Lease(where)
+
+
+class FileLock(DirectoryLock):
+    """A lock of the system's on ``.owner.json``; of NFS, too, from version 4 on, whose server forgets hosts that died.
+
+    While another host has it, this waits for as long as such servers remember a host.
+    """
+
+    PATIENCE_S = 120.0
+    """How long a lock of another host is waited for: longer than servers of NFS remember it, which is 90 s."""
+
+    def __init__(self, where: LocalDirectory) -> None:
+        super().__init__(where)
+        self._file = where.root / OWNER
+        self._descriptor: int | None = None
+
+    @override
+    def __enter__(self) -> Self:
+        import fcntl
+
+        self.where.make()
+        descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        end: float | None = None
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    _log.warning("%s keeps no locks (%s): two runs that write there are not noticed", self.where, error)
+                    break
+                owner = _parsed(os.pread(descriptor, 10_000, 0))
+                if end is None and _is_of_another_system(owner):
+                    end = time.monotonic() + self.PATIENCE_S
+                    _log.warning("%s; waiting %.0f s for its lock to end", _belongs(self.where, owner), self.PATIENCE_S)
+                if end is None or time.monotonic() > end:
+                    os.close(descriptor)
+                    raise CheckpointError(
+                        f"{_belongs(self.where, owner)}, which is running; choose another train.checkpoint_dir, or end "
+                        "that run"
+                    ) from None
+                time.sleep(1)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_me()).encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # the file stays: another process may be about to lock it
+
+    @override
+    def check(self) -> None:
+        pass
+
+    @override
+    def check_renewals(self) -> None:
+        pass
+
+
+class Lease(DirectoryLock):
+    """A file that is created and replaced on condition, and renewed; see the theory of operation above.
+
+    Where a place has no such writes, a warning says so, and nothing is protected.
+
+    Parameters
+    ----------
+    where
+        The directory.
+    time_to_live_s
+        Seconds that it holds without being renewed.
+    """
+
+    def __init__(self, where: Directory, time_to_live_s: float = TIME_TO_LIVE_S) -> None:
+        super().__init__(where)
+        self._seconds = time_to_live_s
+        self._name, self._number, self._tag = uuid.uuid4().hex, 0, ""
+        self._writes = threading.Lock()
+        self._over = threading.Event()
+        self._lost: str | None = None
+        self._thread: threading.Thread | None = None
+
+    @override
+    def __enter__(self) -> Self:
+        self.where.make()
+        if isinstance(self.where, FileSystemDirectory) and not self.where.has_conditional_writes:
+            _log.warning("%s has no conditional writes: two runs that write there are not noticed", self.where)
+            return self
+        while not self._acquire():
+            pass
+        _held.add(self._name)
+        self._thread = threading.Thread(target=self._renew_until_over, name="hotbed-lease", daemon=True)
+        self._thread.start()
+        return self
+
+    @override
+    def __exit__(self, *_: object) -> None:
+        if self._thread is None:
+            return
+        self._over.set()
+        self._thread.join()
+        self._thread = None
+        _held.discard(self._name)
+        if self._lost is None:
+            with suppress(CheckpointError, OSError):
+                self._replace(self._tag, released=True)
+
+    @override
+    def check(self) -> None:
+        if self._thread is not None and self._lost is None:
+            with self._writes:
+                self._compare(self.where.read_tagged(OWNER))
+        self.check_renewals()
+
+    @override
+    def check_renewals(self) -> None:
+        if self._lost is not None:
+            raise NotOursError(
+                f"{self._lost}, which took it over: this process did not renew its lease for {self._seconds:g} s, or "
+                "its job was started again; this run ends, and publishes nothing more"
+            )
+
+    # -- taking it -------------------------------------------------------------------------------------------------
+
+    def _acquire(self) -> bool:
+        """Create the lease, or take it over, waiting if need be; False if another process was faster."""
+        tag = self.where.create(OWNER, self._content())
+        if tag is not None:
+            self._tag = tag
+            return True
+        there = self.where.read_tagged(OWNER)
+        if there is None:
+            return False
+        owner = _parsed(there.content)
+        if owner.get("name") == self._name:  # the answer was lost on its way, and the request sent again
+            self._tag = there.tag
+            return True
+        if not owner.get("released") and not _has_ended(owner):
+            self._wait_for_the_end_of(there, owner)
+        return self._replace(there.tag)
+
+    def _wait_for_the_end_of(self, lease: Tagged, owner: Mapping[str, Any]) -> None:
+        """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
+        belongs = _belongs(self.where, owner)
+        refused = f"{belongs}, which is running; choose another train.checkpoint_dir, or end that run"
+        if owner.get("name") in _held or owner.get("system") == _system():
+            raise CheckpointError(refused)
+        seconds = _time_to_live(owner, self._seconds)
+        start = time.monotonic()
+        _log.warning("%s; waiting up to %.0f s to see whether that run lives", belongs, seconds)
+        while time.monotonic() - start < seconds:
+            time.sleep(seconds / _LOOKS)
+            found = self.where.read_tagged(OWNER)
+            if found is None or _parsed(found.content).get("released"):
+                return
+            if found.tag != lease.tag:
+                raise CheckpointError(refused)
+        _log.warning("%s was not renewed for %.0f s and is taken over", f"{self.where}/{OWNER}", seconds)
+
+    # -- holding it ------------------------------------------------------------------------------------------------
+
+    def _renew_until_over(self) -> None:
+        while not self._over.wait(self._seconds / 3):
+            with self._writes:
+                try:
+                    renewed = self._replace(self._tag)
+                    if not renewed:
+                        self._compare(self.where.read_tagged(OWNER))
+                except (CheckpointError, OSError) as error:  # it holds until somebody has taken it over
+                    _log.warning("the lease on %s could not be renewed (%s); trying again", self.where, error)
+            if self._lost is not None:
+                return
+
+    def _compare(self, there: Tagged | None) -> None:
+        """Note whose the lease is, if it is not this one's any more."""
+        owner: Mapping[str, Any] = {} if there is None else _parsed(there.content)
+        if there is None or owner.get("name") != self._name:
+            self._lost = _belongs(self.where, owner)
+        else:
+            self._tag = there.tag
+
+    def _replace(self, tag: str, *, released: bool = False) -> bool:
+        """Write the lease with the next number if it still has a tag."""
+        self._number += 1
+        new = self.where.replace(OWNER, self._content(released=released), tag)
+        if new is not None:
+            self._tag = new
+        return new is not None
+
+    def _content(self, *, released: bool = False) -> bytes:
+        own = {"name": self._name, "number": self._number, "time_to_live_s": self._seconds, "released": released}
+        return json.dumps({**own, **_me()}).encode()
+
+
+# -- owners ------------------------------------------------------------------------------------------------------------
+
+
+def _me() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "system": _system(),
+        "started": _started(os.getpid()),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _parsed(content: bytes) -> Mapping[str, Any]:
+    """What a file says of its owner; nothing if it is damaged."""
+    try:
+        values = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return cast("Mapping[str, Any]", values) if isinstance(values, dict) else {}
+
+
+def _time_to_live(owner: Mapping[str, Any], default: float) -> float:
+    """Seconds that an owner's lease holds, within what could be meant."""
+    seconds = owner.get("time_to_live_s")
+    return min(float(seconds), _LONGEST_S) if isinstance(seconds, int | float) and seconds > 0 else default
+
+
+def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
+    named = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
+    return f"{where} belongs to {named} since {owner.get('since', '?')}"
+
+
+def _is_of_another_system(owner: Mapping[str, Any]) -> bool:
+    return owner.get("system") not in (None, _system())
+
+
+def _has_ended(owner: Mapping[str, Any]) -> bool:
+    """Whether an owner is known to have ended: as a process of this system, or as an earlier attempt of this job."""
+    if owner.get("job") is not None and owner["job"] == os.environ.get("TORCHELASTIC_RUN_ID") != "none":
+        return True  # torchrun ends all processes before it starts them again; "none": torchrun without --rdzv-id
+    pid = owner.get("pid")
+    if owner.get("name") in _held or owner.get("system") != _system() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    # Numbers of processes come again, in containers soon. This process holds no other lease than those in _held.
+    there = owner.get("started"), _started(pid)
+    return pid == os.getpid() or (None not in there and there[0] != there[1])
+
+
+@cache
+def _system() -> str:
+    """Name of what numbers processes: the host since it was started, and the container in it."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """When a process was started, in ticks since the machine was; None where that cannot be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None

@@ -1,0 +1,344 @@
+"""A directory of checkpoints belongs to one run, also in an object store, and passes to another when that has ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from hotbed.checkpoint import Directory, checkpoints_in, directory
+from hotbed.checkpoint.remote_storage import FileSystemDirectory
+from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.errors import CheckpointError, NotOursError
+from hotbed.train import Trainer, lease
+from hotbed.train.callbacks import KeepLast
+from hotbed.train.lease import OWNER, FileLock, Lease, lock
+from tests.train import planted
+from tests.train.launcher import PATIENCE_S
+from tests.train.parallel_cases import RECIPE
+from tests.train.test_callbacks import TRAIN
+from tests.train.test_checkpointing import Do
+
+LIFE_S = 0.6
+"""Of leases that are to end here."""
+
+
+def write(place: Directory, **owner: Any) -> None:
+    place.make()
+    place.write(OWNER, json.dumps({"host": "elsewhere", "pid": 7, "since": "2026-01-01T00:00:00+00:00", **owner}))
+
+
+def owner_of(place: Directory) -> dict[str, Any]:
+    return json.loads(place.read(OWNER))
+
+
+@pytest.fixture(params=["local", "s3", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Directory:
+    """An empty directory of each kind."""
+    name = f"lease-{time.monotonic_ns()}"
+    if request.param == "s3":
+        return directory(request.getfixturevalue("s3").replace("PATH", name))
+    return directory(str(tmp_path / name) if request.param == "local" else f"memory://{name}")
+
+
+def test_a_directory_belongs_to_one_run(place: Directory) -> None:
+    with lock(place) as held:
+        assert owner_of(place)["pid"] == os.getpid()
+        held.check()
+        with pytest.raises(CheckpointError, match=rf"belongs to process {os.getpid()} on .*which is running; choose"):
+            lock(place).__enter__()
+    with lock(place):
+        pass
+    keep = KeepLast(place, RECIPE)
+    trainer = planted.trainer(TRAIN, callbacks=[keep])
+    with lock(place), pytest.raises(CheckpointError, match="which is running; choose another"):
+        trainer.fit(planted.batches(2))
+    trainer.fit(planted.batches(2))
+    assert [c.name for c in checkpoints_in(place)] == ["last-00000002"]
+
+
+@pytest.fixture
+def store(s3: str) -> Iterator[Directory]:
+    """An empty directory of an object store."""
+    yield directory(s3.replace("PATH", f"lease-{time.monotonic_ns()}"))
+
+
+def test_a_lease_is_renewed_for_as_long_as_it_is_held(store: Directory) -> None:
+    with Lease(store, LIFE_S) as held:
+        first = owner_of(store)
+        while owner_of(store)["number"] < first["number"] + 3:
+            time.sleep(LIFE_S / 10)
+        held.check()
+    assert owner_of(store)["released"]
+    assert "hotbed-lease" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_the_lease_of_another_host_is_waited_for_and_taken_over(
+    store: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(store, name="x", time_to_live_s=LIFE_S, system="another")
+    with Lease(store):
+        assert owner_of(store)["host"] == socket.gethostname()
+    assert f"{store} belongs to process 7 on elsewhere since 2026" in caplog.text
+    assert "waiting up to 1 s to see whether that run lives" in caplog.text
+    assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"[1]", b'{"time_to_live_s": "x", "pid": "y"}', b'{"pid": 7}'])
+def test_a_file_that_names_nobody_ends_too(store: Directory, content: bytes) -> None:
+    store.write(OWNER, content.decode())
+    with Lease(store, LIFE_S):
+        assert owner_of(store)["pid"] == os.getpid()
+
+
+def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "_system", lambda: "another")
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        held = Lease(store, 2).__enter__()  # renews, as a host would
+        lease._held.clear()
+    try:
+        with pytest.raises(CheckpointError, match=r"belongs to process \d+ on elsewhere since .*, which is running"):
+            Lease(store, LIFE_S).__enter__()
+        held.check()
+    finally:
+        held.__exit__()
+
+
+KILLED = """
+import os, signal, socket, sys, time
+from hotbed.checkpoint import directory
+from hotbed.train import Trainer, lease
+if sys.argv[2] == "elsewhere":
+    lease._system = lambda: "another"
+    socket.gethostname = lambda: "elsewhere"
+lease.Lease(directory(sys.argv[1]), float(sys.argv[3])).__enter__()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_what_a_killed_process_held_is_taken_over(
+    store: Directory, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = [sys.executable, "-c", KILLED, store.path, host, "2" if host == "elsewhere" else "1000"]
+    killed = subprocess.run(command, check=False, timeout=PATIENCE_S)
+    assert killed.returncode == -signal.SIGKILL
+    assert owner_of(store)["host"] == ("elsewhere" if host == "elsewhere" else socket.gethostname())
+    with Lease(store):
+        assert owner_of(store)["pid"] == os.getpid()
+    assert ("waiting up to 2 s" in caplog.text) == (host == "elsewhere")
+
+
+def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
+    store: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lease, "_wait_for_the_end_of", None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = {"system": lease._system()}
+    dead = [{**here, "pid": ended.pid}, {"job": "job-7"}, {"released": True}, {**here, "pid": os.getpid()}]
+    if Path("/proc/self/stat").exists():
+        dead.append({**here, "pid": os.getppid(), "started": "1"})  # the number is another process's now
+    for owner in dead:
+        write(store, **owner)
+        with Lease(store):
+            assert owner_of(store)["job"] == "job-7"
+
+
+def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(Lease, "_wait_for_the_end_of", lambda *args: waited.append(args[2]))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says where it was given no name
+    for owner in ({"job": "none"}, {"job": "job-8"}, {"system": lease._system(), "pid": os.getppid()}, {}):
+        write(store, **owner)
+        with Lease(store):
+            pass
+    assert len(waited) == 4
+    monkeypatch.undo()
+    write(store, system=lease._system(), pid=os.getppid())
+    with pytest.raises(CheckpointError, match=rf"belongs to process {os.getppid()} on elsewhere .*which is running"):
+        Lease(store).__enter__()
+
+
+def test_of_many_that_start_at_once_one_has_it(store: Directory) -> None:
+    found: list[str] = []
+    gate = threading.Barrier(4)
+
+    def start() -> None:
+        mine = Lease(store)
+        gate.wait()
+        try:
+            mine.__enter__()
+        except CheckpointError:
+            found.append("refused")
+        else:
+            found.append("held")
+            gate.wait()
+            mine.__exit__()
+            return
+        gate.wait()
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["held", "refused", "refused", "refused"]
+
+
+def test_an_answer_that_is_lost_is_no_loss(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, replace = type(store).create, type(store).replace
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "create", lambda *args: create(*args) and None)
+        patch.setattr(type(store), "replace", lambda *args: replace(*args) and None)
+        with Lease(store, LIFE_S) as held:
+            time.sleep(2 * LIFE_S)
+            held.check()
+            held.check_renewals()
+    with lock(store):
+        pass
+
+
+def test_a_store_that_cannot_be_reached_for_a_while_ends_nothing(
+    store: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("the network is down")
+
+    with Lease(store, LIFE_S) as held:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store), "replace", broken)
+            while "could not be renewed (the network is down); trying again" not in caplog.text:
+                time.sleep(LIFE_S / 10)
+        number = owner_of(store)["number"]
+        while owner_of(store)["number"] == number:
+            time.sleep(LIFE_S / 10)
+        held.check()
+
+
+# -- runs that lose it -------------------------------------------------------------------------------------------------
+
+
+def take_over(place: Directory) -> None:
+    there = place.read_tagged(OWNER)
+    assert there is not None
+    taken = json.dumps({"name": "x", "host": "elsewhere", "pid": 7, "system": "another"}).encode()
+    assert place.replace(OWNER, taken, there.tag) is not None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_that_lost_its_directory_publishes_nothing(store: Directory, background: bool) -> None:
+    def lose(trainer: Trainer) -> None:
+        trainer.saver.finish()
+        take_over(store)
+        (store / "last-00000006").write("theirs.json", "{}")
+
+    keep = KeepLast(store, RECIPE, every=3, keep_last=9, background=background)
+    trainer = planted.trainer(TRAIN, callbacks=[keep, Do({5: lose})])
+    with pytest.raises(
+        NotOursError, match=r"belongs to process 7 on elsewhere .*took it over: .*publishes nothing more"
+    ):
+        trainer.fit(planted.batches(50))
+    assert [c.name for c in checkpoints_in(store)] == ["last-00000003"]
+    assert (store / "last-00000006").names() == ["theirs.json"]
+    assert owner_of(store)["host"] == "elsewhere"
+
+
+def test_a_run_that_loses_it_while_it_writes_leaves_the_files_alone(
+    store: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = type(store.writer("x")).finish
+    done: list[int] = []
+
+    def lose(writer: Any) -> None:
+        finish(writer)
+        if not done:
+            done.append(1)
+            take_over(store)
+
+    monkeypatch.setattr(type(store.writer("x")), "finish", lose)
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(store, RECIPE, every=3, background=False)])
+    with pytest.raises(NotOursError, match="took it over"):
+        trainer.fit(planted.batches(50))
+    assert checkpoints_in(store) == []
+    assert (store / "last-00000003").names() != []  # they may be the other run's
+
+
+def test_training_ends_soon_after_a_renewal_has_found_another(
+    store: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "TIME_TO_LIVE_S", LIFE_S)
+    monkeypatch.setattr(lease, "lock", lambda where: Lease(where, LIFE_S))
+    monkeypatch.setattr("hotbed.train.checkpointing.lock", lambda where: Lease(where, LIFE_S))
+    trainer = planted.trainer(
+        TRAIN, callbacks=[KeepLast(store, RECIPE), Do({2: lambda _: (take_over(store), time.sleep(2 * LIFE_S))})]
+    )
+    with pytest.raises(NotOursError, match=r"for 0\.6 s, or its job was started again"):
+        trainer.fit(planted.batches(50))
+    assert trainer.step == 2
+
+
+# -- other places ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_without_such_writes_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = FileSystemDirectory(fs.LocalFileSystem(), str(tmp_path), "hdfs://name/runs")
+    with lock(place) as held:
+        held.check()
+    assert "hdfs://name/runs has no conditional writes: two runs that write there are not noticed" in caplog.text
+    assert place.names() == []
+
+
+def test_a_disk_without_locks_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock(directory(tmp_path)):
+        assert owner_of(directory(tmp_path))["pid"] == os.getpid()
+    assert "keeps no locks ([Errno 37] No locks available): two runs that write there are not noticed" in caplog.text
+
+
+def test_a_lock_of_a_host_that_died_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = directory(tmp_path)
+    assert isinstance(place, LocalDirectory)
+    other = FileLock(place).__enter__()
+    write(place, system="another", pid=7)  # renames: the lock is of the file before, so it is taken again
+    other.__exit__()
+    other = os.open(tmp_path / OWNER, os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    threading.Timer(0.5, os.close, [other]).start()  # as the server forgets the host
+    with caplog.at_level(logging.WARNING), lock(place):
+        assert owner_of(place)["pid"] == os.getpid()
+    assert "belongs to process 7 on elsewhere since 2026-01-01T00:00:00+00:00; waiting 120 s for its lock to end" in (
+        caplog.text
+    )
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="which is running"):
+        patch.setattr(FileLock, "PATIENCE_S", 0.1)
+        write(place, system="another", pid=7)
+        other = os.open(tmp_path / OWNER, os.O_RDWR)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        lock(place).__enter__()
+    os.close(other)
