@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import threading
+import time
 
 import torch
 from torch import Tensor
@@ -41,6 +42,15 @@ class Compiles(DLRM):
     def forward(self, batch: Batch) -> Tensor:
         os.kill(os.getpid(), signal.SIGINT)
         hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 31)
+        return super().forward(batch)
+
+
+class Slow(DLRM):
+    """Takes a while for each batch that it trains on, so that a test can act meanwhile."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.training:
+            time.sleep(0.15)
         return super().forward(batch)
 
 

@@ -11,7 +11,12 @@ from hotbed.locations import location
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the data."""
     parser.usage = "hotbed eval --checkpoint DIR [options]"
-    parser.add_argument("--checkpoint", type=str, required=True, help="Checkpoint directory, or a run's directory.")
+    parser.add_argument(
+        "--checkpoint",
+        type=str,
+        required=True,
+        help="Checkpoint, run, or RUNS/NAME: its newest run.",
+    )
     parser.add_argument("--split", type=str, default="test", help="Split of the data.")
     parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
     add_json(parser)

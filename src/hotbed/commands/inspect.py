@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
-from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, verify_checkpoint
+from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
 from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.data import SplitBinarySource
@@ -26,7 +26,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the path, and the options of `inspect_skew`."""
     parser.usage = "hotbed inspect PATH [options]"
     parser.add_argument(
-        "path", type=str, help="Dataset, Parquet file or folder, run, checkpoint; or --skew of a recipe."
+        "path",
+        type=str,
+        help="Dataset, Parquet, run, runs of a name, checkpoint; or --skew of a recipe.",
     )
     parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
     parser.add_function_arguments(inspect_skew, skip={"path", "console"})
@@ -50,7 +52,7 @@ def run(parsed: Namespace) -> None:
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Plain values about a prepared dataset, a Parquet file or folder, a run's directory or a checkpoint.
+    """Plain values about a prepared dataset, a Parquet file or folder, a run, the newest of a name, or a checkpoint.
 
     All but a prepared dataset may also be at a URI.
 
@@ -68,6 +70,8 @@ def describe(path: str | Path) -> dict[str, Any]:
         return _checkpoint(place)
     if place.has(RECIPE):
         return _run(place)
+    if runs := [run for run in runs_in(place) if run.has(RECIPE)]:
+        return _run(runs[-1])
     if isinstance(path, Path) and (path.name == "feature_spec.yaml" or place.has("feature_spec.yaml")):
         return _dataset(path)
     try:
