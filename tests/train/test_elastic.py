@@ -19,19 +19,8 @@ from tests.commands.cases import train
 from tests.train.launcher import PATIENCE_S, ROOT, lines_of, the_run, unused_port
 
 STEPS = 300
-ELASTIC = [
-    "--nnodes",
-    "1:3",
-    "--nproc_per_node",
-    "1",
-    "--rdzv-backend",
-    "c10d",
-    "--rdzv-id",
-    "job",
-    "--max-restarts",
-    "9",
-]
-QUICKLY = ["--rdzv-conf", "last_call_timeout=2,join_timeout=200", "--monitor-interval", "0.2"]
+ELASTIC = ["--nnodes", "1:3", "--nproc_per_node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+QUICKLY = ["--max-restarts", "9", "--rdzv-conf", "last_call_timeout=2,join_timeout=200", "--monitor-interval", "0.2"]
 OPTIONS = ["--plan", "row", "--train.steps", str(STEPS), "--train.epochs", "1000", "--train.checkpoint_every", "5"]
 
 
