@@ -62,8 +62,13 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write JSON as `write_text` does; NaN and infinities, which JSON lacks, become null."""
-    write_text(path, json.dumps(without_nan(value), indent=2, allow_nan=False) + "\n")
+    """Write JSON as `write_text` does."""
+    write_text(path, json_text(value))
+
+
+def json_text(value: object) -> str:
+    """A value as JSON; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(without_nan(value), indent=2, allow_nan=False) + "\n"
 
 
 def without_nan(value: object) -> object:
@@ -77,20 +82,20 @@ def without_nan(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
     """Text of a file that people write, also of a pipe; what has no end, as /dev/zero, is refused.
 
     Raises
     ------
     RecipeError
-        If it is a directory, or longer than `MOST_TEXT_BYTES`.
+        If it is a directory, or longer than ``most`` bytes.
     """
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; give a file")
     with path.open("rb") as stream:
-        content = stream.read(MOST_TEXT_BYTES + 1)
-    if len(content) > MOST_TEXT_BYTES:
-        raise RecipeError(f"{path} is longer than {MOST_TEXT_BYTES:,} bytes, as no recipe is; give another file")
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise RecipeError(f"{path} is longer than {most:,} bytes, as no recipe is; give another file")
     return content.decode("utf-8")
 
 
@@ -103,9 +108,20 @@ def read_yaml(path: Path) -> Any:
         If there is no such file, or it is not YAML, or a mapping has a key twice, of which YAML would take the last.
     """
     try:
-        return yaml.load(read_text(path), Loader=_Unique)
+        text = read_text(path)
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, path: str) -> Any:
+    """What the text of a recipe's file says; see `read_yaml`."""
+    try:
+        return yaml.load(text, Loader=_Unique)
     except RecursionError:
         raise RecipeError(f"{path} is nested too deeply to be a recipe") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+from typing_extensions import override
 
 from hotbed.errors import RecipeError
 
@@ -49,9 +51,7 @@ def local(option: str, text: str) -> Path:
     """
     found = location(text)
     if isinstance(found, str):
-        raise RecipeError(
-            f"{option} is {text}, must be a local path; only Parquet data and checkpoints may be elsewhere"
-        )
+        raise RecipeError(f"{option} is {text}, must be a local path; docs/paths.md says what may be elsewhere")
     return found
 
 
@@ -87,6 +87,54 @@ def opened(uri: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ValueError(f"{uri} cannot be opened: {error}") from None
     return fs.PyFileSystem(fs.FSSpecHandler(found)), path
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file at a URI, with as much of `Path` as reading it needs."""
+
+    filesystem: Any
+    path: str
+    uri: str
+    size: int
+    """Bytes."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rsplit("/", 1)[-1]
+
+    def open(self, mode: Literal["rb"]) -> BinaryIO:
+        """Open it for reading from any of its bytes on."""
+        return self.filesystem.open_input_file(self.path)
+
+    @override
+    def __str__(self) -> str:
+        return self.uri
+
+
+def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
+    """The file at a URI, or those in its folder, not in folders below; None if there is neither.
+
+    Raises
+    ------
+    ValueError
+        If nothing here can open it; says why.
+    """
+    from pyarrow import fs
+
+    filesystem, path = opened(uri)
+    there = filesystem.get_file_info(path)
+    if there.type == fs.FileType.NotFound:
+        return None
+    if there.is_file:
+        return RemoteFile(filesystem, path, uri, there.size)
+    address, mark, query = uri.partition("?")
+    return [
+        RemoteFile(filesystem, file.path, f"{address.rstrip('/')}/{file.base_name}{mark}{query}", file.size)
+        for file in filesystem.get_file_info(fs.FileSelector(path))
+        if file.is_file
+    ]
 
 
 def _driver(scheme: str, error: OSError) -> str:
@@ -161,7 +209,7 @@ class _S3:
     bucket: str
     key: str
     endpoint: str | None
-    """With its scheme; None where the environment says it, or it is Amazon's."""
+    """With its scheme; None of Amazon's."""
     region: str | None
 
     @staticmethod
@@ -182,7 +230,8 @@ class _S3:
             )
         if not bucket:
             raise ValueError(f"{uri} cannot be opened: it names no bucket; write s3://BUCKET/PATH")
-        endpoint = query.get("endpoint_override")
+        own = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        endpoint = query.get("endpoint_override") or own
         if endpoint is not None and "://" not in endpoint:
             endpoint = f"{query.get('scheme', 'https')}://{endpoint}"
         return _S3(bucket, _key(parts.path), endpoint, query.get("region"))
@@ -228,7 +277,7 @@ class _S3:
         given = self.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         if given:
             return given
-        if self.endpoint or "AWS_ENDPOINT_URL" in os.environ or "AWS_ENDPOINT_URL_S3" in os.environ:
+        if self.endpoint is not None:
             return "us-east-1"
         from pyarrow import fs
 
@@ -255,7 +304,7 @@ def explained(what: str) -> Generator[None]:
         raise FileNotFoundError(f"{what} is not there: {cause(error)}") from None
     except (PermissionDeniedError, UnauthenticatedError) as error:
         raise PermissionError(f"{what} may not be used: {cause(error)}") from None
-    except (BaseError, ValueError) as error:
+    except (BaseError, OSError, ValueError) as error:
         raise OSError(f"{what} could not be read or written: {cause(error)}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from hotbed.checkpoint.remote_storage import PART_BYTES
 from hotbed.errors import CheckpointError
 from hotbed.train.callbacks import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
@@ -67,6 +69,40 @@ def test_folders(place: Directory) -> None:
     assert directory(inner.path).read("a.bin") == b"1"  # a path that opens the same
     inner.remove_all()
     assert inner.names() == []
+
+
+def test_a_buffer_can_be_used_again(place: Directory) -> None:
+    place.make()
+    buffer = bytearray(b"first ")
+    writer = place.writer("a.bin")
+    writer.write(memoryview(buffer))
+    buffer[:] = b"second"
+    writer.write(memoryview(buffer))
+    writer.finish()
+    assert place.read("a.bin") == b"first second"
+
+
+def test_a_listing_has_all_that_was_written(place: Directory) -> None:
+    place.make()
+    count = 20 if isinstance(place, LocalDirectory) else 1100  # more than object stores list at once
+    names = [f"{i:04d}.json" for i in range(count)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda name: place.write(name, "{}"), names))
+    assert place.names() == names
+    place.remove_all()
+    assert place.names() == []
+
+
+def test_a_large_file_in_parts(place: Directory) -> None:
+    place.make()
+    content = os.urandom(PART_BYTES) * 2 + b"end"
+    place.write("before.json", "{}")
+    writer = place.writer("a.bin")
+    for start in range(0, len(content), 5 << 20):
+        writer.write(memoryview(content)[start : start + (5 << 20)])
+    writer.finish()
+    assert place.read("a.bin") == content
+    assert place.names() == ["a.bin", "before.json"]
 
 
 def test_a_file_that_is_given_up_can_be_written_again(place: Directory) -> None:

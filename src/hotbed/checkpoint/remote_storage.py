@@ -182,7 +182,7 @@ class _ObjectWriter:
 
     def write(self, data: memoryview) -> None:
         with explained(self._uri):
-            self._file.write(data)
+            self._file.write(bytes(data))  # a copy: obstore reads it when it sends the part, and buffers are used again
 
     def finish(self) -> None:
         with explained(self._uri):

@@ -27,8 +27,8 @@ from hotbed.config import (
 )
 from hotbed.config.recipe import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
-from hotbed.files import read_text, read_yaml, yaml_text
-from hotbed.locations import local
+from hotbed.files import json_text, read_text, read_yaml, yaml_text
+from hotbed.locations import location
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -253,21 +253,28 @@ def _with_new_names(args: Sequence[str]) -> list[str]:
 def checked_copies(recipes: Sequence[str]) -> Generator[list[str]]:
     """Check keys of recipes, and give them as files to be read once more.
 
-    Of a pipe, as ``<(…)`` is one, and of a recipe with former names that is a copy.
+    Of a pipe, as ``<(…)`` is one, of a URI, and of a recipe with former names that is a copy.
     """
     with tempfile.TemporaryDirectory() as folder:
         files = list[str]()
         for number, recipe in enumerate(recipes):
-            path, copy = local("the recipe", recipe), Path(folder) / f"{number}.yaml"
-            if path.is_fifo() or path.is_char_device():
+            path, copy = location(recipe), Path(folder) / f"{number}.yaml"
+            if isinstance(path, Path) and (path.is_fifo() or path.is_char_device()):
                 copy.write_text(read_text(path), encoding="utf-8")
                 path = copy
-            check_keys(values := read_yaml(path), complete=False)
-            if (renamed := with_new_names(values)) != values:
+            values = read_yaml(path) if isinstance(path, Path) else _remote_yaml(path)
+            check_keys(values, complete=False)
+            if (renamed := with_new_names(values)) != values or isinstance(path, str):
                 copy.write_text(yaml_text(renamed), encoding="utf-8")
                 path = copy
             files.append(str(path))
         yield files
+
+
+def _remote_yaml(uri: str) -> Any:
+    from hotbed.checkpoint.single_files import read_yaml  # with torch, which parsing alone does not need
+
+    return read_yaml(uri)
 
 
 def _value_of(option: str, remaining: Iterator[str]) -> str:
@@ -310,14 +317,19 @@ def console(*, stderr: bool = False) -> Console:
 def write_json(path: str | None, value: Mapping[str, Any]) -> None:
     """Write the figures of a command where ``--json`` says, if it was given."""
     if path is not None:
-        from hotbed import files
+        from hotbed.checkpoint.single_files import write_text
 
-        files.write_json(local("--json", path), value)
+        write_text(path, json_text(value))
 
 
 def check_json(path: str) -> None:
-    """Raise `RecipeError` if ``--json`` names no file that could be written, before a command does its work."""
-    file = local("--json", path)
+    """Raise if ``--json`` names no file that could be written, before a command does its work."""
+    file = location(path)
+    if isinstance(file, str):
+        from hotbed.checkpoint.single_files import exists
+
+        exists(file)  # the place can be opened, and answers
+        return
     there = next(parent for parent in file.absolute().parents if parent.exists())
     if not path or file.is_dir():
         raise RecipeError(f"--json is {path!r}, which is a directory; give a file")

@@ -9,8 +9,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.errors import RecipeError
-from hotbed.files import write_text
-from hotbed.locations import local, location
+from hotbed.locations import location
 
 _LONGEST_NAME = 100
 
@@ -32,8 +31,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(parsed: Namespace) -> None:
     """Draft a recipe, and write or print it."""
-    out = None if parsed.out is None else local("--out", parsed.out)
-    if out is not None and out.exists():
+    from hotbed.checkpoint.single_files import exists, write_text
+
+    out = None if parsed.out is None else location(parsed.out)
+    if out is not None and exists(out):
         raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
     text = draft_recipe(
         location(parsed.path),

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from hotbed.checkpoint.single_files import exists, read_yaml
 from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.config import Recipe
 from hotbed.data import SplitBinarySource
@@ -23,8 +24,7 @@ from hotbed.data.pack import pack
 from hotbed.embed import plan_tables, tables_on_meta
 from hotbed.embed.collection import names_in_plans
 from hotbed.errors import RecipeError
-from hotbed.files import read_yaml
-from hotbed.locations import local
+from hotbed.locations import local, location
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows
@@ -49,7 +49,7 @@ def run(parsed: Namespace) -> None:
     """Pack, and print which rows are hot."""
     options = parsed.as_dict()
     file, data, out, json = (options.pop(name) for name in ("recipe", "data", "out", "json"))
-    recipe = recipe_in(local("RECIPE", file), data)
+    recipe = recipe_in(location(file), data)
     found = pack_by_popularity(recipe, local("OUT", out), console(stderr=True), **options)
     print_packed(console(), found)
     write_json(json, found)
@@ -173,7 +173,7 @@ def _beside(
     return {t.name: max(total[t.name] - row(t, moments), 0) for t in tables}
 
 
-def recipe_in(file: Path, data: str | None = None) -> Recipe:
+def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
     """The recipe in a file, perhaps with another path of the data.
 
     Raises
@@ -181,7 +181,7 @@ def recipe_in(file: Path, data: str | None = None) -> Recipe:
     RecipeError
         If there is no such file, or it is no recipe.
     """
-    if not file.is_file():
+    if not exists(file):
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
     recipe = Recipe.from_dict(read_yaml(file))
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))

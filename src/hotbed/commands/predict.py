@@ -6,7 +6,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, console, write_json
 from hotbed.errors import RecipeError
-from hotbed.locations import local, location
+from hotbed.locations import location
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -14,7 +14,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = "hotbed predict RUN NEW --out FILE [options]"
     parser.add_argument("run", type=str, help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
     parser.add_argument("data", type=str, help="New rows, in the format of the data that the run was trained on.")
-    parser.add_argument("--out", type=str, required=True, help="File to make: .parquet or .csv, one row per row.")
+    parser.add_argument(
+        "--out", type=str, required=True, help="File to make, path or URI: .parquet or .csv, one row per row."
+    )
     parser.add_argument("--keep", type=str, nargs="+", default=[], help="Columns to copy in front of the scores.")
     parser.add_argument("--split", type=str | None, help="Split to score, where the data have several.")
     parser.add_argument("--batch_size", type=int | None, help="Rows at once; default: train.eval_batch_size.")
@@ -35,7 +37,7 @@ def run(parsed: Namespace) -> None:
         made = predict(
             location(parsed.run),
             location(parsed.data),
-            local("--out", parsed.out),
+            location(parsed.out),
             keep=parsed.keep,
             split=parsed.split,
             batch_size=parsed.batch_size,

@@ -20,7 +20,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     from hotbed.data.prepare import prepare
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
-    parser.add_argument("raw", type=str, nargs="+", help="Raw Criteo logs in time order, or a directory of them.")
+    parser.add_argument(
+        "raw", type=str, nargs="+", help="Raw Criteo logs in time order, or a directory of them; paths or URIs."
+    )
     parser.add_argument("out", type=str, help="Dataset directory to make.")
     parser.add_function_arguments(prepare, skip={"raw", "out", "progress", "vocabulary"})
     parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")
@@ -34,7 +36,9 @@ def run(parsed: Namespace) -> None:
 
     options = parsed.as_dict()
     raw, out, json = (options.pop(name) for name in ("raw", "out", "json"))
-    raw, out = [local("RAW", path) for path in raw], local("OUT", out)
+    out = local("OUT", out)
+    if options["vocabulary"] is not None:
+        options["vocabulary"] = local("--vocabulary", options["vocabulary"])
     with StageProgress(console(stderr=True)) as progress:
         report = prepare(raw, out, progress=progress, **options)
     print_prepared(console(), report)

@@ -16,15 +16,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hotbed.checkpoint import MANIFEST
+from hotbed.checkpoint import MANIFEST, directory
+from hotbed.checkpoint.single_files import read_yaml
 from hotbed.config import Recipe
 from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
 from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
 from hotbed.errors import DataError, RecipeError
-from hotbed.files import new_directory, read_yaml, write_json
+from hotbed.files import new_directory, write_json
+from hotbed.locations import local
 from hotbed.train.build import open_source
-from hotbed.train.report import StageProgress
+from hotbed.train.report import RECIPE, StageProgress
 
 CURVES = ("accesses_of_top_rows", "lru", "static")
 
@@ -32,7 +34,7 @@ CURVES = ("accesses_of_top_rows", "lru", "static")
 def open_data(path: str | Path) -> Source:
     """The samples that a path stands for.
 
-    A prepared dataset; a Parquet file or folder, also at a URI, with the schema that `draft_schema` proposes; a
+    A prepared dataset, which is local; a Parquet file or folder with the schema that `draft_schema` proposes; a
     recipe's file or a run's directory, which name any source.
 
     Raises
@@ -42,18 +44,15 @@ def open_data(path: str | Path) -> Source:
     RecipeError
         If a recipe is not valid.
     """
-    if isinstance(path, str):  # of a URI
-        return ParquetSource(path, draft_schema(path))
-    if not path.exists():
+    place = directory(path)
+    if isinstance(path, Path) and not path.exists():
         raise DataError(f"{path} does not exist")
-    if (path / MANIFEST).is_file():
+    if place.has(MANIFEST):
         raise DataError(f"{path} is a checkpoint, which holds no samples; give the data, the recipe or the run")
-    if (path / "recipe.yaml").is_file():
-        path = path / "recipe.yaml"
-    if path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file():
+    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or place.has("feature_spec.yaml")):
         return SplitBinarySource(path)
-    if path.suffix in (".yaml", ".yml"):
-        recipe = Recipe.from_dict(read_yaml(path))
+    if (of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml")):
+        recipe = Recipe.from_dict(read_yaml((place / RECIPE).path if of_run else path))
         return open_source(replace(recipe.data, valid_split=None, test_split=None))
     try:
         return ParquetSource(path, draft_schema(path))
@@ -70,7 +69,7 @@ def inspect_skew(
     split: str = "train",
     batch_size: int = 1,
     sampled_rows: int = SAMPLED_ROWS,
-    out: Path | None = None,
+    out: str | None = None,
     picture: bool = True,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def inspect_skew(
         return _measure(path, console, split, batch_size, sampled_rows)[0]
     if picture:
         _need_matplotlib()
-    with new_directory(out, marker="skew.json", overwrite=overwrite) as directory:
+    with new_directory(local("--out", out), marker="skew.json", overwrite=overwrite) as directory:
         found, tables = _measure(path, console, split, batch_size, sampled_rows)
         write_json(directory / "skew.json", found)
         (directory / "hot_order").mkdir()

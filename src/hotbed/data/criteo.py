@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from hotbed.errors import DataError
+from hotbed.locations import RemoteFile, location, remote_files
 
 if TYPE_CHECKING:  # polars is only needed to prepare, so it is imported in the functions that use it
     import polars as pl
@@ -28,6 +29,7 @@ SPARSE = tuple(f"C{i}" for i in range(1, 27))
 COLUMNS = (LABEL, *DENSE, *SPARSE)
 
 OnBadLine = Literal["error", "skip"]
+F = TypeVar("F", Path, RemoteFile)
 
 BLOCK_BYTES = 16 << 20
 MAX_LINE_BYTES = 1 << 20
@@ -36,7 +38,7 @@ MAX_LINE_BYTES = 1 << 20
 class Block(NamedTuple):
     """Whole lines of one file; the first is number ``line``, counted from 1."""
 
-    file: Path
+    file: Path | RemoteFile
     line: int
     text: bytes
 
@@ -137,37 +139,63 @@ class LineChecker:
         self.skipped[kind] += 1
 
 
-def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path]:
+def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
     """List the log's files in time order: as given, or ``day_*``, ``*.tsv[.gz]`` of a directory by number.
+
+    Paths may be URIs.
 
     Raises
     ------
     DataError
         If a file does not exist or is empty, or a directory has no such file.
     """
-    paths = [Path(raw)] if isinstance(raw, str | Path) else [Path(p) for p in raw]
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found = {p for pattern in ("day_*", "*.tsv", "*.tsv.gz") for p in path.glob(pattern) if p.is_file()}
-            if not found:
-                raise DataError(f"{path} has no day_*, *.tsv or *.tsv.gz file; give the log's files by name")
-            # day_2 comes before day_10
-            files += sorted(found, key=lambda p: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", p.name)])
-        else:
-            files.append(path)
+    files: list[Path | RemoteFile] = []
+    for path in [raw] if isinstance(raw, str | Path) else raw:
+        place = location(str(path))
+        files += _local_files(place) if isinstance(place, Path) else _remote_files(place)
     if not files:
         raise DataError("no raw log file was given")
     for file in files:
-        if not file.is_file():
-            raise DataError(f"{file} does not exist; give a Criteo log, plain or gzip, or a directory of them")
-        if file.stat().st_size == 0:
+        if size_of(file) == 0:
             raise DataError(f"{file} is empty, expected lines of {len(COLUMNS)} tab-separated fields")
     return files
 
 
-def read_blocks(file: Path, seen: Callable[[int], None], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Read a plain or gzip file as blocks of whole lines; ``seen`` is told how many stored bytes were read so far.
+def size_of(file: Path | RemoteFile) -> int:
+    """Bytes of a file."""
+    return file.stat().st_size if isinstance(file, Path) else file.size
+
+
+def _local_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path} does not exist; give a Criteo log, plain or gzip, or a directory of them")
+    return _in_time_order(str(path), [p for p in path.iterdir() if p.is_file()])
+
+
+def _remote_files(uri: str) -> list[RemoteFile]:
+    try:
+        found = remote_files(uri)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    if found is None:
+        raise DataError(f"{uri} does not exist; give a Criteo log, plain or gzip, or a directory of them")
+    return [found] if isinstance(found, RemoteFile) else _in_time_order(uri, found)
+
+
+def _in_time_order(path: str, there: Sequence[F]) -> list[F]:
+    found = [file for file in there if re.fullmatch(r"day_.*|.*\.tsv(\.gz)?", file.name)]
+    if not found:
+        raise DataError(f"{path} has no day_*, *.tsv or *.tsv.gz file; give the log's files by name")
+    # day_2 comes before day_10
+    return sorted(found, key=lambda f: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", f.name)])
+
+
+def read_blocks(
+    file: Path | RemoteFile, seen: Callable[[int], None], block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """Read a plain or gzip file as blocks of whole lines; ``seen`` is told how many of its bytes were read so far.
 
     Raises
     ------

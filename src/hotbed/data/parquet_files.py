@@ -128,14 +128,20 @@ class RowGroup:
         try:
             return self.file.read(self.index, columns, self.samples)
         except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+            raise self._unreadable(error) from None
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns in order, at most so many rows at once."""
         try:
             yield from self.file.batches(self.index, columns, rows)
         except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{self}: cannot be read, the file is damaged or cut short ({error})") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> DataError:
+        damaged = "the file is damaged or cut short"
+        if not isinstance(self.file.filesystem, fs.LocalFileSystem):
+            damaged += ", or where it is does not answer"
+        return DataError(f"{self}: cannot be read, {damaged} ({error})")
 
     def place(self, at: int) -> str:
         """Where the row is that `read` gives at this position."""

@@ -23,12 +23,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hotbed.data.columns import SparseColumn
-from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks
+from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks, size_of
 from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinaryWriter
 from hotbed.data.vocabulary import Vocabulary, check_exists
 from hotbed.errors import DataError, SpecError
 from hotbed.files import new_directory
+from hotbed.locations import RemoteFile
 
 if TYPE_CHECKING:
     import polars as pl
@@ -93,7 +94,8 @@ def prepare(
     Parameters
     ----------
     raw
-        The log: a file (plain or gzip), several in time order, or a directory of ``day_*`` or ``*.tsv[.gz]`` files.
+        The log: a file (plain or gzip), several in time order, or a directory of ``day_*`` or ``*.tsv[.gz]`` files;
+        paths or URIs.
     out
         The dataset directory to make.
     threshold
@@ -176,8 +178,8 @@ class _Spool:
     def samples(self) -> int:
         return sum(self.sizes)
 
-    def fill(self, files: Sequence[Path], checker: LineChecker, report: Progress) -> None:
-        total = sum(f.stat().st_size for f in files)
+    def fill(self, files: Sequence[Path | RemoteFile], checker: LineChecker, report: Progress) -> None:
+        total = sum(map(size_of, files))
         before = 0
         for file in files:
 
@@ -190,7 +192,7 @@ class _Spool:
                     # Arrow's writer, because it reports a full disk as an OSError with its errno.
                     pq.write_table(frame.to_arrow(), self._file(len(self.sizes)), compression="lz4")
                     self.sizes.append(len(frame))
-            before += file.stat().st_size
+            before += size_of(file)
         if not self.sizes:
             raise DataError(f"{files[0]} has no good line ({sum(checker.skipped.values()):,} were skipped)")
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,7 +186,7 @@ def _divide(recipe: Recipe, source: Source, model: nn.Module) -> Divide:
     """How a step takes its batch: as `HotRecipe.batches` says."""
     if recipe.hot.batches != "split" or recipe.hot.rows is None:
         return whole
-    return HotSplit.of_file(Path(recipe.hot.rows), source.schema, Ranks(model).size)
+    return HotSplit.of_file(recipe.hot.rows, source.schema, Ranks(model).size)
 
 
 def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:

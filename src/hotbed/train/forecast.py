@@ -14,7 +14,6 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -210,7 +209,7 @@ class Forecast:
     def _read_popularity(self) -> Mapping[str, Popularity]:
         rows = {name: table.rows for name, table in self._tables.items()}
         file = self._recipe.memory.skew
-        counted = {} if file is None else read_skew(Path(file), rows)
+        counted = {} if file is None else read_skew(file, rows)
         return {name: counted.get(name) or Zipf(count) for name, count in rows.items()}
 
     # -- batches and evaluations -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ turning costs time. With u = 2 and the losses 0.50, 0.49, 0.48, 0.52 a rate of 1
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ class HotSplit:
         self._hot_rows, self._ranks = hot_rows, ranks
 
     @staticmethod
-    def of_file(file: Path, schema: Schema, ranks: int) -> HotSplit:
+    def of_file(file: str, schema: Schema, ranks: int) -> HotSplit:
         """By the hot rows that hotbed pack has written."""
         return HotSplit(by_feature(schema, read_hot_rows(file, schema.rows)), ranks)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.checkpoint.single_files import read_text
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
@@ -33,7 +34,7 @@ from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
-from hotbed.train.table_file import read_hot_rows, read_skew
+from hotbed.train.table_file import MOST_BYTES, read_hot_rows, read_skew
 
 
 class Ranks:
@@ -225,7 +226,7 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
         check_replicas(world_size, parallel)
     size = max(world_size // parallel.replicas, 1)
     if recipe.hot.rows is not None:
-        return _plan_of_hot_rows(model, recipe, size, Path(recipe.hot.rows))
+        return _plan_of_hot_rows(model, recipe, size, recipe.hot.rows)
     if not isinstance(plan, Plan):
         plan = plan_for(model, size, plan)
     if memory.tier == "device":
@@ -239,14 +240,14 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
         tables,
         budgets,
         memory.tier,
-        popularity=None if memory.skew is None else read_skew(Path(memory.skew), {t.name: t.rows for t in tables}),
+        popularity=None if memory.skew is None else read_skew(memory.skew, {t.name: t.rows for t in tables}),
         moments=moments_by_table(model, recipe),
         cache_rows=memory.cache_rows,
         cached=memory.cached_tiers,
     )
 
 
-def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: Path) -> Plan:
+def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: str) -> Plan:
     """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
     scheme, memory = recipe.parallel.plan, recipe.memory
     if scheme not in SCHEMES:
@@ -260,11 +261,12 @@ def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: P
 
 
 def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
-    return parallel.plan if parallel.plan in SCHEMES else read_plan(Path(parallel.plan))
+    return parallel.plan if parallel.plan in SCHEMES else read_plan(parallel.plan)
 
 
-def read_plan(file: Path) -> Plan:
+def read_plan(file: str) -> Plan:
     """A plan's JSON file; a `PlanError` says what else a plan can be."""
-    if not file.is_file():
-        raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}")
-    return Plan.from_json(file.read_text(encoding="utf-8"))
+    try:
+        return Plan.from_json(read_text(file, MOST_BYTES))
+    except FileNotFoundError:
+        raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint.single_files import exists, new_output, suffix
 from hotbed.data import Loader, Source
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
-from hotbed.files import new_file
+from hotbed.locations import location
 from hotbed.train.build import build_model
 from hotbed.train.metrics import to_device
 from hotbed.train.numerics import resolve_device
@@ -53,7 +54,7 @@ class Predicted:
     """
 
     checkpoint: str
-    out: Path
+    out: str | Path
     rows: int
     columns: list[str]
     seconds: float
@@ -84,8 +85,8 @@ def predict(
         Rows with the input columns of the recipe, as stored; of the same format as the data of the recipe. Labels,
         weights and groups are not needed.
     out
-        File to make, ``.parquet`` or ``.csv``: a column ``score``, or ``score_LABEL`` for each of several labels. It
-        appears when it is complete.
+        File to make, a path or a URI, ``.parquet`` or ``.csv``: a column ``score``, or ``score_LABEL`` for each of
+        several labels. It appears when it is complete.
     keep
         Columns of the data that are copied in front of the scores.
     split
@@ -108,7 +109,7 @@ def predict(
     SpecError
         If a column's type cannot be its input.
     """
-    target = _target(Path(out))
+    target = _target(out)
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place))
@@ -123,7 +124,7 @@ def predict(
     model = build_model(recipe, source, place_of_model)
     load_checkpoint(place, {"model": model})
     start, rows = time.perf_counter(), 0
-    with new_file(target) as unfinished, _Output(unfinished, target.suffix) as output:
+    with new_output(target) as stream, _Output(stream, suffix(target)) as output:
         scores = _Scores(_scored(model, source, chosen, size, place_of_model, len(labels)), len(labels))
         chunks = source.chunks(chosen)
         for i, count in enumerate(chunks):
@@ -135,14 +136,15 @@ def predict(
     return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(model))
 
 
-def _target(out: Path) -> Path:
-    if out.suffix not in (".parquet", ".csv"):
+def _target(out: str | Path) -> str | Path:
+    place = location(str(out))
+    if suffix(place) not in (".parquet", ".csv"):
         raise RecipeError(f"--out is {out}, must end in .parquet or .csv")
-    if out.exists():
+    if exists(place):
         raise RecipeError(f"{out} exists already and is not overwritten; choose another --out")
-    if not out.absolute().parent.is_dir():
-        raise RecipeError(f"--out is {out}, but there is no folder {out.parent}; make it")
-    return out
+    if isinstance(place, Path) and not place.absolute().parent.is_dir():
+        raise RecipeError(f"--out is {out}, but there is no folder {place.parent}; make it")
+    return place
 
 
 def _split(source: Source, split: str | None, data: str) -> str:
@@ -156,7 +158,7 @@ def _split(source: Source, split: str | None, data: str) -> str:
     return next(name for name in source.splits if split in (None, name))
 
 
-def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], target: Path, data: str) -> None:
+def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], target: str | Path, data: str) -> None:
     """Raise unless the columns to keep are there, once, and the file can hold them."""
     types: Callable[[], Mapping[str, str]] | None = getattr(source, "column_types", None)
     if keep and types is None:
@@ -171,7 +173,7 @@ def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], targ
             raise RecipeError(f"--keep names '{name}' {count} times; once will do")
         if name in names:
             raise RecipeError(f"--keep names '{name}', which is the name of a score; rename the column")
-        if target.suffix == ".csv" and "<" in there[name]:
+        if suffix(target) == ".csv" and "<" in there[name]:
             raise RecipeError(f"--keep names '{name}', which is {there[name]} and no value of a CSV; write .parquet")
 
 
@@ -215,8 +217,8 @@ class _Scores:
 class _Output(AbstractContextManager["_Output"]):
     """A Parquet or CSV file that is written chunk by chunk."""
 
-    def __init__(self, path: Path, kind: str) -> None:
-        self._path, self._kind, self._writer = path, kind, cast(Any, None)
+    def __init__(self, stream: BinaryIO, kind: str) -> None:
+        self._stream, self._kind, self._writer = stream, kind, cast(Any, None)
 
     def write(self, kept: Any, names: Sequence[str], scores: Scores) -> None:
         """Append rows: columns of a `pyarrow.Table`, and scores by name."""
@@ -227,7 +229,7 @@ class _Output(AbstractContextManager["_Output"]):
         table = pa.table(columns | {name: pa.array(column) for name, column in zip(names, scores.T, strict=True)})
         if self._writer is None:
             make = parquet.ParquetWriter if self._kind == ".parquet" else csv.CSVWriter
-            self._writer, self._schema = make(str(self._path), table.schema), table.schema
+            self._writer, self._schema = make(self._stream, table.schema), table.schema
         if table.schema != self._schema:  # other metadata, or files whose types differ
             try:
                 table = table.cast(self._schema)

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from hotbed.checkpoint.single_files import read_text
 from hotbed.errors import DataError
 from hotbed.plan.tiers import Curve
 from hotbed.specs import is_int
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 28
+"""Of such a file, or of a plan."""
 
 
 class Writer(NamedTuple):
@@ -37,14 +40,14 @@ class Writer(NamedTuple):
 
 
 def read_tables(
-    file: Path, rows: Mapping[str, int], take: Callable[[dict[str, Any], dict[str, Any]], T], writer: Writer
+    file: str | Path, rows: Mapping[str, int], take: Callable[[dict[str, Any], dict[str, Any]], T], writer: Writer
 ) -> dict[str, T]:
     """Read the entry of each table.
 
     Parameters
     ----------
     file
-        The file.
+        The file; a path or a URI.
     rows
         Rows of each table of the model, by its name in plans: ``TABLE``, or ``COLLECTION.TABLE``.
     take
@@ -57,11 +60,11 @@ def read_tables(
     DataError
         If it is not such a file, or lacks a table.
     """
-    if not file.is_file():
-        raise DataError(f"{file} does not exist; make it with {writer.command}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file, MOST_BYTES))
         found = {entry["table"]: take(content, entry) for entry in cast("list[dict[str, Any]]", content["tables"])}
+    except FileNotFoundError:
+        raise DataError(f"{file} does not exist; make it with {writer.command}") from None
     except (ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise DataError(f"{file} is not what {writer.command} writes ({what}); {writer.again}") from None
@@ -77,7 +80,7 @@ def read_tables(
 _PACK = Writer("hotbed pack", "pack again", "pack this model's data")
 
 
-def read_hot_rows(file: Path, rows: Mapping[str, int]) -> dict[str, int]:
+def read_hot_rows(file: str | Path, rows: Mapping[str, int]) -> dict[str, int]:
     """Read how many of the first rows of each table are hot.
 
     Parameters
@@ -106,7 +109,7 @@ def read_hot_rows(file: Path, rows: Mapping[str, int]) -> dict[str, int]:
 _INSPECT = Writer("hotbed inspect --skew", "make it again", "inspect this model's data")
 
 
-def read_skew(file: Path, rows: Mapping[str, int]) -> dict[str, Curve]:
+def read_skew(file: str | Path, rows: Mapping[str, int]) -> dict[str, Curve]:
     """Read how often the first rows of each table are accessed, where rows are numbered by falling popularity.
 
     Parameters

@@ -1,0 +1,128 @@
+"""Read and write single files that people and programs read, recipes, figures and predictions, at any path or URI."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from typing_extensions import Buffer, override
+
+from hotbed import files
+from hotbed.checkpoint.storage import Directory, Writer, directory
+from hotbed.errors import CheckpointError, RecipeError
+from hotbed.locations import location
+
+
+def file_at(uri: str) -> tuple[Directory, str]:
+    """The directory that the file at a URI is in, and its name there.
+
+    Raises
+    ------
+    CheckpointError
+        If the URI names no file, or nothing here can open it.
+    """
+    address, mark, query = uri.partition("?")
+    folder, _, name = address.rpartition("/")
+    if not name or folder.endswith(":/"):
+        raise CheckpointError(f"{uri} names no file; add its name")
+    return directory(f"{folder}{mark}{query}"), name
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is anything at a path, or a file at a URI."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        return place.exists()
+    folder, name = file_at(place)
+    return folder.has(name)
+
+
+def suffix(path: str | Path) -> str:
+    """The ending of a file's name, with its dot."""
+    return PurePosixPath(str(path).partition("?")[0] if "://" in str(path) else path).suffix
+
+
+def read_text(path: str | Path, most: int = files.MOST_TEXT_BYTES) -> str:
+    """Text of a file.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    RecipeError, CheckpointError
+        If it has more than ``most`` bytes.
+    """
+    place = location(str(path))
+    if isinstance(place, Path):
+        return files.read_text(place, most)
+    folder, name = file_at(place)
+    return folder.read(name, most).decode("utf-8")
+
+
+def read_yaml(path: str | Path) -> Any:
+    """What a recipe's file holds; see `hotbed.files.read_yaml`."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        return files.read_yaml(place)
+    try:
+        text = read_text(place)
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
+    return files.parse_yaml(text, place)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        files.write_text(place, text)
+    else:
+        folder, name = file_at(place)
+        folder.make()
+        folder.write(name, text)
+
+
+@contextmanager
+def new_output(path: str | Path) -> Generator[BinaryIO]:
+    """Give a stream to write a file to, part by part; it appears when the body succeeds, and not at all if it fails."""
+    place = location(str(path))
+    if isinstance(place, Path):
+        with files.new_file(place) as unfinished, unfinished.open("wb") as stream:
+            yield stream
+        return
+    folder, name = file_at(place)
+    folder.make()
+    writer = folder.writer(name)
+    try:
+        yield cast("BinaryIO", _Stream(writer))
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.finish()
+
+
+class _Stream(io.RawIOBase):
+    """A `Writer` as Python's streams are; closing it does not finish the file."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._at = writer, 0
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data).cast("B")
+        self._writer.write(view)
+        self._at += len(view)
+        return len(view)
+
+    @override
+    def tell(self) -> int:
+        return self._at
