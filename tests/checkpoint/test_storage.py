@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,7 @@ from hotbed.checkpoint import (
     verify_checkpoint,
 )
 from hotbed.checkpoint.remote_storage import PART_BYTES
+from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.callbacks import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
