@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hotbed.commands.main import main
-from hotbed.locations import local, location, opened
+from hotbed.locations import opened
 from tests.commands.cases import Output, refused, train
 
 
@@ -93,10 +93,3 @@ def test_what_has_to_be_local_says_so(recipe: Path, capsys: Output) -> None:
     assert "s3://b/data: split-binary data is read from local disks only; copy it there, or use Parquet" in message
     for argv in (["inspect", "nonsense://x"], ["init", "nonsense://x"], ["eval", "--checkpoint", "nonsense://x"]):
         assert "nonsense://x cannot be opened" in refused(argv, capsys)
-
-
-def test_locations() -> None:
-    assert location("s3://bucket/a//b") == "s3://bucket/a//b"
-    assert location("file:///a%20b") == local("x", "file:///a%20b") == Path("/a b")
-    assert location("a/b") == Path("a/b")
-    assert location("~/a") == Path.home() / "a"

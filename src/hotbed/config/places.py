@@ -130,6 +130,8 @@ class MemoryOptions:
         choices = {"cache_policy": CachePolicy, "cache_tier": CacheTier, "host": HostRows}
         for name, kind in choices.items():
             one_of(f"{section}{name}", getattr(self, name), get_args(kind), error)
+        if self.directory is not None and "://" in self.directory:
+            raise error(f"{section}directory is {self.directory}, must be a local path: rows are read from a disk")
 
 
 @dataclass(frozen=True, kw_only=True)
