@@ -23,7 +23,7 @@ from typing_extensions import override
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import MemoryOptions, ParallelOptions
 from hotbed.embed.collection import collections_of, local_plan, names_in_plans, plan_for, plan_tables
-from hotbed.embed.dense import data_parallel, materialize
+from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean
@@ -231,13 +231,17 @@ class Distributed(nn.Module):
         self.link = base.clone()
         self.dense_link = base.clone()
         self._register_load_state_dict_pre_hook(_named_as_module)
+        self._is_called = False
         # In a list, so that it is no submodule.
         self._call = [data_parallel(model, self.dense_link, wire.options.dense)]
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self._call[0](*args, **kwargs)
+        """Call the model; where another tool has put it into ``DistributedDataParallel``, that averages gradients."""
+        if not self._is_called:
+            refuse_sharded(self.module, self.wire.options.dense)
+            self._is_called = True
+        return (self.module if wrapper_of(self.module) else self._call[0])(*args, **kwargs)
 
     def sync(self) -> None:
         """Average the replicas of the tables, if any step was taken since they were; all ranks must call this."""
