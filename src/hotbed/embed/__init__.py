@@ -4,7 +4,7 @@ In the order of a batch: `collection` (the module) and `tables` (its values and 
 bags) → `table_group` (the tables of one dim): `local_tables`, or `sharded_tables` with `locate`,
 `route`, and `row_exchange` or `pooled_exchange` → `gradients` (backward to step) → `column_sums`, `gather`, `replicas`
 (what ranks exchange in an update and after it). `arena` has the rows, `wire` the links, `dynamic` the rows of ids
-without a vocabulary; `distribute` and `dense` make a distributed model.
+without a vocabulary; `distribute` and `dense` make a distributed model, `dense_shards` its state where FSDP2 shards the dense part.
 """
 
 from hotbed.embed.arena import LocalTile

@@ -34,7 +34,8 @@ def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
     model
         On its device.
     link
-        The ranks, over a process group that nothing else uses on the host.
+        The ranks; for ``"ddp"`` over a process group that nothing else uses on the host; for ``"fsdp"`` over one that
+        all models share, for torch takes meshes of equal ranks for one.
     kind
         ``"ddp"``: with `mean_over_ranks_` in the place of DDP's all-reduce. ``"fsdp"``: FSDP2, in place; modules to
         which ``fully_shard`` was applied already stay units of their own.
@@ -48,7 +49,7 @@ def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     device = next(p.device.type for p in model.parameters())
-    group = link.group if device == "cpu" else link.gpu_group
+    group = (link.group or dist.group.WORLD) if device == "cpu" else link.gpu_group
     assert group is not None
     fully_shard(model, mesh=DeviceMesh.from_group(group, device))
     return model
