@@ -10,9 +10,10 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -237,6 +238,12 @@ class Distributed(nn.Module):
         # In a list, so that it is no submodule.
         kind = wire.options.dense
         self._call = [data_parallel(model, self.dense_link if kind == "ddp" else base, kind)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the model, over the same ranks; all of them must call this."""
+        made = self.__class__(deepcopy(self.module, memo), self.wire, self.link, self.plan)
+        memo[id(self)] = made
+        return made
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
