@@ -88,7 +88,12 @@ def _chunks(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def _refuse_unaveraged(model: nn.Module) -> None:
-    """Raise `SpecError` for tables whose rows cannot be averaged."""
+    """Raise `SpecError` for tables whose rows cannot be averaged, or whose averages would not be used."""
+    if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
+        raise SpecError(
+            "averages of a whole LightningModule, as its callback WeightAveraging makes them, go back into parameters "
+            "only, not into tables; average the model in it, AveragedModel(self.net), in on_train_batch_end"
+        )
     for collection in collections_of(model).values():
         for name, table in collection.tables.items():
             trained = collection.handles[name].requires_grad
