@@ -80,9 +80,15 @@ def with_lightning(group: dist.ProcessGroup, checkpoint: Path) -> State:
     with under_torchrun(group):
         trainer = lightning.Trainer(
             callbacks=[seen],
-            **{"max_epochs": EPOCHS, "accelerator": "cpu", "devices": world, "strategy": "ddp"},
-            **{"logger": False, "enable_checkpointing": False, "default_root_dir": checkpoint.parent},
-            **{"enable_progress_bar": False, "enable_model_summary": False},
+            max_epochs=EPOCHS,
+            accelerator="cpu",
+            devices=world,
+            strategy="ddp",
+            logger=False,
+            enable_checkpointing=False,
+            default_root_dir=checkpoint.parent,
+            enable_progress_bar=False,
+            enable_model_summary=False,
             use_distributed_sampler=False,  # which would shuffle
         )
         model = names["LitNet"]()
