@@ -128,7 +128,7 @@ ONE = torch.tensor([1, 2])
             r"offsets must be \[B \+ 1\] of int32 or int64, got float32",
         ),
         (lambda: jagged(), "needs at least one feature"),
-        (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2"),
+        (lambda: jagged(a=ONE, b=torch.tensor([1])), "feature 'b' has 1 samples but 'a' has 2$"),
         (lambda: jagged(a=torch.zeros(1, 2, 3).long()), r"ids must be \[B\] or \[B, k\], got int64 \[1, 2, 3\]"),
         (lambda: jagged(a=(ONE, torch.zeros(1, 1).long())), r"offsets must be \[B \+ 1\]"),
         (lambda: Jagged.from_dict({"a": ONE}, {"b": ONE}), "weights are given for feature 'b', which has no ids"),

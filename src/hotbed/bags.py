@@ -43,6 +43,35 @@ class Bags(NamedTuple):
         return torch.full((self.batch_size,), self.fixed or 0, dtype=torch.int64, device=self.values.device)
 
 
+_WHOLE_OFFSETS = (
+    "offsets are [B + 1]; those of nn.EmbeddingBag [B] lack the end: torch.cat([offsets, "
+    "offsets.new_tensor([len(ids)])])"
+)
+FROM_KEYED = "Jagged.from_keyed(ids.keys(), ids.values(), ids.lengths(), ids.weights_or_none())"
+
+
+def is_keyed(ids: object) -> bool:
+    """Say whether this is TorchRec's ``KeyedJaggedTensor``, or has what it has."""
+    return all(callable(getattr(ids, name, None)) for name in ("keys", "values", "lengths"))
+
+
+def bags_of_features(features: Mapping[str, Entry]) -> dict[str, Bags]:
+    """Convert what `Jagged.from_dict` takes; all features must have the same number of samples."""
+    if not isinstance(features, Mapping):
+        how = FROM_KEYED if is_keyed(features) else "Jagged.from_dict({'FEATURE': …, …})"
+        raise BatchError(f"the features are {type(features).__name__}, must be a dict of ids by name; use {how}")
+    bags = {name: bags_of(name, entry) for name, entry in features.items()}
+    if not bags:
+        raise BatchError("a Jagged needs at least one feature")
+    first, batch_size = next((name, b.batch_size) for name, b in bags.items())
+    for name, b in bags.items():
+        if b.batch_size != batch_size:
+            fewer = b if b.batch_size < batch_size else bags[first]
+            hint = "" if fewer.offsets is None or abs(b.batch_size - batch_size) != 1 else f"; {_WHOLE_OFFSETS}"
+            raise BatchError(f"feature '{name}' has {b.batch_size:,} samples but '{first}' has {batch_size:,}{hint}")
+    return bags
+
+
 def bags_of(name: str, entry: Entry) -> Bags:
     """Convert an entry of `Jagged.from_dict`; a `BatchError` names the feature."""
     if isinstance(entry, tuple) and len(entry) == 2 and all(isinstance(part, (Tensor, np.ndarray)) for part in entry):
@@ -50,6 +79,11 @@ def bags_of(name: str, entry: Entry) -> Bags:
         _check_ids(name, values)
         if offsets.dim() != 1 or len(offsets) < 1 or offsets.dtype not in INDEX_DTYPES:
             raise BatchError(f"feature '{name}': offsets must be [B + 1] of int32 or int64, got {describe(offsets)}")
+        if 0 <= int(offsets[-1]) < len(values):
+            raise BatchError(
+                f"feature '{name}': offsets end at {int(offsets[-1]):,} but there are {len(values):,} ids; "
+                f"{_WHOLE_OFFSETS}"
+            )
         return Bags(values, len(offsets) - 1, None, offsets.long(), None)
     if isinstance(entry, Tensor) or (isinstance(entry, np.ndarray) and entry.dtype != object):
         ids = _tensor_of(name, entry)

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,10 @@ class Link:
         self.sent_bytes: Counter[str] = Counter()
         """Bytes that this rank sent to others in pairwise exchanges, by the exchange's name."""
         self._exchanges = 0
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the link itself: copies of a model share process groups."""
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of, describe, offsets_of, take_bags, weights_of
+from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of_features, describe, offsets_of, take_bags, weights_of
 from hotbed.errors import BatchError, did_you_mean
 
 
@@ -258,16 +258,10 @@ class Jagged:
         Raises
         ------
         BatchError
-            If an entry is none of these, an id is no integer or does not fit into 64 bits, or features have different
-            numbers of samples; the message names feature, value and place.
+            If ``features`` is no mapping, an entry is none of these, an id is no integer or does not fit into 64 bits,
+            offsets are ``[B]``, or features have different numbers of samples; the message names feature, value, place.
         """
-        bags = {name: bags_of(name, entry) for name, entry in features.items()}
-        if not bags:
-            raise BatchError("a Jagged needs at least one feature")
-        first, batch_size = next((name, b.batch_size) for name, b in bags.items())
-        for name, b in bags.items():
-            if b.batch_size != batch_size:
-                raise BatchError(f"feature '{name}' has {b.batch_size:,} samples but '{first}' has {batch_size:,}")
+        bags = bags_of_features(features)
         if weights:
             for name in weights:
                 if name not in bags:

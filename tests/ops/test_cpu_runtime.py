@@ -45,6 +45,40 @@ def test_without_openmp_launches_take_turns_and_say_so():
     assert "take turns" in found.stderr
 
 
+FORKED = """
+import multiprocessing, sys, torch, hotbed as hb
+make = lambda: hb.EmbeddingCollection([hb.Table("t", 9, 4)], [hb.Feature("f", table="t")])
+ids = hb.Jagged.from_dict({"f": torch.tensor([1, 2])})
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 1
+    def __getitem__(self, i): return made(ids)["f"].detach()
+def look_up():
+    try: print(made(ids)["f"].shape if made else make()(ids)["f"].shape, flush=True)
+    except hb.HotbedError as error: print(type(error).__name__, error, flush=True)
+made = make() if sys.argv[1] == "after" else None
+if made: look_up()
+process = multiprocessing.get_context("fork").Process(target=look_up)
+process.start(); process.join(); print("ended by", process.exitcode)
+if made:
+    try: next(iter(torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context="fork")))
+    except hb.HotbedError as error: print("in a worker", type(error).__name__)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have an OpenMP that survives a fork")
+def test_kernels_in_a_forked_process_say_how_to_start_it():
+    def said(when: str) -> list[str]:
+        return subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", FORKED, when], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    looked_up, refused, ended, in_worker = said("after")
+    assert looked_up == "torch.Size([2, 4])" and ended == "ended by 0" and in_worker == "in a worker BackendError"
+    assert refused.startswith("BackendError this process was forked from one in which kernels had run")
+    assert "multiprocessing.get_context('spawn'), or DataLoader(…, multiprocessing_context='spawn')" in refused
+    assert said("before") == ["torch.Size([2, 4])", "ended by 0"]
+
+
 def test_two_threads_may_launch_kernels_at_once():
     results: dict[int, torch.Tensor] = {}
 

@@ -28,6 +28,7 @@ from hotbed.checkpoint.manifest import Manifest, SavedTable, Stateful, read_mani
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
+from hotbed.embed.dense_shards import sharded_moments
 from hotbed.errors import CheckpointError, DamagedError, HotbedError, did_you_mean
 from hotbed.optim import SparseOptimizer
 from hotbed.torch_hooks import without_tables
@@ -101,6 +102,7 @@ def _load_part(place: str, name: str, part: Stateful, state: Any) -> None:
     with faults_named(place, name, part), without_tables():
         if isinstance(part, Optimizer) and not isinstance(part, SparseOptimizer):
             check_optimizer(part, state)
+            state = sharded_moments(part, state)
         part.load_state_dict(state)
 
 

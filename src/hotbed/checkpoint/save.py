@@ -45,6 +45,7 @@ from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
 from hotbed.comm import Link
+from hotbed.embed.dense_shards import gathered
 from hotbed.errors import CheckpointError, NotOursError
 from hotbed.torch_hooks import without_tables
 
@@ -104,7 +105,7 @@ def save_checkpoint(
     for name in parts:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
-    plains, tensors = _states_of(parts)
+    plains, tensors = _states_of(parts, is_first=link is None or link.rank == 0)
     place = directory(path)
     token = _first_ranks(link, lambda: make_directory(place))
     if background:
@@ -332,13 +333,14 @@ class Saving:
                 self._place.write(f"rank-{self._rank}.json", json.dumps(report))
 
 
-def _states_of(parts: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def _states_of(parts: Mapping[str, Stateful], *, is_first: bool) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Return the states of parts, without tables, as plain values and as tensors by name.
 
     The state ``{"lr": 0.1, "m": t}`` of the part ``dense`` is ``{"lr": 0.1, "m": {"$tensor": "m"}}`` and ``{"m": t}``.
     """
     with without_tables():
-        states = {name: part.state_dict() for name, part in parts.items()}
+        # What FSDP2 has sharded is written whole, by the first rank.
+        states = {name: gathered(part.state_dict(), keep=is_first) for name, part in parts.items()}
     plains: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, state in states.items():

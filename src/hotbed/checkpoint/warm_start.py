@@ -24,6 +24,7 @@ from hotbed.checkpoint.manifest import SavedTable, Stateful, find_checkpoint, re
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
+from hotbed.embed.dense_shards import sharded_as, sharded_moments
 from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError, did_you_mean
 from hotbed.optim import SparseOptimizer
@@ -202,7 +203,7 @@ def _take_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[Take
                 shapes = f"{list(saved[name].shape)} there, {list(tensor.shape)} here"
                 report.append(Taken("parameter", name, False, f"reinitialized: {shapes}"))
             else:
-                tensor.copy_(saved[name])
+                tensor.copy_(sharded_as(saved[name], tensor))
                 report.append(Taken("parameter", name, True, str(list(tensor.shape))))
     return report + [Taken("parameter", n, False, "is not in this model") for n in saved if n not in own]
 
@@ -230,7 +231,8 @@ def _take_optimizer(part: str, optimizer: Optimizer, saved: Mapping[str, Any]) -
     if not fits or not same:
         return Taken("optimizer", part, False, "reinitialized: its parameters or options are others")
     check_optimizer(optimizer, saved)
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": own["param_groups"]})
+    taken = {"state": saved["state"], "param_groups": own["param_groups"]}
+    optimizer.load_state_dict(sharded_moments(optimizer, taken))
     return Taken("optimizer", part, True, f"moments of {len(saved['state'])} parameters")
 
 

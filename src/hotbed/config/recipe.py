@@ -202,11 +202,6 @@ class Recipe:
                 "runs/NAME"
             )
         check_group_names(self.dense_optimizer_groups, self.sparse_optimizer_groups)
-        if self.parallel.dense == "fsdp" and self.train.checkpoint != "none":
-            raise RecipeError(
-                "parallel.dense is 'fsdp', of which this release saves no checkpoint; set train.checkpoint to 'none', "
-                "or parallel.dense to 'ddp'"
-            )
         if self.hot.rows is not None and (self.memory.device_bytes or self.memory.host_bytes):
             raise RecipeError(
                 "hot.rows says which rows are in the device's memory, but memory.device_bytes or memory.host_bytes is "

@@ -34,19 +34,22 @@ def data_parallel(model: nn.Module, link: Link, kind: DensePart) -> nn.Module:
     model
         On its device.
     link
-        The ranks, over a process group that nothing else uses on the host.
+        The ranks; for ``"ddp"`` over a process group that nothing else uses on the host; for ``"fsdp"`` over one that
+        all models share, for torch takes meshes of equal ranks for one.
     kind
-        ``"ddp"``: with `mean_over_ranks_` in the place of DDP's all-reduce. ``"fsdp"``: FSDP2, in place.
+        ``"ddp"``: with `mean_over_ranks_` in the place of DDP's all-reduce. ``"fsdp"``: FSDP2, in place; modules to
+        which ``fully_shard`` was applied already stay units of their own.
     """
     if isinstance(link, OneRank) or not any(p.requires_grad for p in model.parameters()):
         return model
     if kind == "ddp":
+        refuse_sharded(model, kind)
         return _in_ddp(model, link)
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     device = next(p.device.type for p in model.parameters())
-    group = link.group if device == "cpu" else link.gpu_group
+    group = (link.group or dist.group.WORLD) if device == "cpu" else link.gpu_group
     assert group is not None
     fully_shard(model, mesh=DeviceMesh.from_group(group, device))
     return model
@@ -97,13 +100,21 @@ def _in_ddp(model: nn.Module, link: Link) -> DistributedDataParallel:
     return parallel
 
 
+def wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` around a module whose forward is under way, if there is one."""
+    active: object = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if isinstance(active, DistributedDataParallel) and any(m is module for m in active.module.modules()):
+        return active
+    return None
+
+
 def refuse_data_parallel(tables: nn.Module) -> None:
     """Raise `SpecError` if tables that are not distributed are called inside torch's own data parallelism.
 
     That averages gradients of parameters, which tables are not: each rank would train its own.
     """
-    active: object = getattr(DistributedDataParallel, "_active_ddp_module", None)  # whose forward is under way
-    if isinstance(active, DistributedDataParallel) and any(m is tables for m in active.module.modules()):
+    active = wrapper_of(tables)
+    if active is not None:
         wrapper, ranks, call = "DistributedDataParallel", dist.get_world_size(active.process_group), "model"
     elif hasattr(tables, "_is_fsdp_managed_module") and dist.is_initialized():  # so fully_shard marks all modules
         wrapper, ranks, call = "FSDP", dist.get_world_size(), "model, parallel=hotbed.ParallelOptions(dense='fsdp')"
@@ -114,6 +125,17 @@ def refuse_data_parallel(tables: nn.Module) -> None:
             f"{wrapper} averages gradients of parameters only, so each of the {ranks} ranks would train tables of its "
             f"own; call `model = hotbed.distribute({call})` in its place, before making optimizers"
         )
+
+
+def refuse_sharded(model: nn.Module, kind: DensePart) -> None:
+    """Raise `SpecError` if a module of a model whose gradients DDP averages was given to FSDP."""
+    for path, module in model.named_modules() if kind == "ddp" else ():
+        if hasattr(module, "_is_fsdp_managed_module"):
+            raise SpecError(
+                f"parameters of {path or 'the model'} are sharded by FSDP, of which DDP cannot average gradients; call "
+                "`model = hotbed.distribute(model, parallel=hotbed.ParallelOptions(dense='fsdp'))`, after fully_shard "
+                "of parts if there are any; it applies fully_shard to the rest"
+            )
 
 
 def mean_over_ranks_(buffer: Tensor, link: Link) -> None:

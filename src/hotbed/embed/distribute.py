@@ -10,9 +10,10 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,8 @@ from typing_extensions import override
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import MemoryOptions, ParallelOptions
 from hotbed.embed.collection import collections_of, local_plan, names_in_plans, plan_for, plan_tables
-from hotbed.embed.dense import data_parallel, materialize
+from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
+from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean
@@ -31,6 +33,7 @@ from hotbed.hops import NodeLink
 from hotbed.plan import Cut, Plan
 from hotbed.specs import Table
 from hotbed.store import Storage
+from hotbed.torch_hooks import are_tables_left_out
 
 _log = logging.getLogger("hotbed")
 _RENAMED = {"sums_apart": "per_shard_statistics"}
@@ -230,14 +233,25 @@ class Distributed(nn.Module):
         self.mesh = None if wire.replicas is None else wire.replicas.mesh
         self.link = base.clone()
         self.dense_link = base.clone()
-        self._register_load_state_dict_pre_hook(_named_as_module)
+        self._register_load_state_dict_pre_hook(self._take_state)
+        self._is_called = False
         # In a list, so that it is no submodule.
-        self._call = [data_parallel(model, self.dense_link, wire.options.dense)]
+        kind = wire.options.dense
+        self._call = [data_parallel(model, self.dense_link if kind == "ddp" else base, kind)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the model, over the same ranks; all of them must call this."""
+        made = self.__class__(deepcopy(self.module, memo), self.wire, self.link, self.plan)
+        memo[id(self)] = made
+        return made
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self._call[0](*args, **kwargs)
+        """Call the model; where another tool has put it into ``DistributedDataParallel``, that averages gradients."""
+        if not self._is_called:
+            refuse_sharded(self.module, self.wire.options.dense)
+            self._is_called = True
+        return (self.module if wrapper_of(self.module) else self._call[0])(*args, **kwargs)
 
     def sync(self) -> None:
         """Average the replicas of the tables, if any step was taken since they were; all ranks must call this."""
@@ -278,20 +292,26 @@ class Distributed(nn.Module):
 
     @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return that of the model, with whole tables, after averaging replicas; all ranks must call this."""
+        """Return that of the model, all of it whole, after averaging replicas; all ranks must call this."""
         self.sync()
-        return self.module.state_dict(*args, **kwargs)
+        state = self.module.state_dict(*args, **kwargs)
+        if not are_tables_left_out():  # inside a checkpoint, which gathers for the rank that writes
+            prefix: str = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            own = {name: value for name, value in state.items() if name.startswith(prefix) and is_sharded(value)}
+            state.update(gathered(own))
+        return state
+
+    def _take_state(self, state: dict[str, Any], prefix: str, *_: object) -> None:
+        """Rename keys of a state that a module around this one loads, and shard what is sharded here."""
+        own = {key: state.pop(key) for key in [key for key in state if key.startswith(prefix)]}
+        own = {key.removeprefix(prefix): value for key, value in own.items()}
+        state.update({f"{prefix}module.{key}": v for key, v in sharded_parameters(self.module, own).items()})
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load that of the model, with whole tables, of which each rank takes its tiles."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-
-def _named_as_module(state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Rename keys of a state that a module around the wrapper loads: the model is the wrapper's only submodule."""
-    for key in [key for key in state if key.startswith(prefix)]:
-        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+        """Load that of the model, all of it whole, of which each rank takes its tiles and shards."""
+        state = sharded_parameters(self.module, args[0] if args else kwargs.pop("state_dict"))
+        return self.module.load_state_dict(state, *args[1:], **kwargs)
 
 
 def mean_over_ranks(total: Tensor, count: int, model: nn.Module) -> Tensor:

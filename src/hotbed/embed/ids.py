@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from hotbed.bags import Bags
+from hotbed.bags import FROM_KEYED, Bags, is_keyed
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
@@ -291,8 +291,8 @@ def _values(weights: Tensor) -> Tensor:
 def refuse_other_ids(ids: object) -> NoReturn:
     """Raise `BatchError` for ids that are no `Jagged`, and say how to make one of them."""
     kind = type(ids).__name__
-    if all(callable(getattr(ids, name, None)) for name in ("keys", "values", "lengths")):
-        how = "Jagged.from_keyed(ids.keys(), ids.values(), ids.lengths(), ids.weights_or_none())"
+    if is_keyed(ids):
+        how = FROM_KEYED
     elif isinstance(ids, Mapping):
         how = "Jagged.from_dict(ids): by feature ids [B], [B, k], a list of bags, or (values, offsets [B + 1])"
     elif isinstance(ids, Tensor):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.bags import describe
-from hotbed.embed.arena import LocalTile, raw_shapes, untied
+from hotbed.embed.arena import Arena, LocalTile, raw_shapes, untied
 from hotbed.embed.dynamic import DynamicTables
 from hotbed.embed.gradients import TableUpdater
 from hotbed.embed.local_tables import LocalTables
@@ -23,7 +24,7 @@ from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
-from hotbed.store import Traffic
+from hotbed.store import DenseStore, Traffic
 from hotbed.torch_hooks import are_tables_left_out
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
@@ -122,7 +123,7 @@ class TableModule(nn.Module):
     @property
     def disk_bytes(self) -> int:
         """Bytes of files that hold rows and moments of this rank."""
-        return sum(arena.store.disk_bytes for group in self._groups for arena in group.arenas)
+        return sum(arena.store.disk_bytes for arena in self._arenas())
 
     @property
     def unadmitted_ids(self) -> Counter[str]:
@@ -132,7 +133,7 @@ class TableModule(nn.Module):
     @property
     def traffic(self) -> Traffic:
         """Counts of what caches and files of this rank did so far."""
-        return sum((arena.store.traffic for group in self._groups for arena in group.arenas), Traffic())
+        return sum((arena.store.traffic for arena in self._arenas()), Traffic())
 
     def weight(self, table: str) -> Tensor:
         """Return the rows of a table ``[R, D]`` float32.
@@ -164,6 +165,10 @@ class TableModule(nn.Module):
             self._group_of(name)
             self.handles[name].requires_grad_(trained)
         return self
+
+    def _arenas(self) -> Iterator[Arena]:
+        """Yield the arenas that this rank updates."""
+        return (arena for group in self._groups for arena in group.arenas)
 
     def _group_of(self, table: str) -> TableGroup:
         for group in self._groups:
@@ -237,6 +242,29 @@ class TableModule(nn.Module):
                     self._group_of(table).load(table, {name: state_dict[key] for name, key in keys.items()})
         if strict:
             unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in expected)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the tables, without what optimizers have connected.
+
+        Raises
+        ------
+        SpecError
+            If tables are dynamic, rows are in files or behind a cache, or there are replicas that are averaged.
+        """
+        kinds = {
+            "are dynamic": any(table.dynamic is not None for table in self.tables.values()),
+            "have replicas": self.replicas > 1,
+            "are in files, or behind a cache": not all(isinstance(a.store, DenseStore) for a in self._arenas()),
+        }
+        for kind in (kind for kind, found in kinds.items() if found):
+            raise SpecError(
+                f"tables that {kind} cannot be copied; make the model again, and let it load what "
+                "hotbed.save_checkpoint saves of this one; AveragedModel(model.PART) averages a part without tables"
+            )
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        made.__setstate__(deepcopy(self.__getstate__(), memo))
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_updaters"}

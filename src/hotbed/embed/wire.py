@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -71,6 +72,10 @@ class Wire:
     options: ParallelOptions = _DEFAULTS
     replicas: Replicas | None = None
     load: LoadCounters = field(default_factory=LoadCounters)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: copies of a model share links, and count their loads together."""
+        return self
 
     @property
     def links(self) -> list[Link]:

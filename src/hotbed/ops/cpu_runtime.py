@@ -8,6 +8,7 @@ seconds on every kernel.
 
 *Threads.* Kernels use ``torch.get_num_threads()`` threads. Two Python threads may launch kernels at once under OpenMP;
 Numba's own ``workqueue`` layer would abort the process, so where OpenMP is missing launches take turns behind a lock.
+A process that is forked has none of GNU OpenMP's threads, which would be waited for: there launches are refused.
 
 *Huge pages.* Random rows of a large arena miss the TLB on 4 KiB pages; with transparent huge pages they rarely do.
 
@@ -40,6 +41,8 @@ from numba.core import event as numba_event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from torch import Tensor
+
+from hotbed.errors import BackendError
 
 PREFETCH_ROWS = 12
 """How many rows ahead kernels prefetch (8 to 32 measured equal within noise; see docs/log.md)."""
@@ -191,8 +194,36 @@ if numba.config.THREADING_LAYER not in ("omp", "tbb"):
     )
 
 
+class _OpenMP:
+    """Whether kernels ran in this process, and whether they had run in the one that it was forked from."""
+
+    has_run = False
+    is_lost = False
+
+    @classmethod
+    def forked(cls) -> None:
+        cls.is_lost = cls.is_lost or cls.has_run
+
+
+if sys.platform == "linux" and numba.config.THREADING_LAYER == "omp":  # GNU's, whose threads a fork leaves behind
+    os.register_at_fork(after_in_child=_OpenMP.forked)
+
+
 def launch(compiled: Callable[..., Any], *args: Any) -> Any:
-    """Run a parallel kernel on torch's number of threads, as far as Numba has as many (``NUMBA_NUM_THREADS``)."""
+    """Run a parallel kernel on torch's number of threads, as far as Numba has as many (``NUMBA_NUM_THREADS``).
+
+    Raises
+    ------
+    BackendError
+        In a process that was forked after kernels had run, which Numba would end with a signal.
+    """
+    if _OpenMP.is_lost:
+        raise BackendError(
+            "this process was forked from one in which kernels had run, whose OpenMP threads it lacks; start it by "
+            "multiprocessing.get_context('spawn'), or DataLoader(…, multiprocessing_context='spawn'), or before "
+            "tables are made"
+        )
+    _OpenMP.has_run = True
     threads = torch.get_num_threads()
     numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     if torch.get_num_threads() != threads:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.config import Precision, TrainRecipe
+from hotbed.embed.dense_shards import local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
@@ -220,7 +221,7 @@ def _cause_of_non_finite(batch: Batch, which: str, model: nn.Module) -> str:
                 + (", or give the column a rule for missing values in the schema" if what == "dense" else "")
             )
     for name, parameter in model.named_parameters():
-        if _first_bad(parameter) is not None:
+        if _first_bad(local_values(parameter)) is not None:
             return (
                 f"The input is finite but parameter '{name}' is not: an earlier step diverged. Try a lower lr, or a "
                 f"longer schedule.warmup_steps"
