@@ -71,6 +71,10 @@ class Directory(ABC):
         """A folder in it, which need not exist."""
 
     @abstractmethod
+    def sibling(self, name: str) -> Directory:
+        """A folder beside it, which need not exist."""
+
+    @abstractmethod
     def names(self) -> list[str]:
         """Names of the files and folders in it, sorted; none if it does not exist."""
 
@@ -144,6 +148,10 @@ class LocalDirectory(Directory):
     @override
     def folder(self, name: str) -> Directory:
         return LocalDirectory(self.root / name)
+
+    @override
+    def sibling(self, name: str) -> Directory:
+        return LocalDirectory(self.root.resolve().parent / name)
 
     @override
     def names(self) -> list[str]:
@@ -257,6 +265,12 @@ class RemoteDirectory(Directory):
     def folder(self, name: str) -> Directory:
         query = f"?{self._query}" if self._query else ""
         return RemoteDirectory(self._filesystem, f"{self._root}/{name}", f"{self._address}/{name}{query}")
+
+    @override
+    def sibling(self, name: str) -> Directory:
+        query = f"?{self._query}" if self._query else ""
+        root, address = (path.rpartition("/")[0] for path in (self._root, self._address))
+        return RemoteDirectory(self._filesystem, f"{root}/{name}", f"{address}/{name}{query}")
 
     @override
     def names(self) -> list[str]:
