@@ -25,8 +25,8 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.storage import LocalDirectory, RemoteDirectory
 from hotbed.errors import CheckpointError
-from hotbed.train.callbacks import KeepLast
 from hotbed.train.checkpointing import OWNER, DirectoryLock
+from hotbed.train.retention import KeepLast
 from tests.checkpoint.test_checkpoint import bits, narrow_model, train
 from tests.train import planted
 from tests.train.parallel_cases import RECIPE

@@ -28,6 +28,8 @@ from hotbed.specs import Table
 FORMAT = 3
 DIFFERENTIAL = 4
 """Format of a checkpoint with a base, so that releases which know no bases refuse it."""
+_FULL = f'{{\n "format": {FORMAT},'.encode()
+"""What the manifest of a full checkpoint begins with."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 256 << 20
 """Of a manifest: one of 50 TB of tables has some 220 MiB."""
@@ -216,11 +218,19 @@ def _with_base(place: Directory, manifest: Manifest, base: Base) -> Manifest:
 
 
 def base_of(place: Directory) -> str | None:
-    """Name the base of a checkpoint that this release wrote; None if it is a full one, or none any more."""
+    """Name the base of a checkpoint; None if it is a full one, or none any more."""
     try:
-        base = json.loads(place.read(MANIFEST, MOST_BYTES)).get("base")
+        reader = place.reader(MANIFEST)
     except FileNotFoundError:
         return None
+    try:
+        head = bytearray(min(reader.size, len(_FULL)))
+        reader.read_into(memoryview(head), 0)
+    finally:
+        reader.close()
+    if bytes(head) == _FULL:  # manifests may be large
+        return None
+    base = json.loads(place.read(MANIFEST, MOST_BYTES)).get("base")
     return None if base is None else str(base["name"])
 
 

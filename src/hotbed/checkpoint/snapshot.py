@@ -107,16 +107,17 @@ class Snapshot:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        for store in self._arrays:
-            store.on_change = None
-        self._arrays.clear()
+            for store in self._arrays:
+                store.on_change = None
+            self._arrays.clear()
+            self.rows.clear()
 
     def _keep(self, store: RowStore, slots: Tensor) -> None:
         """Copy the rows at these slots that nobody has read or kept."""
         start = time.perf_counter()
         with self._lock:
             arrays = self._arrays.get(store, {})
-            for name, places in self.rows[store].places(slots).items():
+            for name, places in self.rows[store].places(slots).items() if arrays else ():
                 array = arrays.get(name)
                 if array is None:
                     continue
