@@ -51,7 +51,7 @@ class Saver:
     ----------
     records
         Of every checkpoint that this rank has written its files of: ``step``, ``path``, ``bytes``, ``seconds`` and
-        ``stalled_s``, the time that training was held up; of a differential one also its ``base``.
+        ``stalled_s``, the time that training was held up; with ``full_every`` also ``base``, None of a full one.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Saver:
             "bytes": saving.nbytes,
             "seconds": saving.seconds,
             "stalled_s": saving.stalled_s + self._waited_s,
-            **({} if saving.base is None else {"base": saving.base}),
+            **({} if self._full_every == 1 else {"base": saving.base}),
         }
         self.records.append(record)
         self._report(record)
