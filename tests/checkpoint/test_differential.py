@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from hotbed.errors import CheckpointError, DamagedError
 from hotbed.specs import Table
 from tests.checkpoint.test_tiles import tables, tilings_of
 from tests.checkpoint.tiles import Tiles, load, save
-from tests.fixtures.models import CASES, build, embeddings, sha256, state, train
+from tests.fixtures.models import CASES, build, embeddings, rowwise, sha256, state, train
 from tests.matrix import examples, full
 from tests.ranks import Ranks
 
@@ -139,25 +140,41 @@ def test_any_tiles_load_differences_of_any_tiles(data: st.DataObject) -> None:
 # -- several ranks -------------------------------------------------------------------------------------------------
 
 
-def chain_on_ranks(group: dist.ProcessGroup, folder: Path, plan: Any) -> list[str | None]:
+def on_ranks(rule: str, group: dist.ProcessGroup, plan: Any, *, seed: int = 5) -> Any:
+    """The model of tiles, trained by Adam or by a rule that sums over columns."""
+    case = CASES["tiles"] if rule == "adam" else replace(CASES["tiles"], optimizers={"sparse": rowwise})
+    return build(case, group=group, plan=plan, seed=seed)
+
+
+def chain_on_ranks(group: dist.ProcessGroup, folder: Path, plan: Any, rule: str) -> list[str | None]:
     differential.MOST_SHARE = ALL
-    parts = build(CASES["tiles"], group=group, plan=plan)
+    parts = on_ranks(rule, group, plan)
     return [saving.base for saving in chain("tiles", folder, parts, [range(2), range(7, 8)], background=True)]
 
 
-def go_on_on_ranks(group: dist.ProcessGroup, path: Path, plan: Any) -> str:
-    parts = build(CASES["tiles"], group=group, plan=plan, seed=6)
+def loaded_on_ranks(group: dist.ProcessGroup, path: Path, plan: Any, rule: str) -> str:
+    parts = on_ranks(rule, group, plan, seed=6)
     load_checkpoint(path, parts)
     return sha256(state(parts))
 
 
-@pytest.mark.parametrize("plan", ["given", full("row"), full("column"), full("grid"), full("dp"), hb.Cut(tier="disk")])
-def test_differences_of_three_ranks_load_on_one_and_four(ranks: Ranks, tmp_path: Path, plan: Any) -> None:
+DISK = hb.Cut(tier="disk")
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        *[("given", "adam"), ("given", "rowwise"), (DISK, "adam")],
+        *map(full, ["row", "column", "grid", "dp"], ["rowwise", "rowwise", "adam", "adam"]),
+    ],
+)
+def test_differences_of_three_ranks_load_on_one_and_four(ranks: Ranks, tmp_path: Path, plan: Any, rule: str) -> None:
     plan = CASES["tiles"].plan if plan == "given" else plan
-    assert ranks.run(3, chain_on_ranks, tmp_path, plan) == [["base", "base"]] * 3
-    expected = go_on("tiles", tmp_path / "full1")[0]
+    assert ranks.run(3, chain_on_ranks, tmp_path, plan, rule) == [["base", "base"]] * 3
+    (expected,) = set(ranks.run(1, loaded_on_ranks, tmp_path / "full1", "table", rule))
     for size, other in ((1, "table"), (4, "row"), (3, "column")):
-        assert set(ranks.run(size, go_on_on_ranks, tmp_path / "d1", other)) == {expected}, (size, other)
+        found = set(ranks.run(size, loaded_on_ranks, tmp_path / "d1", other, rule))
+        assert found == {expected}, (size, other)
 
 
 def replaced_on_one(group: dist.ProcessGroup, folder: Path) -> str | None:
