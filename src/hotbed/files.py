@@ -16,9 +16,9 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import yaml
-from typing_extensions import override
 
 from hotbed.errors import DataError, RecipeError
+from hotbed.parsing import TextError, parse_yaml
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 MOST_TEXT_BYTES = 16 << 20
@@ -101,30 +101,18 @@ def read_yaml(path: Path) -> Any:
     Raises
     ------
     RecipeError
-        If there is no such file, or it is not YAML, or a mapping has a key twice, of which YAML would take the last.
+        If there is no such file, or `parse_yaml` refuses its text.
     """
     try:
-        return yaml.load(read_text(path), Loader=_Unique)
+        return parse_yaml(read_text(path))
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
-    except RecursionError:
-        raise RecipeError(f"{path} is nested too deeply to be a recipe") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except RecipeError:
+        raise
+    except TextError as error:
+        raise RecipeError(f"{path} {error}") from None
+    except ValueError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None
-
-
-class _Unique(yaml.SafeLoader):
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key '{key.value}' is there twice; remove one", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def yaml_text(value: object, *, width: int | None = None) -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST
-from hotbed.config import Recipe
+from hotbed.config import Recipe, check_trust, import_from
 from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
 from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
@@ -29,7 +29,7 @@ from hotbed.train.report import StageProgress
 CURVES = ("accesses_of_top_rows", "lru", "static")
 
 
-def open_data(path: str | Path) -> Source:
+def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     """The samples that a path stands for.
 
     A prepared dataset; a Parquet file or folder, also at a URI, with the schema that `draft_schema` proposes; a
@@ -48,12 +48,16 @@ def open_data(path: str | Path) -> Source:
         raise DataError(f"{path} does not exist")
     if (path / MANIFEST).is_file():
         raise DataError(f"{path} is a checkpoint, which holds no samples; give the data, the recipe or the run")
-    if (path / "recipe.yaml").is_file():
+    if is_stored := (path / "recipe.yaml").is_file():
         path = path / "recipe.yaml"
     if path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file():
         return SplitBinarySource(path)
     if path.suffix in (".yaml", ".yml"):
         recipe = Recipe.from_dict(read_yaml(path))
+        if is_stored:
+            check_trust(recipe, str(path), trusted=trust_recipe)
+        else:
+            import_from(path.parent)
         return open_source(replace(recipe.data, valid_split=None, test_split=None))
     try:
         return ParquetSource(path, draft_schema(path))
@@ -73,6 +77,7 @@ def inspect_skew(
     out: Path | None = None,
     picture: bool = True,
     overwrite: bool = False,
+    trust_recipe: bool = False,
 ) -> dict[str, Any]:
     """Measure the popularity of rows, and write what was found where that is wanted.
 
@@ -94,6 +99,8 @@ def inspect_skew(
         Whether to draw skew.png, which needs matplotlib.
     overwrite
         Replace ``out`` if it holds a skew.json.
+    trust_recipe
+        Import what the recipe of a run's directory names, also if it is of neither hotbed nor torch.optim.
 
     Returns
     -------
@@ -111,11 +118,11 @@ def inspect_skew(
         If an argument is out of range.
     """
     if out is None:
-        return _measure(path, console, split, batch_size, sampled_rows)[0]
+        return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]
     if picture:
         _need_matplotlib()
     with new_directory(out, marker="skew.json", overwrite=overwrite) as directory:
-        found, tables = _measure(path, console, split, batch_size, sampled_rows)
+        found, tables = _measure(path, console, split, batch_size, sampled_rows, trust_recipe)
         write_json(directory / "skew.json", found)
         (directory / "hot_order").mkdir()
         for table in tables:
@@ -134,10 +141,10 @@ SKEW_DEFAULTS = {
 
 
 def _measure(
-    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int
+    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int, trust_recipe: bool
 ) -> tuple[dict[str, Any], list[Popularity]]:
     started = time.perf_counter()
-    source = open_data(path)
+    source = open_data(path, trust_recipe=trust_recipe)
     with StageProgress(console) as progress:
         tables = measure_popularity(
             source,

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import location
+from hotbed.parsing import TextError, parse_yaml, read_limited
 from hotbed.specs import is_int
 
 _DTYPES: dict[str, tuple[str, ...]] = {
@@ -72,9 +72,11 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
     if not file.is_file():
         raise DataError(f"{file} does not exist; make one with `hotbed prepare`, or give its directory")
     try:
-        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content: object = parse_yaml(read_limited(file).decode("utf-8"))
+    except UnicodeDecodeError as error:
         raise DataError(f"{file} is not YAML: {error}") from None
+    except TextError as error:
+        raise DataError(f"{file} {error}") from None
     return _Reader(file, _mapping(content, f"{file}")).read()
 
 

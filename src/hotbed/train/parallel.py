@@ -24,6 +24,7 @@ from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.jagged import ModelParallelInput
 from hotbed.optim import Moment
+from hotbed.parsing import TextError, read_limited
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
 from hotbed.plan.placement import SCHEMES
@@ -267,4 +268,7 @@ def read_plan(file: Path) -> Plan:
     """A plan's JSON file; a `PlanError` says what else a plan can be."""
     if not file.is_file():
         raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}")
-    return Plan.from_json(file.read_text(encoding="utf-8"))
+    try:
+        return Plan.from_json(read_limited(file))
+    except TextError as error:
+        raise PlanError(f"plan {file} {error}; give another file") from None

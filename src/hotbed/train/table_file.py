@@ -6,12 +6,12 @@ inspect --skew`` how often the rows of each table are accessed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from hotbed.errors import DataError
+from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.plan.tiers import Curve
 from hotbed.specs import is_int
 
@@ -60,8 +60,10 @@ def read_tables(
     if not file.is_file():
         raise DataError(f"{file} does not exist; make it with {writer.command}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_limited(file))
         found = {entry["table"]: take(content, entry) for entry in cast("list[dict[str, Any]]", content["tables"])}
+    except TextError as error:
+        raise DataError(f"{file} {error}; {writer.again}") from None
     except (ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise DataError(f"{file} is not what {writer.command} writes ({what}); {writer.again}") from None
