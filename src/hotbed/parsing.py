@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 import reprlib
+import warnings
 from pathlib import Path
-from typing import Any
+from tokenize import TokenError
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MOST_BYTES = 64 << 20
 """Largest file of JSON or YAML that is read; recipes and the manifests of checkpoints have limits of their own."""
@@ -42,6 +47,24 @@ def read_limited(path: Path, most: int = MOST_BYTES) -> bytes:
     if len(content) > most:
         raise TextError(f"is longer than {most:,} bytes")
     return content
+
+
+def map_npy(path: Path) -> NDArray[Any]:
+    """Map an array of a ``.npy`` file into memory; nothing is allocated for it.
+
+    Raises
+    ------
+    TextError
+        If it is none, is shorter than its header says, or holds objects, which are pickles.
+    """
+    from numpy.lib.format import open_memmap
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of headers that Python 2 wrote
+            return open_memmap(path, mode="r")
+    except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, TokenError) as error:
+        raise TextError(f"is not a file of NumPy's format, or is cut short: {error}") from None
 
 
 def parse_yaml(text: str) -> Any:
