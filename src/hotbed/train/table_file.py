@@ -64,7 +64,7 @@ def read_tables(
         found = {entry["table"]: take(content, entry) for entry in cast("list[dict[str, Any]]", content["tables"])}
     except TextError as error:
         raise DataError(f"{file} {error}; {writer.again}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {error}"
         raise DataError(f"{file} is not what {writer.command} writes ({what}); {writer.again}") from None
     entries: dict[str, T] = {}

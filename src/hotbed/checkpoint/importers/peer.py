@@ -87,7 +87,7 @@ def npy_array(path: Path) -> PeerArray:
         array = map_npy(existing(path))
     except TextError as error:
         raise CheckpointError(f"{path} {error}; copy it again") from None
-    if array.dtype not in (np.float32, np.float16, np.float64):
+    if array.dtype.name not in ("float32", "float16", "float64"):
         raise CheckpointError(f"{path} holds {array.dtype}, must be float32, float16 or float64")
     return _numpy_array(array, f"{path}")
 
