@@ -2,12 +2,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PEERS := benchmarks/peers/.venv
 LOWEST := .venv-lowest
+AUDIT := .venv-audit
+TARGET ?= yaml
+SECONDS ?= 60
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py tests/test_config.py tests/commands/test_main.py \
 	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-lowest check format tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-lowest check format fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -50,6 +53,24 @@ format: .venv/ready  ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+fuzz: .fuzz/ready  ## fuzz a parser, led by coverage: make fuzz [TARGET=plan] [SECONDS=60]; targets are in tests/fuzz
+	PYTHONPATH=.fuzz/lib $(BIN)/python -m tests.fuzz $(TARGET) $(SECONDS)
+
+.fuzz/ready: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --target .fuzz/lib atheris==3.0.0
+	touch $@
+
+audit: $(AUDIT)/ready  ## known vulnerabilities of the versions in constraints.txt (asks pypi.org)
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
+
+sbom: $(AUDIT)/ready  ## sbom.json: the versions in constraints.txt, as CycloneDX
+	$(AUDIT)/bin/cyclonedx-py requirements --no-validate --pyproject pyproject.toml --output-reproducible --output-file sbom.json constraints.txt
+
+$(AUDIT)/ready:
+	$(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1 cyclonedx-bom==7.5.0
+	touch $@
+
 tutorials: .venv/ready  ## run the notebooks of docs/tutorials, in place
 	$(BIN)/python docs/tutorials/run.py
 
@@ -73,4 +94,4 @@ $(PEERS)/ready: pyproject.toml constraints.txt benchmarks/peers/requirements.txt
 	touch $@
 
 clean:  ## remove what setup and runs made
-	rm -rf .venv $(LOWEST) $(PEERS) runs
+	rm -rf .venv $(LOWEST) $(AUDIT) $(PEERS) .fuzz sbom.json runs

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from typing_extensions import override
 
 from hotbed.errors import DataError, RecipeError
+from hotbed.parsing import TextError, parse_yaml
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 MOST_TEXT_BYTES = 16 << 20
@@ -105,7 +105,7 @@ def read_yaml(path: Path) -> Any:
     Raises
     ------
     RecipeError
-        If there is no such file, or it is not YAML, or a mapping has a key twice, of which YAML would take the last.
+        If there is no such file, or `parse_yaml` refuses its text.
     """
     try:
         text = read_text(path)
@@ -115,31 +115,15 @@ def read_yaml(path: Path) -> Any:
         raise
     except ValueError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None
-    return parse_yaml(text, str(path))
+    return yaml_of(text, str(path))
 
 
-def parse_yaml(text: str, path: str) -> Any:
+def yaml_of(text: str, path: str) -> Any:
     """What the text of a recipe's file says; see `read_yaml`."""
     try:
-        return yaml.load(text, Loader=_Unique)
-    except RecursionError:
-        raise RecipeError(f"{path} is nested too deeply to be a recipe") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
-
-
-class _Unique(yaml.SafeLoader):
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key '{key.value}' is there twice; remove one", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return parse_yaml(text)
+    except TextError as error:
+        raise RecipeError(f"{path} {error}") from None
 
 
 def yaml_text(value: object, *, width: int | None = None) -> str:

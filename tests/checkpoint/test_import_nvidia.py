@@ -90,7 +90,7 @@ def rewrite(file: str, value: Any) -> Callable[[Path], Any]:
             lambda p: (p / "bottom_model.embeddings.1.bin").write_bytes(b"x" * 16),
             "embeddings.1.bin has 16 bytes, but 5 rows × 16 float32 are 320; copy it again",
         ),
-        wrong(rewrite("embeddings.0.meta.pt", {"shape": [3]}), "says shape [3], must be [rows, dim]"),
+        wrong(rewrite("embeddings.0.meta.pt", {"shape": [3]}), "is said to have shape [3], must be [rows, dim]"),
         wrong(rewrite("metadata.pt", [1]), "metadata.pt holds list, must be a dict; is this NVIDIA's DLRM?"),
         wrong(
             rewrite("metadata.pt", metadata([[0, 1]])),

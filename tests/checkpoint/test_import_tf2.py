@@ -135,7 +135,7 @@ def change_config(**changes: Any) -> Callable[[Path], Any]:
     ("change", "message"),
     [
         (lambda p: (p / "dense" / "config.json").unlink(), "config.json is missing; copy the whole checkpoint"),
-        (lambda p: (p / "dense" / "config.json").write_text("{"), "config.json is damaged ("),
+        (lambda p: (p / "dense" / "config.json").write_text("{"), "config.json is not JSON"),
         (change_config(interaction=None), "config.json has no 'interaction'; is this NVIDIA's TensorFlow 2 DLRM?"),
         (change_config(interaction="cross"), "interaction is 'cross', hotbed's DLRM has the dot interaction only"),
         (change_config(num_numerical_features=7), "takes 16 inputs, but config.json says 7 numerical features, padded"),
@@ -146,7 +146,7 @@ def change_config(**changes: Any) -> Callable[[Path], Any]:
         (lambda p: (p / "dense" / "dense.index").write_bytes(b"x"), "dense.index is no index of a TensorFlow check"),
         (
             lambda p: (p / "dense" / "dense.data-00000-of-00001").write_bytes(b"x"),
-            "cannot be read as a TensorFlow checkpoint: a tensor lies at bytes",
+            "cannot be read as a TensorFlow checkpoint: its tensors take 7,524 bytes, the file has 1",
         ),
         (lambda p: write_bundle(p / "dense" / "dense", {"x": torch.zeros(1)}), "has no 'bottom_mlp_layers/0/kernel'"),
         (

@@ -150,7 +150,8 @@ VALUES = {
 
 
 def test_options_of_skew_go_with_it(prepared: Path, capsys: Output) -> None:
-    assert VALUES.keys() == SKEW_DEFAULTS.keys()
-    for name, value in VALUES.items():
-        message = refused(["inspect", str(prepared), f"--{name}", value], capsys)
+    assert {*VALUES, "trust_recipe"} == SKEW_DEFAULTS.keys()
+    for name, value in [*VALUES.items(), ("trust_recipe", None)]:
+        given = [f"--{name}"] if value is None else [f"--{name}", value]
+        message = refused(["inspect", str(prepared), *given], capsys)
         assert f"--{name} goes with --skew; add --skew, or leave --{name} out" in message

@@ -42,15 +42,15 @@ from tests.commands.cases import Output, inspected, refused, train
         ),
         (["--dense_optimizer.class_path", "torch.optim.LBFGS"], "torch.optim.LBFGS needs a closure that computes the"),
         (["--dense_optimizer.class_path", "torch.optim.SparseAdam"], "torch.optim.SparseAdam needs sparse gradients"),
-        (["--dense_optimizer.class_path", "torch.optm.Adam"], "no module 'torch.optm'; install it, or add its"),
+        (["--dense_optimizer.class_path", "torch.optm.Adam"], "no module 'torch.optm'; install it, put it beside"),
         (["--dense_optimizer.class_path", "torch.optm.Adam"], "to PYTHONPATH; did you mean 'optim'?"),
         (["--dense_optimizer.class_path", "hotbd.Adam"], "to PYTHONPATH; did you mean 'hotbed'?"),
         (["--dense_optimizer.class_path", ".Adam"], "dense_optimizer.class_path is '.Adam', must be an import path"),
         (["--dense_optimizer.class_path", "torch.optim."], "is 'torch.optim.', must be an import path"),
-        (["--dense_optimizer.class_path", "builtins.dict"], "is builtins.dict, which is not a torch.optim.Optimizer"),
-        (["--sparse_optimizer.class_path", "builtins.dict"], "is builtins.dict, which is not a torch.optim.Optimizer"),
-        (["--data.source.class_path", "builtins.dict"], "is builtins.dict, which is not a hotbed.data.Source"),
-        (["--model.class_path", "builtins.dict"], "model is builtins.dict, which is not a torch.nn.Module"),
+        (["--dense_optimizer.class_path", "torch.Size"], "is torch.Size, which is not a torch.optim.Optimizer"),
+        (["--sparse_optimizer.class_path", "torch.Size"], "is torch.Size, which is not a torch.optim.Optimizer"),
+        (["--data.source.class_path", "torch.Size"], "is torch.Size, which is not a hotbed.data.Source"),
+        (["--model.class_path", "torch.Size"], "model is torch.Size, which is not a torch.nn.Module"),
         (["--train.seed", "18446744073709551616"], "train.seed is 18,446,744,073,709,551,616, must be below 2**64"),
         (["--name", ".."], "name is '..', must be a plain directory name of at most 200 bytes; it becomes runs/NAME"),
         (["--name", "."], "name is '.', must be a plain directory name"),
@@ -323,7 +323,7 @@ def test_a_model_of_the_user_works(recipe: Path) -> None:
     status, summary, run = train(recipe, *args)
     assert status == 0
     assert summary["test"]["auc"] > 0.5
-    assert main(["eval", "--checkpoint", str(run)]) == 0
+    assert main(["eval", "--checkpoint", str(run), "--trust_recipe"]) == 0
 
 
 def test_a_wide_and_deep_model_trains_resumes_and_is_evaluated(recipe: Path) -> None:

@@ -216,7 +216,7 @@ def test_an_unknown_preset() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is neither YAML nor JSON"),
+        ("{", "is not YAML"),
         ("dense: 3", "has no 'rows'; write for example rows: {C1: 1000, C2: 50}"),
         ("[1, 2]", "has no 'rows'"),
         ("{rows: [5], dnse: 3}", "unknown key 'dnse'; it may have rows and dense; did you mean 'dense'?"),

@@ -7,7 +7,6 @@ itself: what passes can be read without looking again, and allocates no more tha
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from collections import Counter
@@ -18,12 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from hotbed.errors import CheckpointError, DamagedError
+from hotbed.parsing import TextError, parse_json
 from hotbed.specs import MAX_DIM, RowDtype, row_bytes
 
 MOST_BLOCK_BYTES = 1 << 30
 """Bytes of a block, of which several are in memory at once."""
-MOST_DEPTH = 100
-"""How deep values may be nested."""
 MOST_DIMENSIONS = 64
 """Of an array; torch has no more."""
 MOST_VALUES = 2**59
@@ -151,15 +149,11 @@ def parsed(data: bytes, where: str) -> dict[str, Any]:
         If it is none.
     """
     try:
-        values = json.loads(data, object_pairs_hook=_distinct)
+        values = parse_json(data)
         if not isinstance(values, dict):
-            raise ValueError(f"it holds {type(values).__name__}, must be an object")
-        if _depth(values) > MOST_DEPTH:
-            raise ValueError(f"its values are nested more than {MOST_DEPTH} deep")
-    except RecursionError:
-        raise DamagedError(f"{where} is damaged (its values are nested more than {MOST_DEPTH} deep)") from None
-    except ValueError as error:
-        raise DamagedError(f"{where} is damaged ({error}); use another checkpoint") from None
+            raise TextError(f"holds {type(values).__name__}, must be an object")
+    except TextError as error:
+        raise DamagedError(f"{where} is damaged: it {error}; use another checkpoint") from None
     return cast("dict[str, Any]", values)
 
 
@@ -307,25 +301,6 @@ def _is_items(value: object) -> bool:
     if not all(isinstance(p, list) and len(p) == 2 and isinstance(p[0], str | int) for p in pairs):
         return False
     return len({pair[0] for pair in cast("list[list[Any]]", pairs)}) == len(pairs)
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"it has {reprlib.repr(twice)} twice")
-    return found
-
-
-def _depth(value: object) -> int:
-    """How deep lists and objects are nested, level by level."""
-    level: list[Any] = [value]
-    depth = 0
-    while level and depth <= MOST_DEPTH:
-        inner = [of.values() if isinstance(of, dict) else of for of in level]
-        level = [v for of in inner for v in of if isinstance(v, (dict, list))]
-        depth += 1
-    return depth
 
 
 def _text_of(error: ValidationError, where: str) -> str:

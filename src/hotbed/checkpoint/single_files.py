@@ -73,7 +73,7 @@ def read_yaml(path: str | Path) -> Any:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None
-    return files.parse_yaml(text, place)
+    return files.yaml_of(text, place)
 
 
 def write_text(path: str | Path, text: str) -> None:

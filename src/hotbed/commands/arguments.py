@@ -24,6 +24,8 @@ from hotbed.config import (
     ScheduleRecipe,
     TrainRecipe,
     check_keys,
+    check_trust,
+    import_from,
 )
 from hotbed.config.recipe import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
@@ -142,6 +144,10 @@ class RecipeParser(Parser):
             parsed = super().parse_args([f"--recipe={file}" for file in files] + rest, *others, **options)
         for key, text in deep:
             self._set_deep(parsed, key, text)
+        if parsed.trust_recipe:
+            for recipe in recipes:
+                if isinstance(place := location(recipe), Path):
+                    import_from(place.parent)
         return parsed
 
     def _set_deep(self, parsed: Namespace, key: str, text: str) -> None:
@@ -184,11 +190,17 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_class_arguments(HotRecipe, "hot", instantiate=False)
     parser.add_argument("--plan", type=str | None, help="Short for --parallel.plan: a sharding scheme or FILE.")
     parser.add_argument("--init_from", type=str | None, help="Short for --init.checkpoint: what fits is taken from it.")
+    parser.add_argument(
+        "--trust_recipe",
+        type=bool,
+        default=True,
+        help="Whether it may name classes of others than hotbed and torch.optim; importing them runs their code.",
+    )
 
 
 def _add_component(parser: ArgumentParser, key: str, default: str | None = None) -> None:
     parser.add_argument(f"--{key}.class_path", type=str | None, default=default, help="Import path of the class.")
-    parser.add_argument(f"--{key}.init_args", type=dict[str, Any], default={}, help="Its arguments; .NAME sets one.")
+    parser.add_argument(f"--{key}.init_args", type=dict, default={}, help="Its arguments; .NAME sets one.")
 
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
@@ -205,7 +217,11 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
         del values["wide_optimizer"]
     if values["name"] is None:
         del values["name"]
-    return Recipe.from_dict(values)
+    trusted = values.pop("trust_recipe")
+    recipe = Recipe.from_dict(values)
+    if not trusted:
+        check_trust(recipe, "the given file", trusted=False, say_so="leave out --trust_recipe false")
+    return recipe
 
 
 def split_recipes(args: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -284,12 +300,13 @@ def _value_of(option: str, remaining: Iterator[str]) -> str:
     return value
 
 
-# jsonargparse would replace all of `schema` by {group: user}, so what lies within an init_arg is set here.
-_DEEP = re.compile(rf"--((?:\w+\.)+init_args\.\w+\.[\w.]+|(?:{'|'.join(_GROUPS)})\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
+# What lies within init_args is set here: jsonargparse would replace all of `schema` by {group: user}, and of the type
+# dict[str, Any] it would import every class that a recipe's init_args name, before anybody has checked them.
+_DEEP = re.compile(rf"--((?:\w+\.)+init_args\.[\w.]+|(?:{'|'.join(_GROUPS)})\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
 
 
 def split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Arguments without ``--X.init_args.schema.group user``, and those as keys and texts."""
+    """Arguments without ``--X.init_args.lr 0.1`` and the like, and those as keys and texts."""
     rest: list[str] = []
     deep: list[tuple[str, str]] = []
     remaining = iter(args)
@@ -337,6 +354,16 @@ def check_json(path: str) -> None:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
         raise RecipeError(f"--json is {path!r}, but no file can be written into {there} ({error.strerror})") from None
+
+
+def add_trust(parser: ArgumentParser) -> None:
+    """The option of commands that build what the recipe in a checkpoint or a run names."""
+    parser.add_argument(
+        "--trust_recipe",
+        action="store_true",
+        help="Import what the stored recipe names beside hotbed and torch.optim, which runs its code: installed "
+        "packages, and modules in the current directory.",
+    )
 
 
 def add_json(parser: ArgumentParser) -> None:

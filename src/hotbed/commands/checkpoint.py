@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.commands.arguments import Parser, add_json, console, write_json
+from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
 from hotbed.errors import CheckpointError, RecipeError
-from hotbed.files import local
+from hotbed.locations import local
 
 if TYPE_CHECKING:
     from hotbed.checkpoint import Directory
@@ -105,6 +105,7 @@ def add_convert(parser: ArgumentParser) -> None:
         "--collection", type=str, default="embeddings", help="Attribute of hotbed's model that is to have them."
     )
     parser.add_argument("--data", type=str | None, help="Data for --to torch; default: that of the recipe.")
+    add_trust(parser)
     add_json(parser)
 
 
@@ -136,7 +137,7 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
     if parsed.to == "torch":
         from hotbed.commands.export import export_model
 
-        return export_model(parsed.source, target, parsed.data)
+        return export_model(parsed.source, target, parsed.data, trust_recipe=parsed.trust_recipe)
     source = find_checkpoint(parsed.source)
     if parsed.to == "safetensors":
         from hotbed.checkpoint.convert import export_tables
@@ -160,6 +161,7 @@ def _refuse_options_without_effect(parsed: Namespace) -> None:
         "--names": (parsed.names is not None, not from_hotbed, "from another library (--from)"),
         "--collection": (parsed.collection != "embeddings", not from_hotbed, "from another library (--from)"),
         "--data": (parsed.data is not None, parsed.to == "torch", "to torch (--to torch)"),
+        "--trust_recipe": (parsed.trust_recipe, parsed.to == "torch", "to torch (--to torch)"),
     }
     for option, (is_given, serves, when) in given.items():
         if is_given and not serves:

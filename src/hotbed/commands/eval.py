@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import add_json, add_trust, console, write_json
 from hotbed.locations import location
 
 
@@ -19,6 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--split", type=str, default="test", help="Split of the data.")
     parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
+    add_trust(parser)
     add_json(parser)
 
 
@@ -27,7 +28,9 @@ def run(parsed: Namespace) -> None:
     from hotbed.train.report import print_metrics
     from hotbed.train.stored import evaluate_checkpoint
 
-    checkpoint, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
+    checkpoint, metrics = evaluate_checkpoint(
+        location(parsed.checkpoint), parsed.split, parsed.data, trust_recipe=parsed.trust_recipe
+    )
     values = metrics.to_dict()
     print_metrics(console(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
     write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})

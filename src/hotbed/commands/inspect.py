@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import add_json, add_trust, console, write_json
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.data import SplitBinarySource
 from hotbed.data.parquet import find_parquet
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import location
+from hotbed.parsing import TextError, parse_json
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
 
@@ -31,7 +31,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="Dataset, Parquet, run, runs of a name, checkpoint; or --skew of a recipe.",
     )
     parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
-    parser.add_function_arguments(inspect_skew, skip={"path", "console"})
+    parser.add_function_arguments(inspect_skew, skip={"path", "console", "trust_recipe"})
+    add_trust(parser)
     add_json(parser)
 
 
@@ -146,11 +147,15 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
 
 def _run(place: Directory) -> dict[str, Any]:
     finished = place.has(SUMMARY)
+    try:
+        summary = parse_json(place.read(SUMMARY)) if finished else None
+    except TextError as error:
+        raise DataError(f"{place}/{SUMMARY} {error}; copy the run again, or remove that file") from None
     return {
         "kind": "run",
         "path": str(place),
         "finished": finished,
-        "summary": json.loads(place.read(SUMMARY)) if finished else None,
+        "summary": summary,
         "checkpoints": [str(checkpoint) for checkpoint in checkpoints_in(place / "checkpoints")],
     }
 

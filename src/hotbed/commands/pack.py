@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 
 from hotbed.checkpoint.single_files import exists, read_yaml
 from hotbed.commands.arguments import add_json, console, write_json
-from hotbed.config import Recipe
+from hotbed.config import Recipe, import_from
 from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
 from hotbed.data.pack import pack
@@ -30,7 +30,7 @@ from hotbed.plan.cost import tile_bytes
 from hotbed.plan.tiers import Counted, Popularity, hot_rows
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
-from hotbed.train.build import new_model, tables_of
+from hotbed.train.build import new_model, new_source, tables_of
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.report import StageProgress, size
 
@@ -103,7 +103,7 @@ def pack_by_popularity(
         If the budget does not hold a row.
     """
     started = time.perf_counter()
-    source = recipe.data.source.build(recipe.data.path)
+    source = new_source(recipe.data)
     if not isinstance(source, SplitBinarySource):
         raise RecipeError(
             f"data.source is {recipe.data.source.class_path}, but hotbed pack packs prepared datasets only "
@@ -183,6 +183,7 @@ def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
     """
     if not exists(file):
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
+    import_from(file.parent)
     recipe = Recipe.from_dict(read_yaml(file))
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
 

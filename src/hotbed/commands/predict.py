@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.commands.arguments import add_json, add_trust, console, write_json
 from hotbed.errors import RecipeError
 from hotbed.locations import location
 
@@ -21,6 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--split", type=str | None, help="Split to score, where the data have several.")
     parser.add_argument("--batch_size", type=int | None, help="Rows at once; default: train.eval_batch_size.")
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto.")
+    add_trust(parser)
     add_json(parser)
 
 
@@ -42,6 +43,7 @@ def run(parsed: Namespace) -> None:
             split=parsed.split,
             batch_size=parsed.batch_size,
             device=parsed.device,
+            trust_recipe=parsed.trust_recipe,
             progress=lambda done, total: progress("predict", done, total),
         )
     rate = made.rows / made.seconds

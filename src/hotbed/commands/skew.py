@@ -18,7 +18,7 @@ from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, directory
 from hotbed.checkpoint.single_files import read_yaml
-from hotbed.config import Recipe
+from hotbed.config import Recipe, check_trust, import_from
 from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
 from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
@@ -31,7 +31,7 @@ from hotbed.train.report import RECIPE, StageProgress
 CURVES = ("accesses_of_top_rows", "lru", "static")
 
 
-def open_data(path: str | Path) -> Source:
+def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     """The samples that a path stands for.
 
     A prepared dataset, which is local; a Parquet file or folder with the schema that `draft_schema` proposes; a
@@ -53,6 +53,10 @@ def open_data(path: str | Path) -> Source:
         return SplitBinarySource(path)
     if (of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml")):
         recipe = Recipe.from_dict(read_yaml((place / RECIPE).path if of_run else path))
+        if of_run:
+            check_trust(recipe, (place / RECIPE).path, trusted=trust_recipe)
+        elif isinstance(path, Path):
+            import_from(path.parent)
         return open_source(replace(recipe.data, valid_split=None, test_split=None))
     try:
         return ParquetSource(path, draft_schema(path))
@@ -72,6 +76,7 @@ def inspect_skew(
     out: str | None = None,
     picture: bool = True,
     overwrite: bool = False,
+    trust_recipe: bool = False,
 ) -> dict[str, Any]:
     """Measure the popularity of rows, and write what was found where that is wanted.
 
@@ -93,6 +98,8 @@ def inspect_skew(
         Whether to draw skew.png, which needs matplotlib.
     overwrite
         Replace ``out`` if it holds a skew.json.
+    trust_recipe
+        Import what the recipe of a run's directory names, also if it is of neither hotbed nor torch.optim.
 
     Returns
     -------
@@ -110,11 +117,11 @@ def inspect_skew(
         If an argument is out of range.
     """
     if out is None:
-        return _measure(path, console, split, batch_size, sampled_rows)[0]
+        return _measure(path, console, split, batch_size, sampled_rows, trust_recipe)[0]
     if picture:
         _need_matplotlib()
     with new_directory(local("--out", out), marker="skew.json", overwrite=overwrite) as directory:
-        found, tables = _measure(path, console, split, batch_size, sampled_rows)
+        found, tables = _measure(path, console, split, batch_size, sampled_rows, trust_recipe)
         write_json(directory / "skew.json", found)
         (directory / "hot_order").mkdir()
         for table in tables:
@@ -133,10 +140,10 @@ SKEW_DEFAULTS = {
 
 
 def _measure(
-    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int
+    path: str | Path, console: Console, split: str, batch_size: int, sampled_rows: int, trust_recipe: bool
 ) -> tuple[dict[str, Any], list[Popularity]]:
     started = time.perf_counter()
-    source = open_data(path)
+    source = open_data(path, trust_recipe=trust_recipe)
     with StageProgress(console) as progress:
         tables = measure_popularity(
             source,

@@ -24,6 +24,7 @@ from hotbed.config.recipe import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.trust import check_trust, import_from
 
 __all__ = [
     "Component",
@@ -44,4 +45,6 @@ __all__ = [
     "SparseOptimizerGroup",
     "TrainRecipe",
     "check_keys",
+    "check_trust",
+    "import_from",
 ]

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 import pkgutil
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,11 @@ class Component:
         parts = self.class_path.split(".") if isinstance(self.class_path, str) else []
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             raise RecipeError(f"class_path is '{self.class_path}', must be an import path like torch.optim.Adam")
+        if parts[0] in sys.stdlib_module_names or "__main__" in parts:
+            raise RecipeError(
+                f"class_path is '{self.class_path}', which no recipe needs; name a class of hotbed, torch.optim, an "
+                "installed package or a module beside the recipe"
+            )
 
     def load(self) -> type[Any]:
         """Import the class.
@@ -42,13 +48,16 @@ class Component:
             if error.name is None or not module_name.startswith(error.name):
                 raise  # the module is there and what it imports is not
             raise RecipeError(
-                f"class_path is '{self.class_path}', but there is no module '{error.name}'; install it, or add its "
-                f"directory to PYTHONPATH{_modules_like(error.name)}"
+                f"class_path is '{self.class_path}', but there is no module '{error.name}'; install it, put it "
+                f"beside the recipe, or add its directory to PYTHONPATH{_modules_like(error.name)}"
             ) from None
         found = getattr(module, name, None)
         if not isinstance(found, type):
             classes = [n for n, value in vars(module).items() if isinstance(value, type)]
-            raise RecipeError(f"module '{module_name}' has no class '{name}'{did_you_mean(name, classes)}")
+            file = getattr(module, "__file__", None)
+            raise RecipeError(
+                f"module '{module_name}' has no class '{name}'{did_you_mean(name, classes)} (the module is {file})"
+            )
         return found
 
     def build(self, *args: Any, **given: Any) -> Any:

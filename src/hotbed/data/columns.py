@@ -209,7 +209,7 @@ def _values(text: str) -> tuple[str, ...]:
     """Texts of a list ``[a, b]``."""
     try:
         loaded: object = yaml.load(text, Loader=yaml.BaseLoader)  # all scalars of this loader are text
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return ()
     values = cast("list[object]", loaded) if isinstance(loaded, list) else []
     texts = [value for value in values if isinstance(value, str)]

@@ -17,6 +17,7 @@ import os
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ _ROW_GROUP = 65_536
 _KEPT_SECONDS = 7 * 24 * 3600
 _HEX = re.compile(r"[0-9a-f]{0,8}")
 _INTEGER = re.compile(r"(-?\d+)?")
+_MOST_COLUMNS = 20_000
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,8 @@ def _is_criteo(row: Sequence[str]) -> bool:
 def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
     """Raise unless the first line can be one of names."""
     names = list(rows[0])
+    if len(names) > _MOST_COLUMNS:
+        raise DataError(f"{path} has {len(names):,} columns, at most {_MOST_COLUMNS:,}; split it, or use Parquet")
     below = [[row[i] for row in rows[1:] if i < len(row) and row[i]] for i in range(len(names))]
     numeric = [all(map(_is_number, column)) and bool(column) for column in below]
     if any(map(_is_number, names)) and all(
@@ -265,7 +269,7 @@ def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
             f"{path} has no header, its first line is {', '.join(names[:8])}{' …' * (len(names) > 8)}; put a line of "
             "column names before it (a log in Criteo's layout, 40 fields with tabs between them, needs none)"
         )
-    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise DataError(f"{path} has several columns named '{twice}'; rename all but one")
 

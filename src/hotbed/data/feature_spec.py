@@ -7,18 +7,19 @@ schema and the number of samples there).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from hotbed.data.columns import SparseColumn
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.locations import location
+from hotbed.parsing import TextError, parse_yaml, read_limited
 from hotbed.specs import is_int
 
 _DTYPES: dict[str, tuple[str, ...]] = {
@@ -72,9 +73,11 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
     if not file.is_file():
         raise DataError(f"{file} does not exist; make one with `hotbed prepare`, or give its directory")
     try:
-        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content: object = parse_yaml(read_limited(file).decode("utf-8"))
+    except UnicodeDecodeError as error:
         raise DataError(f"{file} is not YAML: {error}") from None
+    except TextError as error:
+        raise DataError(f"{file} {error}") from None
     return _Reader(file, _mapping(content, f"{file}")).read()
 
 
@@ -94,6 +97,10 @@ class _Reader:
         dtypes = {name: self._dtype(name) for name in self.role}
         files: dict[str, dict[str, StoredFile]] = {}
         for split, entries in self.source.items():
+            if not re.fullmatch(r"\w[\w.-]*", str(split)):
+                raise DataError(
+                    f"{self.file}: source_spec names split {split!r}, must be a plain name, as of a directory"
+                )
             files[str(split)] = self._files(str(split), entries, dtypes)
         if not files:
             raise DataError(f"{self.file}: source_spec has no split; expected at least `train`")
@@ -134,8 +141,10 @@ class _Reader:
 
     def _cardinality(self, name: str) -> int:
         value: object = self.columns[name].get("cardinality")
-        if not is_int(value) or value < 1:
-            raise DataError(f"{self.file}: column '{name}' has cardinality {value!r}, must be an integer of at least 1")
+        if not is_int(value) or not 1 <= value < 1 << 63:
+            raise DataError(
+                f"{self.file}: column '{name}' has cardinality {value!r}, must be an integer of at least 1, below 2^63"
+            )
         return value
 
     def _files(self, split: str, entries: object, dtypes: Mapping[str, np.dtype[Any]]) -> dict[str, StoredFile]:
@@ -158,7 +167,8 @@ class _Reader:
             for name in names:
                 if name not in dtypes:
                     raise DataError(f"{where}: column '{name}' is in no channel of channel_spec")
-                files[name] = StoredFile(self.file.parent / paths[0], dtypes[name], dtypes[name].itemsize * len(names))
+                path = self._within(paths[0], where)
+                files[name] = StoredFile(path, dtypes[name], dtypes[name].itemsize * len(names))
         missing = [name for name in dtypes if name not in files]
         if missing:
             raise DataError(f"{where} lists no file for column '{missing[0]}'")
@@ -167,6 +177,21 @@ class _Reader:
         if len({files[name].path for name in numerical}) > 1:
             raise DataError(f"{where}: the numericals must be in one file [N, {len(numerical)}], not several")
         return {_plain(name): file for name, file in files.items()}
+
+    def _within(self, name: str, where: str) -> Path:
+        """A file below the dataset's own directory; a `DataError` for any other, also behind a link."""
+        root = self.file.parent
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
+            raise DataError(f"{where}: file {name!r} must be a path below {root}, without '..'")
+        try:
+            found = (root / name).resolve()
+            found.is_file()  # raises if the name is too long
+        except (OSError, RuntimeError, ValueError) as error:
+            raise DataError(f"{where}: file {name!r} cannot be found: {error}") from None
+        if not found.is_relative_to(root.resolve()):
+            raise DataError(f"{where}: {name} is a link to {found}, out of the dataset; move the file itself there")
+        return root / name
 
     def _schema(self) -> Schema:
         kept = self.metadata.get("schema") if isinstance(self.metadata, Mapping) else None

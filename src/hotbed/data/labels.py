@@ -164,4 +164,8 @@ def _number(text: str) -> int | float | None:
 
 
 def _bad(column: pa.ChunkedArray, name: str, at: int, place: str, row_of: Callable[[int], str]) -> DataError:
-    return label_error(place, name, column[at].as_py(), row_of(at), can_map=True)
+    try:
+        value: object = column[at].as_py()
+    except UnicodeDecodeError as error:  # Parquet's readers do not look whether text is UTF-8
+        value = error.object
+    return label_error(place, name, value, row_of(at), can_map=True)

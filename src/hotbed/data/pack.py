@@ -32,6 +32,7 @@ from hotbed.data.split_binary import SplitBinarySource
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged
+from hotbed.parsing import TextError, map_npy
 
 
 def hot_order_file(directory: str | Path, table: str) -> Path:
@@ -57,9 +58,9 @@ def read_hot_order(directory: str | Path, table: str, rows: int) -> NDArray[Any]
     if not file.is_file():
         raise DataError(f"{file} does not exist; measure the hot order with hotbed inspect --skew DATA --out DIRECTORY")
     try:
-        order: NDArray[Any] = np.load(file, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"{file} is not a file of NumPy's format, or is cut short: {error}") from None
+        order = map_npy(file)
+    except TextError as error:
+        raise DataError(f"{file} {error}; measure the hot order again") from None
     if order.shape != (rows,) or order.dtype != _dtype(rows):
         raise DataError(
             f"{file} holds {order.dtype} {list(order.shape)}, must hold {_dtype(rows)} [{rows}], the rows of table "
@@ -69,7 +70,7 @@ def read_hot_order(directory: str | Path, table: str, rows: int) -> NDArray[Any]
     seen[order[(order >= 0) & (order < rows)]] = True
     if not seen.all():
         raise DataError(f"{file} leaves out row {int(seen.argmin()):,} of table '{table}'; measure the hot order again")
-    return order
+    return np.array(order)
 
 
 def _dtype(rows: int) -> np.dtype[Any]:

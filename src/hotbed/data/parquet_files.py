@@ -27,6 +27,8 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "holdout"), "test"),
 }
 _PARQUET = (".parquet", ".parq", ".pq")
+_FEW_ROWS, _ROWS_PER_BYTE = 1 << 24, 100
+"""A row group of more rows than both is no log: its rows are all the same, or its footer lies."""
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 Partitions = tuple[tuple[str, pa.Scalar], ...]
@@ -50,9 +52,19 @@ class ParquetFile:
         """Row groups and column types; raises `DataError` if the file is not Parquet."""
         try:
             with self.filesystem.open_input_file(self.path) as stream:
-                return pq.ParquetFile(stream).metadata
-        except pa.ArrowInvalid as error:
+                found, size = pq.ParquetFile(stream).metadata, stream.size()
+        except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the file system
+                raise
             raise DataError(f"{self} is not a Parquet file, or is cut short: {error}") from None
+        most = max(_FEW_ROWS, size * _ROWS_PER_BYTE)
+        for i in range(found.num_row_groups):
+            if not 0 <= (rows := found.row_group(i).num_rows) <= most:
+                raise DataError(
+                    f"{self}, row group {i}: its footer says {rows:,} rows in {size:,} bytes; at most {most:,} are "
+                    "read at once, so write it again with smaller row groups"
+                )
+        return found
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -127,14 +139,14 @@ class RowGroup:
         """Read some columns; safe from several threads."""
         try:
             return self.file.read(self.index, columns, self.samples)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from None
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns in order, at most so many rows at once."""
         try:
             yield from self.file.batches(self.index, columns, rows)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> DataError:

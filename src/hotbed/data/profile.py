@@ -25,6 +25,7 @@ import torch
 from hotbed.auc import auc
 from hotbed.data import arrow
 from hotbed.data.parquet_files import RowGroup
+from hotbed.errors import DataError
 
 SAMPLED_ROWS = 200_000
 _SAMPLED_CELLS = 30_000_000  # bounds the sample's memory where there are hundreds of columns
@@ -120,6 +121,10 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
         for batch in _batches(group, names):
             mine = rows[(rows >= start) & (rows < start + len(batch))] - start
             parts.append(batch.take(pa.array(mine)))
+            try:
+                parts[-1].validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{group}: a column is not what its type says ({error}); write it again") from None
             start += len(batch)
     return pa.concat_tables(parts, promote_options="permissive")
 

@@ -250,7 +250,7 @@ def _check_keys(
     known = [f.name for f in fields(spec) if f.name not in but]
     for key in given:
         if key not in known:
-            raise SpecError(f"{what} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(key, known)}")
+            raise SpecError(f"{what} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(str(key), known)}")
     for key in required:
         if key not in given:
             raise SpecError(f"{what} has no '{key}', which is required")

@@ -86,6 +86,8 @@ class Vocabulary:
             If the file does not exist, a line is not 8 hexadecimal digits, or a value occurs twice.
         """
         check_exists(path)
+        if (size := path.stat().st_size) > _LINE_BYTES << 32:
+            raise DataError(f"{path} is damaged: {size:,} bytes are more lines than the 2^32 values there are")
         parts: list[NDArray[np.uint32]] = [np.zeros(0, dtype=np.uint32)]
         with path.open("rb") as stream:
             while text := stream.read(_LINES * _LINE_BYTES):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
@@ -27,6 +26,7 @@ from hotbed.data.source import Source
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import read_text
 from hotbed.jagged import Jagged
+from hotbed.parsing import TextError, parse_yaml
 from hotbed.specs import is_int
 
 Floats = NDArray[np.float64]
@@ -275,13 +275,15 @@ def _shape(path: str | Path) -> _Shape:
     if str(path) in CRITEO_1TB:
         return _Shape({f"C{i}": rows for i, rows in enumerate(CRITEO_1TB[str(path)], start=1)}, 13)
     try:
-        values: object = yaml.safe_load(read_text(Path(path)))
+        values: object = parse_yaml(read_text(Path(path)))
     except FileNotFoundError:
         raise DataError(
             f"'{path}' is neither a file nor one of {', '.join(CRITEO_1TB)}{did_you_mean(str(path), CRITEO_1TB)}"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path} is neither YAML nor JSON: {error}") from None
+    except TextError as error:
+        raise DataError(f"{path} {error}") from None
     if not isinstance(values, dict) or "rows" not in values:
         raise DataError(f"{path} has no 'rows'; write for example rows: {{C1: 1000, C2: 50}}")
     given = cast("dict[str, Any]", values)

@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.ops.layout import BLOCK, SCALE_BLOCK
+from hotbed.parsing import TextError, parse_json
 from hotbed.specs import Table, Tier, is_int
 
 
@@ -234,7 +235,7 @@ class Plan:
         return f'{{\n  "world_size": {self.world_size},\n  "tiles": [\n{tiles}\n  ]{wire}\n}}\n'
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str | bytes) -> Plan:
         """A plan from what `to_json` gives.
 
         Raises
@@ -243,9 +244,9 @@ class Plan:
             If it is not JSON, or not a plan.
         """
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"a plan must be JSON: {error}") from None
+            values = parse_json(text)
+        except TextError as error:
+            raise PlanError(f"a plan must be JSON: the text {error}") from None
         if not isinstance(values, dict):
             raise PlanError(f"a plan must be a JSON object, got {type(values).__name__}")
         return cls.from_dict(values)

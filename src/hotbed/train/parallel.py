@@ -25,6 +25,7 @@ from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
 from hotbed.jagged import ModelParallelInput
 from hotbed.optim import Moment
+from hotbed.parsing import TextError
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
 from hotbed.plan.placement import SCHEMES
@@ -270,3 +271,5 @@ def read_plan(file: str) -> Plan:
         return Plan.from_json(read_text(file, MOST_BYTES))
     except FileNotFoundError:
         raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}") from None
+    except TextError as error:
+        raise PlanError(f"plan {file} {error}; give another file") from None

@@ -70,6 +70,7 @@ def predict(
     split: str | None = None,
     batch_size: int | None = None,
     device: str = "auto",
+    trust_recipe: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
@@ -95,6 +96,9 @@ def predict(
         Rows that are computed at once; default: the recipe's ``train.eval_batch_size``.
     device
         ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+    trust_recipe
+        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
+        `hotbed.config.check_trust`.
     progress
         Called with the rows done and those there are.
 
@@ -112,7 +116,7 @@ def predict(
     target = _target(out)
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
-    recipe = recipe_of(manifest, str(place))
+    recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
     source = new_data(recipe, data)
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))

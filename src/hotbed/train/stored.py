@@ -11,7 +11,7 @@ from torch import nn
 
 from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
-from hotbed.config import ParallelRecipe, Recipe
+from hotbed.config import ParallelRecipe, Recipe, check_trust
 from hotbed.data import Loader, Schema, Source
 from hotbed.errors import CheckpointError, DataError
 from hotbed.train.build import build, build_model, check_split, new_source
@@ -22,7 +22,9 @@ _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 """Arguments of sources that say how data are cut into splits; new data are one."""
 
 
-def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -> tuple[Directory, Metrics]:
+def evaluate_checkpoint(
+    path: str | Path, split: str, data: str | None = None, *, trust_recipe: bool = False
+) -> tuple[Directory, Metrics]:
     """Evaluate a checkpoint's model with the recipe that is stored in it.
 
     Parameters
@@ -33,6 +35,8 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
         Split of the data.
     data
         Path of other data; default: the recipe's.
+    trust_recipe
+        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see `check_trust`.
 
     Returns
     -------
@@ -41,7 +45,7 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     """
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
-    recipe = recipe_of(manifest, str(checkpoint))
+    recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe)
     source = new_source(replace(recipe.data, path=data or recipe.data.path))
     refuse_other_ids(manifest, source, str(data or recipe.data.path))
     check_split("--split", split, source)
@@ -54,11 +58,13 @@ def evaluate_checkpoint(path: str | Path, split: str, data: str | None = None) -
     return checkpoint, metrics
 
 
-def recipe_of(manifest: Manifest, place: str) -> Recipe:
-    """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none."""
+def recipe_of(manifest: Manifest, place: str, *, trusted: bool) -> Recipe:
+    """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none, see also `check_trust`."""
     if manifest.recipe is None:
         raise CheckpointError(f"{place} holds no recipe, so its model cannot be built; use load_checkpoint")
-    return replace(Recipe.from_stored(manifest.recipe), parallel=ParallelRecipe())
+    recipe = Recipe.from_stored(manifest.recipe)
+    check_trust(recipe, place, trusted=trusted)
+    return replace(recipe, parallel=ParallelRecipe())
 
 
 def new_data(recipe: Recipe, data: str | Path) -> Source:

@@ -6,13 +6,13 @@ inspect --skew`` how often the rows of each table are accessed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from hotbed.checkpoint.single_files import read_text
 from hotbed.errors import DataError
+from hotbed.parsing import TextError, parse_json
 from hotbed.plan.tiers import Curve
 from hotbed.specs import is_int
 
@@ -61,11 +61,13 @@ def read_tables(
         If it is not such a file, or lacks a table.
     """
     try:
-        content = json.loads(read_text(file, MOST_BYTES))
+        content = parse_json(read_text(file, MOST_BYTES))
         found = {entry["table"]: take(content, entry) for entry in cast("list[dict[str, Any]]", content["tables"])}
     except FileNotFoundError:
         raise DataError(f"{file} does not exist; make it with {writer.command}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except TextError as error:
+        raise DataError(f"{file} {error}; {writer.again}") from None
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
         what = f"{type(error).__name__}: {error}"
         raise DataError(f"{file} is not what {writer.command} writes ({what}); {writer.again}") from None
     entries: dict[str, T] = {}

@@ -25,6 +25,7 @@ from hotbed.data import Source
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.files import read_yaml, write_text
 from hotbed.nn.normalization import normalization_of
+from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import EarlyStop
 from hotbed.train.measure import measure_numericals
@@ -162,10 +163,14 @@ def _begin(directory: Path, recipe: Recipe, seed: int, spaces: list[Space]) -> N
     settings = {"seed": seed, "spaces": [space.to_dict() for space in spaces]}
     file = directory / _SETTINGS
     if file.is_file():
-        earlier = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            earlier = parse_json(read_limited(file))
+        except TextError as error:
+            raise RecipeError(f"{file} {error}; choose another --name or --out, or remove {directory}") from None
         same = Recipe.from_stored(cast("Mapping[str, Any]", read_yaml(directory / RECIPE))) == recipe
         if not same or earlier != settings:
-            what = "recipe" if not same else "seed" if earlier["seed"] != seed else "search space"
+            began = earlier.get("seed") if isinstance(earlier, dict) else None
+            what = "recipe" if not same else "seed" if began != seed else "search space"
             raise RecipeError(
                 f"{directory} holds a search with another {what}; choose another --name or --out, or remove it"
             )

@@ -138,7 +138,7 @@ def read_facebook(path: Path, names: Sequence[str] | None) -> PeerModel:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} has no 'state_dict'; name what dlrm_s_pytorch.py --save-model wrote")
     for key in state:
-        if not re.fullmatch(r"emb_l\.\d+\.weight|(bot|top)_l\.\d+\.(weight|bias)", key):
+        if not isinstance(key, str) or not re.fullmatch(r"emb_l\.\d+\.weight|(bot|top)_l\.\d+\.(weight|bias)", key):
             raise CheckpointError(
                 f"{path} has '{key}': parts of a distributed model, compressed tables and weighted pooling have no "
                 "counterpart; save a model of one process with plain tables"
@@ -175,7 +175,10 @@ def _layers(state: Mapping[str, Tensor], name: str, path: Path) -> list[Layer]:
 def _tensor(state: Mapping[str, Tensor], key: str, path: Path) -> Tensor:
     if key not in state:
         raise CheckpointError(f"{path} has no '{key}'; save the whole state_dict")
-    return state[key].detach()
+    value: object = state[key]
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{path}: '{key}' is {type(value).__name__}, must be a tensor; save the state_dict")
+    return value.detach()
 
 
 def read_embedding_bags(path: Path, names: Sequence[str] | None, collection: str) -> PeerModel:

@@ -24,10 +24,9 @@ multiple of 8. Features have the order of the tables.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 from torch import Tensor
 
@@ -35,12 +34,14 @@ from hotbed.checkpoint.importers.dlrm import Layer, dlrm_layers, padded_to_8
 from hotbed.checkpoint.importers.peer import PeerArray, PeerModel, existing, load_pt, named, npy_array, raw_array
 from hotbed.checkpoint.importers.tensor_bundle import read_bundle
 from hotbed.errors import CheckpointError
+from hotbed.parsing import TextError, parse_json, read_limited
+from hotbed.specs import is_int
 
 
 def read_nvidia(path: Path, names: Sequence[str] | None) -> PeerModel:
     """Tables and layers of a directory; see `hotbed.checkpoint.importers.import_checkpoint`."""
     metadata = _mapping(path / "metadata.pt", load_pt(path / "metadata.pt"))
-    config = cast("Mapping[str, Any]", metadata.get("config", {}))
+    config = _mapping(path / "metadata.pt", metadata.get("config", {}))
     if config.get("interaction_op", "dot") != "dot":
         raise CheckpointError(
             f"{path}: interaction_op is '{config['interaction_op']}', hotbed's DLRM has the dot interaction only"
@@ -68,17 +69,21 @@ def _tables(path: Path) -> list[PeerArray]:
     tables: list[PeerArray] = []
     for i in range(count):
         meta = path / f"embeddings.{i}.meta.pt"
-        shape = tuple(_mapping(meta, load_pt(meta)).get("shape", ()))
-        if len(shape) != 2:
-            raise CheckpointError(f"{meta} says shape {list(shape)}, must be [rows, dim]")
-        tables.append(raw_array(path / f"bottom_model.embeddings.{i}.bin", shape).matrix())
+        shape: object = _mapping(meta, load_pt(meta)).get("shape", ())
+        if not isinstance(shape, list | tuple):
+            raise CheckpointError(f"{meta} says shape {shape!r}, must be [rows, dim]")
+        lengths = tuple(cast("Sequence[object]", shape))
+        tables.append(raw_array(path / f"bottom_model.embeddings.{i}.bin", lengths).matrix())
     return tables
 
 
 def _order(path: Path, metadata: Mapping[str, Any], config: Mapping[str, Any], count: int) -> list[int]:
     """Features in the order in which the interaction saw them."""
-    mapping = metadata.get("data", {}).get("device_mapping")
-    buckets: list[list[int]] = [] if mapping is None else mapping.get("embedding", [])
+    file = path / "metadata.pt"
+    mapping = _mapping(file, metadata.get("data", {})).get("device_mapping")
+    buckets: object = [] if mapping is None else _mapping(file, mapping).get("embedding", [])
+    if not _are_buckets(buckets):
+        raise CheckpointError(f"{file} has the device_mapping {str(mapping)[:80]}, must be lists of features by GPU")
     if mapping is None or (len(buckets) > 1 and config.get("bottom_features_ordered", False)):
         return list(range(count))
     order = [feature for bucket in buckets for feature in bucket]
@@ -90,20 +95,33 @@ def _order(path: Path, metadata: Mapping[str, Any], config: Mapping[str, Any], c
     return order
 
 
+def _are_buckets(value: object) -> TypeGuard[list[list[int]]]:
+    """Whether a value is lists of integers."""
+    buckets = cast("list[object]", value) if isinstance(value, list) else [None]
+    return all(isinstance(b, list) and all(map(is_int, cast("list[object]", b))) for b in buckets)
+
+
 def _layers(path: Path) -> list[Layer]:
     mlp = _mapping(path, load_pt(path))
-    weights, biases = list(mlp.get("weights", [])), list(mlp.get("biases", []))
+    weights, biases = (_tensors(path, mlp.get(key, [])) for key in ("weights", "biases"))
     if not weights or len(weights) != len(biases):
         raise CheckpointError(f"{path} has {len(weights)} weights and {len(biases)} biases, must be as many, not 0")
-    pairs: list[tuple[Tensor, Tensor]] = list(zip(weights, biases, strict=True))
+    pairs = list(zip(weights, biases, strict=True))
     return [Layer(w.detach(), b.detach(), f"{path}: layer {i}") for i, (w, b) in enumerate(pairs)]
 
 
 def _last_layer(path: Path) -> Layer:
-    state = {key.removeprefix("module."): t for key, t in _mapping(path, load_pt(path)).items()}
+    state = {str(key).removeprefix("module."): t for key, t in _mapping(path, load_pt(path)).items()}
     if not {"weight", "bias"} <= state.keys():
         raise CheckpointError(f"{path} has {', '.join(state) or 'nothing'}, must have weight and bias")
-    return Layer(state["weight"].detach(), state["bias"].detach(), f"{path}")
+    weight, bias = _tensors(path, [state["weight"], state["bias"]])
+    return Layer(weight.detach(), bias.detach(), f"{path}")
+
+
+def _tensors(path: Path, value: object) -> list[Tensor]:
+    if not isinstance(value, list | tuple) or not all(isinstance(t, Tensor) for t in cast("Sequence[object]", value)):
+        raise CheckpointError(f"{path} holds {str(value)[:80]} where tensors must be; copy it again")
+    return list(cast("Sequence[Tensor]", value))
 
 
 def _mapping(path: Path, value: object) -> Mapping[str, Any]:
@@ -141,12 +159,18 @@ def read_tf2(path: Path, names: Sequence[str] | None) -> PeerModel:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        config = json.loads(existing(path).read_text(encoding="utf-8"))
-        missing = [k for k in ("interaction", "categorical_cardinalities", "num_numerical_features") if k not in config]
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); copy it again") from None
-    if missing:
-        raise CheckpointError(f"{path} has no '{missing[0]}'; is this NVIDIA's TensorFlow 2 DLRM?")
+        config = _mapping(path, parse_json(read_limited(existing(path))))
+    except TextError as error:
+        raise CheckpointError(f"{path} {error}; copy it again") from None
+    for key in ("interaction", "categorical_cardinalities", "num_numerical_features"):
+        if key not in config:
+            raise CheckpointError(f"{path} has no '{key}'; is this NVIDIA's TensorFlow 2 DLRM?")
+    rows, inputs = config["categorical_cardinalities"], config["num_numerical_features"]
+    if not _are_buckets([rows]) or not is_int(inputs) or inputs < 1:
+        raise CheckpointError(
+            f"{path} says {str(rows)[:80]} and {str(inputs)[:80]}, must be integers: the rows of each table, and how "
+            "many numerical features there are; copy it again"
+        )
     return config
 
 

@@ -21,8 +21,9 @@ from hotbed.checkpoint.manifest import Manifest, SavedTable, write_manifest
 from hotbed.checkpoint.states import Tensors, plain
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import Array, Chunk, new_directory, rows_per_chunk
-from hotbed.errors import CheckpointError
-from hotbed.specs import Table
+from hotbed.errors import CheckpointError, SpecError
+from hotbed.parsing import TextError, map_npy
+from hotbed.specs import Table, is_int
 
 
 class PeerArray(NamedTuple):
@@ -63,29 +64,31 @@ class PeerArray(NamedTuple):
         return self
 
 
-def raw_array(path: Path, shape: tuple[int, int]) -> PeerArray:
+def raw_array(path: Path, shape: tuple[object, ...]) -> PeerArray:
     """Little-endian float32 without a header; a `CheckpointError` if the file has another size."""
-    expected, size = 4 * shape[0] * shape[1], existing(path).stat().st_size
+    if len(shape) != 2 or not all(is_int(length) and length > 0 for length in shape):
+        raise CheckpointError(f"{path} is said to have shape {list(shape)}, must be [rows, dim]; copy it again")
+    count, dim = cast("tuple[int, int]", shape)
+    expected, size = 4 * count * dim, existing(path).stat().st_size
     if size != expected:
         raise CheckpointError(
-            f"{path} has {size:,} bytes, but {shape[0]:,} rows × {shape[1]} float32 are {expected:,}; copy it again"
+            f"{path} has {size:,} bytes, but {count:,} rows × {dim} float32 are {expected:,}; copy it again"
         )
 
     def rows(start: int, stop: int) -> Tensor:
-        count = (stop - start) * shape[1]
-        values = np.fromfile(path, dtype="<f4", count=count, offset=4 * start * shape[1])
-        return torch.from_numpy(values).view(-1, shape[1])
+        values = np.fromfile(path, dtype="<f4", count=(stop - start) * dim, offset=4 * start * dim)
+        return torch.from_numpy(values).view(-1, dim)
 
-    return PeerArray(shape, rows, f"{path}")
+    return PeerArray((count, dim), rows, f"{path}")
 
 
 def npy_array(path: Path) -> PeerArray:
     """An array of a ``.npy`` file."""
     try:
-        array = np.load(existing(path), mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise CheckpointError(f"{path} is no .npy file that can be read: {error}") from None
-    if array.dtype not in (np.float32, np.float16, np.float64):
+        array = map_npy(existing(path))
+    except TextError as error:
+        raise CheckpointError(f"{path} {error}; copy it again") from None
+    if array.dtype.name not in ("float32", "float16", "float64"):
         raise CheckpointError(f"{path} holds {array.dtype}, must be float32, float16 or float64")
     return _numpy_array(array, f"{path}")
 
@@ -124,14 +127,62 @@ def load_pt(path: Path, allowed: list[Any] | None = None) -> Any:
         Further types that it may hold, as `torch.serialization.safe_globals` takes them.
     """
     try:
+        _refuse_packed(existing(path))
         with torch.serialization.safe_globals(allowed or []):
-            return torch.load(existing(path), map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle may raise any
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{path} cannot be read: {reason}; only tensors and plain values are taken from .pt files, so save "
             "model.state_dict()"
         ) from None
+    largest, found = 8 * path.stat().st_size, 0
+    for key, tensor in _tensors(value, ""):
+        _refuse_unstored(tensor, f"{path}: '{key}'")
+        found += tensor.nbytes
+        if found > largest:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size:,} bytes, but its tensors are over {largest:,}, as several are views "
+                "of the same numbers; save clones of them"
+            )
+    return value
+
+
+def _refuse_packed(path: Path) -> None:
+    """Raise `CheckpointError` for a compressed zip file, of which a few bytes may be very many; torch writes none."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
+                    raise CheckpointError(
+                        f"{path}: '{entry.filename}' is compressed, {entry.file_size:,} bytes in a file of "
+                        f"{path.stat().st_size:,}; save it with torch.save, which does not compress"
+                    )
+
+
+def _tensors(value: object, key: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors within plain values, by keys with dots."""
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in cast("Mapping[object, object]", value).items():
+            yield from _tensors(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(cast("Sequence[object]", value)):
+            yield from _tensors(inner, f"{key}.{i}".lstrip("."))
+
+
+def _refuse_unstored(tensor: Tensor, where: str) -> None:
+    """Raise `CheckpointError` unless a tensor is an array whose elements are all in the file."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_complex():
+        raise CheckpointError(f"{where} is no plain tensor, but {tensor.type()}; save real numbers, dense, on the CPU")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{where} has shape {list(tensor.shape)}, {tensor.nbytes:,} bytes, but the file has "
+            f"{tensor.untyped_storage().nbytes():,} of it; save a clone of what was expanded"
+        )
 
 
 def existing(path: Path) -> Path:
@@ -161,7 +212,7 @@ def _pt(path: Path) -> dict[str, PeerArray]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{path} holds {type(value).__name__}, must be a tensor or a state_dict")
     found = cast("Mapping[str, object]", value)
-    return {k: PeerArray.of(t, f"{path}: '{k}'") for k, t in found.items() if isinstance(t, Tensor)}
+    return {str(k): PeerArray.of(t, f"{path}: '{k}'") for k, t in found.items() if isinstance(t, Tensor)}
 
 
 def _safetensors(path: Path) -> dict[str, PeerArray]:
@@ -240,7 +291,10 @@ def write_peer(
     states = {"model": plain(model.dense, tensors, "")}
     saved: dict[str, SavedTable] = {}
     for name, rows in model.tables.items():
-        table = Table(name, rows.shape[0], rows.shape[1])
+        try:
+            table = Table(name, rows.shape[0], rows.shape[1])
+        except SpecError as error:
+            raise CheckpointError(f"{rows.where} can be no table of hotbed's: {error}") from None
         saved[f"{collection}.{name}"] = SavedTable(replace(table, init_seed=table.seed(0), init_bound=table.bound))
     with new_directory(target) as (place, writer):
         if tensors:

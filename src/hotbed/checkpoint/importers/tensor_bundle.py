@@ -23,6 +23,7 @@ _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER = 48
 _PLAIN = 0
 _FLOAT = 1
+_MOST_KEY_BYTES = 4096  # a key repeats the one before, so that few bytes can be very long ones
 
 
 class _Entry(NamedTuple):
@@ -53,8 +54,10 @@ def read_bundle(path: Path) -> dict[str, Tensor]:
     try:
         entries = {key: _entry(value) for key, value in _table(index) if key}
         floats = {key: entry for key, entry in entries.items() if entry.dtype == _FLOAT}
+        if (total := sum(entry.size for entry in floats.values())) > len(data):
+            raise ValueError(f"its tensors take {total:,} bytes, the file has {len(data):,}")
         return {key.decode(): _tensor(data, entry) for key, entry in floats.items()}
-    except (IndexError, ValueError, RuntimeError) as error:
+    except (IndexError, ValueError, RuntimeError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path} cannot be read as a TensorFlow checkpoint: {error}; copy it again") from None
 
 
@@ -67,10 +70,12 @@ def _tensor(data: bytes, entry: _Entry) -> Tensor:
 
 def _table(index: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values of all blocks."""
-    footer = index[-_FOOTER:]
+    footer, left = index[-_FOOTER:], len(index)
     _, at = _varint(footer, 0)
     _, at = _varint(footer, at)
     for _, handle in _block(index, footer[at:]):
+        if (left := left - _varint(handle, _varint(handle, 0)[1])[0]) < 0:
+            raise ValueError("its blocks overlap")
         yield from _block(index, handle)
 
 
@@ -89,6 +94,8 @@ def _block(index: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
         length, at = _varint(block, at)
         key = key[:shared] + block[at : at + unshared]
         at += unshared
+        if len(key) > _MOST_KEY_BYTES:
+            raise ValueError(f"a key has {len(key):,} bytes, at most {_MOST_KEY_BYTES:,}")
         yield key, block[at : at + length]
         at += length
 

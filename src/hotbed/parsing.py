@@ -1,0 +1,209 @@
+"""Parse YAML and JSON that others may have written, within limits: nothing is made that is much larger than its text.
+
+A few hundred bytes can stand for more than any memory holds: aliases of aliases in YAML (a "billion laughs"), lists
+in lists, numbers of a million digits. What is refused here is a `TextError`, whose text goes on after the name of a
+file ("is not JSON: …", "is longer than …"); callers put it there, and raise their own error.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import warnings
+from pathlib import Path
+from tokenize import TokenError
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MOST_BYTES = 64 << 20
+"""Largest file of JSON or YAML that is read; recipes and the manifests of checkpoints have limits of their own."""
+MOST_DEPTH = 100
+"""Lists and mappings inside each other."""
+MOST_VALUES = 1 << 18
+"""Keys and values of a YAML document; those behind an alias count wherever it stands."""
+MOST_DIGITS = 400
+"""Characters of a number in YAML."""
+
+
+class TextError(ValueError):
+    """Text that is not what its format says, or beyond a limit."""
+
+
+def read_limited(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Read a file, also a pipe, that has no more bytes than this; what has no end, as /dev/zero, is refused.
+
+    Raises
+    ------
+    TextError
+        If it is longer.
+    """
+    with path.open("rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        raise TextError(f"is longer than {most:,} bytes")
+    return content
+
+
+def map_npy(path: Path) -> NDArray[Any]:
+    """Map an array of a ``.npy`` file into memory; nothing is allocated for it.
+
+    Raises
+    ------
+    TextError
+        If it is none, is shorter than its header says, or holds objects, which are pickles.
+    """
+    from numpy.lib.format import open_memmap
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of headers that Python 2 wrote
+            return open_memmap(path, mode="r")
+    except (ValueError, EOFError, TypeError, OverflowError, SyntaxError, TokenError) as error:
+        raise TextError(f"is not a file of NumPy's format, or is cut short: {error}") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse a document of YAML into plain values.
+
+    Raises
+    ------
+    TextError
+        If it is not YAML, has a key twice, a tag that is no plain value's, or is beyond a limit.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_bomb(node)
+        return loader.construct_document(node)
+    except TextError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        raise TextError(f"is not YAML: {error}") from None
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML expects that what has an explicit tag, as in !!int "", is such a value.
+        raise TextError(f"is not YAML: a value is not what its tag says ({type(error).__name__}: {error})") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises
+    ------
+    TextError
+        If it is not JSON, has a key twice in an object, or is nested deeply.
+    """
+    try:
+        values = json.loads(text, object_pairs_hook=_distinct)
+        depth = _depth(values) if isinstance(values, dict | list) else 0
+    except RecursionError:
+        raise TextError(f"is nested more than {MOST_DEPTH} deep") from None
+    except TextError:
+        raise
+    except ValueError as error:
+        raise TextError(f"is not JSON: {error}") from None
+    if depth > MOST_DEPTH:
+        raise TextError(f"is nested more than {MOST_DEPTH} deep")
+    return values
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise TextError(f"has {reprlib.repr(twice)} twice")
+    return found
+
+
+def _depth(value: object) -> int:
+    """How deep lists and objects are nested, level by level."""
+    level: list[Any] = [value]
+    depth = 0
+    while level and depth <= MOST_DEPTH:
+        inner = [of.values() if isinstance(of, dict) else of for of in level]
+        level = [v for of in inner for v in of if isinstance(v, (dict, list))]
+        depth += 1
+    return depth
+
+
+def _refuse_bomb(root: yaml.Node) -> None:
+    """Raise `TextError` if a document would have too many values, were its aliases written out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) not in sizes:
+            sizes[id(node)] = 0  # while it is open
+            parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        if not sizes[id(node)]:
+            raise TextError("has no end: an alias is within what it stands for")
+        return sizes[id(node)]
+
+    if (found := size(root)) > MOST_VALUES:
+        shown = f"{found:,}" if found < 10**30 else "over 10^30"
+        raise TextError(f"stands for {shown} keys and values, with what its aliases repeat; at most {MOST_VALUES:,}")
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader of plain values, which takes no key twice and stops at limits while it reads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._open = 0
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._nodes, self._open = self._nodes + 1, self._open + 1
+        if self._nodes > MOST_VALUES:
+            raise TextError(f"has more than {MOST_VALUES:,} keys and values")
+        if self._open > MOST_DEPTH:
+            raise TextError(f"is nested more than {MOST_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._open -= 1
+        return node
+
+    @override
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {_quoted(key.value)} is there twice; remove one", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    @override
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        _refuse_long(node)
+        return super().construct_yaml_int(node)
+
+    @override
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        _refuse_long(node)
+        return super().construct_yaml_float(node)
+
+
+def _refuse_long(node: yaml.ScalarNode) -> None:
+    if len(node.value) > MOST_DIGITS:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"a number has {len(node.value):,} characters, at most {MOST_DIGITS}", node.start_mark
+        )
+
+
+def _quoted(key: str) -> str:
+    return f"'{key}'" if len(key) < 100 else reprlib.repr(key)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
