@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ COLUMNS = {
     "thousands": (["1,234.5", "7", "1,234,567"], "double", [1234.5, 7, 1234567]),
     "hexadecimal": (["0x1F", "12"], "string", ["0x1F", "12"]),
     "text": (["a", "1", "1.5", ""], "string", ["a", "1", "1.5", None]),
-    "nothing": (["", ""], "string", [None, None]),
+    "nothing": (["", ""], "null", [None, None]),
     "long texts": (["x" * 100_000, "\u2028é"], "string", ["x" * 100_000, "\u2028é"]),
 }
 
@@ -192,9 +193,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
 def made_by(rank: int, path: Path) -> tuple[str, int]:
     made: list[Path] = []
 
-    def convert(store: fs.FileSystem, source: str, kept: Path) -> None:
+    def convert(store: fs.FileSystem, source: str, kept: Path, text: Collection[str]) -> None:
         made.append(kept)
-        _convert(store, source, kept)
+        _convert(store, source, kept, text)
 
     os.environ["HOTBED_TABLES"] = str(path.parent / "tables")
     with pytest.MonkeyPatch.context() as patch:

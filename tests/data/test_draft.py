@@ -281,7 +281,8 @@ def test_columns_that_not_all_files_have_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "1.parquet", label=CLICK, user=USER, a=USER, b=USER)
     write(tmp_path / "2.parquet", label=CLICK, user=USER, b=[f"u{i}" for i in USER], c=USER)
     found = draft(tmp_path)
-    assert (role(found, "a"), role(found, "b")) == ("2.parquet has no such column", "in 2.parquet it is string")
+    assert (role(found, "a"), role(found, "c")) == ("2.parquet has no such column", "1.parquet has no such column")
+    assert role(found, "b") == "in 2.parquet it is string, in another file int64"
     assert [c.name for c in found.schema.sparse] == ["user"]
 
 

@@ -12,7 +12,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the data."""
     parser.usage = "hotbed eval --checkpoint DIR [options]"
     parser.add_argument("--checkpoint", type=str, required=True, help="Checkpoint directory, or a run's directory.")
-    parser.add_argument("--split", type=str, default="test", help="Split of the data.")
+    parser.add_argument("--split", type=str | None, help="Split, as the recipe cuts; default: test, or all other data.")
     parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
     add_json(parser)
 
@@ -22,7 +22,8 @@ def run(parsed: Namespace) -> None:
     from hotbed.train.report import print_metrics
     from hotbed.train.stored import evaluate_checkpoint
 
-    checkpoint, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
+    checkpoint, split, metrics = evaluate_checkpoint(location(parsed.checkpoint), parsed.split, parsed.data)
     values = metrics.to_dict()
-    print_metrics(console(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
-    write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})
+    shown = split if parsed.data is None else f"{split} of {parsed.data}"
+    print_metrics(console(), f"{checkpoint}: {shown}, {metrics.samples:,} samples", values)
+    write_json(parsed.json, {"checkpoint": str(checkpoint), split: values})

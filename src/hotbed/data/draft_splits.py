@@ -19,7 +19,7 @@ from pyarrow import fs
 from hotbed.data import arrow
 from hotbed.data.criteo import COLUMNS
 from hotbed.data.delimited import is_delimited
-from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
 from hotbed.data.profile import ColumnProfile
 from hotbed.data.roles import time_rank
 from hotbed.errors import DataError, SpecError
@@ -71,8 +71,10 @@ class DraftFiles:
             return DraftFiles(str(path), files)
         if "test" in files:
             raise SpecError(f"--test is {test}, but {path} has a test split; leave --test out, or give the train files")
-        found = find_parquet(test, filesystem)
-        return DraftFiles(str(path), files, str(test), tuple(found.get("test", next(iter(found.values())))))
+        found = find_parquet(test, filesystem, text_columns(file for of in files.values() for file in of))
+        of_test = found.get("test", next(iter(found.values())))
+        refuse_same_files("test", of_test, files)
+        return DraftFiles(str(path), files, str(test), tuple(of_test))
 
     @property
     def train_files(self) -> Sequence[ParquetFile]:
@@ -89,6 +91,10 @@ class DraftFiles:
         """Files of the other splits."""
         there = {split: files for split, files in self.by_split.items() if split not in ("", "train")}
         return {**there, **({"test": self.test_files} if self.test_path else {})}
+
+    def others_with(self, labels: Sequence[str]) -> list[ParquetFile]:
+        """Files of the other splits that have labels: those without are not used."""
+        return [f for of_split in self.others.values() for f in of_split if not {*labels} - {*f.schema.names}]
 
 
 @dataclass
@@ -199,8 +205,7 @@ def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, obje
     if pa.types.is_dictionary(kind):
         column = pc.cast(column, kind.value_type)
     if arrow.is_time(kind):
-        values = pc.cast(pc.cast(column, pa.timestamp("us", getattr(kind, "tz", None)), safe=False), pa.int64())
-        values = values.to_numpy()
+        values = arrow.microseconds(column).to_numpy()
     elif arrow.is_text(column.type):
         values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
     else:

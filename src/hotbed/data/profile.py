@@ -121,7 +121,9 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
             mine = rows[(rows >= start) & (rows < start + len(batch))] - start
             parts.append(batch.take(pa.array(mine)))
             start += len(batch)
-    return pa.concat_tables(parts, promote_options="permissive")
+    kinds = {name: arrow.common_type([part.schema.field(name).type for part in parts]) for name in names}
+    alike = [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
+    return pa.concat_tables(alike)
 
 
 def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -132,12 +134,20 @@ def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
         yield from group.batches(names, _BATCH_ROWS)
 
 
-def count_distinct(groups: Sequence[RowGroup], names: Sequence[str]) -> dict[str, int]:
+def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
     """Distinct values of columns in all rows, estimated by sketches (HyperLogLog).
 
     Where there are more cells than can be counted quickly, row groups that are spread over the data are, and the number
     is extrapolated by how it grew from the first half of these to all: d · (all ÷ counted)^log₂(d ÷ d of the half).
+
+    Parameters
+    ----------
+    groups
+        All row groups.
+    kinds
+        By column the type that values are counted as; that of files may be another, see `arrow.common_type`.
     """
+    names = list(kinds)
     total = sum(group.samples for group in groups)
     budget = max(_BATCH_ROWS, _COUNTED_CELLS // max(1, len(names)))
     count = len(groups) if total <= budget else max(2, len(groups) * budget // total)
@@ -151,7 +161,8 @@ def count_distinct(groups: Sequence[RowGroup], names: Sequence[str]) -> dict[str
             for group in half:
                 rows += group.samples
                 for batch in _batches(group, names):
-                    for name, hashes in zip(names, pool.map(_unique_hashes, (batch[n] for n in names)), strict=True):
+                    columns = (batch[name].cast(kind, safe=False) for name, kind in kinds.items())
+                    for name, hashes in zip(names, pool.map(_unique_hashes, columns), strict=True):
                         update = sketches[name].update
                         for value in hashes:
                             update(value)
@@ -240,7 +251,7 @@ def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
     """Numbers and times (as microseconds) ``[n]`` float64 with NaN for null; None for other columns."""
     kind = column.type
     if arrow.is_time(kind):
-        column = pc.cast(pc.cast(column, pa.timestamp("us"), safe=False), pa.int64())
+        column = arrow.microseconds(column)
     elif not arrow.is_number(kind):
         return None
     return arrow.wide_numbers(column)

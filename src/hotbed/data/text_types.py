@@ -133,10 +133,8 @@ class TypesOfText:
                     self._kinds[name] = fit
 
     def schema(self) -> pa.Schema:
-        """Names and types as far as they are known now."""
-        return pa.schema(
-            [(name, pa.string() if (kind := self._kind(name)) is None else kind.type) for name in self._names]
-        )
+        """Names and types as far as they are known now; that of a column without values is null."""
+        return pa.schema([(name, self._type(name)) for name in self._names])
 
     def notes(self) -> list[str]:
         """Say which columns were read in a way that is not plain."""
@@ -147,7 +145,9 @@ class TypesOfText:
         columns: list[pa.ChunkedArray] = []
         for name, field in zip(self._names, self.schema(), strict=True):
             kind = self._kind(name)
-            if kind is None:
+            if self._is_empty(name):
+                columns.append(pa.chunked_array([pa.nulls(len(batch))]))
+            elif kind is None:
                 columns.append(batch[name])
             else:
                 columns.append(pa.chunked_array([kind.parse(_series(batch, name)).to_arrow()]).cast(field.type))
@@ -156,6 +156,14 @@ class TypesOfText:
     def _kind(self, name: str) -> _Kind | None:
         found = self._kinds[name]
         return _KINDS[found[0]] if found and name not in self._empty else None
+
+    def _type(self, name: str) -> pa.DataType:
+        if self._is_empty(name):
+            return pa.null()
+        return pa.string() if (kind := self._kind(name)) is None else kind.type
+
+    def _is_empty(self, name: str) -> bool:
+        return bool(self._kinds[name]) and name in self._empty
 
 
 def _series(batch: pa.Table, name: str) -> pl.Series:
