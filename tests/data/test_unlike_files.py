@@ -1,4 +1,4 @@
-"""Protects that files of a dataset that differ in types are read alike or refused by name, and are in one split each."""
+"""Protects that files of a dataset with other types are read alike or refused by name, and are in one split each."""
 
 import re
 from decimal import Decimal

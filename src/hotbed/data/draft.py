@@ -150,17 +150,28 @@ def draft(
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
     missing = _not_everywhere(files.train_files, names)
     sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
-    labels = find_labels(str(path), sample, label, positive)
+    if label in drop:
+        raise SpecError(f"--label and --drop both name '{label}'; leave one of them out")
+    labels = find_labels(str(path), sample.select([n for n in sample.column_names if n not in drop]), label, positive)
     of_label = [found.name for found in labels]
+    if time in of_label:
+        raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
     missing |= _not_everywhere([*files.train_files, *files.others_with(of_label)], names)
     used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
-    weight = next((n for n in used if n.lower() in WEIGHT_NAMES and arrow.is_number(sample[n].type)), None)
+    weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
     inputs = [n for n in used if n != weight]
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]))
     roles = {p.name: role_of(p, of_label[0]) for p in profiles}
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
+        chosen = next((p for p in profiles if p.name == time), None)
+        if chosen is None:
+            raise SpecError(f"--time names '{time}', which is left out ({missing.get(time, '--drop')})")
+        if chosen.dates == "other":
+            raise SpecError(
+                f"--time names '{time}', whose text does not sort by time; write it as 2024-12-31, or as times"
+            )
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample)
     repeats = _repeats(profiles, schema)
@@ -225,6 +236,13 @@ def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:
     return lookups / max(1, sum(c.distinct for c in used))
 
 
+def _may_be_weight(column: pa.ChunkedArray) -> bool:
+    if not arrow.is_number(column.type) or column.null_count:
+        return False
+    weights = arrow.wide_numbers(column)
+    return bool(((weights >= 0) & (weights < np.inf)).all())
+
+
 def _is_counted(column: pa.ChunkedArray) -> bool:
     """Whether the number of distinct values matters: of ids, of what may be ids, and of lists of these."""
     kind = column.type
@@ -251,6 +269,8 @@ def _schema(
 ) -> tuple[Schema, dict[str, str]]:
     """The schema, and what was found of each of its inputs."""
     reasons: dict[str, str] = {found.name: found.remark for found in labels}
+    if weight is not None:
+        reasons[weight] = "by its name, how much a sample counts; null if it is none, and the column among `dense`"
     sparse: list[SparseColumn] = []
     numericals: list[Numerical] = []
     shared = _shared_tables(profiles, roles, sample)

@@ -54,7 +54,10 @@ class ParquetFile:
             with self.filesystem.open_input_file(self.path) as stream:
                 return pq.ParquetFile(stream).metadata
         except pa.ArrowInvalid as error:
-            raise DataError(f"{self} is not a Parquet file, or is cut short: {error}") from None
+            raise DataError(
+                f"{self} is not a Parquet file, or is cut short: {error} (CSV and TSV files end in .csv or .tsv, also "
+                "with .gz or .zst)"
+            ) from None
 
     @cached_property
     def schema(self) -> pa.Schema:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import datasketches
 import numpy as np
@@ -36,6 +36,10 @@ _READERS = 2
 _FEW = 1_000
 _LARGEST_INTEGER = 2.0**53  # of float64 that has integers without gaps up to it
 _FEWEST_OF_A_CLASS = 50
+_CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
+_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _CLOCK + "|$)"
+_DAY_AND_MONTH = r"[0-3]?\d[-/. ]([01]?\d|[A-Z][a-z]{2})|[01]?\d[-/.][0-3]?\d"
+_OTHER_DATE = rf"^(({_DAY_AND_MONTH})[-/. ](19|20)\d\d|\d\d?/\d\d?/\d\d){_CLOCK}"
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -63,6 +67,8 @@ class ColumnProfile:
         Whether all numbers in the sample are integers, whatever their type.
     is_sorted
         Whether values never fall in the sample, which is in the order of the rows.
+    dates
+        Of text whether all values are dates: ``"sortable"`` as 2024-12-31, ``"other"`` as 31/12/2024; else empty.
     few
         The values, where there are at most 1,000 of them in the sample; None for times.
     auc
@@ -83,6 +89,7 @@ class ColumnProfile:
     quantiles: tuple[float, ...] = ()
     is_whole: bool = False
     is_sorted: bool = False
+    dates: Literal["", "sortable", "other"] = ""
     few: tuple[object, ...] | None = None
     auc: float = 0.5
     missing_auc: float = 0.5
@@ -234,6 +241,8 @@ def _profile(
         known |= _of_numbers(numbers[~null], of_floats=pa.types.is_floating(kind))
     elements = pc.drop_null(_elements(column))
     unique = pc.unique(elements)
+    if arrow.is_text(kind):
+        known["dates"] = _dates(unique)
     if len(unique) <= _FEW and not arrow.is_time(kind):
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
@@ -245,6 +254,15 @@ def _profile(
         distinct=len(unique) if distinct is None else distinct,
         distinct_share=len(unique) / max(1, len(elements)),
     )
+
+
+def _dates(values: pa.Array) -> Literal["", "sortable", "other"]:
+    """What dates all of these different texts ``[u]`` are; empty where they are none."""
+
+    def are(pattern: str) -> bool:
+        return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
+
+    return "sortable" if are(_SORTABLE_DATE) else "other" if are(_OTHER_DATE) else ""
 
 
 def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
