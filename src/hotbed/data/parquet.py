@@ -7,10 +7,11 @@ First files and their row groups are found (`hotbed.data.parquet_files`) and div
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_args
+from typing import Self, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from hotbed.data.columns import Label
 from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.numericals import read_numericals
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
+from hotbed.data.row_slices import RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -34,7 +36,9 @@ from hotbed.jagged import Jagged
 # pyarrow ships no types.
 
 _LABEL_READERS = 4
-Groups = dict[str, list[RowGroup | Rows]]
+_STREAMED_CELLS, _FEWEST_STREAMED = 2_000_000, 4_096
+Chunk = RowGroup | RowSlice | Rows
+Groups = dict[str, list[Chunk]]
 
 
 class ParquetSource(Source):
@@ -121,6 +125,18 @@ class ParquetSource(Source):
             return {}
         return {c.name: kind for c in self.schema.sparse if (kind := self._id_kinds.get(c.name))}
 
+    def streamed(self) -> Self:
+        """The same samples with large row groups in slices, which are read in order, so that memory does not grow."""
+        s = self.schema
+        columns = len(s.sparse) + len(s.dense) + len(s.labels)
+        rows = max(_FEWEST_STREAMED, _STREAMED_CELLS // max(1, columns))
+        other = copy.copy(self)
+        other._groups = {
+            split: [slice_ for g in groups for slice_ in (in_slices(g, rows) if isinstance(g, RowGroup) else [g])]
+            for split, groups in self._groups.items()
+        }
+        return other
+
     def _chunks(self, split: str) -> Sequence[int]:
         return [g.samples for g in self._groups[split]]
 
@@ -134,7 +150,7 @@ class ParquetSource(Source):
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         mapped = {label.column: label for label in self.schema.positives}
 
-        def ranges(group: RowGroup | Rows) -> list[tuple[float, float]]:
+        def ranges(group: Chunk) -> list[tuple[float, float]]:
             return [_label_range(group, name, mapped.get(name)) for name in self.schema.labels]
 
         with ThreadPoolExecutor(_LABEL_READERS) as pool:
@@ -192,17 +208,17 @@ class ParquetSource(Source):
             raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
 
 
-def _dense(table: pa.Table, schema: Schema, group: RowGroup | Rows) -> Tensor | None:
+def _dense(table: pa.Table, schema: Schema, group: Chunk) -> Tensor | None:
     if not schema.dense:
         return None
     return torch.from_numpy(read_numericals(table, schema, str(group), group.place))
 
 
-def _weights(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
+def _weights(table: pa.Table, name: str, group: Chunk) -> Tensor:
     return torch.from_numpy(read_weights(table[name], name, str(group), group.place))
 
 
-def _label_range(group: RowGroup | Rows, name: str, label: Label | None) -> tuple[float, float]:
+def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, float]:
     """Smallest and largest label of a row group; a `DataError` names the first that is not from 0 to 1."""
     found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
@@ -211,7 +227,7 @@ def _label_range(group: RowGroup | Rows, name: str, label: Label | None) -> tupl
     return float(labels.min()), float(labels.max())
 
 
-def _groups_of(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
+def _groups_of(table: pa.Table, name: str, group: Chunk) -> Tensor:
     """Group keys ``[n]`` int64: integers as they are, strings hashed."""
     refuse_null(table[name], name, str(group), group.place)
     values = table[name].combine_chunks()
@@ -288,10 +304,11 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
         )
     for file in {group.file.path: group.file for group in whole}.values():
         split.check(file.schema, str(file))
-    return {**divide(split, whole), **others}
+    divided: Groups = {name: [*of_split] for name, of_split in divide(split, whole).items()}
+    return divided | others
 
 
-def _by_fractions(path: str, groups: Sequence[RowGroup | Rows], valid: float, test: float) -> Groups:
+def _by_fractions(path: str, groups: Sequence[Chunk], valid: float, test: float) -> Groups:
     """Cut row groups in order into train, valid and test, at the boundaries nearest to the fractions."""
     if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
         raise SpecError(f"valid_fraction {valid} and test_fraction {test} must be at least 0 and below 1 together")
