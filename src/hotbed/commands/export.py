@@ -12,12 +12,13 @@ import torch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import new_directory
-from hotbed.config import MemoryRecipe, ParallelRecipe, Recipe
+from hotbed.config import MemoryRecipe
 from hotbed.data import Source
 from hotbed.errors import CheckpointError
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.nn.plain import plain_model, traced
 from hotbed.train.build import build_model, open_source
+from hotbed.train.stored import recipe_of
 
 MODEL = "model.pt2"
 INPUTS = "inputs.json"
@@ -62,12 +63,7 @@ def export_model(checkpoint: str | Path, target: str | Path, data: str | None = 
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):
         raise CheckpointError(f"{target} is no local directory; torch writes {MODEL} to local disks only")
-    stored = read_manifest(source).recipe
-    if stored is None:
-        raise CheckpointError(
-            f"{source} holds no recipe, so its model cannot be built; export its tables as safetensors instead"
-        )
-    recipe = replace(Recipe.from_stored(stored), parallel=ParallelRecipe(), memory=MemoryRecipe())
+    recipe = replace(recipe_of(read_manifest(source), str(source)), memory=MemoryRecipe())
     origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})

@@ -1,9 +1,9 @@
 # pyright: reportUnknownParameterType=false
 """Read a large row group slice by slice, in order, so that memory does not grow with it: `in_slices`.
 
-Some writers make one row group of a whole file. A slice is read from where that before it ended, if the same columns are
-wanted; one that was read already, from the start of the row group. Slices that come up before those that are asked for,
-as several threads do, wait in memory.
+Some writers make one row group of a whole file. A slice is read from where that before it ended, if the same columns
+are wanted; one that was read already, from the start of the row group. Slices that come up before those that are
+asked for, as several threads do, wait in memory.
 """
 
 # pyarrow ships no types.

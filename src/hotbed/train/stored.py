@@ -65,7 +65,10 @@ def evaluate_checkpoint(
 def recipe_of(manifest: Manifest, place: str) -> Recipe:
     """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none."""
     if manifest.recipe is None:
-        raise CheckpointError(f"{place} holds no recipe, so its model cannot be built; use load_checkpoint")
+        raise CheckpointError(
+            f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
+            "safetensors (hotbed checkpoint convert)"
+        )
     return replace(Recipe.from_stored(manifest.recipe), parallel=ParallelRecipe())
 
 
