@@ -125,7 +125,10 @@ def test_a_run_is_converted_by_its_newest_checkpoint(recipe: Path, tmp_path: Pat
         (["--collection", "a"], "--collection has an effect only when converting from another library (--from)"),
         (["--data", "a"], "--data has an effect only when converting to torch (--to torch); leave it out"),
         (["--from", "tf2"], "c/dense/config.json is missing; copy the whole checkpoint"),
-        (["--to", "torch"], "holds no recipe, so its model cannot be built; export its tables as safetensors instead"),
+        (
+            ["--to", "torch"],
+            "holds no recipe, so its model cannot be built; use load_checkpoint",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(

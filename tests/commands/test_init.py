@@ -21,7 +21,7 @@ from hotbed.errors import DataError
 from hotbed.files import read_yaml
 from hotbed.train.build import open_source
 from hotbed.train.report import recipe_yaml
-from tests.commands.cases import Output, train
+from tests.commands.cases import Output, refused, train
 
 NAMES = [
     *("10", "1e3", "0x1F", "-1", ".5", ".nan", "null", "Null", "~", "None", "yes", "on", "true", "NaN", "2024-01-01"),
@@ -181,8 +181,41 @@ def test_a_numerical_does_not_harm_the_model(tmp_path: Path, kind: str) -> None:
 
 def test_a_missing_label_is_shown_with_its_place(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [0, 1, None, 1] * 10, "user": [1, 2] * 20}), tmp_path / "log.parquet")
-    with pytest.raises(DataError, match=r"log.parquet, row group 0, column 'label': null at row 2 \(row 2 of the file"):
+    with pytest.raises(
+        DataError, match=r"log.parquet, row group 0, column 'label': null at row 2 .*: drop such rows, or name another"
+    ):
         draft_recipe(tmp_path / "log.parquet")
+
+
+def test_labels_of_one_class_make_no_recipe(tmp_path: Path, capsys: Output) -> None:
+    pq.write_table(pa.table({"click": np.arange(400) % 2, "user": np.arange(400) % 9}), tmp_path / "log.parquet")
+    out = tmp_path / "recipe.yaml"
+    message = refused(["init", str(tmp_path / "log.parquet"), "--positive", "> 1", "--out", str(out)], capsys)
+    assert (
+        "all labels 'click' (positive: '> 1') to train on are 0: there is nothing to learn; say which values" in message
+    )
+    assert not out.exists()
+
+
+def test_a_recipe_says_what_a_weight_is_and_how_there_is_a_validation_split(tmp_path: Path) -> None:
+    user = np.random.default_rng(0).integers(0, 20_000, 30_000)
+    table = pa.table({"click": user % 2, "user": user, "weight": user + 1.5})
+    pq.write_table(table, tmp_path / "log.parquet")
+    text = draft_recipe(tmp_path / "log.parquet")
+    assert "weight: weight" in text and "# by its name, how much a sample counts; null if it is none" in text
+    assert "  # One epoch needs no validation split; hotbed tune does: draft with --valid for it." in text
+    assert "tune" not in draft_recipe(tmp_path / "log.parquet", valid=True)
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "log.jsonl").write_text('{"click": 1}')
+    message = refused(["init", str(tmp_path / "log.jsonl")], capsys)
+    assert (
+        "log.jsonl is not a Parquet file" in message and "(CSV and TSV files end in .csv or .tsv, also with" in message
+    )
+    for device in ("/dev/null", "/dev/zero"):
+        message = refused(["init", device], capsys)
+        assert f"{device} is neither a file nor a folder; give a Parquet, CSV or TSV file" in message
 
 
 def test_columns_that_are_left_out_are_named_with_their_types_and_reasons(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         (MODEL, "hotbed.nn.DLMR", "did you mean 'DLRM'?"),
         (SOURCE, "torch.Size", "data.source is torch.Size, which is not a hotbed.data.Source"),
         (SOURCE, "hotbed.data.ZipfSorce", "did you mean 'ZipfSource'?"),
-        *(("dense_optimizer.init_args.lr", lr, "must be a finite number") for lr in (".nan", ".inf", "nan", "1e400")),
+        *(
+            ("dense_optimizer.init_args.lr", lr, "must be a finite number")
+            for lr in (".nan", ".inf", "nan", "1e400", "1e39")
+        ),
         *(("sparse_optimizer.init_args.lr", lr, "SGD: lr is") for lr in (".nan", ".inf", -1, "x", "[1]", "null")),
         *(("schedule.decay_power", power, "finite number above 0; 1 is linear") for power in (".nan", ".inf", -1, 0)),
         *(("train.checkpoint_minutes", minutes, "a finite number above 0") for minutes in (".nan", ".inf", -1, 0)),

@@ -190,6 +190,39 @@ def test_eval_refuses_ids_of_another_kind(run: Path, tmp_path: Path, capsys: Out
     assert "column 'user': its values are integers, and the model was trained with text, which are other ids" in message
 
 
+def test_eval_takes_all_rows_of_other_data(run: Path, new: Path, tmp_path: Path, capsys: Output) -> None:
+    log, file = run.parents[2] / "log.parquet", tmp_path / "eval.json"
+    pl.read_parquet(log)[-200:].write_parquet(tmp_path / "other.parquet")
+    assert main(["eval", "--checkpoint", str(run), "--data", str(tmp_path / "other.parquet"), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["all"]["samples"] == 200
+    assert f"all of {tmp_path}/other.parquet, 200 samples" in capsys.readouterr().out
+    assert main(["eval", "--checkpoint", str(run), "--data", str(log), "--split", "test", "--json", str(file)]) == 0
+    metrics = json.loads(file.read_text())["test"]
+    assert main(["eval", "--checkpoint", str(run), "--json", str(file)]) == 0
+    assert metrics == json.loads(file.read_text())["test"]
+
+
+def test_rows_of_csv_are_what_they_were_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of text does not say what its values are, and few rows say something else than many."""
+    monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "tables"))
+    rng = np.random.default_rng(0)
+    code, price = rng.integers(0, 30, 400), rng.lognormal(size=400).round(2)
+    rows = [f"{c if c % 3 else f'A{c}'},{p},{i % 5},{c % 2}" for i, (c, p) in enumerate(zip(code, price, strict=True))]
+    (tmp_path / "log.csv").write_text("\n".join(["code,price,item,click", *rows]) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    assert main(["init", str(tmp_path / "log.csv"), "--out", str(recipe)]) == 0
+    status, _, run = train(recipe, "--train.device", "cpu", "--train.epochs", "2")
+    assert status == 0
+    header = "code,price,item\n"
+    new = {"whole": "1,1.5,2\nA3,2,\n1,,3\n", "few": "1,1.5,2\n", "empty": "1,,3\n"}
+    for name, text in new.items():
+        (tmp_path / f"{name}.csv").write_text(header + text)
+    scores = {name: predicted(run, tmp_path / f"{name}.csv", name=f"{name}.parquet")["score"] for name in new}
+    assert [scores["few"][0], scores["empty"][0]] == pytest.approx([scores["whole"][0], scores["whole"][2]], abs=1e-6)
+    pl.DataFrame({"code": ["1"], "price": [None], "item": [3]}).write_parquet(tmp_path / "nulls.parquet")
+    assert predicted(run, tmp_path / "nulls.parquet", name="of_nulls.parquet")["score"][0] == scores["empty"][0]
+
+
 def test_split_binary_data_can_be_scored(recipe: Path, prepared: Path, tmp_path: Path) -> None:
     status, summary, run = train(recipe, "--train.checkpoint", "last")
     assert status == 0
@@ -229,10 +262,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_memory_does_not_grow_with_the_data(run: Path, tmp_path: Path) -> None:
     peaks: list[int] = []
     part = frame(10_000)
-    for parts in (2, 40):
-        data = tmp_path / f"{parts}.parquet"
-        pl.concat([part] * parts).drop("rating", "buy").write_parquet(data, row_group_size=10_000)
-        argv = [sys.executable, "-c", MEMORY, str(run), str(data), str(tmp_path / f"scores_{parts}.parquet")]
+    for parts, rows in ((2, 10_000), (40, 10_000), (40, 400_000)):
+        data = tmp_path / "new.parquet"
+        pl.concat([part] * parts).drop("rating", "buy").write_parquet(data, row_group_size=rows)
+        argv = [sys.executable, "-c", MEMORY, str(run), str(data), str(tmp_path / f"{parts}_by_{rows}.parquet")]
         done = subprocess.run(argv, capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout) >> 10)  # MiB
-    assert peaks[1] - peaks[0] < 40, peaks  # the larger one has 50 MiB of numbers alone
+    assert max(peaks) - peaks[0] < 40, peaks  # the larger ones have 50 MiB of numbers alone
+    whole, one = (pl.read_parquet(tmp_path / f"40_by_{rows}.parquet") for rows in (10_000, 400_000))
+    assert whole.equals(one)

@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ def column(tmp_path: Path, *values: str) -> tuple[str, list[Any]]:
 
 
 UTC = datetime.UTC
+DAYS = (datetime.datetime(2024, 12, 31), datetime.datetime(2024, 2, 1, 9, 5))
 COLUMNS = {
     "integers": (["1", "-5", "", "0"], "int64", [1, -5, None, 0]),
     "codes with zeros": (["007", "12"], "string", ["007", "12"]),
@@ -70,7 +72,12 @@ COLUMNS = {
     "thousands": (["1,234.5", "7", "1,234,567"], "double", [1234.5, 7, 1234567]),
     "hexadecimal": (["0x1F", "12"], "string", ["0x1F", "12"]),
     "text": (["a", "1", "1.5", ""], "string", ["a", "1", "1.5", None]),
-    "nothing": (["", ""], "string", [None, None]),
+    "days first": (["31/12/2024", "1/2/2024 9:05"], "timestamp[us]", [DAYS[0], DAYS[1]]),
+    "days first, with points": (["31.12.2024", "1.2.2024 9:05:00"], "timestamp[us]", [DAYS[0], DAYS[1]]),
+    "months first": (["12/31/2024", "2/1/2024 9:05"], "timestamp[us]", [DAYS[0], DAYS[1]]),
+    "days or months first": (["1/2/2024", "3/4/2024"], "string", ["1/2/2024", "3/4/2024"]),
+    "days and months first": (["31/12/2024", "12/31/2024"], "string", ["31/12/2024", "12/31/2024"]),
+    "nothing": (["", ""], "null", [None, None]),
     "long texts": (["x" * 100_000, "\u2028é"], "string", ["x" * 100_000, "\u2028é"]),
 }
 
@@ -192,9 +199,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
 def made_by(rank: int, path: Path) -> tuple[str, int]:
     made: list[Path] = []
 
-    def convert(store: fs.FileSystem, source: str, kept: Path) -> None:
+    def convert(store: fs.FileSystem, source: str, kept: Path, text: Collection[str]) -> None:
         made.append(kept)
-        _convert(store, source, kept)
+        _convert(store, source, kept, text)
 
     os.environ["HOTBED_TABLES"] = str(path.parent / "tables")
     with pytest.MonkeyPatch.context() as patch:

@@ -73,6 +73,7 @@ def test_proposes_roles_by_name_type_and_values(tmp_path: Path) -> None:
     assert sum(len(b) for b in Loader(ParquetSource(path, schema), "train", 100)) == N
 
 
+MINUTES = np.datetime64("2024-01-01T00:00") + RNG.integers(0, 2000, N)
 DAY = datetime.date(2024, 1, 1)
 ROLES: dict[str, tuple[str, Any, str]] = {
     "ids": ("item_id", RNG.integers(0, 900, N), "ids"),
@@ -103,6 +104,18 @@ ROLES: dict[str, tuple[str, Any, str]] = {
     "a time by its range": ("x", RNG.integers(16 * 10**8, 17 * 10**8, N), "standard"),
     "days as numbers": ("date", 20240100 + RNG.integers(1, 31, N), r"a time \(days as YYYYMMDD\)"),
     "text of days": ("day", [f"2024-01-{d:02}" for d in RNG.integers(1, 31, N)], r"a time \(text that sorts by time"),
+    "text of days without a name": (
+        "x",
+        [f"2024-01-{d:02}" for d in RNG.integers(1, 31, N)],
+        r"a time \(text that sorts",
+    ),
+    "text of times": ("created_at", [f"{t}" for t in MINUTES], r"a time \(text that sorts by time"),
+    "days first": ("x", [f"{d}/12/2024" for d in RNG.integers(1, 31, N)], "dates as text that does not sort by time"),
+    "months first": ("x", [f"12/{d}/24 3:05 PM" for d in RNG.integers(1, 31, N)], "dates as text that does not sort"),
+    "months by name": ("x", [f"{d} Dec 2024" for d in RNG.integers(1, 31, N)], "dates as text that does not sort"),
+    "addresses and versions": ("x", [f"10.1.{d}" for d in RNG.integers(1, 31, N)], "ids"),
+    "sorted ids like times": ("user_id", 1_500_000_000 + np.arange(N) // 4, "ids"),
+    "weights that are none": ("weight", RNG.normal(0, 1, N), "as_is"),
     "constant": ("x", [7] * N, r"all rows have the same value \('7'\)"),
     "empty": ("x", pa.array([None] * N, pa.int64()), "it is empty"),
     "null": ("x", pa.nulls(N), "it is empty"),
@@ -222,6 +235,12 @@ def test_the_share_of_positives_is_said(tmp_path: Path) -> None:
         ({"d": [DAY] * N}, {"label": "d"}, "label column 'd' is date32.*, must be numbers, booleans or text"),
         ({"label": CLICK}, {"positive": "~ 4"}, "positive is '~ 4', must be a comparison such as"),
         ({"label": CLICK}, {"drop": ["usr"]}, "--drop names column 'usr', which .* does not have; did you mean 'user'"),
+        ({"label": CLICK}, {"time": "label"}, "--time names 'label', which is the label; name the column of the rows"),
+        ({"label": CLICK, "t": USER}, {"time": "t", "drop": ["t"]}, r"--time names 't', which is left out \(--drop\)"),
+        ({"label": CLICK, "t": ["1/2/2024"] * N}, {"time": "t"}, "--time names 't', whose text does not sort by time"),
+        ({"label": CLICK}, {"label": "label", "drop": ["label"]}, "--label and --drop both name 'label'; leave one"),
+        ({"label": CLICK}, {"drop": ["label"]}, "no column named like a label"),
+        ({"label": [[1]] * N}, {}, r"no column .*, but 'label', which is list<.*> and can be none; it has label, user"),
         ({"label": CLICK}, {"time": "usr"}, "--time names column 'usr', which .* does not have; did you mean 'user'"),
     ],
 )
@@ -263,6 +282,20 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_columns_that_are_dropped(tmp_path: Path) -> None:
     found = drafted(tmp_path, RNG.integers(0, 50, N), drop=["x"])
     assert role(found) == "--drop"
+    found = drafted(tmp_path, CLICK * (USER % 2), "conversion", drop=["click"])
+    assert (role(found, "click"), found.schema.labels) == ("--drop", ("conversion",))
+
+
+def test_why_rows_are_not_split_by_a_time_is_said(tmp_path: Path) -> None:
+    at = np.datetime64("2024-01-01") + np.arange(N)
+    assert drafted(tmp_path, at, "seen").splits.reason.startswith("the latest rows by 'seen'")
+    assert (
+        "('seen' may not be the time of the row; if it is: --time)" in drafted(tmp_path, at[::-1], "seen").splits.reason
+    )
+    halves = drafted(tmp_path, at[np.arange(N) % 2], "day").splits.reason
+    assert halves.endswith("('day' has no value that the latest 3% to 30% of the rows begin with)")
+    some = pa.array(at, mask=np.arange(N) % 9 == 0)
+    assert drafted(tmp_path, some, "day").splits.reason.endswith("(11.1% of 'day' are missing)")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -281,7 +314,8 @@ def test_columns_that_not_all_files_have_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "1.parquet", label=CLICK, user=USER, a=USER, b=USER)
     write(tmp_path / "2.parquet", label=CLICK, user=USER, b=[f"u{i}" for i in USER], c=USER)
     found = draft(tmp_path)
-    assert (role(found, "a"), role(found, "b")) == ("2.parquet has no such column", "in 2.parquet it is string")
+    assert (role(found, "a"), role(found, "c")) == ("2.parquet has no such column", "1.parquet has no such column")
+    assert role(found, "b") == "in 2.parquet it is string, in another file int64"
     assert [c.name for c in found.schema.sparse] == ["user"]
 
 

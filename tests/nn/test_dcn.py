@@ -44,6 +44,7 @@ def test_it_is_the_published_formula(low_rank: int | None, dense: int) -> None:
     of = batch(dense=dense)
     torch.testing.assert_close(model(of), expected(model, of), rtol=1e-5, atol=1e-6)
     assert model(of).shape == (5, 2)
+    assert all((layer.down is not None) == (low_rank == 2) for layer in model.cross)
 
 
 def test_weights_grow_with_the_features_and_not_with_their_pairs() -> None:

@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         required=True,
         help="Checkpoint, run, or RUNS/NAME: its newest run.",
     )
-    parser.add_argument("--split", type=str, default="test", help="Split of the data.")
+    parser.add_argument("--split", type=str | None, help="Split, as the recipe cuts; default: test, or all other data.")
     parser.add_argument("--data", type=str | None, help="Other data of the same source; default: that of the recipe.")
     add_trust(parser)
     add_json(parser)
@@ -28,9 +28,10 @@ def run(parsed: Namespace) -> None:
     from hotbed.train.report import print_metrics
     from hotbed.train.stored import evaluate_checkpoint
 
-    checkpoint, metrics = evaluate_checkpoint(
+    checkpoint, split, metrics = evaluate_checkpoint(
         location(parsed.checkpoint), parsed.split, parsed.data, trust_recipe=parsed.trust_recipe
     )
     values = metrics.to_dict()
-    print_metrics(console(), f"{checkpoint}: {parsed.split}, {metrics.samples:,} samples", values)
-    write_json(parsed.json, {"checkpoint": str(checkpoint), parsed.split: values})
+    shown = split if parsed.data is None else f"{split} of {parsed.data}"
+    print_metrics(console(), f"{checkpoint}: {shown}, {metrics.samples:,} samples", values)
+    write_json(parsed.json, {"checkpoint": str(checkpoint), split: values})

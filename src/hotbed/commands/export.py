@@ -68,12 +68,7 @@ def export_model(
     source = find_checkpoint(checkpoint)
     if not isinstance(directory(target), LocalDirectory):
         raise CheckpointError(f"{target} is no local directory; torch writes {MODEL} to local disks only")
-    manifest = read_manifest(source)
-    if manifest.recipe is None:
-        raise CheckpointError(
-            f"{source} holds no recipe, so its model cannot be built; export its tables as safetensors instead"
-        )
-    recipe = replace(recipe_of(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
+    recipe = replace(recipe_of(read_manifest(source), str(source), trusted=trust_recipe), memory=MemoryRecipe())
     origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})

@@ -73,18 +73,19 @@ def draft_recipe(
     Raises
     ------
     DataError
-        If there are no samples, no label or no column to embed, or a label is not from 0 to 1.
+        If there are no samples, no label or no column to embed, a label is not from 0 to 1, or all are of one class.
     SpecError
         If an option cannot be right.
     """
     from hotbed.commands.init_recipe import recipe_text
     from hotbed.data import ParquetSource
     from hotbed.data.draft import draft
+    from hotbed.train.build import refuse_one_class
 
     found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
     source = ParquetSource(path, found.schema, **found.splits.source_args())
-    for split in source.splits:
-        source.check_labels(split)
+    labels = {split: source.check_labels(split) for split in source.splits}
+    refuse_one_class(source, [labels["train"]])
     counts = {split: source.samples(split) for split in source.splits}
     return recipe_text(found, name=run_name(path), path=str(path), counts=counts)
 

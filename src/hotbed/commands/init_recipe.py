@@ -94,6 +94,8 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
         yield from _comment(note, 2)
     if splits.has_valid:
         yield "  valid_split: valid"
+    else:
+        yield from _comment("One epoch needs no validation split; hotbed tune does: draft with --valid for it.", 2)
     if splits.has_test:
         yield "  test_split: test"
     else:
@@ -118,7 +120,7 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
 def _schema(draft: Draft) -> Iterator[str]:
     plain: dict[str, Any] = draft.schema.to_dict()
     yield from _entries("labels", plain["labels"], draft.reasons)
-    yield f"        weight: {yaml_text(plain['weight'])}"
+    yield _beside(f"        weight: {yaml_text(plain['weight'])}", draft.reasons.get(plain["weight"], ""))
     yield _beside("        group: null", "a column, such as the user, for the mean AUC of its groups")
     if plain["dense"]:
         yield from _comment(

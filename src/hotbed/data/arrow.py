@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -29,13 +29,7 @@ def is_list(t: pa.DataType) -> bool:
 def is_text(t: pa.DataType) -> bool:
     """Whether values of this type are strings or bytes, plain or dictionary-encoded."""
     t = t.value_type if pa.types.is_dictionary(t) else t
-    return (
-        pa.types.is_string(t)
-        or pa.types.is_large_string(t)
-        or pa.types.is_string_view(t)
-        or pa.types.is_binary(t)
-        or pa.types.is_large_binary(t)
-    )
+    return pa.types.is_string(t) or pa.types.is_large_string(t) or pa.types.is_binary(t) or pa.types.is_large_binary(t)
 
 
 def is_whole(t: pa.DataType) -> bool:
@@ -55,23 +49,84 @@ def is_number(t: pa.DataType) -> bool:
 
 
 def kind_of_ids(t: pa.DataType) -> str:
-    """What the values of a sparse column of this type are to a hash: ``"text"`` or ``"integers"``."""
-    return "text" if is_text(t.value_type if is_list(t) else t) else "integers"
+    """What the values of a column of this type are to a hash: ``"text"`` or ``"integers"``; "" where all are null."""
+    value = t.value_type if is_list(t) else t
+    return "" if pa.types.is_null(value) else "text" if is_text(value) else "integers"
+
+
+def kind_of_values(t: pa.DataType) -> str:
+    """What one word says of all types whose columns may stand below each other; "" of that where all are null."""
+    if is_list(t):
+        return "lists"
+    known = {"text": is_text, "decimals": pa.types.is_decimal, "numbers": is_number, "times": is_time}
+    if pa.types.is_null(t):
+        return ""
+    return next((kind for kind, is_kind in known.items() if is_kind(t)), str(t))
+
+
+def plain_type(t: pa.DataType) -> pa.DataType:
+    """The type that values are read as: one that Arrow's functions know, for those that they do not (yet)."""
+    if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON
+        return plain_type(t.storage_type)
+    if pa.types.is_string_view(t):
+        return pa.string()
+    if pa.types.is_binary_view(t) or pa.types.is_fixed_size_binary(t):
+        return pa.binary()
+    if pa.types.is_list_view(t) or pa.types.is_large_list_view(t):
+        return pa.large_list(plain_type(t.value_type))
+    if is_list(t) and (value := plain_type(t.value_type)) != t.value_type:
+        return pa.list_(value, t.list_size) if pa.types.is_fixed_size_list(t) else pa.large_list(value)
+    return t
+
+
+def plain(table: pa.Table) -> pa.Table:
+    """A table with columns of `plain_type`."""
+    types = [plain_type(field.type) for field in table.schema]
+    if types == table.schema.types:
+        return table
+    columns = [column.cast(kind) for column, kind in zip(table.columns, types, strict=True)]
+    return pa.table(columns, names=table.column_names)
+
+
+def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
+    """A type that holds the values of columns of these, which are of one `kind_of_values`, or null."""
+    different = list(dict.fromkeys(t for t in types if not pa.types.is_null(t)))
+    if len(different) < 2:
+        return different[0] if different else pa.null()
+    values = [t.value_type if pa.types.is_dictionary(t) else t for t in different]
+    if is_list(values[0]):
+        return pa.large_list(common_type([t.value_type for t in values]))
+    if is_text(values[0]):
+        as_bytes = any(pa.types.is_binary(t) or pa.types.is_large_binary(t) for t in values)
+        return pa.large_binary() if as_bytes else pa.large_string()
+    if pa.types.is_decimal(values[0]):
+        return pa.decimal256(76, max(t.scale for t in values))
+    if is_time(values[0]):
+        return pa.timestamp("us", "UTC" if any(getattr(t, "tz", None) for t in values) else None)
+    return pa.int64() if all(map(is_whole, values)) else pa.float64()
 
 
 def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:
     """Raise `SpecError` unless a column of this type can be this sparse input."""
     value = t.value_type if is_list(t) else t
+    if pa.types.is_null(t):  # all values are missing, which says nothing of the column
+        return
     # pandas makes floats of integers where some are missing, so whole numbers pass, and others are refused when read.
-    if not (is_whole(value) or is_text(value) or pa.types.is_floating(t)):
+    if not (is_whole(value) or is_text(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
         raise SpecError(f"sparse column '{column.name}' is {t}, must be integers, strings or lists of them")
-    if ids == "raw" and not (is_whole(value) or pa.types.is_floating(t)):
+    if ids == "raw" and not (is_whole(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
         raise SpecError(f"sparse column '{column.name}' is {t}, but ids='raw' needs integers; use ids='hash'")
     if ids == "hash" and column.rows < 2:
         raise SpecError(f"sparse column '{column.name}': hashing needs at least 2 rows (row 0 is for missing values)")
     if not is_list(t) and column.ids != 1:
         wanted = "a varying number of" if column.ids is None else column.ids
         raise SpecError(f"sparse column '{column.name}' is {t}, not a list, but ids says {wanted} per sample")
+
+
+def microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Convert dates and times ``[n]`` to microseconds since 1970, int64; those with a zone in UTC."""
+    zone = getattr(column.type, "tz", None)
+    return pc.cast(pc.cast(column, pa.timestamp("us", zone), safe=False), pa.int64())
 
 
 def numbers(column: pa.ChunkedArray) -> Array:
@@ -119,6 +174,8 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
     """
     if pa.types.is_floating(values.type):
         values = _whole(values, column.name, where)
+    elif pa.types.is_null(values.type):
+        values = values.cast(pa.int64())
     if ids == "raw":
         if values.null_count:
             raise DataError(
@@ -160,6 +217,8 @@ def bags(
     DataError
         If a sample has another number of ids than the schema says.
     """
+    if pa.types.is_null(array.type) and column.ids != 1:
+        array = array.cast(pa.list_(pa.int64()))
     if not is_list(array.type):
         return rows(array, column, ids, where), None
     lengths = _plain_numpy(pc.list_value_length(array)).astype(np.int64)

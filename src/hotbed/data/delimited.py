@@ -18,7 +18,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ _log = logging.getLogger("hotbed")
 
 _NAME = re.compile(r"\.(csv|tsv)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 1  # part of the names of what is kept: raised where a file would be converted to something else
+_VERSION = 2  # part of the names of what is kept: raised where a file would be converted to something else
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
 _BLOCK_BYTES = 16 << 20
@@ -72,10 +72,17 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "tables"
 
 
-def parquet_of(store: fs.FileSystem, path: str) -> Path:
+def parquet_of(store: fs.FileSystem, path: str, text: Collection[str] = ()) -> Path:
     """Return the Parquet file that holds what a file of CSV or TSV does; it is made where there is none.
 
     Of several processes that ask at once one converts, and the others wait for it.
+
+    Parameters
+    ----------
+    store, path
+        Where the file is.
+    text
+        Columns that are text, whatever is in them.
 
     Raises
     ------
@@ -84,7 +91,7 @@ def parquet_of(store: fs.FileSystem, path: str) -> Path:
     """
     info = store.get_file_info(path)
     place = hashlib.sha256(f"{store.type_name} {path}".encode()).hexdigest()[:16]
-    state = hashlib.sha256(f"{info.size} {info.mtime_ns} {_VERSION}".encode()).hexdigest()[:16]
+    state = hashlib.sha256(repr((info.size, info.mtime_ns, _VERSION, *sorted(text))).encode()).hexdigest()[:16]
     folder = cache_folder()
     kept = folder / f"{place}-{state}.parquet"
     try:
@@ -92,7 +99,7 @@ def parquet_of(store: fs.FileSystem, path: str) -> Path:
         with _locked(folder / f"{place}.lock"):
             if not kept.is_file():
                 _remove_old(folder, place)
-                _convert(store, path, kept)
+                _convert(store, path, kept, text)
             os.utime(kept)
     except OSError as error:
         raise DataError(
@@ -122,12 +129,12 @@ def _remove_old(folder: Path, place: str) -> None:
                 file.unlink()
 
 
-def _convert(store: fs.FileSystem, path: str, kept: Path) -> None:
+def _convert(store: fs.FileSystem, path: str, kept: Path, text: Collection[str]) -> None:
     layout = _layout(store, path)
     _log.warning("converting %s to Parquet, once; it is kept in %s (set HOTBED_TABLES for another place)", path, kept)
     if not layout.has_header:
         _log.warning("%s has no header, but the layout of Criteo's logs: label, I1 … I13, C1 … C26", path)
-    types = TypesOfText(layout.names, layout.text)
+    types = TypesOfText(layout.names, {*layout.text, *text})
     for batch in _batches(store, path, layout):
         types.look_at(batch)
     for note in types.notes():

@@ -21,6 +21,7 @@ from hotbed.data.columns import Numerical, SparseColumn
 from hotbed.data.draft_labels import FoundLabel, find_labels, sample_labels
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
 from hotbed.data.hashing import rows_of
+from hotbed.data.parquet_files import ParquetFile
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
 from hotbed.data.roles import ColumnRole, role_of, rule_of, words_of
 from hotbed.data.schema import Schema
@@ -143,29 +144,42 @@ def draft(
     groups = files.train
     if not groups:
         raise DataError(f"{path} has no rows")
-    names = _names(str(path), groups[0].file.schema.names)
+    names = _names(str(path), files.train_files)
     for option, name in [*(("--drop", name) for name in drop), *([("--time", time)] if time else [])]:
         if name not in names:
             raise DataError(f"{option} names column '{name}', which {path} does not have{did_you_mean(name, names)}")
-    missing = _not_everywhere(files)
+    missing = _not_everywhere(files.train_files, names)
     sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
-    labels = find_labels(str(path), sample, label, positive)
+    if label in drop:
+        raise SpecError(f"--label and --drop both name '{label}'; leave one of them out")
+    labels = find_labels(str(path), sample.select([n for n in sample.column_names if n not in drop]), label, positive)
     of_label = [found.name for found in labels]
-    used = [n for n in sample.column_names if n not in of_label and n not in drop]
-    weight = next((n for n in used if n.lower() in WEIGHT_NAMES and arrow.is_number(sample[n].type)), None)
+    if time in of_label:
+        raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
+    missing |= _not_everywhere([*files.train_files, *files.others_with(of_label)], names)
+    used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
+    weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
     inputs = [n for n in used if n != weight]
-    distinct = count_distinct(groups, [n for n in inputs if _is_counted(sample[n])])
+    distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]))
     roles = {p.name: role_of(p, of_label[0]) for p in profiles}
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
+        chosen = next((p for p in profiles if p.name == time), None)
+        if chosen is None:
+            raise SpecError(f"--time names '{time}', which is left out ({missing.get(time, '--drop')})")
+        if chosen.dates == "other":
+            raise SpecError(
+                f"--time names '{time}', whose text does not sort by time; write it as 2024-12-31, or as times"
+            )
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample)
     repeats = _repeats(profiles, schema)
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
-    dropped = [LeftOut(n, str(groups[0].file.schema.field(n).type), "--drop") for n in dict.fromkeys(drop)]
-    elsewhere = [LeftOut(n, str(groups[0].file.schema.field(n).type), why) for n, why in missing.items()]
+    types = {field.name: str(field.type) for file in files.train_files for field in file.schema}
+    dropped = [LeftOut(name, types[name], "--drop") for name in dict.fromkeys(drop)]
+    elsewhere = [LeftOut(name, types[name], why) for name, why in missing.items()]
     left = [LeftOut(p.name, str(p.type), why) for p in profiles if (why := _why(roles[p.name]))]
     return Draft(
         schema=schema,
@@ -178,23 +192,40 @@ def draft(
     )
 
 
-def _names(path: str, names: list[str]) -> list[str]:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise DataError(f"{path} has several columns named '{twice[0]}'; rename all but one")
-    return names
+def _names(path: str, files: Sequence[ParquetFile]) -> list[str]:
+    """Columns of any of the files."""
+    for file in files:
+        twice = [name for name, count in Counter(file.schema.names).items() if count > 1]
+        if twice:
+            raise DataError(f"{path} has several columns named '{twice[0]}'; rename all but one")
+    return list(dict.fromkeys(name for file in files for name in file.schema.names))
 
 
-def _not_everywhere(files: DraftFiles) -> dict[str, str]:
-    """Columns of the first file that others lack, or have of another type; with the reason."""
-    first, found = files.train_files[0].schema, {}
-    for name in first.names:
-        for file in files.train_files[1:]:
-            if name not in file.schema.names:
-                found[name] = f"{file.name} has no such column"
-            elif arrow.is_text(first.field(name).type) != arrow.is_text(kind := file.schema.field(name).type):
-                found[name] = f"in {file.name} it is {kind}"
+def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[str, str]:
+    """Columns that some of these files lack, or have of another type than others; with the reason."""
+    found: dict[str, str] = {}
+    for name in names:
+        kinds: list[pa.DataType] = []
+        for file in files:
+            at = file.schema.get_field_index(name)
+            if at < 0:
+                found.setdefault(name, f"{file.name} has no such column")
+                continue
+            kind = file.schema.types[at]
+            other = next((before for before in kinds if not _alike(before, kind)), None)
+            if other is not None:
+                found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
+            if kind not in kinds:
+                kinds.append(kind)
     return found
+
+
+def _alike(first: pa.DataType, second: pa.DataType) -> bool:
+    """Whether columns of these types may stand below each other."""
+    of = {arrow.kind_of_values(first), arrow.kind_of_values(second)} - {""}
+    if arrow.is_list(first) and arrow.is_list(second):
+        return _alike(first.value_type, second.value_type)
+    return len(of) < 2
 
 
 def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:
@@ -203,6 +234,13 @@ def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:
     used = [column for column in profiles if column.name in sparse]
     lookups = sum(c.present * (c.length if arrow.is_list(c.type) else 1) for c in used)
     return lookups / max(1, sum(c.distinct for c in used))
+
+
+def _may_be_weight(column: pa.ChunkedArray) -> bool:
+    if not arrow.is_number(column.type) or column.null_count:
+        return False
+    weights = arrow.wide_numbers(column)
+    return bool(((weights >= 0) & (weights < np.inf)).all())
 
 
 def _is_counted(column: pa.ChunkedArray) -> bool:
@@ -231,6 +269,8 @@ def _schema(
 ) -> tuple[Schema, dict[str, str]]:
     """The schema, and what was found of each of its inputs."""
     reasons: dict[str, str] = {found.name: found.remark for found in labels}
+    if weight is not None:
+        reasons[weight] = "by its name, how much a sample counts; null if it is none, and the column among `dense`"
     sparse: list[SparseColumn] = []
     numericals: list[Numerical] = []
     shared = _shared_tables(profiles, roles, sample)

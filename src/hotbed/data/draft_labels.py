@@ -63,9 +63,11 @@ def find_labels(path: str, sample: pa.Table, label: str | None, positive: str | 
         raise DataError(f"{path} has no column '{label}'; it has {_listed(names)}{did_you_mean(label, names)}")
     candidates = [label] if label else _named(sample)
     if not candidates:
+        named = next((name for name in names if name.lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
+        unfit = "" if named is None else f", but '{named}', which is {sample[named].type} and can be none"
         raise DataError(
-            f"{path} has no column named like a label ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)}); "
-            f"it has {_listed(names)}. Name one with --label NAME (label=… in Python)"
+            f"{path} has no column named like a label ({', '.join(LABEL_NAMES[:10])}, …, {', '.join(RATING_NAMES)})"
+            f"{unfit}; it has {_listed(names)}. Name one with --label NAME (label=… in Python)"
         )
     if positive is not None:
         mapping = Label(candidates[0], positive)

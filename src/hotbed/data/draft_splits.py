@@ -19,7 +19,7 @@ from pyarrow import fs
 from hotbed.data import arrow
 from hotbed.data.criteo import COLUMNS
 from hotbed.data.delimited import is_delimited
-from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
 from hotbed.data.profile import ColumnProfile
 from hotbed.data.roles import time_rank
 from hotbed.errors import DataError, SpecError
@@ -29,6 +29,7 @@ FEWEST_ROWS = 50
 _SHARE = 0.1
 _FEW_ROWS, _SHARE_OF_FEW = 5_000, 0.2  # a tenth of so few says little
 _SMALLEST, _LARGEST = 0.03, 0.3  # shares that a split by time may have where many rows have one time
+_MISSING = 0.01
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -71,8 +72,10 @@ class DraftFiles:
             return DraftFiles(str(path), files)
         if "test" in files:
             raise SpecError(f"--test is {test}, but {path} has a test split; leave --test out, or give the train files")
-        found = find_parquet(test, filesystem)
-        return DraftFiles(str(path), files, str(test), tuple(found.get("test", next(iter(found.values())))))
+        found = find_parquet(test, filesystem, text_columns(file for of in files.values() for file in of))
+        of_test = found.get("test", next(iter(found.values())))
+        refuse_same_files("test", of_test, files)
+        return DraftFiles(str(path), files, str(test), tuple(of_test))
 
     @property
     def train_files(self) -> Sequence[ParquetFile]:
@@ -89,6 +92,10 @@ class DraftFiles:
         """Files of the other splits."""
         there = {split: files for split, files in self.by_split.items() if split not in ("", "train")}
         return {**there, **({"test": self.test_files} if self.test_path else {})}
+
+    def others_with(self, labels: Sequence[str]) -> list[ParquetFile]:
+        """Files of the other splits that have labels: those without are not used."""
+        return [f for of_split in self.others.values() for f in of_split if not {*labels} - {*f.schema.names}]
 
 
 @dataclass
@@ -174,9 +181,11 @@ def _cut(
     shares: dict[str, object] = dict(wanted)
     if time is None and all(is_delimited(f.shown) and tuple(f.schema.names) == COLUMNS for f in files.train_files):
         return {"by": "order", **shares}, "the last rows: logs of Criteo are in the order of time"
-    ranked = sorted((c for c in times if c.missing < 0.01), key=lambda c: (-time_rank(c.name), -c.distinct))
+    ranked = sorted(times, key=lambda c: (-time_rank(c.name), -c.distinct))
+    unfit: list[str] = []
     for column in ranked if time is None else [c for c in times if c.name == time]:
-        if time is None and not time_rank(column.name):
+        if time is None and (why := _unfit(column)):
+            unfit.append(why)
             continue
         starts = _starts(sample[column.name], wanted)
         if starts is not None:
@@ -187,9 +196,20 @@ def _cut(
                 f"--time is {time}, but the latest of its values are in fewer than {_SMALLEST:.0%} or more than "
                 f"{_LARGEST:.0%} of the rows, so it makes no test split; leave --time out"
             )
-    others = ", ".join(repr(c.name) for c in times)
-    why = f" ({others} may not be the time of the row; if one is: --time)" if others else ""
-    return {"by": "hash", **shares}, f"drawn by a hash of the rows' places{why or ', for there is no column of time'}"
+        unfit.append(
+            f"'{column.name}' has no value that the latest {_SMALLEST:.0%} to {_LARGEST:.0%} of the rows begin with"
+        )
+    why = f" ({'; '.join(unfit)})" if unfit else ", for there is no column of time"
+    return {"by": "hash", **shares}, f"drawn by a hash of the rows' places{why}"
+
+
+def _unfit(column: ColumnProfile) -> str:
+    """Why rows are not to be split by a column of times that nobody named for it; "" where they may be."""
+    if column.missing >= _MISSING:
+        return f"{column.missing:.1%} of '{column.name}' are missing"
+    if not time_rank(column.name) and not column.is_sorted:
+        return f"'{column.name}' may not be the time of the row; if it is: --time"
+    return ""
 
 
 def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, object] | None:
@@ -199,8 +219,7 @@ def _starts(column: pa.ChunkedArray, wanted: dict[str, float]) -> dict[str, obje
     if pa.types.is_dictionary(kind):
         column = pc.cast(column, kind.value_type)
     if arrow.is_time(kind):
-        values = pc.cast(pc.cast(column, pa.timestamp("us", getattr(kind, "tz", None)), safe=False), pa.int64())
-        values = values.to_numpy()
+        values = arrow.microseconds(column).to_numpy()
     elif arrow.is_text(column.type):
         values = np.array(pc.cast(column, pa.string()).to_pylist(), dtype=np.str_)
     else:

@@ -113,7 +113,10 @@ def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable
     """Raise `DataError` for a column with a null that must be complete."""
     if column.null_count:
         at = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise DataError(f"{place}, column '{name}': null at {row_of(at)}; labels, weights and groups must be complete")
+        raise DataError(
+            f"{place}, column '{name}': null at {row_of(at)}; labels, weights and groups must be complete: drop such "
+            "rows, or name another column"
+        )
 
 
 def _mapped(column: pa.ChunkedArray, name: str, label: Label, place: str, row_of: Callable[[int], str]) -> arrow.Array:

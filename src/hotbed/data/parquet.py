@@ -7,10 +7,11 @@ First files and their row groups are found (`hotbed.data.parquet_files`) and div
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_args
+from typing import Self, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,8 @@ from hotbed.data.arrow import Ids
 from hotbed.data.columns import Label
 from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
 from hotbed.data.numericals import read_numericals
-from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
+from hotbed.data.row_slices import RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -34,7 +36,9 @@ from hotbed.jagged import Jagged
 # pyarrow ships no types.
 
 _LABEL_READERS = 4
-Groups = dict[str, list[RowGroup | Rows]]
+_STREAMED_CELLS, _FEWEST_STREAMED = 2_000_000, 4_096
+Chunk = RowGroup | RowSlice | Rows
+Groups = dict[str, list[Chunk]]
 
 
 class ParquetSource(Source):
@@ -63,6 +67,8 @@ class ParquetSource(Source):
         `hotbed.data.row_split`.
     split_paths
         By split, a path that it is in and the main path is not; or None for a split of the path that is not used.
+    text
+        Columns of CSV and TSV files that are text, whatever is in them: codes such as ``12`` where others are ``A1``.
     valid_fraction, test_fraction
         Where there are no such splits: share of the samples in these splits, the last ones, cut between row groups.
     filesystem
@@ -71,7 +77,8 @@ class ParquetSource(Source):
     Raises
     ------
     DataError
-        If there is no such path, a file is not Parquet, or a column is missing.
+        If there is no such path, a file is not Parquet, a column is missing, ids are integers in one file and text in
+        another, or a file is in two splits.
     SpecError
         If a column has a type that does not fit its role, or the fractions leave a split without a row group.
     """
@@ -84,6 +91,7 @@ class ParquetSource(Source):
         ids: Ids = "hash",
         split: Mapping[str, object] | None = None,
         split_paths: Mapping[str, str | None] | None = None,
+        text: Collection[str] = (),
         valid_fraction: float = 0.0,
         test_fraction: float = 0.0,
         filesystem: fs.FileSystem | None = None,
@@ -92,9 +100,10 @@ class ParquetSource(Source):
         if ids not in get_args(Ids):
             raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
         self.ids: Ids = ids
-        files = _with_paths(find_parquet(path, filesystem), split_paths or {}, str(path), filesystem)
+        files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
         for file in (f for of_split in files.values() for f in of_split):
             self._check_file(file)
+        self._id_kinds = _id_kinds(self.schema, [f for of_split in files.values() for f in of_split])
         groups: Groups = {split: [g for f in of_split for g in f.row_groups()] for split, of_split in files.items()}
         if split is not None:
             groups = _by_rows(str(path), groups, row_split(split), valid_fraction or test_fraction)
@@ -114,10 +123,19 @@ class ParquetSource(Source):
         """By sparse column whether its values are integers or text; empty where integers are rows."""
         if self.ids == "raw":
             return {}
-        files = [group.file for groups in self._groups.values() for group in groups]
-        if not files:
-            return {}
-        return {c.name: arrow.kind_of_ids(files[0].schema.field(c.name).type) for c in self.schema.sparse}
+        return {c.name: kind for c in self.schema.sparse if (kind := self._id_kinds.get(c.name))}
+
+    def streamed(self) -> Self:
+        """The same samples with large row groups in slices, which are read in order, so that memory does not grow."""
+        s = self.schema
+        columns = len(s.sparse) + len(s.dense) + len(s.labels)
+        rows = max(_FEWEST_STREAMED, _STREAMED_CELLS // max(1, columns))
+        other = copy.copy(self)
+        other._groups = {
+            split: [slice_ for g in groups for slice_ in (in_slices(g, rows) if isinstance(g, RowGroup) else [g])]
+            for split, groups in self._groups.items()
+        }
+        return other
 
     def _chunks(self, split: str) -> Sequence[int]:
         return [g.samples for g in self._groups[split]]
@@ -132,7 +150,7 @@ class ParquetSource(Source):
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         mapped = {label.column: label for label in self.schema.positives}
 
-        def ranges(group: RowGroup | Rows) -> list[tuple[float, float]]:
+        def ranges(group: Chunk) -> list[tuple[float, float]]:
             return [_label_range(group, name, mapped.get(name)) for name in self.schema.labels]
 
         with ThreadPoolExecutor(_LABEL_READERS) as pool:
@@ -181,8 +199,8 @@ class ParquetSource(Source):
             arrow.check_sparse(column, file.schema.field(column.name).type, self.ids)
         for name in numeric:
             kind = file.schema.field(name).type
-            if not arrow.is_number(kind):
-                raise SpecError(f"column '{name}' is {kind}, must be numbers to be a numerical or weight")
+            if not arrow.is_number(kind) and not (pa.types.is_null(kind) and name in s.dense):
+                raise SpecError(f"{file}: column '{name}' is {kind}, must be numbers to be a numerical or weight")
         mapped = {label.column: label for label in s.positives}
         for name in s.labels:
             check_label(name, file.schema.field(name).type, mapped.get(name))
@@ -190,17 +208,17 @@ class ParquetSource(Source):
             raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
 
 
-def _dense(table: pa.Table, schema: Schema, group: RowGroup | Rows) -> Tensor | None:
+def _dense(table: pa.Table, schema: Schema, group: Chunk) -> Tensor | None:
     if not schema.dense:
         return None
     return torch.from_numpy(read_numericals(table, schema, str(group), group.place))
 
 
-def _weights(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
+def _weights(table: pa.Table, name: str, group: Chunk) -> Tensor:
     return torch.from_numpy(read_weights(table[name], name, str(group), group.place))
 
 
-def _label_range(group: RowGroup | Rows, name: str, label: Label | None) -> tuple[float, float]:
+def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, float]:
     """Smallest and largest label of a row group; a `DataError` names the first that is not from 0 to 1."""
     found = None if label else group.integer_range(name)
     if found is not None and found[0] >= 0 and found[1] <= 1:
@@ -209,7 +227,7 @@ def _label_range(group: RowGroup | Rows, name: str, label: Label | None) -> tupl
     return float(labels.min()), float(labels.max())
 
 
-def _groups_of(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
+def _groups_of(table: pa.Table, name: str, group: Chunk) -> Tensor:
     """Group keys ``[n]`` int64: integers as they are, strings hashed."""
     refuse_null(table[name], name, str(group), group.place)
     values = table[name].combine_chunks()
@@ -220,14 +238,35 @@ def _groups_of(table: pa.Table, name: str, group: RowGroup | Rows) -> Tensor:
     return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
 
 
+def _id_kinds(schema: Schema, files: Sequence[ParquetFile]) -> dict[str, str]:
+    """By sparse column and group whether its values are integers or text; a `DataError` where both are met.
+
+    ``5`` and ``"5"`` are hashed to different rows, and nothing else would show that.
+    """
+    found: dict[str, tuple[str, ParquetFile]] = {}
+    for name in [*(c.name for c in schema.sparse), *([schema.group] if schema.group else [])]:
+        for file in files:
+            kind = arrow.kind_of_ids(file.schema.field(name).type)
+            before, first = found.setdefault(name, (kind, file)) if kind else (kind, file)
+            if kind != before:
+                raise DataError(
+                    f"column '{name}' is {before} in {first} and {kind} in {file}, which are other ids (5 and '5' are "
+                    "hashed to different rows); write it as one of them in all files (of CSV and TSV files, name it in "
+                    "the source's `text`)"
+                )
+    return {name: kind for name, (kind, _) in found.items()}
+
+
 def _with_paths(
     files: dict[str, list[ParquetFile]],
     split_paths: Mapping[str, str | None],
     path: str,
     filesystem: fs.FileSystem | None,
+    text: Collection[str],
 ) -> dict[str, list[ParquetFile]]:
     """Files by split with those that are elsewhere, and without those that are not used."""
     found = dict(files)
+    text = {*text, *text_columns(file for of_split in files.values() for file in of_split)}
     for split, place in split_paths.items():
         if split not in SPLITS:
             raise SpecError(f"split_paths has '{split}', which is no split; there are {', '.join(SPLITS)}")
@@ -238,10 +277,12 @@ def _with_paths(
                 raise SpecError(
                     f"split_paths says where '{split}' is, but {path} has this split; leave one of them out"
                 )
-            of_place = find_parquet(place, filesystem)
+            of_place = find_parquet(place, filesystem, text)
             if len(of_place) > 1 and split not in of_place:
                 raise SpecError(f"{place} has the splits {', '.join(of_place)}, none of which is '{split}'")
-            found[split] = of_place[split] if split in of_place else next(iter(of_place.values()))
+            of_split = of_place[split] if split in of_place else next(iter(of_place.values()))
+            refuse_same_files(split, of_split, found)
+            found[split] = of_split
     if "train" in split_paths and "" in found:
         raise SpecError(f"split_paths says where 'train' is, but {path} has samples of no split; leave one of them out")
     if not found:
@@ -263,10 +304,11 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
         )
     for file in {group.file.path: group.file for group in whole}.values():
         split.check(file.schema, str(file))
-    return {**divide(split, whole), **others}
+    divided: Groups = {name: [*of_split] for name, of_split in divide(split, whole).items()}
+    return divided | others
 
 
-def _by_fractions(path: str, groups: Sequence[RowGroup | Rows], valid: float, test: float) -> Groups:
+def _by_fractions(path: str, groups: Sequence[Chunk], valid: float, test: float) -> Groups:
     """Cut row groups in order into train, valid and test, at the boundaries nearest to the fractions."""
     if not (0 <= valid < 1 and 0 <= test < 1 and valid + test < 1):
         raise SpecError(f"valid_fraction {valid} and test_fraction {test} must be at least 0 and below 1 together")

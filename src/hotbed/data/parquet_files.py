@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from hotbed.data import arrow
 from hotbed.data.delimited import is_delimited, parquet_of
 from hotbed.errors import DataError
 from hotbed.locations import opened
@@ -29,6 +30,7 @@ _SPLITS = {
 _PARQUET = (".parquet", ".parq", ".pq")
 _FEW_ROWS, _ROWS_PER_BYTE = 1 << 24, 100
 """A row group of more rows than both is no log: its rows are all the same, or its footer lies."""
+_BUFFER_BYTES = 1 << 20
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 Partitions = tuple[tuple[str, pa.Scalar], ...]
@@ -56,7 +58,10 @@ class ParquetFile:
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the file system
                 raise
-            raise DataError(f"{self} is not a Parquet file, or is cut short: {error}") from None
+            raise DataError(
+                f"{self} is not a Parquet file, or is cut short: {error} (CSV and TSV files end in .csv or .tsv, also "
+                "with .gz or .zst)"
+            ) from None
         most = max(_FEW_ROWS, size * _ROWS_PER_BYTE)
         for i in range(found.num_row_groups):
             if not 0 <= (rows := found.row_group(i).num_rows) <= most:
@@ -69,7 +74,8 @@ class ParquetFile:
     @cached_property
     def schema(self) -> pa.Schema:
         """Names and types of the columns, those of the folders last."""
-        found = self.metadata.schema.to_arrow_schema()
+        stored = self.metadata.schema.to_arrow_schema()
+        found = pa.schema([field.with_type(arrow.plain_type(field.type)) for field in stored])
         for name, value in self._of_folders().items():
             found = found.append(pa.field(name, value.type))
         return found
@@ -97,14 +103,16 @@ class ParquetFile:
         with self.filesystem.open_input_file(self.path) as stream:
             opened = pq.ParquetFile(stream, metadata=self.metadata)
             table = opened.read_row_group(row_group, columns=self._stored(columns), use_threads=False)
-        return self._with_folders(table, columns, rows)
+        return self._with_folders(arrow.plain(table), columns, rows)
 
     def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns of a row group in order, at most so many rows at once."""
         with self.filesystem.open_input_file(self.path) as stream:
-            opened = pq.ParquetFile(stream, metadata=self.metadata)
+            # Without a buffer, or with one that is filled beforehand, all columns would be read before the first rows.
+            opened = pq.ParquetFile(stream, metadata=self.metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False)
             for batch in opened.iter_batches(rows, [row_group], self._stored(columns), use_threads=False):
-                yield self._with_folders(pa.Table.from_batches([batch]), columns, batch.num_rows)
+                table = arrow.plain(pa.Table.from_batches([batch]))
+                yield self._with_folders(table, columns, batch.num_rows)
 
     def _stored(self, columns: Sequence[str]) -> list[str]:
         folders = self._of_folders()
@@ -178,11 +186,14 @@ class RowGroup:
         return f"{self.file}, row group {self.index}"
 
 
-def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> dict[str, list[ParquetFile]]:
+def find_parquet(
+    path: str | Path, filesystem: fs.FileSystem | None = None, text: Collection[str] = ()
+) -> dict[str, list[ParquetFile]]:
     """List files by split; where a folder has no splits, all files are under ``""``.
 
     Files of text with a header (``.csv``, ``.tsv``, also ``.gz`` and ``.zst``) are converted to Parquet, once, see
-    `hotbed.data.delimited`. Folders like ``day=2024-01-01`` are columns, as in Hive.
+    `hotbed.data.delimited`; a column that is integers in one of them and text in another file is text in all. Folders
+    like ``day=2024-01-01`` are columns, as in Hive.
 
     Parameters
     ----------
@@ -193,6 +204,8 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
         files of more than one split.
     filesystem
         Where the path is; default: local, or what the URI says.
+    text
+        Columns of CSV and TSV files that are text, whatever is in them.
 
     Raises
     ------
@@ -204,7 +217,9 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
     if info.type == fs.FileType.NotFound:
         raise DataError(f"{path} does not exist; give a Parquet, CSV or TSV file, or a folder of them")
     if info.is_file:
-        return {"": [_file(store, root, root.rstrip("/").split("/")[-1])]}
+        return {"": [_file(store, root, root.rstrip("/").split("/")[-1], text=text)]}
+    if info.type != fs.FileType.Directory:
+        raise DataError(f"{path} is neither a file nor a folder; give a Parquet, CSV or TSV file, or a folder of them")
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=_in_number_order) if e.is_file]
     names = _by_split([name for name in found if _is_table(name)])
@@ -218,10 +233,16 @@ def find_parquet(path: str | Path, filesystem: fs.FileSystem | None = None) -> d
         )
     numbers = _numbers([name for of_split in names.values() for name in of_split])
     base = root.rstrip("/")
-    return {
-        split: [_file(store, f"{base}/{name}", name, _partitions(name, numbers)) for name in of_split]
-        for split, of_split in names.items()
-    }
+
+    def files(text: Collection[str]) -> dict[str, list[ParquetFile]]:
+        return {
+            split: [_file(store, f"{base}/{name}", name, _partitions(name, numbers), text) for name in of_split]
+            for split, of_split in names.items()
+        }
+
+    found = files(text)
+    codes = _text_somewhere([file for of_split in found.values() for file in of_split])
+    return files({*text, *codes}) if codes else found
 
 
 def _located(path: str | Path, filesystem: fs.FileSystem | None) -> tuple[fs.FileSystem, str]:
@@ -236,11 +257,38 @@ def _located(path: str | Path, filesystem: fs.FileSystem | None) -> tuple[fs.Fil
         raise DataError(str(error)) from None
 
 
-def _file(store: fs.FileSystem, path: str, name: str, partitions: Partitions = ()) -> ParquetFile:
+def _file(
+    store: fs.FileSystem, path: str, name: str, partitions: Partitions = (), text: Collection[str] = ()
+) -> ParquetFile:
     file = ParquetFile(store, path, name, path, partitions)
     if is_delimited(name):
-        file = replace(file, filesystem=fs.LocalFileSystem(), path=str(parquet_of(store, path)))
+        file = replace(file, filesystem=fs.LocalFileSystem(), path=str(parquet_of(store, path, text)))
     return file
+
+
+def _text_somewhere(files: Sequence[ParquetFile]) -> set[str]:
+    """Columns that are integers in a file of CSV by its own rows (``12``), and text in another file (``A1``)."""
+    delimited = [file.schema for file in files if is_delimited(file.shown)]
+    if not delimited:
+        return set()
+    integers = {field.name for schema in delimited for field in schema if pa.types.is_integer(field.type)}
+    return text_columns(files) & integers
+
+
+def text_columns(files: Iterable[ParquetFile]) -> set[str]:
+    """Columns that are text in one of these files."""
+    return {field.name for file in files for field in file.schema if arrow.is_text(field.type)}
+
+
+def refuse_same_files(split: str, of_split: Sequence[ParquetFile], others: Mapping[str, Sequence[ParquetFile]]) -> None:
+    """Raise `DataError` if a file of a split is one of another split, too: a model would be tested on what it saw."""
+    splits = {file.shown: name or "train" for name, of_other in others.items() for file in of_other}
+    for file in of_split:
+        if (other := splits.get(file.shown)) is not None:
+            raise DataError(
+                f"{file} would be in the splits '{split}' and '{other}'; move it elsewhere, or name "
+                f"other data for '{split}'"
+            )
 
 
 def _in_number_order(entry: fs.FileInfo) -> list[int | str]:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import datasketches
 import numpy as np
@@ -37,6 +37,10 @@ _READERS = 2
 _FEW = 1_000
 _LARGEST_INTEGER = 2.0**53  # of float64 that has integers without gaps up to it
 _FEWEST_OF_A_CLASS = 50
+_CLOCK = r"([T ,]+\d{1,2}:\d\d.{0,20})?$"
+_SORTABLE_DATE = r"^(19|20)\d\d[-/.](0\d|1[0-2])([-/.][0-3]\d" + _CLOCK + "|$)"
+_DAY_AND_MONTH = r"[0-3]?\d[-/. ]([01]?\d|[A-Z][a-z]{2})|[01]?\d[-/.][0-3]?\d"
+_OTHER_DATE = rf"^(({_DAY_AND_MONTH})[-/. ](19|20)\d\d|\d\d?/\d\d?/\d\d){_CLOCK}"
 _QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -64,6 +68,8 @@ class ColumnProfile:
         Whether all numbers in the sample are integers, whatever their type.
     is_sorted
         Whether values never fall in the sample, which is in the order of the rows.
+    dates
+        Of text whether all values are dates: ``"sortable"`` as 2024-12-31, ``"other"`` as 31/12/2024; else empty.
     few
         The values, where there are at most 1,000 of them in the sample; None for times.
     auc
@@ -84,6 +90,7 @@ class ColumnProfile:
     quantiles: tuple[float, ...] = ()
     is_whole: bool = False
     is_sorted: bool = False
+    dates: Literal["", "sortable", "other"] = ""
     few: tuple[object, ...] | None = None
     auc: float = 0.5
     missing_auc: float = 0.5
@@ -126,7 +133,9 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
             except pa.ArrowInvalid as error:
                 raise DataError(f"{group}: a column is not what its type says ({error}); write it again") from None
             start += len(batch)
-    return pa.concat_tables(parts, promote_options="permissive")
+    kinds = {name: arrow.common_type([part.schema.field(name).type for part in parts]) for name in names}
+    alike = [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
+    return pa.concat_tables(alike)
 
 
 def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
@@ -137,12 +146,20 @@ def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:
         yield from group.batches(names, _BATCH_ROWS)
 
 
-def count_distinct(groups: Sequence[RowGroup], names: Sequence[str]) -> dict[str, int]:
+def count_distinct(groups: Sequence[RowGroup], kinds: Mapping[str, pa.DataType]) -> dict[str, int]:
     """Distinct values of columns in all rows, estimated by sketches (HyperLogLog).
 
     Where there are more cells than can be counted quickly, row groups that are spread over the data are, and the number
     is extrapolated by how it grew from the first half of these to all: d · (all ÷ counted)^log₂(d ÷ d of the half).
+
+    Parameters
+    ----------
+    groups
+        All row groups.
+    kinds
+        By column the type that values are counted as; that of files may be another, see `arrow.common_type`.
     """
+    names = list(kinds)
     total = sum(group.samples for group in groups)
     budget = max(_BATCH_ROWS, _COUNTED_CELLS // max(1, len(names)))
     count = len(groups) if total <= budget else max(2, len(groups) * budget // total)
@@ -156,7 +173,8 @@ def count_distinct(groups: Sequence[RowGroup], names: Sequence[str]) -> dict[str
             for group in half:
                 rows += group.samples
                 for batch in _batches(group, names):
-                    for name, hashes in zip(names, pool.map(_unique_hashes, (batch[n] for n in names)), strict=True):
+                    columns = (batch[name].cast(kind, safe=False) for name, kind in kinds.items())
+                    for name, hashes in zip(names, pool.map(_unique_hashes, columns), strict=True):
                         update = sketches[name].update
                         for value in hashes:
                             update(value)
@@ -228,6 +246,8 @@ def _profile(
         known |= _of_numbers(numbers[~null], of_floats=pa.types.is_floating(kind))
     elements = pc.drop_null(_elements(column))
     unique = pc.unique(elements)
+    if arrow.is_text(kind):
+        known["dates"] = _dates(unique)
     if len(unique) <= _FEW and not arrow.is_time(kind):
         known["few"] = tuple(unique.to_pylist())
     if labels is not None and not arrow.is_list(kind):
@@ -241,11 +261,20 @@ def _profile(
     )
 
 
+def _dates(values: pa.Array) -> Literal["", "sortable", "other"]:
+    """What dates all of these different texts ``[u]`` are; empty where they are none."""
+
+    def are(pattern: str) -> bool:
+        return bool(len(values)) and pc.all(pc.match_substring_regex(values, pattern)).as_py()
+
+    return "sortable" if are(_SORTABLE_DATE) else "other" if are(_OTHER_DATE) else ""
+
+
 def _numbers(column: pa.ChunkedArray) -> arrow.Array | None:
     """Numbers and times (as microseconds) ``[n]`` float64 with NaN for null; None for other columns."""
     kind = column.type
     if arrow.is_time(kind):
-        column = pc.cast(pc.cast(column, pa.timestamp("us"), safe=False), pa.int64())
+        column = arrow.microseconds(column)
     elif not arrow.is_number(kind):
         return None
     return arrow.wide_numbers(column)

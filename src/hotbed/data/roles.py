@@ -98,6 +98,12 @@ def role_of(column: ColumnProfile, label: str) -> ColumnRole:
         return ColumnRole("left out", reason)
     if arrow.is_list(kind):
         return ColumnRole("list", f"{column.length:.3g} ids per row in the mean, {column.distinct:,} different ones")
+    if column.dates == "other":
+        return ColumnRole(
+            "left out",
+            "dates as text that does not sort by time: later rows have values that training has not seen; written as "
+            "2024-12-31, splits can be by them",
+        )
     if (reason := time_reason(column)) is not None:
         if column.is_number and not is_time_of_row(column):
             return ColumnRole("number", f"{reason}; a time, but by its name not that of the row")
@@ -139,10 +145,8 @@ def time_reason(column: ColumnProfile) -> str | None:
         return str(column.type)
     words = words_of(column.name)
     named = not (_TIME_WORDS | _OTHER_TIMES).isdisjoint(words)
-    if arrow.is_text(column.type) and column.few is not None and named:
-        day = re.compile(r"\d{4}-\d\d(-\d\d([T ]\d\d:\d\d.*)?)?")
-        if all(isinstance(value, str) and day.fullmatch(value) for value in column.few):
-            return "text that sorts by time"
+    if column.dates == "sortable" and (named or column.length >= len("2024-12-31")):
+        return "text that sorts by time"
     if not column.is_number or not column.quantiles:
         return None
     if named and column.is_whole and column.low >= 19_000_101 and column.high <= 21_001_231:
@@ -151,6 +155,8 @@ def time_reason(column: ColumnProfile) -> str | None:
         low, high = column.low / unit, column.high / unit
         if named and _YEAR_1990 <= low <= high < _YEAR_2100:
             return f"{unit_name} since 1970"
+        if _named_as(column.name) == "id":
+            continue
         in_order = column.is_sorted and column.distinct_share > 0.01
         # Ids of which each is met once or twice would say nothing, so nothing is lost where these are some.
         if (in_order or column.distinct_share >= 0.5) and _YEAR_2000 <= low <= high < _YEAR_2035:

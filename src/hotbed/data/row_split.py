@@ -252,8 +252,7 @@ def _comparable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Times as microseconds since 1970, other numbers as they are, and text as text."""
     kind = column.type
     if arrow.is_time(kind):
-        zone = getattr(kind, "tz", None)
-        return pc.cast(pc.cast(column, pa.timestamp("us", zone), safe=False), pa.int64())
+        return arrow.microseconds(column)
     if pa.types.is_dictionary(kind):
         column = pc.cast(column, kind.value_type)
     if arrow.is_text(column.type):

@@ -132,6 +132,10 @@ class Source(ABC):
         self._check(split)
         return self._check_labels(split)
 
+    def streamed(self) -> Self:
+        """The same samples in smaller chunks, for reading once and in order; as they are, where a format has none."""
+        return self
+
     def only(self, features: Collection[str]) -> Self:
         """The same samples with these sparse columns only; what is left out is not read."""
         kept = tuple(column for column in self.schema.sparse if column.name in features)

@@ -88,6 +88,23 @@ def _zoned_times(text: pl.Series) -> pl.Series:
     return found.cast(pl.Datetime("us", "UTC"))
 
 
+def _day_first(text: pl.Series) -> pl.Series:
+    return _slashed(text, "$3-$2-$1")
+
+
+def _month_first(text: pl.Series) -> pl.Series:
+    return _slashed(text, "$3-$1-$2")
+
+
+def _slashed(text: pl.Series, order: str) -> pl.Series:
+    """Dates such as ``31/12/2024 9:05``, also with points or dashes, whose parts are in this order."""
+    pattern = r"^([0-9]{1,2})[/.-]([0-9]{1,2})[/.-]([0-9]{4})(?: [0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)?$"
+    kept = _only(text, pattern)
+    clock = kept.str.extract(" (.*)$").fill_null("0:00").str.replace("^([0-9]+:[0-9]+)$", "$1:00")
+    days = kept.str.replace(" .*", "").str.replace(pattern, order)
+    return (days + " " + clock).str.to_datetime("%Y-%m-%d %H:%M:%S", time_unit="us", strict=False)
+
+
 def _only(text: pl.Series, pattern: str) -> pl.Series:
     """Text that a pattern matches; null where it does not."""
     return text.set(~text.str.contains(pattern).fill_null(value=True), None)
@@ -100,6 +117,8 @@ _KINDS = {
     "date": _Kind(pa.date32(), _dates),
     "time": _Kind(pa.timestamp("us"), _times),
     "zoned": _Kind(pa.timestamp("us", "UTC"), _zoned_times),
+    "day first": _Kind(pa.timestamp("us"), _day_first, "dates are day/month/year, for some days are above 12"),
+    "month first": _Kind(pa.timestamp("us"), _month_first, "dates are month/day/year, for some days are above 12"),
     "thousands": _Kind(pa.float64(), _with_thousands, "commas are taken to group digits by thousands (1,234.5)"),
     "comma": _Kind(pa.float64(), _with_comma, "commas are taken for decimal commas (1,5)"),
 }
@@ -133,10 +152,8 @@ class TypesOfText:
                     self._kinds[name] = fit
 
     def schema(self) -> pa.Schema:
-        """Names and types as far as they are known now."""
-        return pa.schema(
-            [(name, pa.string() if (kind := self._kind(name)) is None else kind.type) for name in self._names]
-        )
+        """Names and types as far as they are known now; that of a column without values is null."""
+        return pa.schema([(name, self._type(name)) for name in self._names])
 
     def notes(self) -> list[str]:
         """Say which columns were read in a way that is not plain."""
@@ -147,7 +164,9 @@ class TypesOfText:
         columns: list[pa.ChunkedArray] = []
         for name, field in zip(self._names, self.schema(), strict=True):
             kind = self._kind(name)
-            if kind is None:
+            if self._is_empty(name):
+                columns.append(pa.chunked_array([pa.nulls(len(batch))]))
+            elif kind is None:
                 columns.append(batch[name])
             else:
                 columns.append(pa.chunked_array([kind.parse(_series(batch, name)).to_arrow()]).cast(field.type))
@@ -155,7 +174,17 @@ class TypesOfText:
 
     def _kind(self, name: str) -> _Kind | None:
         found = self._kinds[name]
-        return _KINDS[found[0]] if found and name not in self._empty else None
+        if not found or name in self._empty or {"day first", "month first"} <= {*found}:  # 1/2/2024 may be either
+            return None
+        return _KINDS[found[0]]
+
+    def _type(self, name: str) -> pa.DataType:
+        if self._is_empty(name):
+            return pa.null()
+        return pa.string() if (kind := self._kind(name)) is None else kind.type
+
+    def _is_empty(self, name: str) -> bool:
+        return bool(self._kinds[name]) and name in self._empty
 
 
 def _series(batch: pa.Table, name: str) -> pl.Series:

@@ -72,7 +72,8 @@ class DCNv2(nn.Module):
     layers
         Cross layers; each multiplies once more with the inputs.
     low_rank
-        Rank of their matrices, or None for whole ones; at most the number of inputs is taken.
+        Rank of their matrices, or None for whole ones. Where there are no more inputs than that, they are whole, too:
+        two matrices of full rank would be no less.
     top
         Widths of the MLP. It ends with the number of labels and has no last ReLU.
     dropout
@@ -109,7 +110,7 @@ class DCNv2(nn.Module):
         refuse_sequences(self, features)
         dims = {table.name: table.dim for table in tables}
         width = sum(dims[feature.table] for feature in features) + dense_features
-        rank = None if low_rank is None else min(low_rank, width)
+        rank = low_rank if low_rank is not None and low_rank < width else None
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.cross = nn.ModuleList([CrossLayer(width, rank) for _ in range(layers)])

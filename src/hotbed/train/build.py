@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -147,7 +146,7 @@ def _check_labels(recipe: Recipe, source: Source) -> None:
     data, train = recipe.data, recipe.train
     named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
-    _refuse_one_class(source, [found[split] for split in train_splits(recipe) if split in found])
+    refuse_one_class(source, [found[split] for split in train_splits(recipe) if split in found])
     if train.monitor == "auc" and (patience(recipe) is not None or checkpoint_policy(recipe) == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):
@@ -160,7 +159,7 @@ def train_splits(recipe: Recipe) -> list[str]:
     return [f"{train}_{kind}" for kind in (HOT, COLD)] if recipe.hot.batches == "alternating" else [train]
 
 
-def _refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
+def refuse_one_class(source: Source, found: Sequence[Mapping[str, tuple[float, float]]]) -> None:
     """Raise `DataError` if all labels to train on are of one class; warn where this is so of some of several tasks.
 
     ``found`` has the smallest and the largest label by column, of each split that is trained on.
@@ -259,8 +258,9 @@ def _refuse_unsuited(key: str, component: Component) -> None:
             f"{key} is {component.class_path}, which trains tables; use another, such as torch.optim.Adam"
         )
     lr = component.init_args.get("lr", 0.0)
-    if issubclass(cls, Optimizer) and not (isinstance(lr, Tensor | int | float) and math.isfinite(lr)):
-        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number")
+    largest = torch.finfo(torch.float32).max
+    if issubclass(cls, Optimizer) and not (isinstance(lr, Tensor | int | float) and abs(lr) <= largest):
+        raise RecipeError(f"{key}.init_args.lr is {lr!r}, must be a finite number, also as a float32")
     if needs:
         raise RecipeError(f"{key}: {component.class_path} needs {needs}; use another, such as torch.optim.Adam")
 

@@ -117,7 +117,7 @@ def predict(
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
-    source = new_data(recipe, data)
+    source = new_data(recipe, manifest, data).streamed()
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))
     labels = labels_of(recipe, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +11,8 @@ from torch import nn
 
 from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
-from hotbed.config import ParallelRecipe, Recipe, check_trust
-from hotbed.data import Loader, Schema, Source
+from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
+from hotbed.data import Loader, ParquetSource, Schema, Source
 from hotbed.errors import CheckpointError, DataError
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
@@ -23,8 +23,8 @@ _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 
 
 def evaluate_checkpoint(
-    path: str | Path, split: str, data: str | None = None, *, trust_recipe: bool = False
-) -> tuple[Directory, Metrics]:
+    path: str | Path, split: str | None = None, data: str | None = None, *, trust_recipe: bool = False
+) -> tuple[Directory, str, Metrics]:
     """Evaluate a checkpoint's model with the recipe that is stored in it.
 
     Parameters
@@ -32,7 +32,8 @@ def evaluate_checkpoint(
     path
         The checkpoint, or a run's directory, whose newest checkpoint is taken.
     split
-        Split of the data.
+        Split of the data, as the recipe's source cuts them; default: ``"test"``, or all rows of other data that are not
+        in splits of their own.
     data
         Path of other data; default: the recipe's.
     trust_recipe
@@ -41,13 +42,18 @@ def evaluate_checkpoint(
     Returns
     -------
     tuple
-        The checkpoint and its metrics.
+        The checkpoint, the split (``"all"`` for other data without splits) and its metrics.
     """
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
     recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe)
-    source = new_source(replace(recipe.data, path=data or recipe.data.path))
+    component = _as_trained(recipe.data.source, manifest)
+    if data is not None and split is None:
+        component = _uncut(component)
+    source = new_source(replace(recipe.data, source=component, path=data or recipe.data.path))
     refuse_other_ids(manifest, source, str(data or recipe.data.path))
+    whole = data is not None and split is None and len(source.splits) == 1
+    split = source.splits[0] if whole else split or "test"
     check_split("--split", split, source)
     source.check_labels(split)
     device = resolve_device("auto")
@@ -55,25 +61,42 @@ def evaluate_checkpoint(
     load_checkpoint(checkpoint, {"model": model})
     loader = Loader(source, split, recipe.train.eval_batch_size)
     metrics = evaluate(model, loader, device=device, group=source.schema.group, labels=source.schema.labels)
-    return checkpoint, metrics
+    return checkpoint, "all" if whole else split, metrics
 
 
 def recipe_of(manifest: Manifest, place: str, *, trusted: bool) -> Recipe:
     """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none, see also `check_trust`."""
     if manifest.recipe is None:
-        raise CheckpointError(f"{place} holds no recipe, so its model cannot be built; use load_checkpoint")
+        raise CheckpointError(
+            f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
+            "safetensors (hotbed checkpoint convert)"
+        )
     recipe = Recipe.from_stored(manifest.recipe)
     check_trust(recipe, place, trusted=trusted)
     return replace(recipe, parallel=ParallelRecipe())
 
 
-def new_data(recipe: Recipe, data: str | Path) -> Source:
-    """Open data with the source of a recipe, without labels and uncut."""
-    component = recipe.data.source
-    given = {key: value for key, value in component.init_args.items() if key not in _SPLITTING}
+def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> Source:
+    """Open data with the source of a checkpoint's recipe, without labels and uncut."""
+    component = _uncut(_as_trained(recipe.data.source, manifest))
+    given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
     return build("data.source", replace(component, init_args=given), Source, data)
+
+
+def _uncut(component: Component) -> Component:
+    """A source without what says how data are cut into splits."""
+    return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
+
+
+def _as_trained(component: Component, manifest: Manifest) -> Component:
+    """A source for which ids are text where they were in training: files of CSV do not say what ``12`` is."""
+    if not issubclass(component.load(), ParquetSource):
+        return component
+    text = {name for name, kind in _id_kinds(manifest).items() if kind == "text"}
+    text |= set(cast("Sequence[str]", component.init_args.get("text", ())))
+    return replace(component, init_args={**component.init_args, "text": sorted(text)})
 
 
 def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
@@ -86,8 +109,7 @@ def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
 
 def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
-    position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
-    before: Mapping[str, str] = position.get("id_kinds", {})
+    before = _id_kinds(manifest)
     for name, kind in source.id_kinds().items():
         was = before.get(name, kind)
         if was != kind:
@@ -95,6 +117,12 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
                 f"{data}, column '{name}': its values are {kind}, and the model was trained with {was}, which are "
                 f"other ids (5 and '5' are hashed to different rows); write the column as {was}"
             )
+
+
+def _id_kinds(manifest: Manifest) -> Mapping[str, str]:
+    """By sparse column what ids were in training, see `Source.id_kinds`."""
+    position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
+    return position.get("id_kinds", {})
 
 
 def bad_ids(model: nn.Module) -> dict[str, int]:
