@@ -43,6 +43,10 @@ class Clock:
         self._threads.tick()
         self._mark = now
 
+    def stop(self) -> None:
+        """End the watch of the threads."""
+        self._threads.stop()
+
     @contextmanager
     def paused(self) -> Generator[None]:
         """Leave out the time of the body."""
