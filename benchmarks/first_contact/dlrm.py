@@ -103,25 +103,42 @@ class PlainDLRM(nn.Module):
         return self.top(torch.cat([beside, products], 1))[:, 0]
 
 
+MOST_SEARCHED = 500_000
+"""Rows of train data, the last ones, that a trial sees; where there are more, the best trials are repeated with all."""
+FINALISTS = 3
+
+
 def searched_dlrm(read: Frames, *, trials: int, seed: int = 0, done: Callable[[], None] = lambda: None) -> Scores:
     """Search ``trials`` settings on the validation split, and score the test split by the best."""
     rng = np.random.default_rng([seed, 7])
     samples = len(read.frames["train"])
     drawn = [draw(rng, samples) for _ in range(trials)]
-    best: Scores | None = None
+    found = _train_each(read, drawn, min(samples, MOST_SEARCHED), seed, done)
+    if samples > MOST_SEARCHED:
+        best = sorted(range(trials), key=lambda i: found[i].valid_logloss)[:FINALISTS]
+        found = _train_each(read, [drawn[i] for i in best], samples, seed, done)
+    return min(found, key=lambda scores: scores.valid_logloss)
+
+
+def _train_each(
+    read: Frames, drawn: Sequence[Settings], samples: int, seed: int, done: Callable[[], None]
+) -> list[Scores]:
+    """Train by each draw on the last rows; settings with one vocabulary follow each other, which is made once."""
+    found: dict[int, Scores] = {}
     for threshold, quantiles in sorted({(s.threshold, s.quantiles) for s in drawn}):
         splits, rows = with_vocabulary(read, threshold, quantiles=quantiles)
-        for settings in (s for s in drawn if (s.threshold, s.quantiles) == (threshold, quantiles)):
-            best = _trial(splits, rows, settings, seed, best)
-            done()
-    assert best is not None
-    return best
+        whole = splits["train"]
+        splits["train"] = whole.take(np.arange(len(whole) - samples, len(whole)))
+        for number, settings in enumerate(drawn):
+            if (settings.threshold, settings.quantiles) == (threshold, quantiles):
+                found[number] = _trial(splits, rows, settings, seed)
+                done()
+    return [found[number] for number in range(len(drawn))]
 
 
-def _trial(
-    splits: dict[str, Encoded], rows: Sequence[int], settings: Settings, seed: int, best: Scores | None
-) -> Scores | None:
-    """Train by one draw; the better one of its best epoch and what was best before."""
+def _trial(splits: dict[str, Encoded], rows: Sequence[int], settings: Settings, seed: int) -> Scores:
+    """Train by one draw; its best epoch."""
+    best: Scores | None = None
     torch.manual_seed(seed)
     torch.sparse.check_sparse_tensor_invariants.disable()  # said aloud, for torch warns where nobody says
     train, rng = splits["train"], np.random.default_rng(seed)
@@ -160,7 +177,7 @@ def _trial(
             best = Scores.of(_predict(model, splits["test"]), splits["test"].labels, reached, named)
         if waited >= 2 or not math.isfinite(reached):
             break
-    return best
+    return best or Scores.of(_predict(model, splits["test"]), splits["test"].labels, math.inf, asdict(settings))
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.first_contact import __main__ as program
+from benchmarks.first_contact import dlrm
 from benchmarks.first_contact.dlrm import searched_dlrm
 from benchmarks.first_contact.encoding import Ragged, hashed, read, with_vocabulary
 from benchmarks.first_contact.logistic import logistic_regression
@@ -80,6 +82,25 @@ def test_baselines_learn(name: str, tmp_path: Path) -> None:
     for scores in (linear, deep):
         assert 0.53 < scores.auc < dataset.attainable.auc
     assert logistic_regression(frames, epochs=1) == linear
+
+
+def test_trials_on_a_large_log_see_its_last_rows_and_the_best_are_repeated_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = read(planted("tiny").write(tmp_path))
+    rows, seen = len(frames.frames["train"]), list[tuple[int, bool]]()
+    trial = dlrm._trial
+
+    def counted(splits: Any, *args: Any) -> Any:
+        train = splits["train"]
+        seen.append((len(train), bool((train.labels == labels[-len(train) :]).all())))
+        return trial(splits, *args)
+
+    labels = with_vocabulary(frames, 1, quantiles=False)[0]["train"].labels
+    monkeypatch.setattr(dlrm, "_trial", counted)
+    monkeypatch.setattr(dlrm, "MOST_SEARCHED", 300)
+    searched_dlrm(frames, trials=4)
+    assert seen == [(300, True)] * 4 + [(rows, True)] * 3
 
 
 def test_the_program_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

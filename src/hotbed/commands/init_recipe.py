@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _WIDTH = 112
 _MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
+_MOST_FOR_ENSEMBLES = 1_000_000  # samples; with more, one model errs no more than several do
+_MEMBERS = 4
+_FIRST = (1e-6, 1e-7)  # initial accumulator at a batch of 256, of one model and of a member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,9 @@ class Training:
     """How to train on so many samples; by measurements on logs of several kinds, see docs/decisions/0026."""
 
     dim: int
+    """Columns of tables, those of all members together."""
+    members: int
+    """Models whose mean logit is taken."""
     batch_size: int
     epochs: int
     warmup_steps: int
@@ -33,20 +39,22 @@ class Training:
     """Widths of the top MLP but for the labels."""
 
     @staticmethod
-    def of(samples: int, *, has_valid: bool, repeats: float) -> Training:
-        """Choose by the number of samples to train on, and by how often an id is met among them in the mean."""
+    def of(samples: int, *, has_valid: bool, repeats: float, pairs: int) -> Training:
+        """Choose by the samples to train on, how often an id is met among them in the mean, and pairs of features."""
         batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
         most = 20 if few else 5 if repeats >= MANY_REPEATS else 1
+        members = _MEMBERS if samples < _MOST_FOR_ENSEMBLES and pairs <= _MOST_PAIRS else 1
         return Training(
-            dim=16,
+            dim=16 if members == 1 else 8 * members,
+            members=members,
             batch_size=batch_size,
             epochs=most if has_valid else 1,
             warmup_steps=steps // 20,
-            sparse_lr=0.04 if few else 0.08,
-            # Gradients of a mean over the batch are smaller in larger ones, their squares all the more.
-            initial_accumulator=float(f"{1e-6 * (256 / batch_size) ** 2:.1e}"),
+            sparse_lr=0.04 if few else 0.08 if members == 1 else 0.12,
+            # Gradients of a mean over the batch, and over members, are smaller for more, their squares all the more.
+            initial_accumulator=float(f"{_FIRST[members > 1] * (256 / batch_size / members) ** 2:.1e}"),
             dropout=0.2 if few else 0.0,
             top=(64,) if few else (256, 128),
         )
@@ -66,7 +74,13 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
     counts
         Samples by split.
     """
-    training = Training.of(counts.get("train", 0), has_valid=draft.splits.has_valid, repeats=draft.repeats)
+    features = len(draft.schema.sparse)
+    training = Training.of(
+        counts.get("train", 0),
+        has_valid=draft.splits.has_valid,
+        repeats=draft.repeats,
+        pairs=(features + 1) * features // 2,
+    )
     lines = [
         "# Drafted by `hotbed init` from names, types and values of the columns. Check it, then:",
         "#   hotbed train THIS_FILE --dry_run",
@@ -87,7 +101,8 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
     splits = draft.splits
     yield "data:"
     yield f"  path: {yaml_text(path)}"
-    yield _beside(f"  dim: {training.dim}", "columns of every embedding table")
+    of_members = f", {training.dim // training.members} for each member of the model" if training.members > 1 else ""
+    yield _beside(f"  dim: {training.dim}", f"columns of every embedding table{of_members}")
     for split, samples in counts.items():
         yield f"  # {split}: {samples:,} samples"
     for note in splits.notes:
@@ -162,6 +177,15 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
     width = sum(training.dim for _ in schema.sparse) + schema.dense_features
     own = "or a class of yours: made with tables=, features=, dense_features=, seed="
     yield "model:"
+    if training.members > 1:
+        yield from _comment("Few samples: the mean of several models errs less than one of them does.", 2)
+        yield _beside("  class_path: hotbed.nn.DLRMEnsemble", own)
+        yield "  init_args:"
+        yield f"    members: {training.members}"
+        yield _beside(f"    bottom: [64, {training.dim // training.members}]", "ends with data.dim ÷ members")
+        yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
+        yield from _dropout(training)
+        return
     if pairs <= _MOST_PAIRS:
         yield _beside("  class_path: hotbed.nn.DLRM", own)
         yield "  init_args:"
@@ -198,7 +222,8 @@ def _optimizers(training: Training) -> Iterator[str]:
     yield f"    lr: {training.sparse_lr}"
     yield _beside(
         f"    initial_accumulator: {training.initial_accumulator:.1e}",
-        "rare rows begin with small steps; for another batch size: 1.0e-6 × (256 ÷ batch_size)²",
+        f"rare rows begin with small steps; for another batch size: {_FIRST[training.members > 1]:.1e} × (256 ÷ batch_size"
+        + (f" ÷ {training.members} members)²" if training.members > 1 else ")²"),
     )
     yield "schedule:"
     yield _beside(f"  warmup_steps: {training.warmup_steps}", "5 % of an epoch")

@@ -302,13 +302,14 @@ def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Bat
     return batch.to(device, non_blocking=True)
 
 
-def checked_logits(logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits and labels, if both are there and ``[B, T]``; a `BatchError` otherwise."""
+def checked_logits(logits: Tensor, labels: Tensor | None, *, training: bool = False) -> tuple[Tensor, Tensor]:
+    """Logits and labels, if both are there and ``[B, T]``, in training also ``[M, B, T]``; a `BatchError` otherwise."""
     if labels is None:
         raise BatchError("a batch has no labels, so there is nothing to compare with; name them in the source's schema")
-    if logits.shape != labels.shape:
+    members = len(logits) if training and logits.ndim == 3 else None
+    if logits.shape != (labels.shape if members is None else (max(members, 1), *labels.shape)):
         raise BatchError(
             f"the model gave logits {list(logits.shape)}, but the labels are {list(labels.shape)}; a model must return "
-            f"one logit per sample and label"
+            "one logit per sample and label (an ensemble in training: for each member)"
         )
-    return logits, labels
+    return logits, labels if members is None else labels.expand_as(logits)

@@ -137,11 +137,15 @@ class Numerics:
         return chosen
 
     def summed_loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """Compute Σ weight · binary cross-entropy of a batch in the chosen precision, and the number of tasks."""
+        """Compute Σ weight · binary cross-entropy of a batch in the chosen precision, and the number of tasks.
+
+        Of an ensemble, whose members give logits of their own, it is the mean of theirs.
+        """
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            logits, labels = checked_logits(self._model(batch), batch.labels)
+            logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
         weight = None if batch.weights is None else batch.weights[:, None]
-        return F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum"), labels.shape[1]
+        loss = F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum")
+        return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]
 
     def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, place: str) -> NonFiniteError:
         """Make the error for a loss that is not finite: where it happened, the likely cause and what to try.

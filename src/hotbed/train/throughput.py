@@ -55,6 +55,10 @@ class Clock:
         """Count a batch that is finished."""
         self.batches += 1
 
+    def stop(self) -> None:
+        """End the watch of the threads."""
+        self._threads.stop()
+
     @contextmanager
     def paused(self) -> Generator[None]:
         """Leave out the time of the body."""
