@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table as View
 
 import hotbed as hb
-from hotbed.comm import end_groups
 from hotbed.files import write_json
+from hotbed.train.process_group import end_groups
 from hotbed.train.report import environment
 
 Bags = Literal["fixed", "ragged"]

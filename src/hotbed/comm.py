@@ -15,7 +15,6 @@ communicators of their own is not in that order.
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections import Counter
@@ -390,18 +389,6 @@ class OneRank(Link):
     def unreachable(self, wait_s: float = 5) -> list[int]:
         """Return no rank."""
         return []
-
-
-def end_groups() -> None:
-    """Destroy all process groups but torch's own: for processes that make one distributed model after the other.
-
-    Every group of Gloo has a thread that looks for messages until the group is destroyed; a few hundred of them leave
-    no time for anything else. Models that were distributed before cannot be used after this.
-    """
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 def _reason(error: Exception) -> str:

@@ -222,8 +222,8 @@ def _optimizers(training: Training) -> Iterator[str]:
     yield f"    lr: {training.sparse_lr}"
     yield _beside(
         f"    initial_accumulator: {training.initial_accumulator:.1e}",
-        f"rare rows begin with small steps; for another batch size: {_FIRST[training.members > 1]:.1e} × (256 ÷ batch_size"
-        + (f" ÷ {training.members} members)²" if training.members > 1 else ")²"),
+        f"rare rows begin with small steps; for another batch size: {_FIRST[training.members > 1]:.1e} × "
+        + ("(256 ÷ batch_size)²" if training.members == 1 else f"(256 ÷ batch_size ÷ {training.members} members)²"),
     )
     yield "schedule:"
     yield _beside(f"  warmup_steps: {training.warmup_steps}", "5 % of an epoch")

@@ -183,7 +183,8 @@ def recipe_in(file: str | Path, data: str | None = None) -> Recipe:
     """
     if not exists(file):
         raise RecipeError(f"{file} does not exist; give a recipe, which says what a row of each table takes")
-    import_from(file.parent)
+    if isinstance(place := location(str(file)), Path):
+        import_from(place.parent)
     recipe = Recipe.from_dict(read_yaml(file))
     return recipe if data is None else replace(recipe, data=replace(recipe.data, path=data))
 

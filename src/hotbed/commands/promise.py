@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hotbed.checkpoint import load_checkpoint, save_checkpoint
-from hotbed.comm import end_groups
 from hotbed.commands.demo import THRESHOLD, demo_recipe
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, write_synthetic_log
@@ -38,7 +37,7 @@ from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
 from hotbed.train.build import build_trainer, open_source, tables_of
 from hotbed.train.callbacks import Callback
-from hotbed.train.process_group import process_group
+from hotbed.train.process_group import end_groups, process_group
 from hotbed.train.report import RunDirectory, environment, recipe_yaml, size
 from hotbed.train.trainer import Trainer
 

@@ -16,6 +16,7 @@ rank 0 sets ``b/all = {"1": "x"}``, and both use the part ``b`` of the store.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -128,6 +129,18 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
         yield here
     finally:
         dist.destroy_process_group()
+
+
+def end_groups() -> None:
+    """Destroy all process groups but torch's own: for processes that make one distributed model after the other.
+
+    Every group of Gloo has a thread that looks for messages until the group is destroyed; a few hundred of them leave
+    no time for anything else. Models that were distributed before cannot be used after this.
+    """
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:

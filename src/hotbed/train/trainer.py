@@ -170,8 +170,7 @@ class Trainer:
         self.clock = Clock()
         report = partial(self._call, "on_checkpoint")
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
-        self._recent: list[float] = []
-        self._tiers = TierCounters(model)
+        self._recent, self._tiers = list[float](), TierCounters(model)
         self._of_callbacks: dict[str, Any] = {}
         if recipe.compile:
             model.compile()
