@@ -82,14 +82,15 @@ def without_nan(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def read_text(path: Path, most: int = MOST_TEXT_BYTES) -> str:
+def read_text(path: Path, most: int | None = None) -> str:
     """Text of a file that people write, also of a pipe; what has no end, as /dev/zero, is refused.
 
     Raises
     ------
     RecipeError
-        If it is a directory, or longer than ``most`` bytes.
+        If it is a directory, or longer than ``most`` bytes (default: `MOST_TEXT_BYTES`).
     """
+    most = MOST_TEXT_BYTES if most is None else most
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; give a file")
     with path.open("rb") as stream:

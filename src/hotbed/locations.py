@@ -65,8 +65,8 @@ def opened(uri: str) -> tuple[Any, str]:
     """
     from pyarrow import ArrowInvalid, fs
 
-    scheme = uri.partition("://")[0]
-    if scheme in ("s3", "s3a"):
+    protocol = uri.partition("://")[0]
+    if protocol in ("s3", "s3a"):
         place = _S3.of(uri)
         return place.filesystem(), f"{place.bucket}/{place.key}".rstrip("/")
     try:
@@ -74,7 +74,7 @@ def opened(uri: str) -> tuple[Any, str]:
     except ArrowInvalid as error:
         reason = str(error)
     except OSError as error:
-        raise ValueError(f"{uri} cannot be opened: {_driver(scheme, error)}") from None
+        raise ValueError(f"{uri} cannot be opened: {_driver(protocol, error)}") from None
     try:
         import fsspec
     except ImportError:
@@ -137,10 +137,10 @@ def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
     ]
 
 
-def _driver(scheme: str, error: OSError) -> str:
+def _driver(protocol: str, error: OSError) -> str:
     """Why a file system could not be loaded, and what it needs."""
     reason = str(error).partition("\n")[0]
-    if scheme in ("hdfs", "viewfs"):
+    if protocol in ("hdfs", "viewfs"):
         reason += (
             "; HDFS needs Java and Hadoop's native client: set JAVA_HOME, HADOOP_HOME and CLASSPATH (docs/paths.md)"
         )
@@ -162,15 +162,16 @@ def object_store(uri: str) -> tuple[ObjectStore, str]:
         raise ValueError(f"{uri} cannot be opened: object stores need obstore; pip install 'hotbed[remote]'") from None
     options: dict[str, Any] = {"client_options": _client(), "retry_config": _retries()}
     parts = urlsplit(uri)
-    s3 = _S3.of(uri) if parts.scheme in ("s3", "s3a") else None
+    protocol = parts.scheme
+    s3 = _S3.of(uri) if protocol in ("s3", "s3a") else None
     if s3 is None and parts.query:
         raise ValueError(f"{uri} cannot be opened: only s3:// has options in a URI; set them in the environment")
     try:
         if s3 is not None:
             return S3Store(s3.bucket, **s3.config(), credential_provider=s3.credentials(), **options), s3.key
-        if parts.scheme in ("gs", "gcs"):
+        if protocol in ("gs", "gcs"):
             return GCSStore(parts.netloc, **options), _key(parts.path)
-        return from_url(f"{parts.scheme}://{parts.netloc}", **options), _key(parts.path)
+        return from_url(f"{protocol}://{parts.netloc}", **options), _key(parts.path)
     except (BaseError, ValueError) as error:
         raise ValueError(f"{uri} cannot be opened: {cause(error)}") from None
 

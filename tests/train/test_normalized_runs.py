@@ -111,7 +111,9 @@ def test_models_of_users_and_bf16(tmp_path: Path, changes: dict[str, Any]) -> No
     file.write_text(yaml.safe_dump(values))
     summary, _ = run(None, tmp_path, **changes)
     assert summary["test"]["auc"] > 0.7
-    made = hb.predict(summary["run"], tmp_path / "log.parquet", tmp_path / "scores.parquet", split="train")
+    made = hb.predict(
+        summary["run"], tmp_path / "log.parquet", tmp_path / "scores.parquet", split="train", trust_recipe=True
+    )
     assert made.rows == 2000
 
 

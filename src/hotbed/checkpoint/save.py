@@ -136,8 +136,8 @@ def save_checkpoint(
         link,
         Snapshot(stores, changed=changed) if background else None,
         then,
-        check,
         changed,
+        check,
     )
     saving.started_s = time.perf_counter() - started
     if background:
@@ -179,8 +179,8 @@ class Saving:
         link: Link | None,
         snapshot: Snapshot | None,
         then: Callable[[], None] | None,
-        check: Callable[[], None],
         changed: Mapping[RowStore, Tensor] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = place.path
         self.base = None if manifest.base is None else manifest.base.name

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 
 from typing_extensions import Buffer, override
 
-from hotbed import files
+from hotbed import files, parsing
 from hotbed.checkpoint.storage import Directory, Writer, directory
 from hotbed.errors import CheckpointError, RecipeError
 from hotbed.locations import location
@@ -45,7 +45,7 @@ def suffix(path: str | Path) -> str:
     return PurePosixPath(str(path).partition("?")[0] if "://" in str(path) else path).suffix
 
 
-def read_text(path: str | Path, most: int = files.MOST_TEXT_BYTES) -> str:
+def read_text(path: str | Path) -> str:
     """Text of a file.
 
     Raises
@@ -53,13 +53,30 @@ def read_text(path: str | Path, most: int = files.MOST_TEXT_BYTES) -> str:
     FileNotFoundError
         If there is none.
     RecipeError, CheckpointError
-        If it has more than ``most`` bytes.
+        If it has more than `hotbed.files.MOST_TEXT_BYTES`.
     """
     place = location(str(path))
     if isinstance(place, Path):
-        return files.read_text(place, most)
+        return files.read_text(place)
     folder, name = file_at(place)
-    return folder.read(name, most).decode("utf-8")
+    return folder.read(name, files.MOST_TEXT_BYTES).decode("utf-8")
+
+
+def read_limited(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
+    """Bytes of a file that is not longer than ``most``.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    TextError, CheckpointError
+        If it is longer.
+    """
+    place = location(str(path))
+    if isinstance(place, Path):
+        return parsing.read_limited(place, most)
+    folder, name = file_at(place)
+    return folder.read(name, most)
 
 
 def read_yaml(path: str | Path) -> Any:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _WIDTH = 112
 _MOST_PAIRS = 1_500  # of features, whose products a top MLP can take
 _MOST_FOR_ENSEMBLES = 1_000_000  # samples; with more, one model errs no more than several do
-_MEMBERS = 4
 _FIRST = (1e-6, 1e-7)  # initial accumulator at a batch of 256, of one model and of a member
 
 
@@ -45,17 +44,17 @@ class Training:
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
         most = 20 if few else 5 if repeats >= MANY_REPEATS else 1
-        members = _MEMBERS if samples < _MOST_FOR_ENSEMBLES and pairs <= _MOST_PAIRS else 1
+        members = (8 if few else 4) if samples < _MOST_FOR_ENSEMBLES and pairs <= _MOST_PAIRS else 1
         return Training(
             dim=16 if members == 1 else 8 * members,
             members=members,
             batch_size=batch_size,
             epochs=most if has_valid else 1,
             warmup_steps=steps // 20,
-            sparse_lr=0.04 if few else 0.08 if members == 1 else 0.12,
+            sparse_lr=0.08 if members == 1 else 0.02 if few else 0.12,
             # Gradients of a mean over the batch, and over members, are smaller for more, their squares all the more.
             initial_accumulator=float(f"{_FIRST[members > 1] * (256 / batch_size / members) ** 2:.1e}"),
-            dropout=0.2 if few else 0.0,
+            dropout=0.2 if few and members == 1 else 0.0,
             top=(64,) if few else (256, 128),
         )
 

@@ -28,7 +28,10 @@ def _words(text: str) -> frozenset[str]:
 _ID_WORDS = _words(
     "id ids uid uuid guid key code hash sku isbn asin ip zip zipcode postcode user item product category cat type "
     "kind class brand shop store device site country region city state language channel campaign ad query movie "
-    "song artist cluster segment bucket index number nr no"
+    "song artist cluster segment bucket index number nr no visitor member account guest viewer player patient person "
+    "client buyer seller merchant vendor supplier host listing author publisher advertiser creative banner placement "
+    "page url domain site app cookie ip session video track album book article post topic tag genre game hotel "
+    "restaurant company employer job course driver courier carrier warehouse zip zipcode postcode zone county area"
 )
 _NUMBER_WORDS = _words(
     "count counts cnt num qty quantity amount price cost value revenue total sum age duration seconds minutes "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint.single_files import read_text
+from hotbed.checkpoint.single_files import read_limited
 from hotbed.comm import Link
 from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data.loader import share_of
@@ -35,7 +35,7 @@ from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
-from hotbed.train.table_file import MOST_BYTES, read_hot_rows, read_skew
+from hotbed.train.table_file import read_hot_rows, read_skew
 
 
 class Ranks:
@@ -268,7 +268,7 @@ def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
 def read_plan(file: str) -> Plan:
     """A plan's JSON file; a `PlanError` says what else a plan can be."""
     try:
-        return Plan.from_json(read_text(file, MOST_BYTES))
+        return Plan.from_json(read_limited(file))
     except FileNotFoundError:
         raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}") from None
     except TextError as error:

@@ -74,7 +74,7 @@ def search_space(recipe: Recipe) -> list[Space]:
         first = component.init_args.get("initial_accumulator")
         if _is_positive(first):
             spaces.append(_around(f"{key}.init_args.initial_accumulator", float(first), _MOMENT_FACTOR))
-    if isinstance(recipe.data.dim, int) and (dims := _dims(recipe.data.dim)):
+    if isinstance(recipe.data.dim, int) and (dims := _dims(recipe.data.dim, _init_arg(recipe, "members") or 1)):
         spaces.append(Space(key="data.dim", value=recipe.data.dim, choices=dims))
     if "dropout" in inspect.signature(recipe.model.load()).parameters:
         value = float(recipe.model.init_args.get("dropout", 0.0))
@@ -93,19 +93,25 @@ def _around(key: str, value: float, factor: float) -> Space:
     return Space(key=key, value=value, low=value / factor, high=value * factor, log=True)
 
 
-def _dims(dim: int) -> tuple[int, ...]:
+def _dims(dim: int, members: int) -> tuple[int, ...]:
     low, high = min(_DIMS[0], dim), max(_DIMS[1], dim)
     dims = sorted({round(dim * factor) for factor in _DIM_FACTORS if low <= dim * factor <= high})
+    dims = [found for found in dims if found % members == 0]
     return tuple(dims) if len(dims) > 1 else ()
 
 
 def _with_dim(recipe: Recipe, dim: int) -> Recipe:
-    """The recipe with tables of another dim; a DLRM's bottom MLP ends with it, too."""
-    known = inspect.signature(recipe.model.load()).parameters
-    bottom = recipe.model.init_args.get("bottom", known["bottom"].default if "bottom" in known else None)
-    if isinstance(bottom, list | tuple) and bottom and bottom[-1] == recipe.data.dim:
-        recipe = _with(recipe, "model.init_args.bottom", [*bottom[:-1], dim])
+    """The recipe with tables of another dim; a DLRM's bottom MLP ends with it, too, or with a member's share of it."""
+    bottom, members = _init_arg(recipe, "bottom"), _init_arg(recipe, "members") or 1
+    if isinstance(bottom, list | tuple) and bottom and bottom[-1] * members == recipe.data.dim:
+        recipe = _with(recipe, "model.init_args.bottom", [*bottom[:-1], dim // members])
     return _with(recipe, "data.dim", dim)
+
+
+def _init_arg(recipe: Recipe, name: str) -> Any:
+    """What the model is made with; None where it has no such argument."""
+    known = inspect.signature(recipe.model.load()).parameters
+    return recipe.model.init_args.get(name, known[name].default if name in known else None)
 
 
 def _with(recipe: Recipe, key: str, value: Any) -> Recipe:

@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from hotbed.checkpoint.single_files import read_text
+from hotbed.checkpoint.single_files import read_limited
 from hotbed.errors import DataError
 from hotbed.parsing import TextError, parse_json
 from hotbed.plan.tiers import Curve
 from hotbed.specs import is_int
 
 T = TypeVar("T")
-MOST_BYTES = 1 << 28
-"""Of such a file, or of a plan."""
 
 
 class Writer(NamedTuple):
@@ -61,7 +59,7 @@ def read_tables(
         If it is not such a file, or lacks a table.
     """
     try:
-        content = parse_json(read_text(file, MOST_BYTES))
+        content = parse_json(read_limited(file))
         found = {entry["table"]: take(content, entry) for entry in cast("list[dict[str, Any]]", content["tables"])}
     except FileNotFoundError:
         raise DataError(f"{file} does not exist; make it with {writer.command}") from None
