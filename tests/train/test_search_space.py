@@ -71,3 +71,15 @@ def test_the_bottom_mlp_ends_with_the_dim_that_was_drawn(init_args: dict[str, An
     assert drawn.data.dim == dim // 2
     assert drawn.model.init_args["bottom"][-1] == dim // 2
     assert space.apply(given, dim) is given
+
+
+def test_members_of_an_ensemble_share_the_dim_that_was_drawn() -> None:
+    given = recipe(
+        model={"class_path": "hotbed.nn.DLRMEnsemble", "init_args": {"members": 6, "bottom": [64, 8]}},
+        data={"path": "somewhere", "dim": 48},
+    )
+    space = next(space for space in search_space(given) if space.key == "data.dim")
+    assert space.choices == (12, 24, 48, 96, 192)
+    assert space.apply(given, 12).model.init_args["bottom"] == [64, 2]
+    odd = recipe(model={"class_path": "hotbed.nn.DLRMEnsemble"}, data={"path": "somewhere", "dim": 4})
+    assert [space.choices for space in search_space(odd) if space.key == "data.dim"] == [(4, 8, 16)]
