@@ -254,6 +254,8 @@ class FileSystemDirectory(_Remote):
     def names(self) -> list[str]:
         from pyarrow import fs
 
+        if self._filesystem.get_file_info(self._root).type != fs.FileType.Directory:
+            return []
         selector = fs.FileSelector(self._root, allow_not_found=True)
         return sorted(info.base_name for info in self._filesystem.get_file_info(selector))
 
