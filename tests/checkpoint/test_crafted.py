@@ -67,8 +67,9 @@ LARGE = [0, 2**62, 1]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_at("format", to=4), "has checkpoint format 4, this release reads 3"),
-        (set_at("format", to="x" * 999), "has checkpoint format 'xxx.*', this release reads 3"),
+        (set_at("format", to=5), "has checkpoint format 5, this release reads 3 and 4"),
+        (set_at("format", to="x" * 999), "has checkpoint format 'xxx.*', this release reads 3 and 4"),
+        (set_at("format", to=4), "format 4 with no 'base'; only format 4 has one"),
         (set_at("step", to="3"), r"manifest\.json: 'step' is '3': input should be a valid integer"),
         (set_at("step", to=True), "'step' is True: input should be a valid integer"),
         (set_at("step", to=-1), "'step' is -1: input should be greater than or equal to 0"),

@@ -41,6 +41,23 @@ def test_the_reader_in_the_docs_reads_any_tiles(tmp_path: Path, cut: str) -> Non
     assert np.array_equal(namespace["read_table"](tmp_path / "c", "t"), tiles.values()["rows"].numpy())
 
 
+def test_the_reader_in_the_docs_reads_a_difference_on_its_base(tmp_path: Path) -> None:
+    tiles = Tiles(Table("t", 37, 32), [(range(k, 37, 2), range(32)) for k in (0, 1)])
+    tiles.fill(3)
+    save(tmp_path / "base", tiles)
+    for tile in tiles.tiles:
+        tile.arena.store.track("base")
+    tiles.fill(4, [1, 5, 30])
+    save(tmp_path / "d", tiles, base="base")
+    namespace: dict[str, Any] = {}
+    exec(reader().rsplit("\n\n", 1)[0], namespace)
+    assert np.array_equal(namespace["read_table"](tmp_path / "d", "t"), tiles.values()["rows"].numpy())
+    values = json.loads((tmp_path / "d" / "manifest.json").read_text(encoding="ascii"))
+    assert list(values)[:3] == ["format", "step", "base"] and values["format"] == 4
+    base = json.loads((tmp_path / "base" / "manifest.json").read_text(encoding="ascii"))
+    assert values["base"] == {"name": "base", "sha256": base["sha256"]}
+
+
 def test_the_reader_is_a_program_without_hotbed_and_of_thirty_lines(tmp_path: Path) -> None:
     model = EmbeddingCollection([Table("users", 5, 4)], [Feature("user", table="users")])
     save_checkpoint(tmp_path / "c", {"model": model})

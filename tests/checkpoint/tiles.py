@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.contents import ModelTable, owned_tiles
-from hotbed.checkpoint.manifest import Manifest, SavedMoment, SavedTable, read_manifest
+from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.manifest import Base, Manifest, SavedMoment, SavedTable, read_manifest
 from hotbed.checkpoint.save import Saving
 from hotbed.checkpoint.storage import directory
-from hotbed.checkpoint.tables import load_tile
-from hotbed.checkpoint.tensor_files import TensorFiles, make_directory
+from hotbed.checkpoint.tables import check_tables, load_tile
+from hotbed.checkpoint.tensor_files import make_directory
 from hotbed.embed import LocalTile
 from hotbed.embed.arena import Arena, Shard
 from hotbed.optim import Moment
@@ -98,16 +98,20 @@ class Tiles:
         return found
 
 
-def save(path: Path, tiles: Tiles, *, ranks: int = 1) -> Manifest:
-    """Save the tiles, given to some ranks in turn."""
+def save(path: Path, tiles: Tiles, *, ranks: int = 1, base: str | None = None) -> Manifest:
+    """Save the tiles, given to some ranks in turn; as a difference to a base beside it, if they are tracked since."""
     place = directory(path)
+    of_base = None if base is None else Base(base, read_manifest(place.sibling(base)).sha256)
     token = make_directory(place)
     for rank in reversed(range(ranks)):
         own = Tiles(tiles.table, [], seed=tiles.seed)
         own.tiles = tiles.tiles[rank::ranks]
         owned = owned_tiles({"t": own.part})
-        manifest = Manifest(tables={"t": own.part.saved})
-        saving = Saving(place, token, manifest, owned, {}, Rank(rank, ranks), None, None)  # type: ignore[arg-type]
+        manifest = Manifest(tables={"t": own.part.saved}, base=of_base)
+        stores = [tile.arena.store for tile in own.tiles]
+        changed = None if base is None else {s: s.changes.slots() for s in stores if s.changes is not None}
+        link: Any = Rank(rank, ranks)
+        saving = Saving(place, token, manifest, owned, {}, link, None, None, changed)
         saving.run()
         if saving._error is not None:
             raise saving._error
@@ -117,9 +121,10 @@ def save(path: Path, tiles: Tiles, *, ranks: int = 1) -> Manifest:
 def load(path: Path, tiles: Tiles) -> None:
     """Load into the tiles."""
     manifest = read_manifest(path)
-    with VerifiedFiles(directory(path), manifest.files) as verified:
+    with opened(directory(path), manifest) as files:
+        check_tables(manifest.tables.values(), files)
         for held in tiles.tiles:
-            load_tile(held, manifest.tables["t"], [m.name for m in MOMENTS], TensorFiles(verified))
+            load_tile(held, manifest.tables["t"], [m.name for m in MOMENTS], files)
 
 
 def names_of(manifest: Manifest) -> list[str]:

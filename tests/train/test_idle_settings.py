@@ -100,6 +100,7 @@ def test_memories_that_stay_unused(memory: dict[str, Any], messages: list[str]) 
             {"train": {"steps": 5, "checkpoint_every": 9}},
             "train.checkpoint_every is 9, but the run ends after",
         ),
+        ({"train": {"checkpoint_full_every": 4}}, "train.checkpoint_full_every is 4, but at most one checkpoint is"),
         ({"train": {"steps": 5}, "schedule": {"warmup_steps": 6}}, "no learning rate reaches what is set"),
     ],
 )

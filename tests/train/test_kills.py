@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from hotbed.checkpoint import checkpoints_in, find_checkpoint, load_checkpoint, storage, verify_checkpoint
+from hotbed.checkpoint import checkpoints_in, differential, find_checkpoint, load_checkpoint, storage, verify_checkpoint
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.data import Loader
 from hotbed.plan import Cut
 from hotbed.train import Trainer
-from hotbed.train.callbacks import KeepLast
 from hotbed.train.lease import OWNER
+from hotbed.train.retention import KeepLast
 from tests.matrix import full
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 
@@ -47,7 +47,10 @@ def run(folder: Path, count: int, seed: int) -> str:
     keep = KeepLast(folder, RECIPE, every=2, keep_last=2)
     # Whatever the tier that a checkpoint was saved from: files of rows end with their process.
     tier = Cut(tier="disk", cache_rows=40) if seed % 2 else "table"
-    trainer = make_trainer(None, tier, recipe=replace(TRAIN, epochs=15), callbacks=[keep])
+    # And whatever it held: all rows, or those that changed, though most of these small tables do.
+    differential.MOST_SHARE = 10.0
+    recipe = replace(TRAIN, epochs=15, checkpoint_full_every=1 + seed % 3)
+    trainer = make_trainer(None, tier, recipe=recipe, callbacks=[keep])
     loader = Loader(InMemory(), "train", 40, shuffle=True, window=3)
     newest = find_checkpoint(folder) if checkpoints_in(folder) else None
     if newest is not None:

@@ -13,8 +13,8 @@ from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, ve
 from hotbed.data import Loader
 from hotbed.train import Callback, Metrics, Trainer
 from hotbed.train.broadcast import BroadcastLoader
-from hotbed.train.callbacks import KeepBest, KeepLast
 from hotbed.train.checkpointing import OWNER
+from hotbed.train.retention import KeepBest, KeepLast
 from tests.ranks import Ranks
 from tests.train import planted
 from tests.train.planted import Losses

@@ -4,14 +4,13 @@ from hotbed.checkpoint.load import load_checkpoint, verify_checkpoint
 from hotbed.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    RandomState,
-    Stateful,
     checkpoints_in,
     find_checkpoint,
     read_manifest,
     runs_in,
 )
 from hotbed.checkpoint.save import Saving, save_checkpoint
+from hotbed.checkpoint.states import RandomState, Stateful
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.warm_start import Taken, init_from
 

@@ -263,6 +263,11 @@ class VerifiedFiles:
             self._open[name] = BlockReader(self.place, name, self._entries[name], self._threads)
         return self._open[name]
 
+    def verify(self) -> Iterator[int]:
+        """Read all of them; gives the bytes of one block after the other."""
+        for name in self._entries:
+            yield from self[name].verify()
+
     def __enter__(self) -> VerifiedFiles:
         return self
 

@@ -4,7 +4,8 @@ A rank writes the tiles that it owns (`owned_tiles`), in chunks that fit into a 
 are materialized on their first update only those rows are written, in chunks with an array of keys. An example: a tile
 has the rows 0 … 9 of a table and a file takes 4 rows. Its chunks are the rows 0 … 3, 4 … 7 and 8 … 9. If only the rows
 1, 2, 5, 6, 7 and 9 are materialized, they are the rows 0 … 6 with the keys 1, 2, 5, 6 and 7 … 9 with the keys 7 and 9:
-each row of the tile is in one chunk, and those without a key have their initial values.
+each row of the tile is in one chunk, and those without a key have their initial values. A differential checkpoint has
+such chunks, too, with the rows that changed as keys.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from hotbed.checkpoint.manifest import SavedMoment, SavedTable, Stateful
+from hotbed.checkpoint.manifest import SavedMoment, SavedTable
 from hotbed.checkpoint.snapshot import Snapshot, rows_of
+from hotbed.checkpoint.states import Stateful
 from hotbed.checkpoint.tensor_files import Array, Chunk, rows_per_chunk
 from hotbed.comm import Link
 from hotbed.embed import Distributed, EmbeddingCollection, LocalTile
@@ -24,7 +26,7 @@ from hotbed.embed.arena import stored_as
 from hotbed.errors import CheckpointError
 from hotbed.optim import SparseOptimizer
 from hotbed.specs import Table
-from hotbed.store import MOMENT, DenseStore, ExistingArray, ExistingRows, RowStore
+from hotbed.store import MOMENT, DenseStore, PickedArray, PickedRows, RowStore
 
 
 class ModelTable(NamedTuple):
@@ -114,39 +116,39 @@ def plan_of(parts: Mapping[str, Stateful]) -> Mapping[str, object] | None:
     return None if plan is None else cast("Mapping[str, object]", plan.to_dict())
 
 
-def _materialized_chunks(
-    name: str, tile: LocalTile, moments: Collection[str], existing: ExistingRows, snapshot: Snapshot | None
+def _picked_chunks(
+    name: str, tile: LocalTile, moments: Collection[str], picked: PickedRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
-    """Yield the materialized rows of a tile in chunks that fit into a file; together these cover the tile.
+    """Yield the picked rows of a tile in chunks that fit into a file; together these cover the tile.
 
     Parameters
     ----------
     name
         The table's name in the manifest.
     tile
-        The tile, in a `LazyStore`.
+        The tile.
     moments
         Which moments to save.
-    existing
-        The rows of its store that are materialized.
+    picked
+        Rows of its store: those that are materialized, or those that have changed.
     snapshot
         Where rows are read as they were when it was taken; None: as they are now.
     """
     store, rows = tile.arena.store, tile.shard.rows
-    keys = existing.slots[tile.number] - tile.arena.first_slots[tile.number]
+    keys = picked.slots[tile.number] - tile.arena.first_slots[tile.number]
     arrays = {
         array: key
-        for array, key in tile.named(existing.of(tile.number)).items()
+        for array, key in tile.named(picked.of(tile.number)).items()
         if not array.startswith(MOMENT) or array.removeprefix(MOMENT) in moments
     }
-    step = rows_per_chunk(8 + sum(existing.arrays[key].row_bytes for key in arrays.values()))
+    step = rows_per_chunk(8 + sum(picked.arrays[key].row_bytes for key in arrays.values()))
     for first in range(0, max(len(keys), 1), step):
         last = min(first + step, len(keys))
         begin = 0 if first == 0 else int(keys[first])
         end = len(rows) if last == len(keys) else int(keys[last])
         found = {"keys": Array.of(rows.start + keys[first:last] * rows.step)}
         for array, key in arrays.items():
-            values, before = existing.arrays[key], existing.first[key]
+            values, before = picked.arrays[key], picked.first[key]
             low, high = (min(max(at - before, 0), len(values)) for at in (first, last))
             if low < high:
                 found[array] = array_of(store, key, values, low, high, snapshot)
@@ -154,7 +156,7 @@ def _materialized_chunks(
 
 
 def array_of(
-    store: RowStore, name: str, values: Tensor | ExistingArray, first: int, last: int, snapshot: Snapshot | None
+    store: RowStore, name: str, values: Tensor | PickedArray, first: int, last: int, snapshot: Snapshot | None
 ) -> Array:
     """Make an array of rows ``first … last − 1`` of one of a store's arrays, now or when a snapshot was taken."""
 
@@ -180,23 +182,28 @@ def owned_tiles(tables: Mapping[str, ModelTable]) -> list[OwnedTile]:
     ]
 
 
-def chunks_of(owned: Sequence[OwnedTile], snapshot: Snapshot | None) -> list[Chunk]:
-    """Cut the tiles that this rank owns into chunks, in the order of their memory, in which a snapshot is read."""
+def chunks_of(
+    owned: Sequence[OwnedTile], snapshot: Snapshot | None, changed: Mapping[RowStore, Tensor] | None = None
+) -> list[Chunk]:
+    """Cut the tiles that this rank owns into chunks, in the order of their memory, in which a snapshot is read.
+
+    ``changed`` are the slots of a differential checkpoint by store, as the snapshot was given them.
+    """
     # Small stores first: what was kept of a store's rows is free when it has been read.
     stores = sorted(dict.fromkeys(tile.arena.store for _, _, tile in owned), key=lambda store: store.nbytes)
     order = {store: i for i, store in enumerate(stores)}
     tiles = sorted(owned, key=lambda tile: (order[tile[2].arena.store], tile[2].number))
-    existing = {store: rows_of(store) for store in stores} if snapshot is None else snapshot.rows
-    return [chunk for tile in tiles for chunk in _chunks(*tile, existing[tile[2].arena.store], snapshot)]
+    saved = {store: rows_of(store, changed) for store in stores} if snapshot is None else snapshot.rows
+    return [chunk for tile in tiles for chunk in _chunks(*tile, saved[tile[2].arena.store], snapshot)]
 
 
 def _chunks(
-    name: str, table: ModelTable, tile: LocalTile, existing: DenseStore | ExistingRows, snapshot: Snapshot | None
+    name: str, table: ModelTable, tile: LocalTile, saved: DenseStore | PickedRows, snapshot: Snapshot | None
 ) -> Iterator[Chunk]:
     """Yield a tile in chunks that fit into a file."""
     store, rows = tile.arena.store, tile.shard.rows
-    if isinstance(existing, ExistingRows):
-        yield from _materialized_chunks(name, tile, table.saved.moments, existing, snapshot)
+    if isinstance(saved, PickedRows):
+        yield from _picked_chunks(name, tile, table.saved.moments, saved, snapshot)
         return
     extents = {
         key: extent

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import read_states
 from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile, read_manifest, write_manifest
 from hotbed.checkpoint.storage import Directory, directory
@@ -87,18 +87,17 @@ def convert(
     specs = _specs(old, dtype)
     tables = {name: replace(table, moments=table.moments if moments else {}) for name, table in old.tables.items()}
     kept = {name: state for name, state in old.parts.items() if moments or name == "model"}
-    with VerifiedFiles(place, old.files) as verified, new_directory(target) as (new, writer):
-        files = TensorFiles(verified)
+    with opened(place, old) as files, new_directory(target) as (new, writer):
         check_tables(old.tables.values(), files)
         for name in kept:
             _copy_arrays(f"{name}.safetensors", old, files, writer)
         chunks = _chunks(tables, specs, compact, files, progress)
         tiles = writer.write_chunks(chunks, "tables", MEMORY_BYTES)
         made = {
-            name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)))
+            name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)), base=None)
             for name, table in tables.items()
         }
-        manifest = replace(old, parts=kept, tables=made, files=writer.entries())
+        manifest = replace(old, base=None, parts=kept, tables=made, files=writer.entries())
         write_manifest(new, manifest)
     return manifest
 
@@ -209,10 +208,14 @@ def _chunks(
 
 def _rectangles(saved: SavedTable, spec: Table) -> list[Rectangle]:
     """The saved tiles; all of the table if they are cut at columns where rows of the new dtype cannot be."""
-    unit = column_unit(spec)
-    if any(tile.cols.start % unit for tile in saved.tiles):
+    unit, full = column_unit(spec), saved.base or saved
+    if any(tile.cols.start % unit for tile in full.tiles):
         return [Rectangle(range(spec.rows), range(spec.dim), saved)]
-    return [Rectangle(tile.rows, tile.cols, replace(saved, tiles=(tile,))) for tile in saved.tiles]
+    found: list[Rectangle] = []
+    for tile in full.tiles:
+        only = replace(full, tiles=(tile,))  # what else there is has nothing of this rectangle
+        found.append(Rectangle(tile.rows, tile.cols, only if saved.base is None else replace(saved, base=only)))
+    return found
 
 
 def _changed_rows(tile: LocalTile, arrays: Mapping[str, Tensor], saved: SavedTable) -> Tensor:
@@ -316,8 +319,7 @@ def export_tables(
         progress(done, total)
 
     found: dict[str, Any] = {"step": manifest.step, "tables": {}}
-    with VerifiedFiles(place, manifest.files) as verified, new_directory(target) as (new, writer):
-        files = TensorFiles(verified)
+    with opened(place, manifest) as files, new_directory(target) as (new, writer):
         check_tables(manifest.tables.values(), files)
         for name, table in manifest.tables.items():
             spec, file = specs[name], f"{quote(name, safe='')}.safetensors"

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.contents import (
     ModelTable,
     link_of,
@@ -24,7 +23,9 @@ from hotbed.checkpoint.contents import (
     refuse_parts_of_distributed,
     refuse_while_saved,
 )
-from hotbed.checkpoint.manifest import Manifest, SavedTable, Stateful, read_manifest, restored
+from hotbed.checkpoint.differential import nbytes_with_base, opened
+from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
+from hotbed.checkpoint.states import Stateful, restored
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
@@ -77,8 +78,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
     refuse_while_saved(tables)
     for name, table in tables.items():
         _check(f"{place}", name, table, manifest)
-    with VerifiedFiles(place, manifest.files) as verified:
-        files = TensorFiles(verified)
+    with opened(place, manifest) as files:
         states = read_states(manifest, parts, files)
         check_tables((manifest.tables[table] for table in tables), files)
         done: list[str] = []
@@ -178,13 +178,11 @@ def verify_checkpoint(
     """
     place = directory(path)
     manifest = read_manifest(place)
-    done = 0
-    with VerifiedFiles(place, manifest.files) as verified:
-        for name in manifest.files:
-            for count in verified[name].verify():
-                done += count
-                progress(done, manifest.nbytes)
-        files = TensorFiles(verified)
+    total, done = nbytes_with_base(manifest), 0
+    with opened(place, manifest) as files:
+        for count in files.verify():
+            done += count
+            progress(done, total)
         check_tables(manifest.tables.values(), files)
     return manifest
 

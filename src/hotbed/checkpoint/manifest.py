@@ -4,8 +4,8 @@ A manifest is the last file that is written, so a directory without a valid one 
 run nor a power failure leaves half of one. On several ranks the first one writes it, when it knows what the others
 wrote (`hotbed.checkpoint.save`). ``docs/checkpoint-format.md`` describes every entry.
 
-It holds the states of models, optimizers and so on as plain values. JSON has no tensors, tuples or integer keys, which
-torch's states use: they are written as ``{"$kind": …}``, and tensors go into a safetensors file.
+It holds the states of models, optimizers and so on as plain values (`hotbed.checkpoint.states`). A differential
+checkpoint has only the rows that changed since a full one beside it, its base; `read_manifest` reads both.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
-
-import torch
-from torch import Tensor
+from typing import Any, Literal
 
 from hotbed.checkpoint.blocks import Entry
 from hotbed.checkpoint.storage import Directory, directory
@@ -28,88 +25,11 @@ from hotbed.errors import CheckpointError, DamagedError, PlanError
 from hotbed.plan import Plan, Tile
 from hotbed.specs import Table
 
-
-class Stateful(Protocol):
-    """Anything whose state a checkpoint can hold: a model, an optimizer, a loader."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Tensors and plain values, nested in mappings and sequences."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over what `state_dict` gave."""
-        ...
-
-
-class RandomState:
-    """Hold the state of torch's default random generators, on all ranks, in a checkpoint.
-
-    Parameters
-    ----------
-    gather
-        Rows of all ranks from those of each, in rank order; default: there is one rank.
-    rank
-        This one.
-    """
-
-    def __init__(self, gather: Callable[[Tensor], Tensor] = lambda rows: rows, rank: int = 0) -> None:
-        self._gather, self._rank = gather, rank
-
-    def state_dict(self) -> dict[str, Any]:
-        """Generator states by rank ``[W, n]`` uint8; of CUDA that of the present device, or none ``[W, 0]``."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
-        return {"cpu": self._gather(torch.get_rng_state()[None]), "cuda": self._gather(cuda[None])}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the generators. Ranks beyond those that were saved take the states in turn."""
-        cpu, cuda = state_dict["cpu"], state_dict["cuda"]
-        torch.set_rng_state(cpu[self._rank % len(cpu)].clone())  # torch reads a view of a tensor from its start
-        if cuda.shape[1] and torch.cuda.is_available():
-            torch.cuda.set_rng_state(cuda[self._rank % len(cuda)].clone())
-
-
-Tensors = dict[tuple[object, ...], tuple[str, Tensor]]
-"""Key and tensor by what the tensor's memory is: tied weights have several places in a state and are saved once."""
-
-
-def plain(value: object, tensors: Tensors, where: str) -> object:
-    """Turn a value into what JSON has; its tensors are put into ``tensors``."""
-    if isinstance(value, Tensor):
-        memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        return {"$tensor": tensors.setdefault(memory, (where, value))[0]}
-    if isinstance(value, Mapping):
-        items = [
-            (k, plain(v, tensors, f"{where}.{k}".lstrip("."))) for k, v in cast("Mapping[Any, Any]", value).items()
-        ]
-        if all(isinstance(k, str) and not k.startswith("$") for k, _ in items):
-            return dict(items)
-        if all(isinstance(k, str | int) for k, _ in items):
-            return {"$items": [[k, v] for k, v in items]}
-    elif isinstance(value, list | tuple):
-        found = [plain(v, tensors, f"{where}.{i}".lstrip(".")) for i, v in enumerate(cast("list[Any]", value))]
-        return {"$tuple": found} if isinstance(value, tuple) else found
-    elif value is None or isinstance(value, str | int | float):
-        return value
-    raise CheckpointError(f"a state holds {type(value).__name__} at '{where}', which a checkpoint cannot hold")
-
-
-def restored(value: object, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `plain`, of what `hotbed.checkpoint.schema.check_state` has checked; KeyError for a missing tensor."""
-    if isinstance(value, list):
-        return [restored(v, tensors) for v in cast("list[object]", value)]
-    if not isinstance(value, dict):
-        return value
-    entries = cast("dict[str, Any]", value)
-    if "$tensor" in entries:
-        return tensors[entries["$tensor"]]
-    if "$items" in entries:
-        return {k: restored(v, tensors) for k, v in entries["$items"]}
-    if "$tuple" in entries:
-        return tuple(restored(v, tensors) for v in entries["$tuple"])
-    return {k: restored(v, tensors) for k, v in entries.items()}
-
-
 FORMAT = 3
+DIFFERENTIAL = 4
+"""Format of a checkpoint with a base, so that releases which know no bases refuse it."""
+_FULL = f'{{\n "format": {FORMAT},'.encode()
+"""What the manifest of a full checkpoint begins with."""
 MANIFEST = "manifest.json"
 MOST_BYTES = 256 << 20
 """Of a manifest: one of 50 TB of tables has some 220 MiB."""
@@ -164,12 +84,14 @@ class SavedTile:
 class SavedTable:
     """A table: what it is, and the tiles that it is in.
 
-    ``spec.init_seed`` is the seed of the initial values, whatever the collection's was.
+    ``spec.init_seed`` is the seed of the initial values, whatever the collection's was. ``base`` is the same table in
+    the base of a differential checkpoint, which has the rows that the keys of these tiles do not name.
     """
 
     spec: Table
     moments: Mapping[str, SavedMoment] = field(default_factory=dict)
     tiles: tuple[SavedTile, ...] = ()
+    base: SavedTable | None = None
 
     def check(self, name: str, where: str) -> None:
         """Raise `CheckpointError` unless each cell of the table is in one of its tiles."""
@@ -181,6 +103,18 @@ class SavedTable:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The full checkpoint, beside a differential one, that has all other rows: its directory, and its manifest's hash.
+
+    ``files`` are the entries of its files, once they are read.
+    """
+
+    name: str
+    sha256: str
+    files: Mapping[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All that a checkpoint's manifest says.
 
@@ -188,6 +122,8 @@ class Manifest:
     ----------
     step
         Optimizer steps taken.
+    base
+        What a differential checkpoint is a difference to; None of a full one.
     recipe, plan
         Plain values of both, where there are any.
     parts
@@ -196,20 +132,26 @@ class Manifest:
         By the path of the collection in the model and the table's name.
     files
         By name: size, and the SHA-256 of every block.
+    sha256
+        Of the manifest that was read.
     """
 
     step: int = 0
+    base: Base | None = None
     recipe: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
     parts: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, SavedTable] = field(default_factory=dict)
     files: Mapping[str, Entry] = field(default_factory=dict)
+    sha256: str = field(default="", compare=False)
 
     def to_json(self) -> str:
         """JSON with its own SHA-256."""
+        base = self.base
         values: dict[str, Any] = {
-            "format": FORMAT,
+            "format": FORMAT if base is None else DIFFERENTIAL,
             "step": self.step,
+            **({} if base is None else {"base": {"name": base.name, "sha256": base.sha256}}),
             "recipe": self.recipe,
             "plan": self.plan,
             "tables": {name: _table_to_dict(table) for name, table in self.tables.items()},
@@ -220,12 +162,12 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Bytes of all files but the manifest; not of the base's."""
         return sum(entry["bytes"] for entry in self.files.values())
 
 
-def write_manifest(place: Directory, manifest: Manifest) -> None:
-    """Write a checkpoint's manifest: the last of its files, which makes it one."""
+def write_manifest(place: Directory, manifest: Manifest) -> str:
+    """Write a checkpoint's manifest, the last of its files, which makes it one; return its SHA-256."""
     text = manifest.to_json()
     if len(text) > MOST_BYTES:
         raise CheckpointError(
@@ -233,17 +175,67 @@ def write_manifest(place: Directory, manifest: Manifest) -> None:
             "save fewer tables in one checkpoint, or smaller states"
         )
     place.write(MANIFEST, text)
+    return str(json.loads(text)["sha256"])
 
 
 def read_manifest(path: str | Path | Directory) -> Manifest:
-    """Read the manifest of a checkpoint.
+    """Read the manifest of a checkpoint, and that of its base if it is a differential one.
 
     Raises
     ------
     CheckpointError
-        If there is none, or it is damaged or of another format.
+        If there is none, or it is damaged or of another format, or its base is gone or another one.
     """
     place = directory(path)
+    manifest = _read(place)
+    return manifest if manifest.base is None else _with_base(place, manifest, manifest.base)
+
+
+def _with_base(place: Directory, manifest: Manifest, base: Base) -> Manifest:
+    """Read the manifest of a base, and put its tables under those of the difference."""
+    where = place.sibling(base.name)
+    file = f"{place}/{MANIFEST}"
+    if base.name == place.name:
+        raise CheckpointError(f"{file}: 'base.name' is '{base.name}', the checkpoint itself; use another checkpoint")
+    if not where.has(MANIFEST):
+        raise DamagedError(
+            f"{place} is a difference to {where}, which is gone; copy it to that place, or use another checkpoint"
+        )
+    under = _read(where)
+    if under.sha256 != base.sha256:
+        raise DamagedError(
+            f"{place} is a difference to {where} with SHA-256 {base.sha256[:12]}…, but what is there has "
+            f"{under.sha256[:12]}…; copy the checkpoints again, or use another"
+        )
+    if under.base is not None:
+        raise CheckpointError(f"{file}: 'base.name' is '{base.name}', which is itself a difference, must be a full one")
+    if {n: replace(t, tiles=()) for n, t in manifest.tables.items()} != {
+        n: replace(t, tiles=()) for n, t in under.tables.items()
+    }:
+        raise CheckpointError(f"{file}: 'tables' are others than those of its base {where}; use another checkpoint")
+    tables = {name: replace(table, base=under.tables[name]) for name, table in manifest.tables.items()}
+    return replace(manifest, base=replace(base, files=under.files), tables=tables)
+
+
+def base_of(place: Directory) -> str | None:
+    """Name the base of a checkpoint; None if it is a full one, or none any more."""
+    try:
+        reader = place.reader(MANIFEST)
+    except FileNotFoundError:
+        return None
+    try:
+        head = bytearray(min(reader.size, len(_FULL)))
+        reader.read_into(memoryview(head), 0)
+    finally:
+        reader.close()
+    if bytes(head) == _FULL:  # manifests may be large
+        return None
+    base = json.loads(place.read(MANIFEST, MOST_BYTES)).get("base")
+    return None if base is None else str(base["name"])
+
+
+def _read(place: Directory) -> Manifest:
+    """Read a manifest by itself."""
     if not place.has(MANIFEST):
         raise CheckpointError(f"{place} holds no {MANIFEST}, so it is not a checkpoint, or one that was never finished")
     file = f"{place}/{MANIFEST}"
@@ -253,19 +245,25 @@ def read_manifest(path: str | Path | Directory) -> Manifest:
     version = values.pop("format", None)
     if version is None:
         raise DamagedError(f"{file} is damaged ('format' is missing); use another checkpoint")
-    if version != FORMAT:
+    if version not in (FORMAT, DIFFERENTIAL):
         raise CheckpointError(
-            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT}; use the release that "
-            "wrote it"
+            f"{place} has checkpoint format {reprlib.repr(version)}, this release reads {FORMAT} and {DIFFERENTIAL}; "
+            "use the release that wrote it"
         )
-    if values.pop("sha256", None) != _sha256_of({"format": version, **values}):
+    sha256 = values.pop("sha256", None)
+    if sha256 != _sha256_of({"format": version, **values}):
         raise DamagedError(f"{file} is damaged (its content has changed); use another checkpoint")
     schema.check_manifest(values, file)
+    base = values.get("base")
+    if (base is not None) != (version == DIFFERENTIAL):
+        has = "no 'base'" if base is None else "a 'base'"
+        raise CheckpointError(f"{file}: format {version} with {has}; only format {DIFFERENTIAL} has one, and always")
     tables = {name: _table_from_dict(entry) for name, entry in values["tables"].items()}
     for name, table in tables.items():
         table.check(name, file)
     keys = ("step", "recipe", "plan", "parts")
-    return Manifest(**{key: values[key] for key in keys}, tables=tables, files=values["files"])
+    found = {key: values[key] for key in keys}
+    return Manifest(**found, tables=tables, files=values["files"], base=base and Base(**base), sha256=sha256)
 
 
 def step_of(checkpoint: Directory) -> int:

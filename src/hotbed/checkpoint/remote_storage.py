@@ -60,6 +60,11 @@ class _Remote(Directory):
     def _uri(self, name: str) -> str:
         return f"{self._address}/{name}{self._query}"
 
+    def _beside(self, name: str) -> tuple[str, str]:
+        """Path and URI of another name in the same place."""
+        parent, address = self._root.rpartition("/")[0], self._address.rpartition("/")[0]
+        return f"{parent}/{name}" if parent else name, f"{address}/{name}{self._query}"
+
 
 class ObjectDirectory(_Remote):
     """A prefix of an object store.
@@ -81,6 +86,10 @@ class ObjectDirectory(_Remote):
     @override
     def folder(self, name: str) -> Directory:
         return ObjectDirectory(self._store, self._at(name), self._uri(name))
+
+    @override
+    def sibling(self, name: str) -> Directory:
+        return ObjectDirectory(self._store, *self._beside(name))
 
     @override
     def names(self) -> list[str]:
@@ -236,6 +245,10 @@ class FileSystemDirectory(_Remote):
     @override
     def folder(self, name: str) -> Directory:
         return FileSystemDirectory(self._filesystem, self._at(name), self._uri(name))
+
+    @override
+    def sibling(self, name: str) -> Directory:
+        return FileSystemDirectory(self._filesystem, *self._beside(name))
 
     @override
     def names(self) -> list[str]:

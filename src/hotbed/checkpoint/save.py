@@ -31,22 +31,15 @@ from hotbed.checkpoint.contents import (
     refuse_parts_of_distributed,
     refuse_while_saved,
 )
-from hotbed.checkpoint.manifest import (
-    MANIFEST,
-    MOST_BYTES,
-    Manifest,
-    SavedTile,
-    Stateful,
-    Tensors,
-    plain,
-    write_manifest,
-)
+from hotbed.checkpoint.differential import Baseline, changed_since
+from hotbed.checkpoint.manifest import MANIFEST, MOST_BYTES, Base, Manifest, SavedTile, write_manifest
 from hotbed.checkpoint.snapshot import Snapshot
+from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.torch_hooks import without_tables
+from hotbed.store import RowStore
 
 PATIENCE_S = 600.0
 """How long the first rank waits for another that has written no further file."""
@@ -62,6 +55,8 @@ def save_checkpoint(
     *,
     step: int = 0,
     recipe: Mapping[str, Any] | None = None,
+    base: Saving | None = None,
+    track: bool = False,
     background: bool = False,
     then: Callable[[], None] | None = None,
     check: Callable[[], None] = lambda: None,
@@ -78,6 +73,14 @@ def save_checkpoint(
         Optimizer steps taken so far.
     recipe
         Plain values of the recipe, so that the model can be built again.
+    base
+        A full checkpoint beside this one, saved of the same parts with ``track=True`` and written: only rows that have
+        changed since it began are saved, and it must be kept as long as this one. What was written in place into memory
+        that ``EmbeddingCollection.weight`` or a state shares is not seen. All rows are saved where it is not known
+        which have changed, or where most have (`hotbed.checkpoint.differential`); the log says why.
+    track
+        Note from now on which rows change, so that this checkpoint can be a base; it holds all rows then. Takes a byte
+        per row, or eight per changed row of tables whose rows are materialized on their first update.
     background
         Return as soon as what is not in tables has been copied, and write in a thread while training goes on: the
         checkpoint is of the moment of this call. Until it is written, tables may be changed by optimizers only.
@@ -104,7 +107,7 @@ def save_checkpoint(
     for name in parts:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
-    plains, tensors = _states_of(parts)
+    plains, tensors = states_of(parts)
     place = directory(path)
     token = _first_ranks(link, lambda: make_directory(place))
     if background:
@@ -113,15 +116,27 @@ def save_checkpoint(
     # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
     owned = owned_tiles(tables)
     stores = list(dict.fromkeys(tile.arena.store for _, _, tile in owned))
+    changed = None if base is None else changed_since(base.baseline, place, stores, link)
+    if changed is None and track:
+        for store in stores:
+            store.track(token)
     saving = Saving(
         place,
         token,
-        Manifest(step, recipe, plan_of(parts), plains, {name: t.saved for name, t in tables.items()}),
+        Manifest(
+            step,
+            None if changed is None or base is None else Base(base.baseline.place.name, base.baseline.sha256 or ""),
+            recipe,
+            plan_of(parts),
+            plains,
+            {name: t.saved for name, t in tables.items()},
+        ),
         owned,
         tensors if link is None or link.rank == 0 else {},
         link,
-        Snapshot(stores) if background else None,
+        Snapshot(stores, changed=changed) if background else None,
         then,
+        changed,
         check,
     )
     saving.started_s = time.perf_counter() - started
@@ -150,6 +165,8 @@ class Saving:
         How long this rank has written.
     stalled_s
         How long training was held up by it: at its start, and for rows that had to be kept (see `Snapshot`).
+    base
+        Name of the base beside it, if it holds only rows that have changed since; None: it holds all rows.
     """
 
     def __init__(
@@ -162,13 +179,16 @@ class Saving:
         link: Link | None,
         snapshot: Snapshot | None,
         then: Callable[[], None] | None,
-        check: Callable[[], None],
+        changed: Mapping[RowStore, Tensor] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = place.path
+        self.base = None if manifest.base is None else manifest.base.name
         self._place, self._token, self._manifest = place, token, manifest
         self._owned, self._tensors, self._link, self._then = owned, tensors, link, then
         self._check = check
-        self._snapshot = snapshot
+        self._snapshot, self._changed = snapshot, changed
+        self._sha256: str | None = None
         self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -189,6 +209,11 @@ class Saving:
         if not writes and self._error is not None:
             raise self._error
         return writes
+
+    @property
+    def baseline(self) -> Baseline:
+        """What other checkpoints need of this one to be differences to it."""
+        return Baseline(self._place, self._token, self._sha256)
 
     def start(self) -> None:
         """Write in a thread."""
@@ -242,7 +267,7 @@ class Saving:
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
-            self._owned, self._tensors = [], {}
+            self._owned, self._tensors, self._changed = [], {}, None
             self.seconds = time.perf_counter() - start
         if self._thread is not None and self._error is None:
             _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
@@ -253,7 +278,7 @@ class Saving:
             for part, tensors in self._tensors.items():
                 if tensors:
                     writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
-            chunks = chunks_of(self._owned, self._snapshot)
+            chunks = chunks_of(self._owned, self._snapshot, self._changed)
             tiles = writer.write_chunks(chunks, f"tables-{self._rank:05d}")
             if self._snapshot is not None:
                 self._snapshot.close()
@@ -287,8 +312,12 @@ class Saving:
         missing = files.keys() - set(self._place.names())
         if missing:
             raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
+        if self.base is not None and not self._place.sibling(self.base).has(MANIFEST):
+            raise CheckpointError(
+                f"{self.path} was not saved: its base {self.base} is gone; does another run remove it?"
+            )
         self._check()
-        write_manifest(self._place, replace(self._manifest, tables=tables, files=files))
+        self._sha256 = write_manifest(self._place, replace(self._manifest, tables=tables, files=files))
         for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
             self._place.remove(name)
 
@@ -330,24 +359,6 @@ class Saving:
             report = {"token": self._token, "error": str(error) or type(error).__name__}
             with suppress(OSError):
                 self._place.write(f"rank-{self._rank}.json", json.dumps(report))
-
-
-def _states_of(parts: Mapping[str, Stateful]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Return the states of parts, without tables, as plain values and as tensors by name.
-
-    The state ``{"lr": 0.1, "m": t}`` of the part ``dense`` is ``{"lr": 0.1, "m": {"$tensor": "m"}}`` and ``{"m": t}``.
-    """
-    with without_tables():
-        states = {name: part.state_dict() for name, part in parts.items()}
-    plains: dict[str, Any] = {}
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for name, state in states.items():
-        found: Tensors = {}
-        plains[name] = plain(state, found, "")
-        tensors[name] = {key: t.detach() for key, t in found.values()}
-        if len(tensors[name]) < len(found):
-            raise CheckpointError(f"two tensors of part '{name}' would have one name in {name}.safetensors; rename one")
-    return plains, tensors
 
 
 def _first_ranks(link: Link | None, first: Callable[[], str]) -> str:

@@ -103,10 +103,18 @@ class PlanEntry(_Entry):
     world_size: Step
 
 
+class BaseEntry(_Entry):
+    """The directory beside a differential checkpoint that has all other rows, and the hash of its manifest."""
+
+    name: PartName
+    sha256: Digest
+
+
 class ManifestEntry(_Entry):
     """A manifest, less the version and the hash, which come first; `check_state` looks into parts."""
 
     step: Count
+    base: BaseEntry | None = None
     recipe: dict[str, Any] | None
     plan: PlanEntry | None
     tables: dict[Text, TableEntry]
@@ -175,6 +183,11 @@ def check_manifest(values: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(
                 f"{where}: 'tables.{name}.fp32_rows' is {table.fp32_rows:,}, must be at most rows {table.rows:,}"
             )
+        for i, tile in enumerate(table.tiles):
+            if manifest.base is not None and not tile.keyed:
+                raise CheckpointError(
+                    f"{where}: 'tables.{name}.tiles.{i}.keyed' is False, must be True, for there is a 'base'"
+                )
     _check_places(manifest, where)
     for name, state in manifest.parts.items():
         check_state(state, f"parts.{name}", where)

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hotbed.store import DenseStore, ExistingArray, ExistingRows, LazyStore, RowStore
+from hotbed.store import DenseStore, LazyStore, PickedArray, PickedRows, RowStore
 
 KEPT_BYTES = 512 << 20
 """Limit of the rows that are kept, by default."""
@@ -40,7 +40,7 @@ class _Kept:
 class _Array:
     """One array of a store: which of its rows nobody has read or kept yet, and what was kept."""
 
-    def __init__(self, tensor: Tensor | ExistingArray) -> None:
+    def __init__(self, tensor: Tensor | PickedArray) -> None:
         # torch cannot index all narrow dtypes
         self.bits = tensor.view(_BITS[tensor.element_size()]) if isinstance(tensor, Tensor) else tensor
         self.dtype = tensor.dtype
@@ -58,6 +58,8 @@ class Snapshot:
         They must not be written to but by ``update``, ``write`` and ``put`` until it is closed.
     limit_bytes
         How many bytes of rows may be kept at once, beside those of one step.
+    changed
+        Of each store, the slots that are meant, rising ``[n]``; None: all rows.
 
     Attributes
     ----------
@@ -67,14 +69,19 @@ class Snapshot:
         Most bytes that were kept at once.
     """
 
-    def __init__(self, stores: Iterable[RowStore], limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        stores: Iterable[RowStore],
+        limit_bytes: int | None = None,
+        changed: Mapping[RowStore, Tensor] | None = None,
+    ) -> None:
         self._limit = KEPT_BYTES if limit_bytes is None else limit_bytes
         self._lock = threading.Condition()
         self._bytes = 0
         self._closed = False
         self.waited_s = 0.0
         self.most_bytes = 0
-        self.rows = {store: rows_of(store) for store in stores}
+        self.rows = {store: rows_of(store, changed) for store in stores}
         """What is there now, by store."""
         self._arrays: dict[RowStore, dict[str, _Array]] = {
             store: {name: _Array(t) for name, t in arrays_of(rows).items() if len(t)}
@@ -100,16 +107,17 @@ class Snapshot:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        for store in self._arrays:
-            store.on_change = None
-        self._arrays.clear()
+            for store in self._arrays:
+                store.on_change = None
+            self._arrays.clear()
+            self.rows.clear()
 
     def _keep(self, store: RowStore, slots: Tensor) -> None:
         """Copy the rows at these slots that nobody has read or kept."""
         start = time.perf_counter()
         with self._lock:
             arrays = self._arrays.get(store, {})
-            for name, places in self.rows[store].places(slots).items():
+            for name, places in self.rows[store].places(slots).items() if arrays else ():
                 array = arrays.get(name)
                 if array is None:
                     continue
@@ -137,15 +145,15 @@ class Snapshot:
         self._lock.notify_all()
 
 
-def rows_of(store: RowStore) -> DenseStore | ExistingRows:
-    """Return the rows of a store that can be saved."""
-    if isinstance(store, LazyStore):
-        return ExistingRows(store)
-    assert isinstance(store, DenseStore)
-    return store
+def rows_of(store: RowStore, changed: Mapping[RowStore, Tensor] | None = None) -> DenseStore | PickedRows:
+    """Return the rows of a store that are to be saved: all that there are, or those that have changed."""
+    assert isinstance(store, DenseStore | LazyStore)
+    if changed is not None:
+        return PickedRows(store, changed[store])
+    return PickedRows(store, store.records.keys()) if isinstance(store, LazyStore) else store
 
 
-def arrays_of(rows: DenseStore | ExistingRows) -> Mapping[str, Tensor | ExistingArray]:
+def arrays_of(rows: DenseStore | PickedRows) -> Mapping[str, Tensor | PickedArray]:
     """Return the arrays that they are in."""
     return rows.arrays() if isinstance(rows, DenseStore) else rows.arrays
 

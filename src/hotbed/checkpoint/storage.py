@@ -98,6 +98,10 @@ class Directory(ABC):
         """A folder in it, which need not exist."""
 
     @abstractmethod
+    def sibling(self, name: str) -> Directory:
+        """A folder beside it, which need not exist."""
+
+    @abstractmethod
     def names(self) -> list[str]:
         """Names of the files and folders in it, sorted; none if it does not exist."""
 
@@ -191,6 +195,10 @@ class LocalDirectory(Directory):
     @override
     def folder(self, name: str) -> Directory:
         return LocalDirectory(self.root / name)
+
+    @override
+    def sibling(self, name: str) -> Directory:
+        return LocalDirectory(self.root.resolve().parent / name)
 
     @override
     def names(self) -> list[str]:

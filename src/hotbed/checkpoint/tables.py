@@ -56,9 +56,17 @@ class Common(NamedTuple):
 
 def check_tables(tables: Iterable[SavedTable], files: TensorFiles) -> None:
     """Raise `CheckpointError` unless the arrays of all tiles have the dtypes and shapes that hold their rows."""
-    for saved in tables:
-        for tile in saved.tiles:
-            _check_tile(tile, saved, files)
+    for of, of_files in (layer for saved in tables for layer in layers(saved, files)):
+        for tile in of.tiles:
+            _check_tile(tile, of, of_files)
+
+
+def layers(saved: SavedTable, files: TensorFiles) -> list[tuple[SavedTable, TensorFiles]]:
+    """List what a table is read from, one over the other: itself; or its base, then the rows that changed since."""
+    if saved.base is None:
+        return [(saved, files)]
+    assert files.base is not None
+    return [(saved.base, files.base), (saved, files)]
 
 
 def _check_tile(tile: SavedTile, saved: SavedTable, files: TensorFiles) -> None:
@@ -114,17 +122,24 @@ def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], file
     files
         The checkpoint's files.
     """
+    tile.arena.store.replaced()
+    for of, of_files in layers(saved, files):
+        _load_layer(tile, of, moments, of_files)
+
+
+def _load_layer(tile: LocalTile, saved: SavedTable, moments: Collection[str], files: TensorFiles) -> None:
+    """Overwrite a tile with a table; with a difference to its base, where that is what the tile holds."""
     known = tile.shard.rows[: len(range(tile.shard.rows.start, saved.spec.rows, tile.shard.rows.step))]
     found = list(common(tile.shard.rows, tile.shard.cols, saved, files))
     if isinstance(tile.arena.store, LazyStore):
         _load_existing(tile, tile.arena.store, saved, moments, found, files)
         return
     if form(saved.spec) == form(tile.shard.table):
-        if any(c.tile.keyed for c in found):
+        if saved.base is None and any(c.tile.keyed for c in found):
             _initialize(tile, saved.spec, known)
         _copy_raw(tile, found, files)
     else:
-        _copy_values(tile, saved.spec, found, known, files)
+        _copy_values(tile, saved, found, known, files)
     extents, arrays = tile.extents(), tile.arrays()
     for name in moments:
         e = extents[f"{MOMENT}{name}"]
@@ -132,7 +147,7 @@ def load_tile(tile: LocalTile, saved: SavedTable, moments: Collection[str], file
         # Of a row that is cut into columns each tile has its value: that of the first columns is taken, last.
         for c in sorted(found, key=lambda c: -c.tile.cols.start):
             columns = _columns(c, tile.shard.cols) if target.dim() > 1 else None
-            if c.tile.keyed:
+            if c.tile.keyed and saved.base is None:
                 of_tile = _at(target, common_places(tile.shard.rows, c.tile.rows))
                 (of_tile if columns is None else of_tile[:, columns[1]]).fill_(saved.moments[name].initial)
             copy_rows(c, f"{MOMENT}{name}", _all(c), target, range(len(target)), columns, files)
@@ -259,9 +274,10 @@ def _load_existing(
     """Load into a tile whose rows are materialized on their first update: only rows that were saved are."""
     spec, cols, first_slot = saved.spec, tile.shard.cols, tile.arena.first_slots[tile.number]
     assert spec.init_seed is not None
-    store.initialize(first_slot, seed=spec.init_seed, rows=tile.shard.rows, cols=cols, bound=spec.bound)
-    for name in moments:
-        store.fill(tile.number, name, saved.moments[name].initial)
+    if saved.base is None:
+        store.initialize(first_slot, seed=spec.init_seed, rows=tile.shard.rows, cols=cols, bound=spec.bound)
+        for name in moments:
+            store.fill(tile.number, name, saved.moments[name].initial)
     alike = form(spec) == form(tile.shard.table)
     # Of a row that is cut into columns each tile has its value of a moment per row: that of the first columns is last.
     for c in sorted(found, key=lambda c: -c.tile.cols.start):
@@ -289,10 +305,15 @@ def _load_existing(
             store.put_stored(slots, tile.unnamed(stored))
 
 
-def _copy_values(tile: LocalTile, spec: Table, found: Collection[Common], known: range, files: TensorFiles) -> None:
-    """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than by ``spec``."""
-    store, cols = tile.arena.store, tile.shard.cols
-    keyed = any(c.tile.keyed for c in found)
+def _copy_values(
+    tile: LocalTile, saved: SavedTable, found: Collection[Common], known: range, files: TensorFiles
+) -> None:
+    """Copy the values of ``known`` rows, rounding to the nearest what is narrower here than in the saved table.
+
+    Of a difference only the rows that it holds are written: rounding twice is not rounding once.
+    """
+    store, cols, spec = tile.arena.store, tile.shard.cols, saved.spec
+    keyed = saved.base is None and any(c.tile.keyed for c in found)
     # Each chunk reads of every saved tile, so many of them get larger chunks.
     step = max(CHUNK_BYTES * min(len(found), MOST_CHUNKS) // (4 * len(cols)), 1)
     slots = tile.arena.slots(tile.number)
@@ -300,13 +321,15 @@ def _copy_values(tile: LocalTile, spec: Table, found: Collection[Common], known:
         last = min(first + step, len(known))
         part = slots[first:last]
         values = initial_values(spec, known[first:last], cols).to(store.device) if keyed else store.read(part)
+        held = torch.full((last - first,), saved.base is None)
         for c in found:
             here, rows = values_of(c, first, last, files)
             if len(here):
-                at = torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here
-                values[at.to(values.device) - first, _columns(c, cols)[1]] = rows.to(values.device)
-        _lower_exponents(tile, first, last)
-        store.write(part, values)
+                at = (torch.arange(here.start, here.stop, here.step) if isinstance(here, range) else here) - first
+                values[at.to(values.device), _columns(c, cols)[1]] = rows.to(values.device)
+                held[at] = True
+        _lower_exponents(tile, first + held.nonzero()[:, 0])
+        store.write(part[held.to(part.device)], values[held.to(values.device)])
 
 
 def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
@@ -327,18 +350,18 @@ def initial_values(spec: Table, rows: range, cols: range) -> Tensor:
 def _initialize(tile: LocalTile, spec: Table, known: range) -> None:
     """Give ``known`` rows the initial values that they had in the saved table."""
     assert spec.init_seed is not None
-    _lower_exponents(tile, 0, len(known))
+    _lower_exponents(tile, torch.arange(len(known)))
     slot = tile.arena.first_slots[tile.number]
     tile.arena.store.initialize(slot, seed=spec.init_seed, rows=known, cols=tile.shard.cols, bound=spec.bound)
 
 
-def _lower_exponents(tile: LocalTile, first: int, last: int) -> None:
-    """Reset the exponents of some rows before they are overwritten: exponents only grow."""
+def _lower_exponents(tile: LocalTile, places: Tensor) -> None:
+    """Reset the exponents of rows at these rising positions before they are overwritten: exponents only grow."""
     extent = tile.extents().get("exponents")
     if extent is not None:
         wide = len(stored_as(tile.shard.table, tile.shard.rows).get("fp32_weight", ()))
-        rows = slice(extent.start + max(first - wide, 0), extent.start + max(last - wide, 0))
-        tile.arrays()["exponents"][rows] = MIN_EXPONENT
+        array = tile.arrays()["exponents"]
+        array[(extent.start + places[places >= wide] - wide).to(array.device)] = MIN_EXPONENT
 
 
 def _names(saved: SavedTable) -> list[str]:

@@ -264,13 +264,21 @@ class TensorFiles:
     ----------
     files
         The files, of which only blocks that are unharmed are read.
+    base
+        The files of its base, if it is a differential one.
     """
 
-    def __init__(self, files: VerifiedFiles) -> None:
-        self._files = files
+    def __init__(self, files: VerifiedFiles, base: TensorFiles | None = None) -> None:
+        self._files, self.base = files, base
         self.place = files.place
         self._headers: dict[str, dict[str, Stored]] = {}
         self._keys: tuple[tuple[str, str], Tensor] | None = None
+
+    def verify(self) -> Iterator[int]:
+        """Read all files, also of the base; gives the bytes of one block after the other."""
+        if self.base is not None:
+            yield from self.base.verify()
+        yield from self._files.verify()
 
     def arrays(self, file: str) -> dict[str, Stored]:
         """What a file holds."""

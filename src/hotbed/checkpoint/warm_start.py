@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hotbed.checkpoint.blocks import VerifiedFiles
 from hotbed.checkpoint.contents import (
     ModelTable,
     link_of,
@@ -19,8 +18,10 @@ from hotbed.checkpoint.contents import (
     refuse_parts_of_distributed,
     refuse_while_saved,
 )
+from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import check_optimizer, faults_named, read_states
-from hotbed.checkpoint.manifest import SavedTable, Stateful, find_checkpoint, read_manifest
+from hotbed.checkpoint.manifest import SavedTable, find_checkpoint, read_manifest
+from hotbed.checkpoint.states import Stateful
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import TensorFiles
@@ -106,8 +107,7 @@ def init_from(
     }
     left = {resolved(name, tables, "here") for name in leave}
     report: list[Taken] = []
-    with VerifiedFiles(place, manifest.files) as verified:
-        files = TensorFiles(verified)
+    with opened(place, manifest) as files:
         check_tables(manifest.tables.values(), files)
         trained_by = {moment.optimizer for table in manifest.tables.values() for moment in table.moments.values()}
         states = read_states(manifest, trained_by & manifest.parts.keys() if optimizers else (), files)

@@ -1,16 +1,20 @@
-"""Inspect, verify and convert checkpoints: ``hotbed checkpoint inspect | verify | convert``."""
+"""Inspect, verify and convert checkpoints: ``hotbed checkpoint inspect | verify | convert | compact | changes``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import Parser, add_json, console, write_json
-from hotbed.errors import RecipeError
+from hotbed.errors import CheckpointError, RecipeError
+from hotbed.locations import local
+
+if TYPE_CHECKING:
+    from hotbed.checkpoint import Directory
 
 Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
 Form = Literal["hotbed", "safetensors", "torch"]
@@ -162,6 +166,76 @@ def _refuse_options_without_effect(parsed: Namespace) -> None:
             raise RecipeError(f"{option} has an effect only when converting {when}; leave it out")
 
 
+def add_compact(parser: ArgumentParser) -> None:
+    """Arguments of ``hotbed checkpoint compact``."""
+    parser.add_argument("source", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument("target", type=str, help="What to make: a path or URI where nothing is.")
+    add_json(parser)
+
+
+def compact(parsed: Namespace) -> None:
+    """Make a full checkpoint, which needs no base, of a differential one."""
+    from hotbed.checkpoint import find_checkpoint, read_manifest
+    from hotbed.checkpoint.convert import convert
+    from hotbed.commands.inspect import describe_manifest
+
+    source = find_checkpoint(parsed.source)
+    tables = [table.base or table for table in read_manifest(source).tables.values()]
+    keyed = any(tile.keyed for table in tables for tile in table.tiles)
+    with _progress(f"compacting {source}") as progress:
+        made = describe_manifest(parsed.target, convert(source, parsed.target, compact=keyed, progress=progress))
+    console().print(f"{parsed.target}: all rows of {source}, {made['bytes']:,} bytes", soft_wrap=True)
+    write_json(parsed.json, {"source": str(source), "target": parsed.target, **made})
+
+
+def add_changes(parser: ArgumentParser) -> None:
+    """Arguments of ``hotbed checkpoint changes``."""
+    parser.add_argument("source", type=str, help="Checkpoint, or a run's directory; a path or a URI.")
+    parser.add_argument(
+        "--since",
+        type=str | None,
+        help="Checkpoint that readers have, or the step of one beside it; without it all rows are written.",
+    )
+    parser.add_argument("--out", type=str, required=True, help="Parquet file to write.")
+    add_json(parser)
+
+
+def changes(parsed: Namespace) -> None:
+    """Write the rows that changed between two checkpoints, by id, for servers that have the older one."""
+    from hotbed.checkpoint import find_checkpoint
+    from hotbed.checkpoint.changes import export_changes
+
+    target = local("--out", parsed.out)
+    if target.suffix != ".parquet" or target.is_dir() or not target.absolute().parent.is_dir():
+        raise RecipeError(f"--out is '{target}', must be a file NAME.parquet in a directory that exists")
+    source = find_checkpoint(parsed.source)
+    since = None if parsed.since is None else _beside(source, parsed.since)
+    with _progress(f"comparing {source}") as progress:
+        found = export_changes(source, target, since, progress=progress)
+    counts = found["tables"].values()
+    upserts, deletes = (sum(of[kind] for of in counts) for kind in ("upserts", "deletes"))
+    base = "" if since is None else f" since step {found['base']:,}"
+    console().print(
+        f"{target}: {upserts:,} rows and {deletes:,} deleted ids of step {found['sequence']:,}{base}, "
+        f"{target.stat().st_size:,} bytes",
+        soft_wrap=True,
+    )
+    write_json(parsed.json, {"source": str(source), "since": None if since is None else str(since), **found})
+
+
+def _beside(checkpoint: Directory, since: str) -> Directory:
+    """The checkpoint that ``--since`` means: a path, or the step of one beside another."""
+    from hotbed.checkpoint import MANIFEST, find_checkpoint
+
+    if not since.isdecimal():
+        return find_checkpoint(since)
+    found = [checkpoint.sibling(f"{kind}-{int(since):08d}") for kind in ("last", "best")]
+    there = [place for place in found if place.has(MANIFEST)]
+    if not there:
+        raise CheckpointError(f"--since is {since}, but there is neither {found[0]} nor {found[1]}; give a path")
+    return there[0]
+
+
 @contextmanager
 def _progress(what: str) -> Generator[Callable[[int, int], None]]:
     """A bar on a terminal, a line elsewhere; gives what to call with done and total."""
@@ -190,5 +264,17 @@ COMMANDS: Mapping[str, Command] = {
         "hotbed checkpoint convert SOURCE TARGET [options]",
         add_convert,
         convert,
+    ),
+    "compact": Command(
+        "Make a full checkpoint of a differential one and its base.",
+        "hotbed checkpoint compact SOURCE TARGET [options]",
+        add_compact,
+        compact,
+    ),
+    "changes": Command(
+        "Write the rows that changed since another checkpoint, by id.",
+        "hotbed checkpoint changes SOURCE --since CHECKPOINT --out FILE [options]",
+        add_changes,
+        changes,
     ),
 }

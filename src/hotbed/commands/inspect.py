@@ -134,6 +134,7 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
         "kind": "checkpoint",
         "path": str(path),
         "step": manifest.step,
+        **({} if manifest.base is None else {"base": manifest.base.name}),
         "recipe": (manifest.recipe or {}).get("name"),
         "ranks": (manifest.plan or {}).get("world_size", 1),
         "files": len(manifest.files),

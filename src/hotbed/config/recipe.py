@@ -115,6 +115,8 @@ class TrainRecipe:
     """With ``last``: steps between checkpoints, to resume from; by default one at the end."""
     checkpoint_minutes: float | None = None
     """With ``last``: minutes between checkpoints, besides those of ``checkpoint_every``."""
+    checkpoint_full_every: int = 1
+    """Every so many checkpoints, one holds all rows; the others those that changed since, and need it to be read."""
     checkpoint_dir: str | None = None
     """Where checkpoints go, also ``s3://bucket/path``; by default the run's directory."""
     checkpoint_in_background: bool = True
@@ -130,7 +132,7 @@ class TrainRecipe:
     it hangs. By default ``parallel.timeout_s`` where several processes train, else no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "log_every", "eval_batch_size", "keep_last"):
+        for name in ("batch_size", "epochs", "log_every", "eval_batch_size", "checkpoint_full_every", "keep_last"):
             at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every", "step_limit_s"):
             if getattr(self, name) not in (None, "auto"):

@@ -47,6 +47,7 @@ from hotbed.ops.layout import ACTIVE
 from hotbed.ops.rows import step_seeds
 from hotbed.store import DenseStore, RowStore
 from hotbed.store.base import Values
+from hotbed.store.touched import TouchedSlots
 
 
 class Replicas:
@@ -247,26 +248,6 @@ class Sync:
         if locator.has_readers:
             push_rows(locator, self._arenas, self._copies, averaged, shards)
         self._replicas.syncs += 1
-
-
-class TouchedSlots:
-    """Slots that were updated since the last average; memory for as many, not for all slots."""
-
-    def __init__(self) -> None:
-        self._slots: list[Tensor] = []
-        self._distinct = 0
-
-    def add(self, slots: Tensor) -> None:
-        """More slots ``[n]`` int64, of which some may have been touched before."""
-        self._slots.append(slots)
-        if sum(map(len, self._slots)) > 2 * max(self._distinct, 1 << 18):
-            self._slots = [torch.cat([earlier.to(slots.device) for earlier in self._slots]).unique()]
-            self._distinct = len(self._slots[0])
-
-    def take(self, device: torch.device) -> Tensor:
-        """Return all of them, rising, and forget them."""
-        slots, self._slots, self._distinct = self._slots, [], 0
-        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *(s.to(device) for s in slots)]).unique()
 
 
 def _trained(arena: Arena, slots: Tensor, step: RuleStep) -> Tensor:

@@ -3,16 +3,17 @@
 from hotbed.specs import Tier
 from hotbed.store.base import Extent, RowStore, Span, Traffic, Values
 from hotbed.store.dense import MOMENT, DenseStore
-from hotbed.store.lazy import ExistingArray, ExistingRows, LazyStore
+from hotbed.store.lazy import LazyStore
+from hotbed.store.picked import PickedArray, PickedRows
 from hotbed.store.tiers import Storage
 
 __all__ = [
     "MOMENT",
     "DenseStore",
-    "ExistingArray",
-    "ExistingRows",
     "Extent",
     "LazyStore",
+    "PickedArray",
+    "PickedRows",
     "RowStore",
     "Span",
     "Storage",

@@ -26,6 +26,7 @@ from torch import Tensor
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Tier
+from hotbed.store.touched import Changes, Touched, TouchedSlots
 
 Use = Literal["lookup", "update", "once", "ahead"]
 """What a record is read for.
@@ -130,13 +131,15 @@ class RowStore(ABC):
     slots, dim
         Number of rows, and of columns.
     on_change
-        Called with the slots ``[n]`` that `update`, `write` or `put` is about to change, repetitions included; so that
-        a checkpoint can be written while training goes on.
+        Called with what `changing` is, so that a checkpoint can be written while training goes on.
+    changes
+        What has changed since `track` was called; None where it was not.
     """
 
     slots: int
     dim: int
     on_change: Callable[[Tensor], None] | None = None
+    changes: Changes | None = None
 
     @property
     @abstractmethod
@@ -162,6 +165,25 @@ class RowStore(ABC):
     def traffic(self) -> Traffic:
         """What caches, staging and files did so far."""
         return Traffic()
+
+    def track(self, since: str) -> None:
+        """Note which rows change from now on, after the moment of the checkpoint that this token is of."""
+        self.changes = Changes(since, self._touched())
+
+    def _touched(self) -> Touched:
+        return TouchedSlots()
+
+    def changing(self, slots: Tensor) -> None:
+        """Tell who wants to know that `update`, `write` or `put` is about to change these slots ``[n]``, some twice."""
+        if self.changes is not None:
+            self.changes.add(slots)
+        if self.on_change is not None:
+            self.on_change(slots)
+
+    def replaced(self) -> None:
+        """Tell that any rows may be overwritten now; who writes into what `raw` or `moment` share calls this, too."""
+        if self.changes is not None:
+            self.changes.lose()
 
     @abstractmethod
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal, Self
@@ -17,6 +18,7 @@ from hotbed.optim import Moment
 from hotbed.specs import RowDtype, Tier, row_bytes
 from hotbed.store import memory
 from hotbed.store.base import Extent, RowStore, Span, Use, Values
+from hotbed.store.touched import Touched, TouchedMask
 
 TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -27,6 +29,8 @@ TORCH_DTYPES: dict[RowDtype, torch.dtype] = {
 }
 MOMENT = "moment."
 """What the names of moments begin with among a store's arrays."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 INITIAL_CHUNK = 1 << 22
 """Cells that are drawn at once before they are rounded to a narrow dtype."""
@@ -112,6 +116,7 @@ class DenseStore(RowStore):
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
+        self.replaced()
         if not len(self.rows.narrow):  # then slots are positions in `wide`
             out = self.rows.wide[slot : slot + len(rows)]
             self.ops.initial_values_(out, seed=seed, rows=rows, cols=cols, bound=bound)
@@ -140,15 +145,19 @@ class DenseStore(RowStore):
         self.ops.weight_gradient(self.rows, bags, grad, out)
 
     @override
+    def _touched(self) -> Touched:
+        return TouchedMask(self.slots, self.device)
+
+    @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        if self.on_change is not None:
-            self.on_change(occurrences.slots)
+        self.changing(occurrences.slots)
         groups = self.ops.group(occurrences)
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
     @override
     def add_moment(self, moment: Moment) -> None:
         if moment.name not in self.moments:
+            self.replaced()
             shape = (self.slots,) if moment.per == "row" else (self.slots, self.dim)
             self.moments[moment.name] = self._zeros(shape, torch.float32, self.device)
 
@@ -180,8 +189,7 @@ class DenseStore(RowStore):
 
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
-        if self.on_change is not None:
-            self.on_change(slots)
+        self.changing(slots)
         if moment is None:
             write_rows(self.rows, slots, values, random)
         else:
@@ -200,8 +208,7 @@ class DenseStore(RowStore):
     @override
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
         assert values.moments.keys() == set(self.moment_names)
-        if self.on_change is not None:
-            self.on_change(slots)
+        self.changing(slots)
         if values.scales is not None:
             wide, at = places(self.rows, slots)
             self.rows.exponents[at[~wide]] = values.scales[~wide]
@@ -211,6 +218,7 @@ class DenseStore(RowStore):
 
     @override
     def fill(self, span: int, moment: str, value: float) -> None:
+        self.replaced()
         self.moment(span, moment).fill_(value)
 
     @override
@@ -220,6 +228,7 @@ class DenseStore(RowStore):
 
     @override
     def load_moment(self, span: int, name: str, values: Tensor) -> None:
+        self.replaced()
         self.moment(span, name).copy_(values)
 
     @override
@@ -233,6 +242,7 @@ class DenseStore(RowStore):
 
     @override
     def load_raw(self, span: int, raw: Mapping[str, Tensor]) -> None:
+        self.replaced()
         for name, tensor in self.raw(span).items():
             tensor.copy_(raw[name])
 
@@ -258,6 +268,18 @@ class DenseStore(RowStore):
                 found["fp32_weight"] = wide
         moments = (f"{MOMENT}{name}" for name in self.moments)
         return {**found, **{name: Extent(name, first_slot, first_slot + rows) for name in moments}}
+
+    def stored_names(self, span: int) -> list[str]:
+        """Name what the rows of a span are stored as, and its moments."""
+        return list(self.extents(span))
+
+    def stored_array(self, name: str, slots: Tensor) -> Tensor:
+        """Copy an array's rows of these slots ``[n]``, all of one span, which all have it, to the CPU."""
+        span = bisect_right([*accumulate(s.rows for s in self.spans)], int(slots[0]))
+        array = self.extents(span)[name].array
+        values = self.arrays()[array]
+        bits = values.view(_BITS[values.element_size()])  # torch cannot index all narrow dtypes
+        return bits[self.places(slots.to(self.device))[array]].cpu().view(values.dtype)
 
     def places(self, slots: Tensor) -> dict[str, Tensor]:
         """Find by array which of its rows belong to these slots ``[n]``; fewer where it does not hold all of them."""

@@ -1,7 +1,7 @@
 """Read, load and list whole tables of a store whose rows are materialized on their first update; for checkpoints.
 
-`LazyStore` is the store. Its tables may have more rows than any memory, so a checkpoint takes the rows that exist:
-`ExistingRows` names them as arrays, which are read piece by piece.
+`LazyStore` is the store. Its tables may have more rows than any memory, so a checkpoint takes the rows that exist
+(`hotbed.store.picked`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from hotbed.store.lazy_rows import Initial, LazyRows
 
 ROWS_AT_ONCE = 1 << 16
 """Rows that are read or written together where all of a table is."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class LazyStore(LazyRows):
@@ -33,6 +31,7 @@ class LazyStore(LazyRows):
 
     @override
     def initialize(self, slot: int, *, seed: int, rows: range, cols: range, bound: float) -> None:
+        self.replaced()
         whole = slot in self._firsts[:-1] and len(rows) == self.spans[self._firsts.index(slot)].rows
         if whole:
             span = self._firsts.index(slot)
@@ -51,6 +50,7 @@ class LazyStore(LazyRows):
     def add_moment(self, moment: Moment) -> None:
         if any(m.name == moment.name for m in self._format.moments):
             return
+        self.replaced()
         self._format = self._format.with_moment(moment)
         for initial in self._initial_moments:
             initial[moment.name] = 0.0
@@ -58,6 +58,7 @@ class LazyStore(LazyRows):
 
     @override
     def fill(self, span: int, moment: str, value: float) -> None:
+        self.replaced()
         self._initial_moments[span][moment] = value
         shape = () if self.moment_is_per_row(moment) else (self.dim,)
         for slots in self.keys(span).split(ROWS_AT_ONCE):
@@ -95,10 +96,6 @@ class LazyStore(LazyRows):
         cuts = torch.searchsorted(keys, torch.tensor(self._firsts, dtype=torch.int64)).tolist()
         return [keys[first:last] for first, last in pairwise(cuts)]
 
-    def has_narrow(self, span: int) -> bool:
-        """Whether not all rows of a span are float32."""
-        return self.spans[span].fp32_rows < self.spans[span].rows
-
     def count_wide(self, slots: Tensor) -> int:
         """Count how many of these slots, all of one span, have float32 rows."""
         return int(self._is_wide(self._at_records(slots)).sum())
@@ -106,7 +103,7 @@ class LazyStore(LazyRows):
     def stored_names(self, span: int) -> list[str]:
         """Name what the rows of a span are stored as, and its moments."""
         names = ["weight"]
-        if self.has_narrow(span):
+        if self.spans[span].fp32_rows < self.spans[span].rows:
             names += ["exponents"] if self._format.dtype == torch.int8 else []
             names += ["fp32_weight"] if self.spans[span].fp32_rows else []
         return names + [f"{MOMENT}{m.name}" for m in self._format.moments]
@@ -119,6 +116,10 @@ class LazyStore(LazyRows):
         records, wide = self._read(self._at_records(slots), use="once")
         found = self._format.stored(records, wide)
         return {name: found[own].cpu() for name, own in self._names(slots).items() if own in found}
+
+    def stored_array(self, name: str, slots: Tensor) -> Tensor:
+        """Read one array of what `stored` gives of these rows, which all have it."""
+        return self.stored(slots)[name]
 
     def put_stored(self, slots: Tensor, stored: Mapping[str, Tensor]) -> None:
         """Overwrite rows of these rising slots, all of one span, by what `stored` gave, or some of it.
@@ -144,8 +145,7 @@ class LazyStore(LazyRows):
 
     def _write_changed(self, slots: Tensor, records: Tensor, before: Tensor) -> None:
         changed = (records.view(torch.int32) != before.view(torch.int32)).any(1)
-        if self.on_change is not None:
-            self.on_change(slots[changed])
+        self.changing(slots[changed])
         self.records.write(slots[changed], records[changed])
 
     def _names(self, slots: Tensor) -> dict[str, str]:
@@ -201,84 +201,3 @@ class LazyStore(LazyRows):
                 low, high = (min(max(at - before, 0), end) for at in (first, last))
                 chunk[name] = t[low:high].cpu()
             self.put_stored(slots, chunk)
-
-
-class ExistingArray:
-    """Read one array of the rows that exist, on indexing; values are given as integers of their bits.
-
-    Attributes
-    ----------
-    dtype, shape
-        Of the values.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, store: LazyStore, slots: Tensor, name: str) -> None:
-        self._store, self._slots, self._name = store, slots, name
-        sample = store.stored(slots[:1])[name]
-        self.dtype, self.shape = sample.dtype, (len(slots), *sample.shape[1:])
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self[:1].nbytes
-
-    @overload
-    def __getitem__(self, at: slice) -> Tensor: ...
-    @overload
-    def __getitem__(self, at: Tensor) -> Tensor: ...
-    def __getitem__(self, at: slice | Tensor) -> Tensor:
-        return self._store.stored(self._slots[at])[self._name].view(_BITS[self.dtype.itemsize])
-
-    def index_select(self, _: int, at: Tensor) -> Tensor:
-        """Rows at these rising positions."""
-        return self[at]
-
-
-class ExistingRows:
-    """List the rows of a store that exist now, as arrays.
-
-    Attributes
-    ----------
-    slots
-        Of each span, rising.
-    arrays
-        By span and name (as in `RowStore.raw`, and ``moment.NAME``); those without rows are left out.
-    first
-        Of each array, the position of its first row among those of its span.
-    """
-
-    def __init__(self, store: LazyStore) -> None:
-        self.slots = store.keys_by_span()
-        self.arrays: dict[str, ExistingArray] = {}
-        self.first: dict[str, int] = {}
-        self._slots_of: dict[str, Tensor] = {}
-        for span, slots in enumerate(self.slots):
-            wide = store.count_wide(slots)
-            for name in store.stored_names(span) if len(slots) else ():
-                start, stop = 0, len(slots)
-                if name == "fp32_weight":
-                    stop = wide
-                elif not name.startswith(MOMENT) and store.has_narrow(span):
-                    start = wide
-                if start < stop:
-                    key = f"{span}.{name}"
-                    self.first[key], self._slots_of[key] = start, slots[start:stop]
-                    self.arrays[key] = ExistingArray(store, slots[start:stop], name)
-
-    def of(self, span: int) -> dict[str, str]:
-        """Map the names of the arrays of a span to keys of `arrays`."""
-        return {key.split(".", 1)[1]: key for key in self.arrays if key.startswith(f"{span}.")}
-
-    def places(self, slots: Tensor) -> dict[str, Tensor]:
-        """Find by array which of its rows belong to these slots ``[n]``; slots that did not exist have none."""
-        slots = slots.cpu()
-        found: dict[str, Tensor] = {}
-        for key, own in self._slots_of.items():
-            at = torch.searchsorted(own, slots).clamp_(max=len(own) - 1)
-            found[key] = at[own[at] == slots]
-        return found

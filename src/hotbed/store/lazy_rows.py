@@ -186,8 +186,7 @@ class LazyRows(RowStore):
         slots = self._at_records(groups.rows[:count])
         if not count:
             return
-        if self.on_change is not None:
-            self.on_change(slots)
+        self.changing(slots)
         records, wide = self._read(slots, use="update")
         span, rows = self._cells(slots)
         values = self._format.rows(records, wide).to(self.device).contiguous()
@@ -239,8 +238,7 @@ class LazyRows(RowStore):
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:
         slots = self._at_records(slots)
-        if self.on_change is not None:
-            self.on_change(slots)
+        self.changing(slots)
         records, wide = self._read(slots, use="update")
         if moment is None:
             random = None if random is None else self._at_records(random)
@@ -261,8 +259,7 @@ class LazyRows(RowStore):
     def put(self, slots: Tensor, values: Values, *, random: Tensor | None = None) -> None:
         assert values.moments.keys() == set(self.moment_names)
         slots = self._at_records(slots)
-        if self.on_change is not None:
-            self.on_change(slots)
+        self.changing(slots)
         records, wide = self._format.blank(len(slots), slots.device), self._is_wide(slots)
         if values.scales is not None:
             self._format.put_scales(records, wide, self._at_records(values.scales))

@@ -1,7 +1,7 @@
-"""Define callbacks of the training loop: logs, checkpoints, stopping early, signals.
+"""Define callbacks of the training loop: logs, stopping early, signals.
 
 A `Callback` is called by the `Trainer` after steps, evaluations and so on. Those of hotbed are here, but for the
-progress of commands and the schedule of hot batches.
+progress of commands, the schedule of hot batches, and what saves and keeps checkpoints (`hotbed.train.retention`).
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
-from hotbed.checkpoint.manifest import step_of
-from hotbed.config import Monitor, Recipe
+from hotbed.config import Monitor
 from hotbed.errors import RecipeError
 from hotbed.files import without_nan
-from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.metrics import Metrics
 from hotbed.train.trainer import Callback, Trainer
 
@@ -199,149 +194,6 @@ class EarlyStop(Callback):
         """Take over the count, unless another metric is monitored."""
         if self._best.load_state_dict(state):
             self._waited = state["waited"]
-
-
-class KeepLast(Callback):
-    """Keep the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
-
-    One is saved whenever a stop is requested, or ``trainer.ask_save`` is set, as a signal does.
-
-    Parameters
-    ----------
-    where
-        Directory that checkpoints go to: a local path, or a URI like ``s3://bucket/path``.
-    recipe
-        Stored in each.
-    every
-        Steps between checkpoints; None: no other reason.
-    minutes
-        Minutes between checkpoints, by the first rank's clock.
-    keep_last
-        How many of the newest are kept.
-    keep_every
-        Those of steps that are multiples of this are kept for good.
-    background
-        Write while training goes on (see `save_checkpoint`); the last one is waited for.
-    at_end
-        Whether to save one when training is over.
-    """
-
-    def __init__(
-        self,
-        where: str | Path | Directory,
-        recipe: Recipe,
-        every: int | None = None,
-        *,
-        minutes: float | None = None,
-        keep_last: int = 1,
-        keep_every: int | None = None,
-        background: bool = True,
-        at_end: bool = True,
-    ) -> None:
-        self._where, self._recipe, self._at_end = directory(where), recipe, at_end
-        self._every, self._minutes = every, minutes
-        self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
-        self._saved_at, self._own = time.monotonic(), -1
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove what earlier runs left unfinished there."""
-        self._saved_at, self._own = time.monotonic(), trainer.step
-        trainer.saver.lock(self._where, remove_unfinished=True)
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Save if it is time."""
-        trainer.saver.poll()
-        if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
-            self._save(trainer, background=self._background)
-        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
-            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Save the final state."""
-        if self._at_end or trainer.told_to_stop:
-            self._save(trainer, background=False)
-
-    def _save(self, trainer: Trainer, *, background: bool) -> None:
-        step = trainer.step
-        trainer.saver.begin(
-            self._where / f"last-{step:08d}",
-            step,
-            self._recipe,
-            background=background,
-            then=partial(self._remove_old, step),
-            may_exist=step == self._own,  # it was saved already, or it is what was resumed from
-        )
-        self._saved_at, self._own = time.monotonic(), step
-
-    def _remove_old(self, newest: int) -> None:
-        """Remove what is older than the newest, of which this is the step, and is not to be kept."""
-        found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
-        for step in sorted(found)[: -self._keep_last]:
-            if self._keep_every is None or step % self._keep_every:
-                remove_checkpoint(found[step])
-
-
-class KeepBest(Callback):
-    """Keep the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends.
-
-    Parameters
-    ----------
-    where, recipe, background
-        As in `KeepLast`.
-    """
-
-    def __init__(self, where: str | Path | Directory, recipe: Recipe, *, background: bool = True) -> None:
-        self._where, self._recipe, self._background = directory(where), recipe, background
-        self._best = BestSoFar(recipe.train.monitor)
-        self._place: Directory | None = None
-        self._is_best = False
-
-    @property
-    def step(self) -> int | None:
-        """Step of the best evaluation so far."""
-        return None if self._place is None else step_of(self._place)
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        """Lock the directory, and remove what earlier runs left unfinished there."""
-        trainer.saver.lock(self._where, remove_unfinished=True)
-
-    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Remember whether this evaluation is the best."""
-        self._is_best = self._best.improved(metrics)
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """Save if the evaluation of this step was the best."""
-        trainer.saver.poll()
-        if self._is_best:
-            self._is_best = False
-            place = self._place = self._where / f"best-{trainer.step:08d}"
-            remove_old = partial(self._remove_old, place.name)
-            trainer.saver.begin(place, trainer.step, self._recipe, background=self._background, then=remove_old)
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Load the best model; it stays as it is if there was no evaluation."""
-        if self._place is not None and not trainer.told_to_stop:  # then there is more to train
-            with trainer.saver.waited_for():
-                load_checkpoint(self._place, {"model": trainer.model})
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best value, and where its checkpoint is."""
-        return {**self._best.state_dict(), "path": None if self._place is None else self._place.path}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was the best, unless its checkpoint is gone or another metric is monitored."""
-        if state["path"] is None:
-            return
-        place = directory(state["path"])
-        if not place.has(MANIFEST):
-            _log.warning("the best checkpoint so far, %s, is gone; later evaluations decide which is the best", place)
-        elif self._best.load_state_dict(state):
-            self._place = place
-
-    def _remove_old(self, best: str) -> None:
-        for checkpoint in checkpoints_in(self._where, "best"):
-            if checkpoint.name != best:
-                remove_checkpoint(checkpoint)
 
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from hotbed.checkpoint import MANIFEST, Directory, Saving, Stateful, checkpoints_in, save_checkpoint
 from hotbed.checkpoint.manifest import NAME, step_of
@@ -38,12 +38,14 @@ class Saver:
         Gives what a checkpoint holds, by name.
     report
         Called with each record.
+    full_every
+        Every so many checkpoints, one holds all rows: 1 for every one.
 
     Attributes
     ----------
     records
         Of every checkpoint that this rank has written its files of: ``step``, ``path``, ``bytes``, ``seconds`` and
-        ``stalled_s``, the time that training was held up.
+        ``stalled_s``, the time that training was held up; with ``full_every`` also ``base``, None of a full one.
     is_waited_for
         Whether training waits for a checkpoint at present, however long that takes.
     """
@@ -54,9 +56,11 @@ class Saver:
         clock: Clock,
         parts: Callable[[], Mapping[str, Stateful]],
         report: Callable[[dict[str, Any]], None],
+        full_every: int = 1,
     ) -> None:
         self._ranks, self._clock, self._parts, self._report = ranks, clock, parts, report
         self._saving: Saving | None = None
+        self._full_every, self._base, self._differences = full_every, cast("Saving | None", None), 0
         self._step = 0
         self._waited_s = 0.0
         self.is_waited_for = False
@@ -122,10 +126,15 @@ class Saver:
                 self._parts(),
                 step=step,
                 recipe=recipe.to_dict(),
+                base=self._base if self._differences + 1 < self._full_every else None,
+                track=self._full_every > 1,
                 background=background,
                 then=then,
                 check=self._check,
             )
+            self._differences += 1
+            if self._saving.base is None:
+                self._base, self._differences = self._saving, 0
             if not background:
                 self.finish()
 
@@ -178,6 +187,7 @@ class Saver:
             "bytes": saving.nbytes,
             "seconds": saving.seconds,
             "stalled_s": saving.stalled_s + self._waited_s,
+            **({} if self._full_every == 1 else {"base": saving.base}),
         }
         self.records.append(record)
         self._report(record)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from hotbed.config import Recipe
+from hotbed.config.validation import checkpoint_policy
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
 from hotbed.plan.placement import SCHEMES, Cut
@@ -141,6 +142,12 @@ def _of_training(recipe: Recipe) -> Iterator[str]:
     data, train, schedule = recipe.data, recipe.train, recipe.schedule
     if data.dtype == "fp32" and data.fp32_rows:
         yield "data.fp32_rows is set, but data.dtype is fp32: all rows are; set data.dtype to what the others are"
+    often = train.checkpoint_every or train.checkpoint_minutes or checkpoint_policy(recipe) == "best"
+    if train.checkpoint_full_every > 1 and not often:
+        yield (
+            f"train.checkpoint_full_every is {train.checkpoint_full_every}, but at most one checkpoint is saved, which "
+            "holds all rows; set train.checkpoint_every"
+        )
     if train.steps is None:
         return
     for key, value in (("train.checkpoint_every", train.checkpoint_every), ("train.eval_every", train.eval_every)):

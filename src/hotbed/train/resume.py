@@ -56,7 +56,7 @@ MAY_DIFFER = frozenset(
         *(f"parallel.{key}" for key in ("plan", "overlap", "reader", "ranks_per_node", "timeout_s")),
         *(f"train.{key}" for key in ("precision", "linear_library")),  # `Numerics` says that they change bits
         *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience", "step_limit_s")),
-        *(f"train.checkpoint_{key}" for key in ("every", "minutes", "dir", "in_background")),
+        *(f"train.checkpoint_{key}" for key in ("every", "minutes", "full_every", "dir", "in_background")),
         *(f"train.keep_{key}" for key in ("last", "every")),
     }
 )

@@ -22,13 +22,14 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.errors import RecipeError, StoppedError
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_trainer, open_source, train_splits
-from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, KeepBest, KeepLast, TensorBoard, signals_to
+from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.measure import measure_numericals
 from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
+from hotbed.train.retention import KeepBest, KeepLast
 from hotbed.train.stored import bad_ids
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer

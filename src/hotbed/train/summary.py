@@ -7,7 +7,7 @@ from typing import Any
 
 from hotbed.embed import Distributed, collections_of
 from hotbed.store import Traffic
-from hotbed.train.callbacks import KeepBest
+from hotbed.train.retention import KeepBest
 from hotbed.train.throughput import Balance
 from hotbed.train.trainer import Trainer
 

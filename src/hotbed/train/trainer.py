@@ -168,7 +168,8 @@ class Trainer:
         self.other_parts, self.id_kinds = dict[str, Stateful](), dict[str, str]()
         self._data_position: Mapping[str, Any] | None = None
         self.clock = Clock()
-        self.saver = Saver(self.ranks, self.clock, self.parts, partial(self._call, "on_checkpoint"))
+        report = partial(self._call, "on_checkpoint")
+        self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
         self._recent: list[float] = []
         self._tiers = TierCounters(model)
         self._of_callbacks: dict[str, Any] = {}

@@ -1,0 +1,252 @@
+"""Export the rows in which two checkpoints differ, by id, for servers that have the older one.
+
+Both are read window by window and compared bit for bit, so what is written is exact for any two checkpoints with the
+same tables, full or differential. Windows in which nothing can have changed, by the keys of differential and compact
+checkpoints, are not read. A row of a dynamic table is told by the id that has it. An id's row is always in one set of
+`DYNAMIC_WAYS` rows, and windows hold whole sets: so an id that has left its window's rows is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hotbed.checkpoint.convert import Rectangle, read_rectangle, rows_in_memory
+from hotbed.checkpoint.differential import opened
+from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
+from hotbed.checkpoint.storage import Directory, directory
+from hotbed.checkpoint.tables import check_tables, layers
+from hotbed.checkpoint.tensor_files import TensorFiles
+from hotbed.embed.dynamic import PREFIX
+from hotbed.errors import CheckpointError
+from hotbed.files import new_file
+from hotbed.specs import DYNAMIC_WAYS
+
+NO_ID = -1
+
+
+class _Model(NamedTuple):
+    """A checkpoint that is open."""
+
+    place: Directory
+    manifest: Manifest
+    files: TensorFiles
+
+
+class _Changes(NamedTuple):
+    """What changed in some rows of a table: ids that are gone ``[n]``, and ids ``[m]`` with vectors ``[m, D]``."""
+
+    deleted: Tensor
+    ids: Tensor
+    vectors: Tensor
+
+    @staticmethod
+    def none() -> _Changes:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return _Changes(nothing, nothing, torch.empty(0, 1))
+
+
+def export_changes(
+    source: str | Path | Directory,
+    target: Path,
+    since: str | Path | Directory | None = None,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Write the rows in which a checkpoint differs from another one to a Parquet file, with bounded memory.
+
+    Its columns are ``table``, ``id``, ``op`` (``upsert`` or ``delete``), ``vector`` (float32, null where an id is
+    deleted), ``base`` (step of ``since``) and ``sequence`` (step of ``source``). A table and an id occur once, so the
+    order of rows does not matter. Who has the vectors of ``since`` and applies them has those of ``source``. The file's
+    metadata has the SHA-256 of both manifests as ``hotbed.base`` and ``hotbed.sequence``.
+
+    Parameters
+    ----------
+    source, since
+        Checkpoints; without ``since`` all rows are written, and ``base`` is null.
+    target
+        The file; it appears whole or not at all.
+    progress
+        Called now and then with rows done and all rows.
+
+    Returns
+    -------
+    dict
+        ``base``, ``sequence``, and by table how many ``upserts`` and ``deletes``.
+
+    Raises
+    ------
+    CheckpointError
+        If one of them is no checkpoint or damaged, or their tables are others.
+    """
+    place = directory(source)
+    manifest = read_manifest(place)
+    old_place = None if since is None else directory(since)
+    old_manifest = None if old_place is None else read_manifest(old_place)
+    counts: dict[str, dict[str, int]] = {}
+    done, total = 0, sum(table.spec.rows for table in manifest.tables.values())
+    with ExitStack() as stack:
+        new = _Model(place, manifest, stack.enter_context(opened(place, manifest)))
+        old = None
+        if old_place is not None and old_manifest is not None:
+            _refuse_others(place, manifest, old_place, old_manifest)
+            old = _Model(old_place, old_manifest, stack.enter_context(opened(old_place, old_manifest)))
+        for model in (new, old):
+            if model is not None:
+                check_tables(model.manifest.tables.values(), model.files)
+        file = stack.enter_context(new_file(target))
+        writer = stack.enter_context(_Writer(file, manifest, old_manifest))
+        for name in manifest.tables:
+            counts[name] = {"upserts": 0, "deletes": 0}
+            for rows, changes in _windows(name, new, old):
+                writer.write(name, changes)
+                counts[name]["upserts"] += len(changes.ids)
+                counts[name]["deletes"] += len(changes.deleted)
+                done += len(rows)
+                progress(done, total)
+    return {"base": None if old is None else old.manifest.step, "sequence": manifest.step, "tables": counts}
+
+
+def _refuse_others(place: Directory, manifest: Manifest, old_place: Directory, old: Manifest) -> None:
+    """Raise `CheckpointError` unless two checkpoints have the same tables."""
+    shapes, before = (
+        {name: (t.spec.rows, t.spec.dim, _ids_of(name, m) is not None) for name, t in m.tables.items()}
+        for m in (manifest, old)
+    )
+    for name in [*shapes, *before]:
+        if shapes.get(name) != before.get(name):
+            found = [
+                "no such table" if of is None else f"{of[0]:,} × {of[1]}{', dynamic' * of[2]}"
+                for of in (shapes.get(name), before.get(name))
+            ]
+            raise CheckpointError(
+                f"table '{name}' is {found[0]} in {place} and {found[1]} in {old_place}; leave --since out, so that "
+                "all rows are written"
+            )
+
+
+def _ids_of(table: str, manifest: Manifest) -> tuple[str, str] | None:
+    """File and array with the ids that the rows of a dynamic table have; None for other tables."""
+    own, _, path = table.rpartition(":")
+    for part, state in manifest.parts.items():
+        entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}ids") if isinstance(state, Mapping) else None
+        if own in ("", part) and isinstance(entry, Mapping) and "$tensor" in entry:
+            return f"{part}.safetensors", str(cast("Mapping[str, Any]", entry)["$tensor"])
+    return None
+
+
+def _windows(name: str, new: _Model, old: _Model | None) -> Iterator[tuple[range, _Changes]]:
+    """Yield the rows of a table in windows, with what changed in each."""
+    table = new.manifest.tables[name]
+    of_old = None if old is None else old.manifest.tables[name]
+    candidates = None if old is None else _candidates(name, new, old)
+    step = max(rows_in_memory(table, table.spec.dim) // (4 * DYNAMIC_WAYS), 1) * DYNAMIC_WAYS
+    for first in range(0, table.spec.rows, step):
+        rows = range(first, min(first + step, table.spec.rows))
+        if candidates is not None:
+            begin, end = torch.searchsorted(candidates, torch.tensor([rows.start, rows.stop])).tolist()
+            if begin == end:
+                yield rows, _Changes.none()
+                continue
+        after, ids = _values(table, rows, new.files), _row_ids(name, rows, new)
+        if old is None or of_old is None:
+            yield rows, _Changes(ids[:0], ids[ids != NO_ID], after[ids != NO_ID])
+        else:
+            yield rows, _compared(_row_ids(name, rows, old), _values(of_old, rows, old.files), ids, after)
+
+
+def _compared(old_ids: Tensor, before: Tensor, ids: Tensor, after: Tensor) -> _Changes:
+    """Compare rows ``[n]`` by the ids that they have."""
+    same = ids == old_ids
+    same &= (before.view(torch.int32) == after.view(torch.int32)).all(1)
+    changed = ~same & (ids != NO_ID)
+    gone = old_ids[(old_ids != NO_ID) & ~torch.isin(old_ids, ids)]
+    return _Changes(gone, ids[changed], after[changed])
+
+
+def _candidates(name: str, new: _Model, old: _Model) -> Tensor | None:
+    """Find rows that may differ, rising ``[n]``; None: all may."""
+    above, below = (_layers(name, model) for model in (new, old))
+    if above[0][0] == below[0][0]:  # one base, or one is the other's
+        above, below = above[1:], below[1:]
+    elif above[0][1].spec != below[0][1].spec:  # other initial values
+        return None
+    keys = [torch.empty(0, dtype=torch.int64)]
+    for _, table, files in (*above, *below):
+        if not all(tile.keyed for tile in table.tiles):
+            return None
+        keys += [files.read(tile.file, f"{tile.key}/keys") for tile in table.tiles]
+    return torch.cat(keys).unique()
+
+
+def _layers(name: str, model: _Model) -> list[tuple[str, SavedTable, TensorFiles]]:
+    """List what a table is read from, with the SHA-256 of the manifest of each."""
+    base, sha256 = model.manifest.base, model.manifest.sha256
+    hashes = [sha256] if base is None else [base.sha256, sha256]
+    found = layers(model.manifest.tables[name], model.files)
+    return [(own, *layer) for own, layer in zip(hashes, found, strict=True)]
+
+
+def _values(table: SavedTable, rows: range, files: TensorFiles) -> Tensor:
+    """Read rows as float32 ``[n, D]``."""
+    base = None if table.base is None else replace(table.base, moments={})
+    rectangle = Rectangle(rows, range(table.spec.dim), replace(table, moments={}, base=base))
+    tile, _ = read_rectangle(rectangle, table.spec, files)
+    return tile.arena.store.read(tile.arena.slots(0))
+
+
+def _row_ids(name: str, rows: range, model: _Model) -> Tensor:
+    """Ids of rows ``[n]`` int64: their numbers, or those that they have in a dynamic table, `NO_ID` where none."""
+    found = _ids_of(name, model.manifest)
+    if found is None:
+        return torch.arange(rows.start, rows.stop)
+    stored, wanted = model.files.find(*found), model.manifest.tables[name].spec.rows
+    if (stored.dtype, list(stored.shape)) != (torch.int64, [wanted]):
+        raise CheckpointError(
+            f"{model.place}/{found[0]}: '{found[1]}' is {stored.dtype} {list(stored.shape)}, must be torch.int64 "
+            f"[{wanted}]"
+        )
+    return model.files.read_rows(*found, rows)
+
+
+class _Writer(AbstractContextManager["_Writer"]):
+    """A Parquet file of changes."""
+
+    def __init__(self, path: Path, manifest: Manifest, old: Manifest | None) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        word = pa.dictionary(pa.int32(), pa.string())
+        columns = {"table": word, "id": pa.int64(), "op": word, "vector": pa.list_(pa.float32())}
+        self._schema = pa.schema(
+            {**columns, "base": pa.int64(), "sequence": pa.int64()},
+            {"hotbed.base": "" if old is None else old.sha256, "hotbed.sequence": manifest.sha256},
+        )
+        self._numbers = None if old is None else old.step, manifest.step
+        self._writer: Any = parquet.ParquetWriter(str(path), self._schema)
+
+    def write(self, table: str, changes: _Changes) -> None:
+        import pyarrow as pa
+
+        vectors = changes.vectors
+        offsets = torch.arange(len(vectors) + 1, dtype=torch.int32) * vectors.shape[1]
+        lists: Any = pa.ListArray.from_arrays(offsets.numpy(), vectors.reshape(-1).numpy())
+        for op, ids, values in (("delete", changes.deleted, None), ("upsert", changes.ids, lists)):
+            n = len(ids)
+            if n:
+                given = [[table] * n, ids.numpy(), [op] * n, values, *([number] * n for number in self._numbers)]
+                types: list[Any] = self._schema.types
+                columns = [
+                    pa.nulls(n, t) if v is None else v if v is lists else pa.array(v, t)
+                    for v, t in zip(given, types, strict=True)
+                ]
+                self._writer.write_batch(pa.record_batch(columns, self._schema))
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()

@@ -1,0 +1,140 @@
+"""Save and read differences to a full checkpoint, the base: only the rows that changed since it began.
+
+Stores note which rows change (`hotbed.store.touched`) from the moment that a full checkpoint begins until the next one
+does, so every difference is to the full checkpoint itself, not to the difference before it: it is read as base and one
+difference, whatever was saved in between, and nothing but the base must be kept for it. It grows with the time since
+the base; once it would hold more than `MOST_SHARE` of the bytes of all rows, all are saved. Source: Check-N-Run (NSDI
+2022), "one-shot" and "intermittent" baselines.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hotbed.checkpoint.blocks import VerifiedFiles
+from hotbed.checkpoint.manifest import MANIFEST, Manifest
+from hotbed.checkpoint.storage import Directory
+from hotbed.checkpoint.tensor_files import TensorFiles
+from hotbed.comm import Link
+from hotbed.store import LazyStore, RowStore
+
+MOST_SHARE = 0.5
+"""Of the bytes of all rows, that a difference may hold."""
+_KEY_BYTES = 8
+
+_log = logging.getLogger("hotbed")
+
+
+class Baseline(NamedTuple):
+    """A full checkpoint, since which stores note what changes.
+
+    Attributes
+    ----------
+    place
+        Its directory.
+    token
+        What all ranks call it.
+    sha256
+        Of its manifest, on the first rank; None until it is written.
+    """
+
+    place: Directory
+    token: str
+    sha256: str | None
+
+
+def changed_since(
+    base: Baseline, place: Directory, stores: Sequence[RowStore], link: Link | None
+) -> dict[RowStore, Tensor] | None:
+    """Find which rows have changed since a base; all ranks must call this.
+
+    Parameters
+    ----------
+    base
+        The base.
+    place
+        The checkpoint that is to be a difference to it.
+    stores
+        What this rank saves of.
+    link
+        The ranks.
+
+    Returns
+    -------
+    dict or None
+        Slots by store, rising ``[n]``; None, on all ranks, where all rows must or should be saved; the log says why.
+    """
+    is_first = link is None or link.rank == 0
+    reason = next((why for store in stores if (why := _unknown(store, base))), "")
+    reason = (_unusable(base, place) if is_first else "") or reason
+    changed = {} if reason else {store: _slots(store) for store in stores}
+    sizes = [_nbytes(store, slots) for store, slots in changed.items()]
+    own = torch.tensor([bool(reason), sum(s[0] for s in sizes), sum(s[1] for s in sizes)], dtype=torch.int64)
+    if link is not None:
+        own = link.all_gather("bytes of changed rows", own.to(link.device)).wait().cpu().view(-1, 3).sum(0)
+    failed, of_changed, of_all = own.tolist()
+    if not failed and of_changed > MOST_SHARE * of_all:
+        reason = f"{of_changed:,} of {of_all:,} bytes of rows have changed"
+    if failed or reason:
+        if reason and (is_first or failed):
+            _log.info("%s holds all rows, not only those that changed since %s: %s", place, base.place.name, reason)
+        return None
+    return changed
+
+
+def _slots(store: RowStore) -> Tensor:
+    assert store.changes is not None
+    return store.changes.slots()
+
+
+def _unknown(store: RowStore, base: Baseline) -> str:
+    """Why it is not known which rows of a store have changed."""
+    if store.changes is None or store.changes.since not in (base.token, None):
+        return "it is not the newest checkpoint with track=True of these tables"
+    if store.changes.since is None:
+        return "tables or moments were loaded, filled or made anew since"
+    return ""
+
+
+def _unusable(base: Baseline, place: Directory) -> str:
+    """Why a checkpoint cannot be the base of one at a place."""
+    if base.sha256 is None:
+        return "it is not written yet"
+    if not re.fullmatch(r"\w[\w.-]{0,254}", base.place.name):
+        return "its name has other characters than letters, digits, '_', '-' and '.'"
+    if place.sibling(base.place.name).path != base.place.sibling(base.place.name).path:
+        return f"it is in another directory, {base.place}"
+    return "" if base.place.has(MANIFEST) else "it is gone"
+
+
+def _nbytes(store: RowStore, slots: Tensor) -> tuple[int, int]:
+    """Bytes of these rows in a difference, and of all rows in a full checkpoint."""
+    if isinstance(store, LazyStore):
+        row = store.records.record_bytes + _KEY_BYTES
+        return row * len(slots), row * len(store.records.keys())
+    return (store.nbytes // max(store.slots, 1) + _KEY_BYTES) * len(slots), store.nbytes
+
+
+@contextmanager
+def opened(place: Directory, manifest: Manifest) -> Generator[TensorFiles]:
+    """Open the files of a checkpoint, and those of its base, for reading."""
+    with ExitStack() as stack:
+
+        def files(of: Directory, entries: Mapping[str, dict[str, object]], base: TensorFiles | None) -> TensorFiles:
+            return TensorFiles(stack.enter_context(VerifiedFiles(of, entries)), base)
+
+        base = manifest.base
+        under = None if base is None else files(place.sibling(base.name), base.files, None)
+        yield files(place, manifest.files, under)
+
+
+def nbytes_with_base(manifest: Manifest) -> int:
+    """Bytes of all files that a checkpoint needs but the manifests."""
+    return manifest.nbytes + sum(entry["bytes"] for entry in (manifest.base.files if manifest.base else {}).values())

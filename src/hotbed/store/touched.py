@@ -1,0 +1,113 @@
+"""Note which rows of a store change, so that a checkpoint, or an average of replicas, takes only these.
+
+`RowStore.track` begins; every method that is about to change rows tells `RowStore.changing` first. A row counts as
+changed though its new bits may be the old ones. What overwrites whole tables does not name rows (`RowStore.replaced`):
+then nobody can say what changed, until tracking begins anew.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+
+class Touched(ABC):
+    """Collect slots."""
+
+    @abstractmethod
+    def add(self, slots: Tensor) -> None:
+        """Add slots ``[n]`` int64, of which some may have been added before."""
+
+    @abstractmethod
+    def slots(self, device: torch.device) -> Tensor:
+        """List them, rising ``[n]`` int64."""
+
+
+class TouchedMask(Touched):
+    """Collect slots of a store whose rows are all in memory: a byte per slot.
+
+    Parameters
+    ----------
+    count
+        Slots of the store.
+    device
+        Where they are given.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._mask = torch.zeros(count, dtype=torch.bool, device=device)
+
+    @override
+    def add(self, slots: Tensor) -> None:
+        self._mask.index_fill_(0, slots, True)
+
+    @override
+    def slots(self, device: torch.device) -> Tensor:
+        return self._mask.nonzero()[:, 0].to(device)
+
+
+class TouchedSlots(Touched):
+    """Collect slots of a store with more slots than memory: takes memory for those that were touched only."""
+
+    def __init__(self) -> None:
+        self._slots: list[Tensor] = []
+        self._distinct = 0
+
+    @override
+    def add(self, slots: Tensor) -> None:
+        self._slots.append(slots)
+        if sum(map(len, self._slots)) > 2 * max(self._distinct, 1 << 18):
+            self._merge(slots.device)
+
+    @override
+    def slots(self, device: torch.device) -> Tensor:
+        self._merge(device)
+        return self._slots[0]
+
+    def take(self, device: torch.device) -> Tensor:
+        """List them, rising ``[n]``, and forget them."""
+        found = self.slots(device)
+        self._slots, self._distinct = [], 0
+        return found
+
+    def _merge(self, device: torch.device) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._slots = [torch.cat([nothing, *(earlier.to(device) for earlier in self._slots)]).unique()]
+        self._distinct = len(self._slots[0])
+
+
+class Changes:
+    """Which slots of a store have changed since a checkpoint began.
+
+    Parameters
+    ----------
+    since
+        Token of the checkpoint.
+    touched
+        Collects them.
+
+    Attributes
+    ----------
+    since
+        The token; None once it is not known any more which rows have changed.
+    """
+
+    def __init__(self, since: str, touched: Touched) -> None:
+        self.since: str | None = since
+        self._touched = touched
+
+    def add(self, slots: Tensor) -> None:
+        """Note slots ``[n]``, repetitions included."""
+        if self.since is not None:
+            self._touched.add(slots)
+
+    def lose(self) -> None:
+        """Note that rows may have changed which nobody named."""
+        self.since = None
+
+    def slots(self) -> Tensor:
+        """List the slots, rising ``[n]``, on the CPU."""
+        return self._touched.slots(torch.device("cpu"))

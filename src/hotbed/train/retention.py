@@ -1,0 +1,173 @@
+"""Save a run's checkpoints when it is time, and remove those that are not to be kept.
+
+`KeepLast` saves ``last-STEP`` to go on from, `KeepBest` ``best-STEP``; a `Saver` writes them. What is removed is never
+the base of a differential checkpoint that stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
+from hotbed.checkpoint.manifest import base_of, step_of
+from hotbed.config import Recipe
+from hotbed.train.callbacks import BestSoFar
+from hotbed.train.checkpointing import remove_checkpoint
+from hotbed.train.metrics import Metrics
+from hotbed.train.trainer import Callback, Trainer
+
+_log = logging.getLogger("hotbed")
+
+
+class KeepLast(Callback):
+    """Keep the newest checkpoints, to resume from and to evaluate: ``last-STEP``.
+
+    One is saved whenever a stop is requested, or ``trainer.ask_save`` is set, as a signal does.
+
+    Parameters
+    ----------
+    where
+        Directory that checkpoints go to: a local path, or a URI like ``s3://bucket/path``.
+    recipe
+        Stored in each.
+    every
+        Steps between checkpoints; None: no other reason.
+    minutes
+        Minutes between checkpoints, by the first rank's clock.
+    keep_last
+        How many of the newest are kept.
+    keep_every
+        Those of steps that are multiples of this are kept for good.
+    background
+        Write while training goes on (see `save_checkpoint`); the last one is waited for.
+    at_end
+        Whether to save one when training is over.
+    """
+
+    def __init__(
+        self,
+        where: str | Path | Directory,
+        recipe: Recipe,
+        every: int | None = None,
+        *,
+        minutes: float | None = None,
+        keep_last: int = 1,
+        keep_every: int | None = None,
+        background: bool = True,
+        at_end: bool = True,
+    ) -> None:
+        self._where, self._recipe, self._at_end = directory(where), recipe, at_end
+        self._every, self._minutes = every, minutes
+        self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
+        self._saved_at, self._own = time.monotonic(), -1
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Lock the directory, and remove what earlier runs left unfinished there."""
+        self._saved_at, self._own = time.monotonic(), trainer.step
+        trainer.saver.lock(self._where, remove_unfinished=True)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save if it is time."""
+        trainer.saver.poll()
+        if trainer.save_now or (self._every is not None and trainer.step % self._every == 0):
+            self._save(trainer, background=self._background)
+        if self._minutes is not None and time.monotonic() - self._saved_at >= 60 * self._minutes:
+            trainer.ask_save = trainer.ask_save or trainer.ranks.is_first  # all ranks save after the next step
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Save the final state."""
+        if self._at_end or trainer.told_to_stop:
+            self._save(trainer, background=False)
+
+    def _save(self, trainer: Trainer, *, background: bool) -> None:
+        step = trainer.step
+        trainer.saver.begin(
+            self._where / f"last-{step:08d}",
+            step,
+            self._recipe,
+            background=background,
+            then=partial(self._remove_old, step),
+            may_exist=step == self._own,  # it was saved already, or it is what was resumed from
+        )
+        self._saved_at, self._own = time.monotonic(), step
+
+    def _remove_old(self, newest: int) -> None:
+        """Remove what is older than the newest, of which this is the step, and is not to be kept."""
+        found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
+        older = [found[step] for step in sorted(found)[: -self._keep_last]]
+        own = [c for c in older if self._keep_every is None or step_of(c) % self._keep_every]
+        remove_unneeded(self._where, [*own, *checkpoints_in(self._where, "best")[:-1]])
+
+
+class KeepBest(Callback):
+    """Keep the checkpoint of the best evaluation, ``best-STEP``, and goes back to it when training ends.
+
+    Parameters
+    ----------
+    where, recipe, background
+        As in `KeepLast`.
+    """
+
+    def __init__(self, where: str | Path | Directory, recipe: Recipe, *, background: bool = True) -> None:
+        self._where, self._recipe, self._background = directory(where), recipe, background
+        self._best = BestSoFar(recipe.train.monitor)
+        self._place: Directory | None = None
+        self._is_best = False
+
+    @property
+    def step(self) -> int | None:
+        """Step of the best evaluation so far."""
+        return None if self._place is None else step_of(self._place)
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Lock the directory, and remove what earlier runs left unfinished there."""
+        trainer.saver.lock(self._where, remove_unfinished=True)
+
+    def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
+        """Remember whether this evaluation is the best."""
+        self._is_best = self._best.improved(metrics)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """Save if the evaluation of this step was the best."""
+        trainer.saver.poll()
+        if self._is_best:
+            self._is_best = False
+            place = self._place = self._where / f"best-{trainer.step:08d}"
+            remove_old = partial(self._remove_old, place.name)
+            trainer.saver.begin(place, trainer.step, self._recipe, background=self._background, then=remove_old)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Load the best model; it stays as it is if there was no evaluation."""
+        if self._place is not None and not trainer.told_to_stop:  # then there is more to train
+            load_checkpoint(self._place, {"model": trainer.model})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and where its checkpoint is."""
+        return {**self._best.state_dict(), "path": None if self._place is None else self._place.path}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was the best, unless its checkpoint is gone or another metric is monitored."""
+        if state["path"] is None:
+            return
+        place = directory(state["path"])
+        if not place.has(MANIFEST):
+            _log.warning("the best checkpoint so far, %s, is gone; later evaluations decide which is the best", place)
+        elif self._best.load_state_dict(state):
+            self._place = place
+
+    def _remove_old(self, best: str) -> None:
+        remove_unneeded(self._where, [c for c in checkpoints_in(self._where, "best") if c.name != best])
+
+
+def remove_unneeded(where: Directory, unwanted: Collection[Directory]) -> None:
+    """Remove checkpoints of a directory, but not the bases of those that stay; the newest, which have bases, first."""
+    names = {checkpoint.name for checkpoint in unwanted}
+    needed = {base_of(checkpoint) for checkpoint in checkpoints_in(where) if checkpoint.name not in names}
+    for checkpoint in sorted(unwanted, key=step_of, reverse=True):
+        if checkpoint.name not in needed:
+            remove_checkpoint(checkpoint)
