@@ -87,7 +87,7 @@ def train(
                 soft_wrap=True,
             )
         return summary
-    if ranks.is_first and (told := notice(recipe)):
+    if ranks.is_first and continuation is None and (told := notice(recipe)):
         console.print(told, soft_wrap=True)
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
