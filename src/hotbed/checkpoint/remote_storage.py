@@ -61,9 +61,9 @@ class _Remote(Directory):
         return f"{self._address}/{name}{self._query}"
 
     def _beside(self, name: str) -> tuple[str, str]:
-        """Path and URI of what is beside it."""
-        root, address = (path.rpartition("/")[0] for path in (self._root, self._address))
-        return f"{root}/{name}".lstrip("/"), f"{address}/{name}{self._query}"
+        """Path and URI of another name in the same place."""
+        parent, address = self._root.rpartition("/")[0], self._address.rpartition("/")[0]
+        return f"{parent}/{name}" if parent else name, f"{address}/{name}{self._query}"
 
 
 class ObjectDirectory(_Remote):

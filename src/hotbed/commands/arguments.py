@@ -139,7 +139,7 @@ class RecipeParser(Parser):
         self.fill()
         rest, deep = split_deep(args or ())
         rest, recipes = split_recipes(rest, [o for a in self._actions if a.nargs == 0 for o in a.option_strings])
-        rest = _with_new_names(rest)
+        rest = _with_paths(_with_new_names(rest))
         with checked_copies(recipes) as files:
             parsed = super().parse_args([f"--recipe={file}" for file in files] + rest, *others, **options)
         for key, text in deep:
@@ -263,6 +263,17 @@ def _with_new_names(args: Sequence[str]) -> list[str]:
             arg = f"{name}={values[former]}" if equals else values[former]
         current.append(arg)
     return current
+
+
+def _with_paths(args: Sequence[str]) -> list[str]:
+    """Take ``--data PATH`` for ``--data.path PATH``; mappings stay what they are."""
+    full = list(args)
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        value = value if equals else "".join(args[i + 1 : i + 2])
+        if name == "--data" and not (value.startswith("{") and value.endswith("}")):
+            full[i] = f"--data.path{equals}{value if equals else ''}"
+    return full
 
 
 @contextmanager

@@ -24,6 +24,7 @@ COMMANDS = {
     "prepare": "Turn raw Criteo logs into a dataset.",
     "pack": "Choose hot rows, and split a dataset into hot and cold samples.",
     "train": "Train and test by a recipe.",
+    "daily": "Train a model every day, after evaluating it on the day.",
     "tune": "Search learning rates, dims and dropout of a recipe on its valid split.",
     "eval": "Evaluate a checkpoint.",
     "predict": "Score new rows with a run's model.",
@@ -100,7 +101,7 @@ def make_parser() -> Parser:
         version=release(),
         epilog="hotbed COMMAND --help shows arguments; --debug shows tracebacks.",
     )
-    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "tune"), RecipeParser)
+    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "daily", "tune"), RecipeParser)
     parser.add_commands(
         {name: kinds[name](partial(_add_arguments, name), description=COMMANDS[name]) for name in kinds}
     )

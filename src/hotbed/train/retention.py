@@ -43,6 +43,8 @@ class KeepLast(Callback):
         How many of the newest are kept.
     keep_every
         Those of steps that are multiples of this are kept for good.
+    kept
+        Steps of others that are not removed.
     background
         Write while training goes on (see `save_checkpoint`); the last one is waited for.
     at_end
@@ -58,13 +60,14 @@ class KeepLast(Callback):
         minutes: float | None = None,
         keep_last: int = 1,
         keep_every: int | None = None,
+        kept: Collection[int] = (),
         background: bool = True,
         at_end: bool = True,
     ) -> None:
         self._where, self._recipe, self._at_end = directory(where), recipe, at_end
         self._every, self._minutes = every, minutes
         self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
-        self._saved_at, self._own = time.monotonic(), -1
+        self._saved_at, self._own, self._kept = time.monotonic(), -1, frozenset(kept)
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Lock the directory, and remove what earlier runs left unfinished there."""
@@ -99,7 +102,7 @@ class KeepLast(Callback):
     def _remove_old(self, newest: int) -> None:
         """Remove what is older than the newest, of which this is the step, and is not to be kept."""
         found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
-        older = [found[step] for step in sorted(found)[: -self._keep_last]]
+        older = [found[step] for step in sorted(found)[: -self._keep_last] if step not in self._kept]
         own = [c for c in older if self._keep_every is None or step_of(c) % self._keep_every]
         remove_unneeded(self._where, [*own, *checkpoints_in(self._where, "best")[:-1]])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -24,6 +24,7 @@ from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
+from hotbed.train.continuation import Continuation, OtherData
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.measure import measure_numericals
 from hotbed.train.parallel import Ranks, model_parallel_batch
@@ -43,6 +44,7 @@ def train(
     *,
     resume: str | Path | None = None,
     extra: Mapping[str, Any] | None = None,
+    continuation: Continuation | None = None,
 ) -> dict[str, Any]:
     """Train and test by a recipe, and write the run's directory.
 
@@ -63,6 +65,8 @@ def train(
         torchrun go on with the newest run of this recipe (see `Resume`).
     extra
         Further entries of the summary.
+    continuation
+        How to go on with other data than those that the checkpoint to resume from was trained on.
 
     Returns
     -------
@@ -83,14 +87,17 @@ def train(
                 soft_wrap=True,
             )
         return summary
-    if ranks.is_first and (told := notice(recipe)):
+    if ranks.is_first and continuation is None and (told := notice(recipe)):
         console.print(told, soft_wrap=True)
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
-        taken = _begin(trainer, loader, recipe, run, wanted, console)
+        taken = _begin(trainer, loader, recipe, run, wanted, console, other_data=continuation is not None)
         measure_numericals(trainer, source, train_splits(recipe), console)
-        signal = _fit(trainer, loader, recipe, source, run, console)
+        if continuation is not None and (batches := evaluation_loader(recipe, source, recipe.data.train_split, ranks)):
+            with watchdog(trainer, recipe, run):
+                continuation.before(trainer, source, batches)
+        signal = _fit(trainer, loader, recipe, source, run, console, () if continuation is None else continuation.kept)
     finally:
         trainer.saver.release()
     if trainer.told_to_stop:
@@ -129,6 +136,8 @@ def _begin(
     run: RunDirectory,
     resume: Resume,
     console: Console,
+    *,
+    other_data: bool,
 ) -> list[Taken]:
     """Load what training begins with or goes on from, and choose the run's directory; what a new model has taken."""
     ranks, taken = trainer.ranks, list[Taken]()
@@ -151,7 +160,7 @@ def _begin(
         if ranks.is_first:
             print_taken(console, str(begun_with), taken)
     if resumed is not None:
-        trainer.resume_data(loader)
+        trainer.resume_data(OtherData(loader) if other_data else loader)
         if ranks.is_first:
             console.print(f"resumed from {resumed} at step {trainer.step:,}", soft_wrap=True)
     elif resume.auto and ranks.is_first:
@@ -173,11 +182,12 @@ def _fit(
     source: Source,
     run: RunDirectory,
     console: Console,
+    kept: Collection[int] = (),
 ) -> int | None:
     """Train, and show and keep what the recipe says; the signal that asked this process to stop, if one did."""
     ranks = trainer.ranks
     progress = ShowProgress(console) if ranks.is_first else Callback()
-    trainer.callbacks += [*_callbacks(recipe, run, _checkpoints(recipe, run), ranks), progress]
+    trainer.callbacks += [*_callbacks(recipe, run, _checkpoints(recipe, run), ranks, kept), progress]
     if isinstance(loader, HotColdLoader):
         trainer.callbacks.append(HotSchedule(loader, recipe.hot))
     with signals_to(trainer) as signals:
@@ -244,7 +254,9 @@ def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
     return {feature: count for feature, count in counts.items() if feature in own}
 
 
-def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks) -> list[Callback]:
+def _callbacks(
+    recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks, kept: Collection[int]
+) -> list[Callback]:
     train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
     callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
     if train.tensorboard and ranks.is_first:
@@ -259,6 +271,7 @@ def _callbacks(recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks
                 minutes=train.checkpoint_minutes,
                 keep_last=train.keep_last,
                 keep_every=train.keep_every,
+                kept=kept,
                 background=background,
                 at_end=policy == "last",
             )

@@ -1,0 +1,217 @@
+"""Train a model day by day, for as long as there are days: ``hotbed daily``.
+
+A day is a run of `train` that goes on from the checkpoint of the day before, and takes ``train.epochs`` passes over its
+samples: the epochs of the model go on counting. Before its first step the model, which has not seen the day, is
+evaluated on it (progressive validation). Then the day's checkpoint is published, and last its record is added to
+``days.jsonl``, which makes the day a finished one. All state passes from day to day through checkpoints, so one command
+for five days, five commands, and a command that is killed and given again train the same bits.
+
+What is in ``OUT``: ``days.jsonl``; ``checkpoints/last-STEP``; and by day a run's directory with ``before.json`` (what
+was measured before training), ``seen.npz`` (rows looked up until then) and ``changes.parquet``, if it was asked for.
+After a restart from an earlier day, later directories end in ``-2``, and what they replace stays as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from hotbed.checkpoint.storage import LocalDirectory
+from hotbed.config import Recipe
+from hotbed.data import Loader, Source
+from hotbed.errors import CommError, RecipeError, StoppedError
+from hotbed.files import write_json
+from hotbed.train.continuation import Continuation
+from hotbed.train.days import BEFORE, SEEN, Day, Days, DayTable, Record
+from hotbed.train.drift import DayCounts, Watched, read_seen, write_seen
+from hotbed.train.lease import lock
+from hotbed.train.report import RunDirectory
+from hotbed.train.resume import NEVER
+from hotbed.train.run import train
+from hotbed.train.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def train_days(
+    recipe: Recipe, days: Days, out: Path, console: Console, restart_from: date | None = None
+) -> list[Record]:
+    """Train every day that has data and is not trained yet; all ranks must call this.
+
+    Parameters
+    ----------
+    recipe
+        What a day's training is; ``data.path`` is replaced by each day's.
+    days
+        Which days.
+    out
+        Directory of this model's days; all ranks must see it.
+    console
+        Where progress goes.
+    restart_from
+        Day to train anew, with all after it; their records and checkpoints are set aside.
+
+    Returns
+    -------
+    list
+        The records of all days so far, as in ``days.jsonl``.
+
+    Raises
+    ------
+    RecipeError
+        If the recipe ends at some step, or is another one than before.
+    DataError
+        If a day has no data although a later one has, or it is not complete.
+    CheckpointError
+        If another command is training these days.
+    StoppedError
+        If a signal asked for the end; the same command goes on.
+    """
+    refuse_endings(recipe)
+    with _locked(out):
+        table: DayTable | None = None
+
+        def opened() -> None:
+            nonlocal table
+            table = DayTable(out, recipe, days, restart_from)
+
+        def following() -> Day | None:
+            return None if table is None else table.next(console)
+
+        def finish(day: Day, started: float) -> None:
+            assert table is not None
+            table.finish(day, time.monotonic() - started, console)
+
+        on_first(opened)
+        while (day := on_first(following)) is not None:
+            started = time.monotonic()
+            if not day.is_trained:
+                _train(recipe, day, console)
+            on_first(partial(finish, day, started))
+        return on_first(lambda: [] if table is None else table.records)
+
+
+def refuse_endings(recipe: Recipe) -> None:
+    """Raise `RecipeError` if a recipe says when training is over, or changes with what is left of it."""
+    wanted, schedule = recipe.train, recipe.schedule
+    for key, value, may in (
+        ("train.steps", wanted.steps, (None,)),
+        ("train.patience", wanted.patience, (None, "auto")),
+        ("train.checkpoint", wanted.checkpoint, ("auto", "last")),
+        ("schedule.decay_start", schedule.decay_start, (None,)),
+        ("schedule.decay_share", schedule.decay_share, (None,)),
+        ("hot.batches", "alternating" if recipe.hot.batches == "alternating" else None, (None,)),
+    ):
+        if value not in may:
+            raise RecipeError(
+                f"{key} is {value}, but hotbed daily trains every day in whole, without end; leave it out"
+            )
+
+
+def _train(recipe: Recipe, day: Day, console: Console) -> None:
+    """Evaluate on a day's data, and train on them."""
+    of_day = replace(
+        recipe,
+        data=replace(recipe.data, path=day.data, test_split=None),
+        train=replace(recipe.train, epochs=day.epochs, checkpoint="last", checkpoint_dir=day.place, patience=None),
+    )
+    run = RunDirectory(day.folder.parent, day.folder.name)
+    run.reopen(day.folder)
+    if is_first():
+        console.print(f"{day.day}: {day.data}", soft_wrap=True)
+    continuation = Continuation(before=partial(_measure, day), kept=day.kept)
+    try:
+        train(of_day, run, console, resume=day.resume or NEVER, continuation=continuation)
+    except StoppedError as error:
+        raise StoppedError(
+            f"stopped by a signal on {day.day}; a checkpoint is saved, and the same command goes on", error.signal
+        ) from error
+
+
+def _measure(day: Day, trainer: Trainer, source: Source, batches: Loader) -> None:
+    """Write what the model of the day before makes of a day, and how this one differs; once, before it is trained."""
+    before, file = day.before, day.folder / BEFORE
+    if on_first(file.exists):
+        return
+    counts = DayCounts(source, on_first(lambda: {} if before is None else read_seen(before / SEEN)))
+    metrics: dict[str, Any] | None = None
+    if before is None:
+        for batch in batches:
+            counts.add(batch)
+    else:
+        with _uncounted(trainer.model):
+            metrics = trainer.evaluate(Watched(batches, counts)).to_dict()
+    counts.gather(trainer.ranks)
+    with trainer.ranks.together(f"write {file}"):
+        if trainer.ranks.is_first:
+            write_seen(day.folder / SEEN, counts.seen())
+            write_json(file, {"metrics": metrics, **counts.record()})
+
+
+@contextmanager
+def _uncounted(model: nn.Module) -> Generator[None]:
+    """Leave the counts of ids that were out of range as they are: training on the day counts them."""
+    counters = [c for m in model.modules() if isinstance(c := getattr(m, "bad_ids", None), Counter)]
+    before = [dict(cast("Counter[str]", counter)) for counter in counters]
+    yield
+    for counter, values in zip(counters, before, strict=True):
+        counter.clear()
+        counter.update(values)
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Do something on the first rank, and give all its result; all must call this.
+
+    Raises
+    ------
+    CommError
+        On the others, if it fails.
+    """
+    if not dist.is_initialized():
+        return work()
+    found: list[Any] = [None, None]
+    error: Exception | None = None
+    if is_first():
+        try:
+            found[0] = work()
+        except Exception as raised:
+            error, found[1] = raised, str(raised)
+    dist.broadcast_object_list(found, device=torch.device("cpu"))
+    if error is not None:
+        raise error
+    if found[1] is not None:
+        raise CommError(f"rank 0 failed: {found[1]}")
+    return cast("T", found[0])
+
+
+def is_first() -> bool:
+    """Whether this is the first rank."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextmanager
+def _locked(out: Path) -> Generator[None]:
+    """Keep a directory of days for this command."""
+    held = lock(LocalDirectory(out))
+
+    def enter() -> None:
+        held.__enter__()
+
+    on_first(enter)
+    try:
+        yield
+    finally:
+        if is_first():
+            held.__exit__()
