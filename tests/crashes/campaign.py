@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ import yaml
 from hotbed.checkpoint import Directory, checkpoints_in, directory, verify_checkpoint
 from hotbed.errors import HotbedError
 from tests.crashes.points import Point
+from tests.crashes.wants import Want
 from tests.crashes.zygote import COUNTS, DEATH, DIGESTS
 from tests.train.launcher import ROOT, unused_port
 
@@ -207,7 +208,7 @@ def result_of(workload: Workload, folder: Path) -> dict[str, Any]:
             if path.is_file()
         }
         return {**found, "left behind": len(hidden)}
-    (run,) = folder.glob("runs/*/*")
+    (run,) = (path.parent for path in folder.glob("runs/*/*/summary.json"))  # one that died early began another
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     digest = json.loads((folder / DIGESTS).read_text(encoding="utf-8").splitlines()[-1])
     losses: dict[str, Any] = {}
@@ -274,6 +275,26 @@ class Campaign:
         if self._goes_on(workload, point, folder, ended, expected):
             shutil.rmtree(folder)
         return True
+
+    def try_want(self, workload: Workload, want: Want) -> str | None:
+        """Let a command run out of disk, then go on with room again; what it said, or None if it never came to that."""
+        _, expected = self.profile(workload)
+        self._number += 1
+        folder = self._begin(workload, f"{self._number:05d}")
+        name, point = f"disk full: {want.kind}", Point(want.kind, want.number)
+        self.outcome.tried[name] += 1
+        ended = self._commands.run(workload.args, folder, workload.ranks, want=asdict(want))
+        if not (folder / DEATH).exists():
+            self.outcome.finished_first += 1
+            shutil.rmtree(folder)
+            return None
+        self.outcome.died[name] += 1
+        text = (folder / "0.err").read_text(encoding="utf-8").strip()
+        if ended["codes"][0] not in (0, 2) or "Traceback" in text:
+            self._lose(workload, point, f"ended with {ended['codes'][0]}", text[-3000:])
+        elif self._goes_on(workload, point, folder, ended, expected):
+            shutil.rmtree(folder)
+        return text if ended["codes"][0] else ""
 
     def _goes_on(
         self, workload: Workload, point: Point, folder: Path, ended: dict[str, Any], expected: dict[str, Any]

@@ -15,6 +15,6 @@ class DynamicDLRM(DLRM):
     def __init__(
         self, tables: Sequence[Table], features: Sequence[Feature], dense_features: int, **options: Any
     ) -> None:
-        few = Dynamic(capacity_bytes=32 * 4 * tables[0].dim)
+        few = Dynamic(capacity_bytes=128 * 4 * tables[0].dim)
         dynamic = [Table(t.name, rows="dynamic", dim=t.dim, dynamic=few, init_bound=0.1) for t in tables]
         super().__init__(dynamic, features, dense_features, **options)
