@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import math
 import os
@@ -170,7 +171,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Generator[Path]:
     """Give a hidden directory beside ``path`` to write into, and rename it to ``path`` when the body succeeds.
 
-    On any failure the hidden directory is removed and ``path`` is as it was.
+    On any failure the hidden directory is removed and ``path`` is as it was. What a killed process has left is removed
+    by the next one that makes the same directory, or put back where that process was replacing it.
 
     Parameters
     ----------
@@ -189,24 +191,29 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
         If writing fails (a full disk); the message says that nothing was left behind.
     """
     path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(path.parent):
+        _clear_up_after_killed(path)
     filled = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     if filled and not overwrite:
         raise DataError(f"{path} exists already; choose another directory, or pass overwrite=True to replace it")
     if filled and not (path / marker).is_file():
         raise DataError(f"{path} holds no {marker}, so it is not a dataset and will not be replaced; choose another")
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
-    unfinished.mkdir()
+    with _alone_in(path.parent):
+        unfinished.mkdir()
+        claim = _locked(unfinished)
     try:
         yield unfinished
         if filled:
             old = path.parent / f".{path.name}.old-{uuid.uuid4().hex[:8]}"
-            path.rename(old)
-            try:
-                unfinished.rename(path)
-            except BaseException:
-                old.rename(path)
-                raise
+            with _alone_in(path.parent):
+                path.rename(old)
+                try:
+                    unfinished.rename(path)
+                except BaseException:
+                    old.rename(path)
+                    raise
             shutil.rmtree(old)
         else:
             unfinished.replace(path)
@@ -220,3 +227,45 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
                 f"left behind, so free some space or choose another directory and start again",
             ) from error
         raise
+    finally:
+        if claim is not None:
+            os.close(claim)
+
+
+def _clear_up_after_killed(path: Path) -> None:
+    """Put back the directory that a killed process was replacing, and remove those that killed ones were filling."""
+    for old in sorted(path.parent.glob(f".{glob.escape(path.name)}.old-????????")):
+        if not path.exists():  # it died between two renames
+            old.rename(path)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.unfinished-????????"):
+        if unfinished.is_dir() and (claim := _locked(unfinished)) is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            os.close(claim)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Generator[None]:
+    """Let one process at a time make and claim hidden directories in a directory, where its file system has locks."""
+    claim = _locked(directory, wait=True)
+    try:
+        yield
+    finally:
+        if claim is not None:
+            os.close(claim)
+
+
+def _locked(directory: Path, *, wait: bool = False) -> int | None:
+    """Lock a directory until its descriptor is closed, or this process ends; None if it is locked or cannot be."""
+    if os.name == "nt":
+        return None  # Windows opens no directory
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

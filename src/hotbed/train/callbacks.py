@@ -42,7 +42,11 @@ class JsonLines(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Append ``{"event": "resume", "step": …}`` if steps were taken: what follows repeats the later steps above."""
+        """Append ``{"event": "resume", "step": …}`` if steps were taken: what follows repeats the later steps above.
+
+        A line that a full disk has cut short is removed first, so that every line is whole.
+        """
+        self._remove_cut_line()
         if trainer.step:
             self._write({"event": "resume", "step": trainer.step})
 
@@ -61,6 +65,12 @@ class JsonLines(Callback):
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
         """Append ``{"event": "schedule", …}``."""
         self._write({"event": "schedule", "step": trainer.step, **record})
+
+    def _remove_cut_line(self) -> None:
+        if self.path.is_file():
+            with self.path.open("rb+") as stream:
+                content = stream.read()
+                stream.truncate(content.rfind(b"\n") + 1)
 
     def _write(self, record: dict[str, Any]) -> None:
         # Opened for each line, so that a killed run loses none.

@@ -1,0 +1,116 @@
+"""A process that has imported everything and run no kernel, and forks those of a command for each line of stdin."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotbed.checkpoint import differential
+from hotbed.commands.main import main as command
+from hotbed.store.keyed import FileRecords
+from hotbed.train import Trainer
+from tests.crashes import points, wants
+from tests.crashes.points import COUNTING, Point
+from tests.ranks import PRELOADED
+
+DIGESTS, COUNTS, DEATH = "digests.jsonl", "counts.json", "death.jsonl"
+"""In the folder of a command: what was trained, what was counted, and where it died."""
+
+
+def digest_of(trainer: Trainer) -> dict[str, Any]:
+    """SHA-256 by tensor of rows, moments and dense parameters, and the counters; all ranks must call this."""
+    from tests.train.parallel_cases import state_of
+
+    tensors = {
+        name: hashlib.sha256(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, t in state_of(trainer).items()
+    }
+    counters = {name: getattr(trainer, name) for name in ("step", "samples", "epoch", "position")}
+    return {**tensors, **counters}
+
+
+def _noting(fit: Callable[..., None], folder: Path) -> Callable[..., None]:
+    def called(trainer: Trainer, *args: Any, **options: Any) -> None:
+        fit(trainer, *args, **options)
+        note, COUNTING.note = COUNTING.note, None  # what follows is the harness's, and not counted
+        found = digest_of(trainer)
+        if trainer.ranks.is_first:
+            with (folder / DIGESTS).open("a") as stream:
+                stream.write(json.dumps(found) + "\n")
+        COUNTING.note = note
+
+    return called
+
+
+def run(task: dict[str, Any], rank: int) -> int:
+    """Be one process of a command, until it ends or dies."""
+    folder = Path(task["folder"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), stream.fileno())
+    if task["ranks"] > 1:
+        size = str(task["ranks"])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(task["port"])}
+    FileRecords.__init__.__defaults__ = (1 << 14,)  # few bytes wait to be written, so that many writes are counted
+    differential.MOST_SHARE = 10.0  # most rows of such small tables change, and differences are saved all the same
+    Trainer.fit = _noting(Trainer.fit, folder)
+    point = None if task["point"] is None else Point(**task["point"])
+    whole = "preparing" if task["args"][0] == "prepare" else None
+    COUNTING.begin(point if point is not None and point.rank == rank else None, folder / DEATH, whole)
+    if (want := task.get("want")) is not None:
+        wants.begin(wants.Want(**want), folder / DEATH)
+    code = command(task["args"])
+    COUNTING.note = None
+    (folder / f"{rank}.{COUNTS}").write_text(
+        json.dumps({"phases": COUNTING.by_phase, "operations": COUNTING.operations}), encoding="utf-8"
+    )
+    return code
+
+
+def serve() -> None:
+    """Answer each task with the exit code of every rank (negative: the signal that ended it), and how long it took."""
+    for name in (*PRELOADED, "hotbed.commands.train", "hotbed.data.prepare", "torch.distributed.fsdp"):
+        import_module(name)
+    points.install()
+    wants.install()
+    for line in sys.stdin:
+        task = json.loads(line)
+        started = time.monotonic()
+        ranks: dict[int, int] = {}
+        for rank in range(task["ranks"]):
+            if pid := os.fork():
+                ranks[pid] = rank
+                continue
+            code = 70
+            try:
+                code = run(task, rank)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        codes, ended = [0] * task["ranks"], [0.0] * task["ranks"]
+        left, end = set(ranks), started + task["limit_s"]
+        while left:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid:
+                left.discard(pid)
+                codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+                ended[ranks[pid]] = time.monotonic() - started
+            elif time.monotonic() > end:
+                for late in left:
+                    os.kill(late, signal.SIGABRT)
+                end += 60
+            else:
+                time.sleep(0.005)
+        print(json.dumps({"codes": codes, "ended": ended}), flush=True)
