@@ -24,6 +24,7 @@ import platform
 import sys
 import threading
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -141,14 +142,20 @@ def _gnu_runtimes(root: Path) -> list[ctypes.CDLL]:
     """OpenMP runtimes of GNU's that this process has loaded: torch's own, and the system's, which Numba takes."""
     mapped = (line.split(maxsplit=5) for line in _text(root / "proc/self/maps").splitlines())
     files = {fields[5] for fields in mapped if len(fields) == 6 and Path(fields[5]).name.startswith("libgomp")}
-    return [ctypes.CDLL(file) for file in sorted(files)]
+    found: list[ctypes.CDLL] = []
+    for file in sorted(files):
+        with suppress(OSError):  # replaced since it was loaded, by an upgrade
+            found.append(ctypes.CDLL(file))
+    return found
 
 
 def _hold_threads(runtime: ctypes.CDLL, ready: threading.Event, off: threading.Event) -> None:
     """Have a runtime begin more threads than it knows cores, and keep them until ``off``; they end with this thread."""
-    nothing_to_do = ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p)
-    runtime.GOMP_parallel(nothing_to_do, None, ctypes.c_uint(runtime.omp_get_num_procs() + 1), ctypes.c_uint(0))
-    ready.set()
+    try:
+        nothing_to_do = ctypes.cast(runtime.omp_get_thread_num, ctypes.c_void_p)
+        runtime.GOMP_parallel(nothing_to_do, None, ctypes.c_uint(runtime.omp_get_num_procs() + 1), ctypes.c_uint(0))
+    finally:
+        ready.set()
     off.wait()
 
 

@@ -133,7 +133,7 @@ def test_days_are_evaluated_before_they_are_trained_and_continue_one_model(
     assert 0 < records[1]["unseen_share"] < 0.5
     assert records[2]["drift"]["first_day"]["x"] > records[2]["drift"]["day_before"]["x"] > 0.25
     for before, record in pairwise(records):
-        _, metrics = evaluate_checkpoint(before["checkpoint"], "train", record["data"])
+        _, _, metrics = evaluate_checkpoint(before["checkpoint"], "train", record["data"])
         assert metrics.to_dict() == record["metrics"]
     # The same by the trainer alone: its epochs are the days.
     recipe = Recipe.from_dict(yaml.safe_load(daily.read_text()))

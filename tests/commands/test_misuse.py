@@ -181,7 +181,7 @@ OPTIMIZER, TABLES, MODEL, SOURCE = (
         ("data.path", "/dev/zero", "/dev/zero is longer than"),
         ("data.test_split", "nope", "data.test_split is 'nope', but the data has only train, test"),
         ("train", 5, "train is '5', must be a mapping, or set its keys one by one"),
-        ("data", "x", "data is 'x', must be a mapping"),
+        ("data", "x", "'x' is neither a file nor one of"),  # short for data.path
         ("model.init_args", "x", "model.init_args is 'x', must be dict"),
         ("memory.tier", "ram", "memory.tier is 'ram', must be"),
     ],

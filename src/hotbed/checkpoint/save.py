@@ -243,7 +243,7 @@ class Saving:
         own = self._error is not None and not isinstance(self._error, _OtherRankError)
         failed = _failed(self._link, own)
         is_ours = not isinstance(self._error, NotOursError)
-        if failed and is_ours and self._rank == 0 and not self._place.has(MANIFEST):
+        if failed and is_ours and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
             self._place.remove_all()  # nobody writes there any more
         if self._error is not None:
             raise self._error
@@ -251,6 +251,15 @@ class Saving:
             raise CheckpointError(
                 f"{self.path} was not saved: rank {failed[0]} could not write its files; its own output says why"
             )
+
+    def _may_remove(self) -> bool:
+        """Whether the place is known to be this run's still."""
+        try:
+            self._check()
+        except (CheckpointError, OSError) as error:
+            _log.warning("%s is left as it is: %s", self.path, error)
+            return False
+        return True
 
     def run(self) -> None:
         """Write; what goes wrong is raised by `wait`."""
@@ -298,6 +307,7 @@ class Saving:
 
     def _write_manifest(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
         """Collect the reports of the other ranks, write the manifest, and remove the reports."""
+        self._check()  # first: in a place that is another run's by now, missing files are no news
         for rank in range(1, self._size):
             report = self._report_of(rank)
             files |= report["files"]
@@ -349,6 +359,7 @@ class Saving:
         """What is to be done when the checkpoint is there; it is there whatever comes of this."""
         try:
             if self._then is not None:
+                self._check()
                 self._then()
         except Exception:
             _log.exception("%s is saved, but what was to be done then failed", self.path)

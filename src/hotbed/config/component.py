@@ -53,7 +53,8 @@ class Component:
             ) from None
         found = getattr(module, name, None)
         if not isinstance(found, type):
-            classes = [n for n, value in vars(module).items() if isinstance(value, type)]
+            offered = {*vars(module), *dir(module)}  # some are loaded when they are asked for
+            classes = [n for n in offered if isinstance(getattr(module, n, None), type)]
             file = getattr(module, "__file__", None)
             raise RecipeError(
                 f"module '{module_name}' has no class '{name}'{did_you_mean(name, classes)} (the module is {file})"

@@ -70,6 +70,7 @@ def _pairs(averaged: nn.Module, model: nn.Module) -> Iterator[tuple[Tensor, Tens
         for mine, its in zip(_arenas(collection), _arenas(other), strict=True):
             assert isinstance(mine.store, DenseStore) and isinstance(its.store, DenseStore)
             mine.updates += 1
+            mine.store.replaced()  # differential checkpoints cannot tell which rows these are
             yield mine.store.rows.wide, its.store.rows.wide
 
 

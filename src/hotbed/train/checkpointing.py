@@ -176,7 +176,8 @@ class Saver:
     def abandon(self) -> None:
         """Let the checkpoint under way be written where training has failed."""
         if self._saving is not None:
-            self._saving.abandon()
+            with self.waited_for():
+                self._saving.abandon()
 
     def _record(self, saving: Saving) -> None:
         if self.records and self.records[-1]["path"] == saving.path:

@@ -13,6 +13,7 @@ After a restart from an earlier day, later directories end in ``-2``, and what t
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -37,6 +38,7 @@ from hotbed.train.continuation import Continuation
 from hotbed.train.days import BEFORE, SEEN, Day, Days, DayTable, Record
 from hotbed.train.drift import DayCounts, Watched, read_seen, write_seen
 from hotbed.train.lease import lock
+from hotbed.train.process_group import end_groups
 from hotbed.train.report import RunDirectory
 from hotbed.train.resume import NEVER
 from hotbed.train.run import train
@@ -99,6 +101,8 @@ def train_days(
             started = time.monotonic()
             if not day.is_trained:
                 _train(recipe, day, console)
+                gc.collect()  # models are in cycles: yesterday's tables would stay beside today's
+                end_groups()
             on_first(partial(finish, day, started))
         return on_first(lambda: [] if table is None else table.records)
 
@@ -143,13 +147,14 @@ def _train(recipe: Recipe, day: Day, console: Console) -> None:
 def _measure(day: Day, trainer: Trainer, source: Source, batches: Loader) -> None:
     """Write what the model of the day before makes of a day, and how this one differs; once, before it is trained."""
     before, file = day.before, day.folder / BEFORE
-    if on_first(file.exists):
+    if day.is_begun and on_first(file.exists):  # else training begins with the data as they are now
         return
     counts = DayCounts(source, on_first(lambda: {} if before is None else read_seen(before / SEEN)))
     metrics: dict[str, Any] | None = None
     if before is None:
         for batch in batches:
             counts.add(batch)
+            trainer.clock.count()  # for the watchdog
     else:
         with _uncounted(trainer.model):
             metrics = trainer.evaluate(Watched(batches, counts)).to_dict()

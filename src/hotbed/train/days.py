@@ -24,6 +24,7 @@ from hotbed.config import Recipe
 from hotbed.errors import DamagedError, DataError, RecipeError
 from hotbed.files import read_text, write_text
 from hotbed.locations import location, remote_files
+from hotbed.train.checkpointing import are_same
 from hotbed.train.drift import stability
 from hotbed.train.retention import remove_unneeded
 
@@ -99,6 +100,8 @@ class Day(NamedTuple):
         Epochs of the model when the day is trained.
     is_trained
         Whether it is: then only its record is missing.
+    is_begun
+        Whether it has a checkpoint of its own.
     before
         Directory of the day before; None for the first.
     kept
@@ -112,6 +115,7 @@ class Day(NamedTuple):
     resume: str | None
     epochs: int
     is_trained: bool
+    is_begun: bool
     before: Path | None
     kept: list[int]
 
@@ -191,6 +195,7 @@ class DayTable:
             resume,
             epochs,
             is_trained,
+            own is not None,
             None if before is None else self._out / before["folder"],
             [record["step"] for record in self.trained],
         )
@@ -239,8 +244,9 @@ class DayTable:
     def _remove_old(self) -> None:
         """Remove this generation's checkpoints but those of the newest days, and of no day."""
         days = self.trained if self._days.keep is None else self.trained[-self._days.keep :]
-        kept = {record["checkpoint"] for record in days}
-        remove_unneeded(self._place, [c for c in checkpoints_in(self._place) if c.path not in kept])
+        kept = [directory(record["checkpoint"]) for record in days]
+        others = [c for c in checkpoints_in(self._place) if not any(are_same(c, k) for k in kept)]
+        remove_unneeded(self._place, others)
 
     def _restart(self, day: date) -> None:
         """Set the records from a day on aside; their checkpoints and directories stay as they are."""

@@ -9,6 +9,8 @@ they are not, as a rule of thumb (Siddiqi, "Credit Risk Scorecards", 2006).
 from __future__ import annotations
 
 import math
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +29,7 @@ _PER_DOUBLING, _REACH = 4, 256
 BINS = 2 * _REACH + 2
 """Bins of numbers: negative ones, 0, positive ones, and the last for missing."""
 _LEAST = 0.5
+_TABLE = "table "  # NumPy takes some names for its own
 """Samples that a bin has at least, in an index."""
 
 
@@ -148,7 +151,7 @@ def stability(bins: Mapping[str, Mapping[str, int]], reference: Mapping[str, Map
 def write_seen(path: Path, seen: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """Write the rows that were ever looked up; the file appears whole or not at all."""
     with new_file(path) as file, file.open("wb") as stream:
-        np.savez_compressed(stream, **cast("dict[str, Any]", dict(seen)))
+        np.savez_compressed(stream, **cast("dict[str, Any]", {f"{_TABLE}{name}": of for name, of in seen.items()}))
 
 
 def read_seen(path: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -157,8 +160,8 @@ def read_seen(path: Path) -> dict[str, np.ndarray[Any, Any]]:
         return {}
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError) as error:
+            return {name.removeprefix(_TABLE): stored[name] for name in stored.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DamagedError(f"{path} is damaged ({error}); remove it: rows then count as never seen") from error
 
 

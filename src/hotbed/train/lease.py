@@ -238,7 +238,7 @@ class Lease(DirectoryLock):
         """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
         belongs = _belongs(self.where, owner)
         refused = f"{belongs}, which is running; choose another train.checkpoint_dir, or end that run"
-        if owner.get("name") in _held or owner.get("system") == _system():
+        if owner.get("system") == _system():
             raise CheckpointError(refused)
         seconds = _time_to_live(owner, self._seconds)
         start = time.monotonic()
@@ -327,6 +327,8 @@ def _is_of_another_system(owner: Mapping[str, Any]) -> bool:
 
 def _has_ended(owner: Mapping[str, Any]) -> bool:
     """Whether an owner is known to have ended: as a process of this system, or as an earlier attempt of this job."""
+    if owner.get("name") in _held:
+        return False
     if owner.get("job") is not None and owner["job"] == os.environ.get("TORCHELASTIC_RUN_ID") != "none":
         return True  # torchrun ends all processes before it starts them again; "none": torchrun without --rdzv-id
     pid = owner.get("pid")

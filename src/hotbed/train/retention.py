@@ -169,9 +169,9 @@ class KeepBest(Callback):
 
 
 def remove_unneeded(where: Directory, unwanted: Collection[Directory]) -> None:
-    """Remove checkpoints of a directory, but not the bases of those that stay; the newest, which have bases, first."""
+    """Remove checkpoints of a directory, but not the bases of those that stay; differences before their bases."""
     names = {checkpoint.name for checkpoint in unwanted}
     needed = {base_of(checkpoint) for checkpoint in checkpoints_in(where) if checkpoint.name not in names}
-    for checkpoint in sorted(unwanted, key=step_of, reverse=True):
+    for checkpoint in sorted(unwanted, key=lambda c: (base_of(c) is None, -step_of(c))):
         if checkpoint.name not in needed:
             remove_checkpoint(checkpoint)

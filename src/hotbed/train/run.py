@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, read_manifest
 from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.data import Loader, Source
@@ -31,7 +31,7 @@ from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
-from hotbed.train.stored import bad_ids
+from hotbed.train.stored import bad_ids, refuse_other_ids
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
@@ -92,7 +92,8 @@ def train(
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     try:
-        taken = _begin(trainer, loader, recipe, run, wanted, console, other_data=continuation is not None)
+        other_data = None if continuation is None else source
+        taken = _begin(trainer, loader, recipe, run, wanted, console, other_data=other_data)
         measure_numericals(trainer, source, train_splits(recipe), console)
         if continuation is not None and (batches := evaluation_loader(recipe, source, recipe.data.train_split, ranks)):
             with watchdog(trainer, recipe, run):
@@ -137,7 +138,7 @@ def _begin(
     resume: Resume,
     console: Console,
     *,
-    other_data: bool,
+    other_data: Source | None,
 ) -> list[Taken]:
     """Load what training begins with or goes on from, and choose the run's directory; what a new model has taken."""
     ranks, taken = trainer.ranks, list[Taken]()
@@ -160,13 +161,17 @@ def _begin(
         if ranks.is_first:
             print_taken(console, str(begun_with), taken)
     if resumed is not None:
-        trainer.resume_data(OtherData(loader) if other_data else loader)
+        if other_data is not None:
+            with ranks.together(f"compare the ids of {recipe.data.path}"):
+                refuse_other_ids(read_manifest(resumed), other_data, recipe.data.path)
+        trainer.resume_data(loader if other_data is None else OtherData(loader))
         if ranks.is_first:
             console.print(f"resumed from {resumed} at step {trainer.step:,}", soft_wrap=True)
     elif resume.auto and ranks.is_first:
         console.print("there is no checkpoint to go on from; a new run begins")
     run.share(ranks)
     if recipe.train.checkpoint != "none":
+        trainer.saver.lock(_checkpoints(recipe, run))  # before looking: another run may be about to begin there
         refuse_other_checkpoints(_checkpoints(recipe, run), resumed)
     return taken
 

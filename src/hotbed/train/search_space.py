@@ -77,7 +77,7 @@ def search_space(recipe: Recipe) -> list[Space]:
     if isinstance(recipe.data.dim, int) and (dims := _dims(recipe.data.dim, _init_arg(recipe, "members") or 1)):
         spaces.append(Space(key="data.dim", value=recipe.data.dim, choices=dims))
     if "dropout" in inspect.signature(recipe.model.load()).parameters:
-        value = float(recipe.model.init_args.get("dropout", 0.0))
+        value = float(_init_arg(recipe, "dropout") or 0.0)
         key = "model.init_args.dropout"
         spaces.append(Space(key=key, value=value, low=0.0, high=max(_MOST_DROPOUT, value)))
     return spaces
@@ -111,7 +111,8 @@ def _with_dim(recipe: Recipe, dim: int) -> Recipe:
 def _init_arg(recipe: Recipe, name: str) -> Any:
     """What the model is made with; None where it has no such argument."""
     known = inspect.signature(recipe.model.load()).parameters
-    return recipe.model.init_args.get(name, known[name].default if name in known else None)
+    default = known[name].default if name in known else None
+    return recipe.model.init_args.get(name, None if default is inspect.Parameter.empty else default)
 
 
 def _with(recipe: Recipe, key: str, value: Any) -> Recipe:
