@@ -58,7 +58,7 @@ class TouchedSlots(Touched):
 
     @override
     def add(self, slots: Tensor) -> None:
-        self._slots.append(slots)
+        self._slots.append(slots.clone())  # a view would keep all of its tensor
         if sum(map(len, self._slots)) > 2 * max(self._distinct, 1 << 18):
             self._merge(slots.device)
 
