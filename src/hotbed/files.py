@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from typing import Any, cast
 import yaml
 
 from hotbed.errors import DataError, RecipeError
-from hotbed.parsing import TextError, parse_yaml
+from hotbed.parsing import TextError, parse_yaml, read_limited
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 MOST_TEXT_BYTES = 16 << 20
@@ -83,22 +83,20 @@ def without_nan(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def read_text(path: Path, most: int | None = None) -> str:
+def read_text(path: Path) -> str:
     """Text of a file that people write, also of a pipe; what has no end, as /dev/zero, is refused.
 
     Raises
     ------
     RecipeError
-        If it is a directory, or longer than ``most`` bytes (default: `MOST_TEXT_BYTES`).
+        If it is a directory, or longer than `MOST_TEXT_BYTES`.
     """
-    most = MOST_TEXT_BYTES if most is None else most
     if path.is_dir():
         raise RecipeError(f"{path} is a directory; give a file")
-    with path.open("rb") as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise RecipeError(f"{path} is longer than {most:,} bytes, as no recipe is; give another file")
-    return content.decode("utf-8")
+    try:
+        return read_limited(path, MOST_TEXT_BYTES).decode("utf-8")
+    except TextError as error:
+        raise RecipeError(f"{path} {error}, as no recipe is; give another file") from None
 
 
 def read_yaml(path: Path) -> Any:
@@ -109,23 +107,21 @@ def read_yaml(path: Path) -> Any:
     RecipeError
         If there is no such file, or `parse_yaml` refuses its text.
     """
+    return yaml_of(lambda: read_text(path), str(path))
+
+
+def yaml_of(read: Callable[[], str], path: str) -> Any:
+    """What a recipe's file holds whose text ``read`` gives, from wherever it is; see `read_yaml`."""
     try:
-        text = read_text(path)
+        return parse_yaml(read())
     except FileNotFoundError:
         raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
     except RecipeError:
         raise
-    except ValueError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
-    return yaml_of(text, str(path))
-
-
-def yaml_of(text: str, path: str) -> Any:
-    """What the text of a recipe's file says; see `read_yaml`."""
-    try:
-        return parse_yaml(text)
     except TextError as error:
         raise RecipeError(f"{path} {error}") from None
+    except ValueError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from None
 
 
 def yaml_text(value: object, *, width: int | None = None) -> str:

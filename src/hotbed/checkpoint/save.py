@@ -38,7 +38,7 @@ from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
 from hotbed.comm import Link
-from hotbed.errors import CheckpointError, NotOursError
+from hotbed.errors import CheckpointError
 from hotbed.store import RowStore
 
 PATIENCE_S = 600.0
@@ -242,8 +242,7 @@ class Saving:
             self._thread.join()
         own = self._error is not None and not isinstance(self._error, _OtherRankError)
         failed = _failed(self._link, own)
-        is_ours = not isinstance(self._error, NotOursError)
-        if failed and is_ours and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
+        if failed and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
             self._place.remove_all()  # nobody writes there any more
         if self._error is not None:
             raise self._error

@@ -12,7 +12,7 @@ from typing_extensions import Buffer, override
 
 from hotbed import files, parsing
 from hotbed.checkpoint.storage import Directory, Writer, directory
-from hotbed.errors import CheckpointError, RecipeError
+from hotbed.errors import CheckpointError
 from hotbed.locations import location
 
 
@@ -81,16 +81,7 @@ def read_limited(path: str | Path, most: int = parsing.MOST_BYTES) -> bytes:
 
 def read_yaml(path: str | Path) -> Any:
     """What a recipe's file holds; see `hotbed.files.read_yaml`."""
-    place = location(str(path))
-    if isinstance(place, Path):
-        return files.read_yaml(place)
-    try:
-        text = read_text(place)
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}; see recipes/, or draft one with hotbed init") from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
-    return files.yaml_of(text, place)
+    return files.yaml_of(lambda: read_text(path), str(location(str(path))))
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -12,7 +12,7 @@ from hotbed.batch import Batch
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import SpecError
 from hotbed.nn.layers import MLP, DotInteraction
-from hotbed.nn.models import dense_inputs, refuse_sequences
+from hotbed.nn.models import dense_inputs_or_one, refuse_sequences
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table
 
@@ -85,10 +85,8 @@ class DLRMEnsemble(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32; in training those of each member, ``[M, B, T]``, for a loss of its own."""
-        dense = dense_inputs(self, batch, self.dense_features)
+        dense = dense_inputs_or_one(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
-        if dense is None:
-            dense = torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device)
         vectors = embeddings.stack(lead=torch.cat([bottom(dense) for bottom in self.bottoms], dim=1))
         parts = vectors.split(self.columns, dim=2)
         logits = torch.stack([self._logits(cast(MLP, top), part) for top, part in zip(self.tops, parts, strict=True)])

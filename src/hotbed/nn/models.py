@@ -83,10 +83,8 @@ class DLRM(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits ``[B, T]`` float32."""
-        dense = dense_inputs(self, batch, self.dense_features)
+        dense = dense_inputs_or_one(self, batch, self.dense_features)
         embeddings = self.embeddings(batch.sparse, room=1)
-        if dense is None:
-            dense = torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device)
         vectors = embeddings.stack(lead=self.bottom(dense))
         inputs = self.interaction(vectors)
         if self.embeddings_to_top:
@@ -209,3 +207,9 @@ def dense_inputs(model: nn.Module, batch: Batch, expected: int) -> Tensor | None
             "hotbed.nn.normalize(model, schema), which takes them, or give float32"
         )
     return batch.dense if got else None
+
+
+def dense_inputs_or_one(model: nn.Module, batch: Batch, expected: int) -> Tensor:
+    """The batch's dense inputs ``[B, I]``; where there are none, a constant 1 ``[B, 1]``."""
+    dense = dense_inputs(model, batch, expected)
+    return torch.ones(batch.sparse.batch_size, 1, device=batch.sparse.values.device) if dense is None else dense
