@@ -126,9 +126,9 @@ def _id_kinds(manifest: Manifest) -> Mapping[str, str]:
 
 
 def bad_ids(model: nn.Module) -> dict[str, int]:
-    """By feature, how many ids were out of range and dropped or hashed."""
+    """By feature, how many ids were out of range and dropped or hashed; several collections may look up the same."""
     counts: dict[str, int] = {}
     for module in model.modules():
         for feature, count in getattr(module, "bad_ids", {}).items():
-            counts[feature] = counts.get(feature, 0) + count
+            counts[feature] = max(counts.get(feature, 0), count)
     return counts
