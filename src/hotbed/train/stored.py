@@ -13,7 +13,8 @@ from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
 from hotbed.data import Loader, ParquetSource, Schema, Source
-from hotbed.errors import CheckpointError, DataError
+from hotbed.data.source import refuse_other_kind
+from hotbed.errors import CheckpointError
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
@@ -111,12 +112,7 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
     before = _id_kinds(manifest)
     for name, kind in source.id_kinds().items():
-        was = before.get(name, kind)
-        if was != kind:
-            raise DataError(
-                f"{data}, column '{name}': its values are {kind}, and the model was trained with {was}, which are "
-                f"other ids (5 and '5' are hashed to different rows); write the column as {was}"
-            )
+        refuse_other_kind(data, name, kind, before.get(name, ""))
 
 
 def _id_kinds(manifest: Manifest) -> Mapping[str, str]:
