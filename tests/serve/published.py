@@ -34,6 +34,7 @@ from hotbed.serve.schema import (
     record_format,
     values_of,
 )
+from hotbed.serve.scorer import Scorer
 
 DYNAMIC = hb.Table("users", rows="dynamic", dim=4, init_bound=0.5, dynamic=hb.Dynamic(256 * 16))
 TABLES = [
@@ -210,6 +211,6 @@ def _copied(model: Planted) -> Planted:
 
 
 def scores_of(model: Planted, batch: hb.Batch) -> np.ndarray:
-    """What evaluation computes."""
-    with torch.no_grad():
-        return model.eval()(batch).double().sigmoid().numpy()
+    """What prediction computes."""
+    with Scorer.of_model(_copied(model).eval(), torch.device("cpu")) as scorer:
+        return scorer(batch)

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,6 +124,7 @@ class Follower:
             self._apply_one(changes) or self._take_over_one(models) or self._compact(models)
         ):
             self._retries.clear()
+        self._refuse_misfits(changes)
         if not any(version.step > self._model.step for version in (*models, *changes)):
             self._newest_at = started
 
@@ -139,24 +140,27 @@ class Follower:
 
     def _apply_one(self, changes: list[_Version]) -> bool:
         """Apply the changes that come next, if they are there."""
-        if self._model.is_broken:
-            return False
-        misfits: list[tuple[str, ChangeSet]] = []
+        return not self._model.is_broken and any(
+            self._tried(name, "change", partial(self._model.apply, change))
+            for name, change in self._opened(changes)
+            if change.manifest.base.state == self._model.state
+        )
+
+    def _refuse_misfits(self, changes: list[_Version]) -> None:
+        """Let the model say why changes do not come next, where nothing leads on to them."""
+        for name, change in self._opened(changes):
+            if change.manifest.base.state != self._model.state:
+                self._tried(name, "change", partial(self._model.apply, change))
+
+    def _opened(self, changes: list[_Version]) -> Iterator[tuple[str, ChangeSet]]:
+        """Open changes to later versions, but those that were refused not long ago."""
         for version in changes:
             if version.step <= self._model.step or not self._is_due(version.name):
                 continue
             try:
-                change = ChangeSet.open(self._place / version.name)
+                yield version.name, ChangeSet.open(self._place / version.name)
             except (CheckpointError, OSError) as error:
                 self._refuse(version.name, RefusedError(str(error), "damaged"))
-                continue
-            if change.manifest.base.state != self._model.state:
-                misfits.append((version.name, change))
-            elif self._tried(version.name, "change", partial(self._model.apply, change)):
-                return True
-        for name, change in misfits:
-            self._tried(name, "change", partial(self._model.apply, change))
-        return False
 
     def _take_over_one(self, models: list[_Version]) -> bool:
         """Take over the newest full model, if it is of a later step, or nothing is whole here."""

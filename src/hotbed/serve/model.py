@@ -1,3 +1,4 @@
+# pyright: reportUnknownParameterType=false
 """Serve one model: scores of raw rows by one version of its parameters, and changes that make the next one.
 
 `ServedModel.apply` does all that takes time beside requests: a set of changes is read, its hashes and shapes are
