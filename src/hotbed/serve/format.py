@@ -33,6 +33,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hotbed.checkpoint.row_ids import NO_ID as NO_ID
 from hotbed.checkpoint.storage import Directory, LocalDirectory, directory
 from hotbed.data import Schema
 from hotbed.errors import CheckpointError, DamagedError
@@ -53,8 +54,6 @@ MOST_BYTES = 64 << 20
 """Of a manifest."""
 CHUNK_BYTES = 4 << 20
 """Bytes that are hashed, or fetched, at once."""
-NO_ID = -1
-"""What a row of a dynamic table has that is no id's."""
 
 
 class Published:
@@ -173,7 +172,9 @@ class ExportedModel(Published):
     def __init__(self, place: Directory, manifest: ModelManifest, cache: Path | None = None) -> None:
         super().__init__(place, manifest.files, cache)
         self.manifest = manifest
-        self.schema = Schema.from_dict(manifest.schema_)
+        if not isinstance(columns := manifest.encoder.get("schema"), Mapping):
+            raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' is missing, or no mapping of columns")
+        self.schema = Schema.from_dict(columns)
 
     @classmethod
     def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
@@ -217,7 +218,8 @@ class ExportedModel(Published):
     def vectors(self, table: str, rows: Tensor) -> Tensor:
         """Rows of a table ``[n]`` int64 as float32 ``[n, D]``."""
         entry = self.manifest.tables[table]
-        records = torch.from_numpy(self.records(table)[rows.numpy()])
+        records = torch.empty(len(rows), entry.record_bytes, dtype=torch.uint8)
+        records.numpy()[:] = self.records(table)[rows.numpy()]
         return entry.records().rows(records, wide_rows(entry, rows))
 
     def dense(self) -> nn.Module:

@@ -25,6 +25,7 @@ CHANGE = "hotbed-change"
 
 FilePath = Annotated[str, Field(pattern=r"^(tables/)?[\w%][\w.%~-]*$", max_length=300)]
 """In the directory, or in its folder ``tables``."""
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class Entry(BaseModel):
@@ -111,12 +112,15 @@ class ModelManifest(Entry):
         Of the recipe.
     step, state
         Which parameters these are, see `StateEntry`.
+    written
+        When it was written, in seconds since 1970.
     labels
         What the columns of the scores are.
-    schema_
-        The input columns, as `hotbed.data.Schema.to_dict` has them; ``schema`` in the file.
     encoder
-        How stored values become ids and numbers.
+        How stored values become ids and numbers: the input columns as ``schema`` (`hotbed.data.Schema.to_dict`), and by
+        column what its ids are.
+    hash
+        How ids are hashed to rows, in words; None where they are rows.
     dense
         The dense program.
     features
@@ -127,14 +131,13 @@ class ModelManifest(Entry):
         Size and hash of each.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, populate_by_name=True)
-
     name: Text
     step: Count
     state: Digest
+    written: Seconds
     labels: list[Text]
-    schema_: dict[str, Any] = Field(alias="schema")
     encoder: dict[str, Any]
+    hash: str | None
     dense: DenseEntry
     features: dict[Text, FeatureEntry]
     tables: dict[Text, TableEntry]
@@ -149,10 +152,11 @@ class CountEntry(Entry):
 
 
 class ChangeManifest(Entry):
-    """All that ``manifest.json`` of a set of changes says: from which state to which, and how much."""
+    """All that ``manifest.json`` of a set of changes says: from which state to which, when written, and how much."""
 
     base: StateEntry
     sequence: StateEntry
+    written: Seconds
     tables: dict[Text, CountEntry]
     files: dict[FilePath, FileEntry]
 
@@ -202,7 +206,7 @@ def manifest_of(kind: type[Manifest], data: bytes, where: str) -> Manifest:
 
 def values_of(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
     """What a manifest's file holds."""
-    return {"format": _KINDS[type(manifest)], "version": VERSION, **manifest.model_dump(by_alias=True)}
+    return {"format": _KINDS[type(manifest)], "version": VERSION, **manifest.model_dump()}
 
 
 def _check_model(manifest: ModelManifest, where: str) -> None:

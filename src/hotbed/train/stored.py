@@ -95,7 +95,7 @@ def _as_trained(component: Component, manifest: Manifest) -> Component:
     """A source for which ids are text where they were in training: files of CSV do not say what ``12`` is."""
     if not issubclass(component.load(), ParquetSource):
         return component
-    text = {name for name, kind in _id_kinds(manifest).items() if kind == "text"}
+    text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
     text |= set(cast("Sequence[str]", component.init_args.get("text", ())))
     return replace(component, init_args={**component.init_args, "text": sorted(text)})
 
@@ -110,12 +110,12 @@ def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
 
 def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
-    before = _id_kinds(manifest)
+    before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
         refuse_other_kind(data, name, kind, before.get(name, ""))
 
 
-def _id_kinds(manifest: Manifest) -> Mapping[str, str]:
+def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
     """By sparse column what ids were in training, see `Source.id_kinds`."""
     position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
     return position.get("id_kinds", {})
