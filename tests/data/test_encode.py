@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
+from data_cases import assert_same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ from hotbed.errors import DataError, SpecError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-BITS = dict.fromkeys((torch.float32,), torch.int32) | dict.fromkeys((torch.float64,), torch.int64)
 SCALARS: dict[pa.DataType, st.SearchStrategy[Any]] = {
     pa.int8(): st.integers(-128, 127),
     pa.int64(): INT64,
@@ -109,25 +108,6 @@ def tables(draw: st.DrawFn) -> pa.Table:
             "session": column(*draw(st.sampled_from([(INT64, pa.int64()), (TEXT, pa.string())])), nulls=False),
         }
     )
-
-
-def assert_same(found: Batch, expected: Batch) -> None:
-    """Equal to the bit, and of the same dtypes."""
-    assert found.sparse.names == expected.sparse.names
-    for name in expected.sparse.names:
-        a, b = found.sparse[name], expected.sparse[name]
-        assert a.fixed == b.fixed
-        assert torch.equal(a.values, b.values)
-        assert (a.offsets is None) == (b.offsets is None)
-        if a.offsets is not None and b.offsets is not None:
-            assert torch.equal(a.offsets - a.offsets[0], b.offsets - b.offsets[0])
-    pairs = [(found.dense, expected.dense), (found.labels, expected.labels), (found.weights, expected.weights)]
-    pairs += [(found.extra.get(name), of) for name, of in expected.extra.items()]
-    for x, y in pairs:
-        assert (x is None) == (y is None)
-        if x is not None and y is not None:
-            assert x.dtype == y.dtype
-            assert torch.equal(x.view(BITS.get(x.dtype, x.dtype)), y.view(BITS.get(y.dtype, y.dtype)))
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
