@@ -167,11 +167,11 @@ def test_plain_values_are_what_a_file_has(tmp_path: Path) -> None:
     assert source.id_kinds() == KINDS
     found = plain().batch(plain().table({**ROWS, "unused": []}))
     assert_same(found, replace(source.read("train", 0), labels=None))
-    assert [(c.name, c.kind, c.is_list) for c in plain().columns()] == [
-        ("user", "integers", False),
-        ("code", "text", False),
-        ("history", "integers", True),
-        ("price", "numbers", False),
+    assert [(c.name, c.kind, c.ids) for c in plain().columns()] == [
+        ("user", "integers", 1),
+        ("code", "text", 1),
+        ("history", "integers", None),
+        ("price", "numbers", 1),
     ]
 
 

@@ -106,12 +106,14 @@ class Encoder:
         """The stored columns that inputs are made of: what predictions need."""
         sparse, dense = self.schema.stored
         unknown = "integers" if self.ids == "raw" else ""
-        found = {c.name: InputColumn(c.name, self.id_kinds.get(c.name, unknown), c.ids != 1) for c in sparse}
+        found = {c.name: InputColumn(c.name, self.id_kinds.get(c.name, unknown), c.ids) for c in sparse}
         for name in stored_inputs(self.schema.derived, (Cross, Lookup)):
             kind = self.id_kinds.get(name, "")
-            found.setdefault(name, InputColumn(name, kind.removeprefix(LISTS_OF), kind.startswith(LISTS_OF)))
+            found.setdefault(
+                name, InputColumn(name, kind.removeprefix(LISTS_OF), None if kind.startswith(LISTS_OF) else 1)
+            )
         for name in [*dense, *stored_inputs(self.schema.derived, (Bucket,))]:
-            found.setdefault(name, InputColumn(name, "numbers", is_list=False))
+            found.setdefault(name, InputColumn(name, "numbers"))
         return tuple(found.values())
 
     @property

@@ -66,25 +66,20 @@ def measure_buckets(trainer: Trainer, source: Source, splits: Sequence[str], con
 class FeaturesState:
     """What is known of a source's derived columns, as a part of checkpoints.
 
-    Parameters
-    ----------
-    source
-        Has an encoder.
-    other_tables
-        Whether a run goes on with other data, so that looked-up tables may have changed, too.
+    Tables of lookups are compared by `take_features`, which says more than that a part cannot be loaded.
     """
 
-    def __init__(self, source: Source, *, other_tables: bool) -> None:
-        self._source, self._other_tables = source, other_tables
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def state_dict(self) -> dict[str, Any]:
         """See `Encoder.state`."""
         return {} if self._source.encoder is None else self._source.encoder.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was measured, and compare tables."""
+        """Take over what was measured."""
         if self._source.encoder is not None:
-            self._source.encoder.load_state(state, other_tables=self._other_tables)
+            self._source.encoder.load_state(state, other_tables=True)
 
 
 def _on_first(ranks: Ranks, what: str, work: Callable[[], None]) -> None:

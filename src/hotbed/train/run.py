@@ -92,7 +92,7 @@ def train(
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     if source.schema.derived:
-        trainer.other_parts[FEATURES] = FeaturesState(source, other_tables=continuation is not None)
+        trainer.other_parts[FEATURES] = FeaturesState(source)
     try:
         other_data = None if continuation is None else source
         taken = _begin(trainer, loader, recipe, run, wanted, console, source, other_data=other_data)
@@ -166,6 +166,9 @@ def _begin(
         if ranks.is_first:
             print_taken(console, str(begun_with), taken)
     if resumed is not None:
+        if other_data is None and source.schema.derived:
+            with ranks.together("compare the tables of features"):
+                take_features(source, read_manifest(resumed))
         if other_data is not None:
             with ranks.together(f"compare the ids of {recipe.data.path}"):
                 refuse_other_ids(read_manifest(resumed), other_data, recipe.data.path)
