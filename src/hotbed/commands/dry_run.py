@@ -90,6 +90,8 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
         If the sparse optimizer is not one.
     """
     source = open_source(recipe.data)
+    if source.encoder is not None:
+        source.encoder.assume_measured()
     for key, optimizer in sparse_components(recipe).items():
         if not issubclass(optimizer.load(), SparseOptimizer):
             raise RecipeError(f"{key} is {optimizer.class_path}, not one of hotbed.optim")

@@ -13,13 +13,16 @@ from rich.table import Table
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
 from hotbed.commands.arguments import add_json, add_trust, console, write_json
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
-from hotbed.data import SplitBinarySource
+from hotbed.config import Recipe
+from hotbed.data import Schema, SplitBinarySource
+from hotbed.data.derived import Bucket, Cross, Derived, Lookup
 from hotbed.data.parquet import find_parquet
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import location
 from hotbed.parsing import TextError, parse_json
 from hotbed.specs import is_int
 from hotbed.train.report import RECIPE, SUMMARY, size
+from hotbed.train.stored import FEATURES
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -142,7 +145,35 @@ def describe_manifest(path: str | Path | Directory, manifest: Manifest) -> dict[
         "bytes": manifest.nbytes,
         "parts": list(manifest.parts),
         "tables": [{"table": name, **values} for name, values in tables.items()],
+        **({"features": made} if (made := _features(manifest)) else {}),
     }
+
+
+def _features(manifest: Manifest) -> list[dict[str, str]]:
+    """How the derived inputs of a checkpoint's model are made."""
+    if FEATURES not in manifest.parts:
+        return []
+    known = cast("Mapping[str, Mapping[str, Any]]", manifest.parts[FEATURES])
+    schema = Recipe.from_stored(manifest.recipe or {}).data.source.init_args.get("schema")
+    derived = Schema.from_dict(schema).derived if isinstance(schema, Mapping) else ()
+    return [{"feature": d.name, "made_of": _made_of(d, known.get(d.name, {}))} for d in derived]
+
+
+def _made_of(derived: Derived, known: Mapping[str, Any]) -> str:
+    match derived:
+        case Cross():
+            return f"cross of {', '.join(derived.columns)}"
+        case Bucket(quantiles=None):
+            return f"{derived.column} by {_numbers(derived.boundaries or ())}"
+        case Bucket():
+            return f"{derived.column} by {derived.quantiles} quantiles: {_numbers(known['measured'])}"
+        case Lookup():
+            table = f"{derived.file} by {derived.column} ({derived.key})"
+            return f"{derived.value} of {table}: {known['keys']:,} keys, SHA-256 {known['sha256'][:12]}"
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
 
 
 def _run(place: Directory) -> dict[str, Any]:

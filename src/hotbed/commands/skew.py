@@ -57,7 +57,9 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
             check_trust(recipe, (place / RECIPE).path, trusted=trust_recipe)
         elif isinstance(path, Path):
             import_from(path.parent)
-        return open_source(replace(recipe.data, valid_split=None, test_split=None))
+        source = open_source(replace(recipe.data, valid_split=None, test_split=None))
+        source.measure(recipe.data.train_split)
+        return source
     try:
         return ParquetSource(path, draft_schema(path))
     except DataError as error:

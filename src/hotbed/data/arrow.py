@@ -98,8 +98,7 @@ def _plain_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
 
 
 def _list_of_view(array: pa.Array) -> pa.Array:
-    lengths = _plain_numpy(pc.list_value_length(array)).astype(np.int64)
-    ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
+    ends = pa.array(np.concatenate([[0], np.cumsum(lengths(array))]))
     return pa.LargeListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
 
 
@@ -179,6 +178,13 @@ def hashes(values: pa.Array) -> Hashes:
     return hash_integers(_plain_numpy(values))
 
 
+def hashable(values: pa.Array, where: str) -> pa.Array:
+    """Ids ``[n]`` as `hashes` takes them: whole floats as integers; a `DataError` names one that is no whole number."""
+    if pa.types.is_floating(values.type):
+        return _whole(values, where)
+    return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
+
+
 def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
     """Rows of the table for ids ``[n]``; a null is row 0 where ids are hashed.
 
@@ -187,10 +193,7 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
     DataError
         If an id is null and ids are used as they are.
     """
-    if pa.types.is_floating(values.type):
-        values = _whole(values, column.name, where)
-    elif pa.types.is_null(values.type):
-        values = values.cast(pa.int64())
+    values = hashable(values, f"{where}, column '{column.name}'")
     if ids == "raw":
         if values.null_count:
             raise DataError(
@@ -203,10 +206,15 @@ def rows(values: pa.Array, column: SparseColumn, ids: Ids, where: str) -> Array:
     out = rows_of(hashes(values), column.rows)
     if values.null_count:
         out[values.is_null().to_numpy(zero_copy_only=False)] = 0
-    return out if column.rows > np.iinfo(np.int32).max else out.astype(np.int32)
+    return narrow(out, column)
 
 
-def _whole(values: pa.Array, name: str, where: str) -> pa.Array:
+def narrow(rows: Array, column: SparseColumn) -> Array:
+    """Rows as int32 where the column's table has no more than that."""
+    return rows if column.rows > np.iinfo(np.int32).max else rows.astype(np.int32)
+
+
+def _whole(values: pa.Array, where: str) -> pa.Array:
     """Floats that are integers, as integers; NaN is null."""
     numbers = values.cast(pa.float64()).to_numpy(zero_copy_only=False)
     missing = np.isnan(numbers)
@@ -214,7 +222,7 @@ def _whole(values: pa.Array, name: str, where: str) -> pa.Array:
     wrong = np.flatnonzero((numbers != np.floor(numbers)) | (np.abs(numbers) > 2.0**53))
     if len(wrong):
         raise DataError(
-            f"{where}, column '{name}': {numbers[wrong[0]]} is no id; of floats only whole numbers up to 2**53 are, so "
+            f"{where}: {numbers[wrong[0]]} is no id; of floats only whole numbers up to 2**53 are, so "
             "write the column as integers or strings, or make it a numerical (`dense`)"
         )
     return pa.array(numbers.astype(np.int64), mask=missing)
@@ -236,9 +244,14 @@ def bags(
         array = array.cast(pa.list_(pa.int64()))
     if not is_list(array.type):
         return rows(array, column, ids, where), None
-    lengths = _plain_numpy(pc.list_value_length(array)).astype(np.int64)
-    values = rows(array.flatten(), column, ids, where)
-    if column.ids is None:
+    return checked_bags(rows(array.flatten(), column, ids, where), lengths(array), column, where, row_of)
+
+
+def checked_bags(
+    values: Array, lengths: Array | None, column: SparseColumn, where: str, row_of: Callable[[int], str]
+) -> tuple[Array, Array | None]:
+    """Rows ``[N]`` as they are, and the ids per sample ``[n]`` if the column is ragged; see `bags`."""
+    if lengths is None or column.ids is None:
         return values, lengths
     wrong = np.flatnonzero(lengths != column.ids)
     if len(wrong):
@@ -247,6 +260,19 @@ def bags(
             f"{column.ids}; set ids to null (ragged) in the schema"
         )
     return values, None
+
+
+def lengths(array: pa.Array) -> Array:
+    """Values per list ``[n]`` int64, 0 for null."""
+    return _plain_numpy(pc.list_value_length(array)).astype(np.int64)
+
+
+def shown(value: pa.Scalar) -> str:
+    """A value as messages have it; bytes that are text as text."""
+    found = value.as_py()
+    if isinstance(found, bytes):
+        found = found.decode("utf-8", "backslashreplace")
+    return repr(found) if isinstance(found, str) else str(found)
 
 
 def _plain_numpy(values: pa.Array) -> Array:

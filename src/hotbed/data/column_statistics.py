@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hotbed.data.derived import Bucket
 from hotbed.data.hashing import mix
 
 SAMPLE = 1 << 16
@@ -115,3 +116,12 @@ class ColumnStatistics:
             return median, max((upper - lower) / 1.35, (last - first) / 46.5)
         whole = max(-_LARGEST, min(self.high, _LARGEST)) - max(-_LARGEST, min(self.low, _LARGEST))
         return median, ((last - first) or whole) / 4.65
+
+
+def quantile_boundaries(bucket: Bucket, statistics: ColumnStatistics) -> list[float]:
+    """Boundaries between intervals with as many values each, fewer where values are equal; none without values."""
+    if not statistics.count or bucket.quantiles is None:
+        return []
+    shares = np.arange(1, bucket.quantiles) / bucket.quantiles
+    found = np.unique(statistics.quantiles(shares))
+    return found[found > statistics.low].tolist()

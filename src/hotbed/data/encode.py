@@ -21,7 +21,10 @@ from torch import Tensor
 from hotbed.batch import Batch
 from hotbed.data import arrow
 from hotbed.data.arrow import Ids
+from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
+from hotbed.data.derived_columns import Columns, check_derived_types, not_measured
 from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
+from hotbed.data.lookup_table import LookupTable
 from hotbed.data.numericals import read_numericals
 from hotbed.data.plain_rows import InputColumn, typed_table
 from hotbed.data.schema import Schema
@@ -29,6 +32,7 @@ from hotbed.data.source import refuse_other_kind
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 
+LISTS_OF = "lists of "
 ROWS = "the rows"
 """What messages call rows that are of no file."""
 
@@ -48,28 +52,69 @@ class Encoder:
     ids
         ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows. See `ParquetSource`.
     id_kinds
-        By column whether its ids are ``"integers"`` or ``"text"``, as in training; others are refused. A column that is
-        not named may be either.
+        By column whether its ids are ``"integers"`` or ``"text"``, as in training; others are refused. Of columns that
+        only derived ones are made of also ``"lists of integers"`` and ``"lists of text"``. A column that is not named
+        may be either.
+    tables
+        By feature, columns ``key`` and ``value`` that its values are looked up in; default: those of its file.
+
+    Attributes
+    ----------
+    boundaries
+        By bucket, those that were measured; all copies of an encoder share them.
 
     Raises
     ------
     SpecError
-        If ``ids`` is none of these.
+        If ``ids`` is none of these, or the file of a feature has types that it cannot have.
+    DataError
+        If the file of a feature cannot be read, or a key is there twice.
     """
 
-    def __init__(self, schema: Schema, *, ids: Ids = "hash", id_kinds: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        ids: Ids = "hash",
+        id_kinds: Mapping[str, str] | None = None,
+        tables: Mapping[str, pa.Table] | None = None,
+    ) -> None:
         if ids not in get_args(Ids):
             raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
         self.schema = schema
         self.ids: Ids = ids
         self.id_kinds = dict(id_kinds or {})
+        given = tables or {}
+        self._lookups = {
+            d.name: LookupTable.from_table(given[d.name], d) if d.name in given else LookupTable.read(d)
+            for d in schema.derived
+            if isinstance(d, Lookup)
+        }
+        self.boundaries: dict[str, Sequence[float]] = {}  # one of all copies, see `of`
+        self._lists = self._names_of_lists()
         self._checked: pa.Schema | None = None
 
+    @property
+    def hashed(self) -> list[str]:
+        """Stored columns whose values are hashed."""
+        sparse, _ = self.schema.stored
+        others = stored_inputs(self.schema.derived, (Cross, Lookup))
+        names = [c.name for c in sparse]
+        return [name for name in others if name not in names] if self.ids == "raw" else [*names, *others]
+
     def columns(self) -> tuple[InputColumn, ...]:
-        """The columns that inputs are made of: what predictions need."""
+        """The stored columns that inputs are made of: what predictions need."""
+        sparse, dense = self.schema.stored
         unknown = "integers" if self.ids == "raw" else ""
-        found = [InputColumn(c.name, self.id_kinds.get(c.name, unknown), c.ids != 1) for c in self.schema.sparse]
-        return (*found, *(InputColumn(name, "numbers", is_list=False) for name in self.schema.dense))
+        found = {c.name: InputColumn(c.name, self.id_kinds.get(c.name, unknown), c.ids) for c in sparse}
+        for name in stored_inputs(self.schema.derived, (Cross, Lookup)):
+            kind = self.id_kinds.get(name, "")
+            found.setdefault(
+                name, InputColumn(name, kind.removeprefix(LISTS_OF), None if kind.startswith(LISTS_OF) else 1)
+            )
+        for name in [*dense, *stored_inputs(self.schema.derived, (Bucket,))]:
+            found.setdefault(name, InputColumn(name, "numbers"))
+        return tuple(found.values())
 
     @property
     def names(self) -> list[str]:
@@ -81,13 +126,28 @@ class Encoder:
     @property
     def names_of_dense(self) -> list[str]:
         """The columns that `numericals` reads."""
-        return list(self.schema.dense)
+        return self.stored_for(self.schema.dense)
+
+    def stored_for(self, names: Sequence[str]) -> list[str]:
+        """The stored columns that columns of these names are, or are made of."""
+        derived = {d.name: d for d in self.schema.derived}
+        found: list[str] = []
+        for name in names:
+            found += self.stored_for(derived[name].inputs) if name in derived else [name]
+        return list(dict.fromkeys(found))
 
     def of(self, schema: Schema) -> Encoder:
         """The same for another choice of columns."""
         other = copy.copy(self)
         other.schema, other._checked = schema, None
+        other._lists = other._names_of_lists()
         return other
+
+    def with_kinds(self, id_kinds: Mapping[str, str]) -> Encoder:
+        """The same with other kinds of ids."""
+        other = copy.copy(self)
+        other.id_kinds = dict(id_kinds)
+        return other.of(self.schema)
 
     @property
     def inputs(self) -> Encoder:
@@ -108,19 +168,28 @@ class Encoder:
         for name in self.names:
             if name not in known:
                 raise DataError(f"{what} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}")
-        for column in s.sparse:
-            kind = arrow.plain_type(fields.field(column.name).type)
-            arrow.check_sparse(column, kind, self.ids)
-            refuse_other_kind(what, column.name, arrow.kind_of_ids(kind), self.id_kinds.get(column.name, ""))
-        for name in [*s.dense, *([s.weight] if s.weight else [])]:
+        sparse, dense = s.stored
+        for column in sparse:
+            arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids)
+        for name in self.hashed:
+            refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
+        check_derived_types(s, fields, self._lookups, what, self._lists)
+        for name in [*dense, *([s.weight] if s.weight else [])]:
             kind = fields.field(name).type
-            if not arrow.is_number(kind) and not (pa.types.is_null(kind) and name in s.dense):
+            if not arrow.is_number(kind) and not (pa.types.is_null(kind) and name in dense):
                 raise SpecError(f"{what}: column '{name}' is {kind}, must be numbers to be a numerical or weight")
         mapped = {label.column: label for label in s.positives}
         for name in s.labels:
             check_label(name, fields.field(name).type, mapped.get(name))
         if s.group and not (arrow.is_whole(kind := fields.field(s.group).type) or arrow.is_text(kind)):
             raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
+
+    def kind_of(self, name: str, fields: pa.Schema) -> str:
+        """What the ids of a column of these types are, see ``id_kinds``."""
+        kind = arrow.plain_type(fields.field(name).type)
+        is_sparse = any(c.name == name for c in self.schema.stored[0])
+        found = arrow.kind_of_ids(kind)
+        return f"{LISTS_OF}{found}" if found and arrow.is_list(kind) and not is_sparse else found
 
     def table(self, rows: Mapping[str, Sequence[object]]) -> pa.Table:
         """Type plain values by column, as JSON has them: null, booleans, numbers, text, and lists of these.
@@ -152,11 +221,12 @@ class Encoder:
         SpecError
             If a column has a type that does not fit its role.
         """
-        table, s = self._plain(table, place), self.schema
+        s, columns = self.schema, self._columns(table, place, row_of)
+        table = columns.stored
         values: list[arrow.Array] = []
         offsets: list[arrow.Array] = []
         for column in s.sparse:
-            rows, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, place, row_of)
+            rows, lengths = columns.bags(column, self.ids)
             values.append(rows)
             if lengths is not None:
                 offsets.append(np.concatenate([[0], np.cumsum(lengths)]))
@@ -173,7 +243,7 @@ class Encoder:
         weights = read_weights(table[s.weight], s.weight, place, row_of) if s.weight else None
         return Batch(
             sparse=sparse,
-            dense=torch.from_numpy(read_numericals(table, s, place, row_of)) if s.dense else None,
+            dense=torch.from_numpy(read_numericals(columns, s, place, row_of)) if s.dense else None,
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
             weights=None if weights is None else torch.from_numpy(weights),
             extra={s.group: _group(table[s.group], s.group, place, row_of)} if s.group else {},
@@ -185,31 +255,130 @@ class Encoder:
         """The batch's ``dense`` alone, of `names_of_dense`; None where the schema has none."""
         if not self.schema.dense:
             return None
-        return torch.from_numpy(read_numericals(arrow.plain(table), self.schema, place, row_of))
+        columns = self._columns(table, place, row_of, check=False)
+        return torch.from_numpy(read_numericals(columns, self.schema, place, row_of))
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain values that JSON can hold; `from_dict` is the inverse."""
-        return {"schema": self.schema.to_dict(), "ids": self.ids, "id_kinds": dict(self.id_kinds)}
+    def numbers(self, table: pa.Table, names: Sequence[str]) -> dict[str, arrow.Array]:
+        """Numbers ``[n]`` float64 of stored or looked-up columns, of the columns of `stored_for`; NaN for null."""
+        columns = self._columns(table, ROWS, place_of_row, check=False)
+        return {name: columns.numbers(name) for name in names}
+
+    # -- what checkpoints keep ---------------------------------------------------------------------------------------
+
+    @property
+    def unmeasured(self) -> list[Bucket]:
+        """Buckets whose boundaries are still to be measured."""
+        return [
+            d
+            for d in self.schema.derived
+            if isinstance(d, Bucket) and d.boundaries is None and d.name not in self.boundaries
+        ]
+
+    def assume_measured(self) -> None:
+        """Take what was not measured for buckets of one interval: for models that nothing is learned from."""
+        self.boundaries.update({bucket.name: [] for bucket in self.unmeasured})
+
+    def state(self) -> dict[str, Any]:
+        """What is known of derived columns beside the schema: boundaries by bucket, SHA-256 of looked-up tables.
+
+        Raises
+        ------
+        SpecError
+            If a bucket is not measured.
+        """
+        if left := self.unmeasured:
+            raise SpecError(not_measured(left[0].name))
+        found: dict[str, Any] = {}
+        for d in self.schema.derived:
+            if isinstance(d, Bucket) and d.boundaries is None:
+                found[d.name] = {**d.entry(), "measured": list(self.boundaries[d.name])}
+            elif isinstance(d, Lookup):
+                found[d.name] = {
+                    **d.entry(),
+                    "keys": len(self._lookups[d.name].keys),
+                    "sha256": self._lookups[d.name].sha256,
+                }
+        return found
+
+    def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
+        """Take over what `state` gave, of the features that are the same here.
+
+        Parameters
+        ----------
+        state
+            Of the encoder that a model was trained with.
+        other_tables
+            Whether tables may have changed since.
+
+        Raises
+        ------
+        DataError
+            If the content of a table is another than in training.
+        """
+        for d in self.schema.derived:
+            was = cast("Mapping[str, Any]", state.get(d.name, {}))
+            if isinstance(d, Bucket) and d.entry().items() <= was.items() and "measured" in was:
+                self.boundaries[d.name] = was["measured"]
+            elif isinstance(d, Lookup) and "sha256" in was and not other_tables:
+                now = self._lookups[d.name]
+                if now.sha256 != was["sha256"]:
+                    raise DataError(
+                        f"feature '{d.name}': {d.file} has changed since the model was trained: it had "
+                        f"{was['keys']:,} keys with SHA-256 {was['sha256'][:12]}…, and has {len(now.keys):,} with "
+                        f"{now.sha256[:12]}…; put back what it was, or train a model with what it is (init_from takes "
+                        "over the rows of the earlier one)"
+                    )
+
+    @property
+    def tables(self) -> dict[str, pa.Table]:
+        """By feature, columns ``key`` and ``value`` that its values are looked up in."""
+        return {name: table.to_table() for name, table in self._lookups.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON can hold; with `tables`, `from_dict` is the inverse.
+
+        Raises
+        ------
+        SpecError
+            If a bucket is not measured.
+        """
+        return {
+            "schema": self.schema.to_dict(),
+            "ids": self.ids,
+            "id_kinds": dict(self.id_kinds),
+            "features": self.state(),
+        }
 
     @staticmethod
-    def from_dict(values: Mapping[str, object]) -> Encoder:
-        """Rebuild an encoder from `to_dict`'s values.
+    def from_dict(values: Mapping[str, Any], tables: Mapping[str, pa.Table] | None = None) -> Encoder:
+        """Rebuild an encoder from `to_dict`'s values and `tables`.
 
         Raises
         ------
         SpecError
             If a value cannot be right.
+        DataError
+            If a table is not the one that the values are of.
         """
-        given = cast("Mapping[str, Any]", values)
-        return Encoder(Schema.from_dict(given["schema"]), ids=given["ids"], id_kinds=given["id_kinds"])
+        made = Encoder(
+            Schema.from_dict(values["schema"]), ids=values["ids"], id_kinds=values["id_kinds"], tables=tables
+        )
+        made.load_state(values["features"])
+        return made
 
-    def _plain(self, table: pa.Table | pa.RecordBatch, place: str) -> pa.Table:
+    def _columns(
+        self, table: pa.Table | pa.RecordBatch, place: str, row_of: Callable[[int], str], *, check: bool = True
+    ) -> Columns:
         if isinstance(table, pa.RecordBatch):
             table = pa.Table.from_batches([table])
-        if self._checked is None or not table.schema.equals(self._checked):
+        if check and (self._checked is None or not table.schema.equals(self._checked)):
             self.check(table.schema, place)
             self._checked = table.schema
-        return arrow.plain(table)
+        derived = {d.name: d for d in self.schema.derived}
+        return Columns(arrow.plain(table), derived, self._lookups, self.boundaries, self._lists, place, row_of)
+
+    def _names_of_lists(self) -> frozenset[str]:
+        return frozenset(column.name for column in self.columns() if column.is_list)
 
 
 def _group(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> Tensor:

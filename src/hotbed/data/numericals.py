@@ -12,11 +12,12 @@ import pyarrow as pa
 
 from hotbed.data import arrow
 from hotbed.data.columns import Numerical
+from hotbed.data.derived_columns import Columns
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError
 
 
-def read_numericals(table: pa.Table, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+def read_numericals(table: Columns, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array:
     """Dense columns ``[n, I]``: float32, or float64 where the model is to normalize some of them.
 
     Float64, because float32 cannot tell one second since 1970 from the next, and because layers of float32 refuse it:

@@ -8,7 +8,7 @@ First files and their row groups are found (`hotbed.data.parquet_files`) and div
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
@@ -19,8 +19,8 @@ from pyarrow import fs
 from torch import Tensor
 
 from hotbed.batch import Batch
-from hotbed.data import arrow
 from hotbed.data.arrow import Ids
+from hotbed.data.column_statistics import ColumnStatistics, quantile_boundaries
 from hotbed.data.columns import Label
 from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
@@ -100,8 +100,8 @@ class ParquetSource(Source):
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
         for file in (f for of_split in files.values() for f in of_split):
             unchecked.check(file.schema, str(file))
-        kinds = _id_kinds(self.schema, [f for of_split in files.values() for f in of_split])
-        self._encoder = Encoder(self.schema, ids=ids, id_kinds={} if ids == "raw" else kinds)
+        kinds = _id_kinds(unchecked, [f for of_split in files.values() for f in of_split])
+        self._encoder = unchecked.with_kinds({name: kinds[name] for name in unchecked.hashed if name in kinds})
         groups: Groups = {split: [g for f in of_split for g in f.row_groups()] for split, of_split in files.items()}
         if split is not None:
             groups = _by_rows(str(path), groups, row_split(split), valid_fraction or test_fraction)
@@ -119,8 +119,28 @@ class ParquetSource(Source):
 
     def id_kinds(self) -> dict[str, str]:
         """By sparse column whether its values are integers or text; empty where integers are rows."""
-        kinds = self.encoder.id_kinds
-        return {c.name: kinds[c.name] for c in self.schema.sparse if c.name in kinds}
+        encoder = self.encoder
+        return {name: encoder.id_kinds[name] for name in encoder.hashed if name in encoder.id_kinds}
+
+    def measure(
+        self, splits: str | Sequence[str] = "train", *, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Measure the boundaries of buckets by quantiles, see `Source.measure`."""
+        splits, encoder = [splits] if isinstance(splits, str) else list(splits), self.encoder
+        for split in splits:
+            self._check(split)
+        groups = [group for split in splits for group in self._groups[split]]
+        done, total = 0, sum(group.samples for group in groups)
+        wanted = {bucket: ColumnStatistics() for bucket in encoder.unmeasured}
+        names = list(dict.fromkeys(bucket.column for bucket in wanted))
+        for group in groups if wanted else ():
+            numbers = encoder.numbers(group.read(encoder.stored_for(names)), names)
+            for bucket, statistics in wanted.items():
+                statistics.add(numbers[bucket.column], done)
+            done += group.samples
+            progress(done, total)
+        for bucket, statistics in wanted.items():
+            encoder.boundaries[bucket.name] = quantile_boundaries(bucket, statistics)
 
     @property
     def encoder(self) -> Encoder:
@@ -178,15 +198,17 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
     return float(labels.min()), float(labels.max())
 
 
-def _id_kinds(schema: Schema, files: Sequence[ParquetFile]) -> dict[str, str]:
-    """By sparse column and group whether its values are integers or text; a `DataError` where both are met.
+def _id_kinds(encoder: Encoder, files: Sequence[ParquetFile]) -> dict[str, str]:
+    """By column of ids and group whether its values are integers or text; a `DataError` where both are met.
 
     ``5`` and ``"5"`` are hashed to different rows, and nothing else would show that.
     """
     found: dict[str, tuple[str, ParquetFile]] = {}
-    for name in [*(c.name for c in schema.sparse), *([schema.group] if schema.group else [])]:
+    schema = encoder.schema
+    names = [*(c.name for c in schema.stored[0]), *encoder.hashed, *([schema.group] if schema.group else [])]
+    for name in dict.fromkeys(names):
         for file in files:
-            kind = arrow.kind_of_ids(file.schema.field(name).type)
+            kind = encoder.kind_of(name, file.schema)
             before, first = found.setdefault(name, (kind, file)) if kind else (kind, file)
             if kind != before:
                 raise DataError(

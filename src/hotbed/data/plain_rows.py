@@ -39,13 +39,18 @@ class InputColumn:
     kind
         What its values are: ``"text"``, ``"integers"``, ``"numbers"``; "" for text or integers, where all values to
         train on were missing.
-    is_list
-        Whether each row has a list of values.
+    ids
+        Values of each row: 1 is one value, another number lists of so many, None lists of any length.
     """
 
     name: str
     kind: str
-    is_list: bool
+    ids: int | None = 1
+
+    @property
+    def is_list(self) -> bool:
+        """Whether each row has a list of values."""
+        return self.ids != 1
 
 
 def typed_table(rows: Mapping[str, Sequence[object]], columns: Sequence[InputColumn]) -> pa.Table:

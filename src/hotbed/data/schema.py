@@ -8,13 +8,17 @@ A schema knows nothing about files. A source carries one, and a model is built f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, cast
 
 from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
+from hotbed.data.derived import Bucket, Derived, check_derived, parse_feature
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.specs import Feature, OnBadId, Table
+
+_OF_COLUMNS = ("scaling", "numericals", "positives", "derived")
+"""Fields of a schema that its dict form says beside the columns that they are of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,9 @@ class Schema:
         Dense columns of neither kind are taken as they are.
     positives
         Labels that are mapped to 0 and 1 when they are read; the others are from 0 to 1 as they are.
+    derived
+        How columns are made that are not stored, in order (``features`` of the dict form): crosses, buckets and values
+        of tables. Those that are inputs are in ``sparse`` or ``dense``, too, after the stored ones.
 
     Raises
     ------
@@ -56,9 +63,10 @@ class Schema:
     scaling: tuple[Scaling, ...] = ()
     numericals: tuple[Numerical, ...] = ()
     positives: tuple[Label, ...] = ()
+    derived: tuple[Derived, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("sparse", "dense", "labels", "scaling", "numericals", "positives"):
+        for field in ("sparse", "dense", "labels", "scaling", "numericals", "positives", "derived"):
             value = getattr(self, field)
             if isinstance(value, str):
                 raise SpecError(f"{field} is {value!r}, must be a list of columns; write [{value!r}]")
@@ -81,6 +89,7 @@ class Schema:
         _refuse_others("positives", (p.column for p in self.positives), self.labels, "label", "condition")
         for name in {s.name for s in self.scaling} & {n.name for n in self.numericals}:
             raise SpecError(f"numerical column '{name}' has a scaling and a rule; give it one of them")
+        check_derived(self.derived, self.sparse, self.dense, {*self.labels, *([self.weight] if self.weight else [])})
         first: dict[str, SparseColumn] = {}
         for column in self.sparse:
             other = first.setdefault(column.table_name, column)
@@ -94,6 +103,12 @@ class Schema:
     def rows(self) -> dict[str, int]:
         """Rows by table name, in order of first use."""
         return {c.table_name: c.rows for c in self.sparse}
+
+    @property
+    def stored(self) -> tuple[tuple[SparseColumn, ...], tuple[str, ...]]:
+        """Sparse and dense columns that are not derived."""
+        made = {d.name for d in self.derived}
+        return tuple(c for c in self.sparse if c.name not in made), tuple(n for n in self.dense if n not in made)
 
     @property
     def dense_features(self) -> int:
@@ -110,6 +125,15 @@ class Schema:
     def inputs(self) -> Schema:
         """The same without labels, weight and group: what a prediction needs."""
         return replace(self, labels=(), positives=(), weight=None, group=None)
+
+    def only(self, features: Collection[str]) -> Schema:
+        """The same with these sparse columns only, and what they and the dense columns are made of."""
+        sparse = tuple(column for column in self.sparse if column.name in features)
+        needed = {*(column.name for column in sparse), *self.dense}
+        for d in reversed(self.derived):
+            if d.name in needed:
+                needed.update(d.inputs)
+        return replace(self, sparse=sparse, derived=tuple(d for d in self.derived if d.name in needed))
 
     def tables(self, dim: int | Mapping[str, int]) -> list[Table]:
         """Make the embedding tables of the sparse columns.
@@ -142,19 +166,28 @@ class Schema:
         """Plain values that JSON and YAML can hold; `from_dict` is the inverse.
 
         An entry of ``dense`` is the column's name, ``{name, center, scale}`` where it is scaled, or ``{name, rule,
-        missing}`` where the model normalizes it; one of ``labels`` is its name, or ``{column, positive}``.
+        missing}`` where the model normalizes it; one of ``labels`` is its name, or ``{column, positive}``. Derived
+        columns are in ``features``, where there are some, with all that is said of them.
         """
         scaled: dict[str, object] = {s.name: asdict(s) for s in self.scaling}
         for numerical in self.numericals:
             scaled[numerical.name] = {k: v for k, v in asdict(numerical).items() if v is not None}
         mapped = {label.column: asdict(label) for label in self.positives}
-        return {
+        sparse = {c.name: {f.name: getattr(c, f.name) for f in fields(c)} for c in self.sparse}
+        of_columns, of_dense = self.stored
+        values: dict[str, object] = {
             "labels": [mapped.get(name, name) for name in self.labels],
             "weight": self.weight,
             "group": self.group,
-            "dense": [scaled.get(name, name) for name in self.dense],
-            "sparse": [{f.name: getattr(c, f.name) for f in fields(c)} for c in self.sparse],
+            "dense": [scaled.get(name, name) for name in of_dense],
+            "sparse": [sparse[c.name] for c in of_columns],
         }
+        if self.derived:
+            values["features"] = [
+                {**d.entry(), **_said(d, sparse.get(d.name), scaled.get(d.name, {"name": d.name}))}
+                for d in self.derived
+            ]
+        return values
 
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> Schema:
@@ -165,7 +198,7 @@ class Schema:
         SpecError
             If a key is unknown or missing, or a value cannot be right.
         """
-        _check_keys("the schema", values, Schema, required=("sparse",), but=("scaling", "numericals", "positives"))
+        _check_keys("the schema", values, Schema, required=("sparse",), but=_OF_COLUMNS, also=("features",))
         columns: list[SparseColumn] = []
         for i, entry in enumerate(_list("sparse", values["sparse"])):
             if isinstance(entry, SparseColumn):
@@ -179,7 +212,12 @@ class Schema:
             if entry.get("table") is not None:
                 _name(f"sparse[{i}].table", entry["table"])
             columns.append(SparseColumn(**cast("dict[str, Any]", dict(entry))))  # checked by SparseColumn itself
-        rest = {key: value for key, value in values.items() if key != "sparse"}
+        rest = {key: value for key, value in values.items() if key not in ("sparse", "features")}
+        made = [parse_feature(f"features[{i}]", e) for i, e in enumerate(_list("features", values.get("features", ())))]
+        columns += [column for _, column in made if isinstance(column, SparseColumn)]
+        rest["derived"] = tuple(derived for derived, _ in made)
+        if numbers := [_plain_or_rule(column) for _, column in made if not isinstance(column, SparseColumn)]:
+            rest["dense"] = [*_list("dense", rest.get("dense", ())), *numbers]
         if "labels" in rest:
             labels = [_label(f"labels[{i}]", entry) for i, entry in enumerate(_list("labels", rest["labels"]))]
             rest["labels"] = tuple(entry if isinstance(entry, str) else entry.column for entry in labels)
@@ -193,6 +231,19 @@ class Schema:
             if rest.get(key) is not None:
                 _name(key, rest[key])
         return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
+
+
+def _said(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:
+    """What an entry of ``features`` says of the input that it makes."""
+    if sparse is None:
+        return cast("Mapping[str, Any]", dense)
+    left = ("name", "rows", "ids") if isinstance(derived, Bucket) else ("name",)
+    return {key: value for key, value in sparse.items() if key not in left}
+
+
+def _plain_or_rule(entry: Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """An entry of ``dense``: its name alone where nothing else is said."""
+    return entry if len(entry) > 1 else str(entry["name"])
 
 
 def _dense(where: str, entry: object) -> str | Scaling | Numerical:
@@ -245,9 +296,14 @@ def _list(key: str, value: object) -> list[object]:
 
 
 def _check_keys(
-    what: str, given: Mapping[str, object], spec: type, required: tuple[str, ...], but: tuple[str, ...] = ()
+    what: str,
+    given: Mapping[str, object],
+    spec: type,
+    required: tuple[str, ...],
+    but: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
 ) -> None:
-    known = [f.name for f in fields(spec) if f.name not in but]
+    known = [*(f.name for f in fields(spec) if f.name not in but), *also]
     for key in given:
         if key not in known:
             raise SpecError(f"{what} has no key '{key}'; it may have {', '.join(known)}{did_you_mean(str(key), known)}")

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
+
+if TYPE_CHECKING:  # it needs pyarrow
+    from hotbed.data.encode import Encoder
 
 
 def label_error(place: str, column: str, value: object, row: str, *, can_map: bool = False) -> DataError:
@@ -123,6 +125,24 @@ class Source(ABC):
         """
         return {}
 
+    def measure(  # noqa: B027 (most sources have nothing to measure)
+        self, splits: str | Sequence[str] = "train", *, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Measure what derived columns need and is not known yet, in one pass over these splits.
+
+        Parameters
+        ----------
+        splits
+            One split, or several one after the other.
+        progress
+            Called with the samples done and those there are.
+        """
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What turns raw rows into batches, as `read` does; None where a source's samples are batches already."""
+        return None
+
     def check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         """Check that the labels of a split are from 0 to 1, as binary cross-entropy needs, before any is trained on.
 
@@ -150,9 +170,8 @@ class Source(ABC):
 
     def only(self, features: Collection[str]) -> Self:
         """The same samples with these sparse columns only; what is left out is not read."""
-        kept = tuple(column for column in self.schema.sparse if column.name in features)
         fewer = copy.copy(self)
-        fewer.schema = replace(self.schema, sparse=kept)
+        fewer.schema = self.schema.only(features)
         return fewer
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:

@@ -20,7 +20,7 @@ from hotbed.files import new_file
 from hotbed.nn.normalization import normalization_of, take_raw
 from hotbed.nn.plain import plain_model, traced
 from hotbed.train.build import build_model, open_source
-from hotbed.train.stored import recipe_of
+from hotbed.train.stored import recipe_of, take_features
 
 MODEL = "model.pt2"
 INPUTS = "inputs.json"
@@ -68,8 +68,10 @@ def export_single(
     file = Path(target) if str(target).endswith(".pt2") else None
     if file is not None and file.exists():
         raise CheckpointError(f"{file} exists already; choose another file")
-    recipe = replace(recipe_of(read_manifest(source), str(source), trusted=trust_recipe), memory=MemoryRecipe())
+    manifest = read_manifest(source)
+    recipe = replace(recipe_of(manifest, str(source), trusted=trust_recipe), memory=MemoryRecipe())
     origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
+    take_features(origin, manifest)
     model = build_model(recipe, origin, torch.device("cpu"))
     load_checkpoint(source, {"model": model})
     take_raw(model, origin.schema)

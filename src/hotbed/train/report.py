@@ -228,6 +228,7 @@ _STAGES = {
     "pack": "packing hot and cold samples",
     "measure": "measuring numericals",
     "export": "copying rows",
+    "quantiles": "measuring quantiles",
     "predict": "predicting",
 }
 

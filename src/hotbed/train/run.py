@@ -26,12 +26,12 @@ from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, 
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.continuation import Continuation, OtherData
 from hotbed.train.hot_batches import HotSchedule
-from hotbed.train.measure import measure_numericals
+from hotbed.train.measure import FeaturesState, measure_buckets, measure_numericals
 from hotbed.train.parallel import Ranks, model_parallel_batch
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
-from hotbed.train.stored import bad_ids, refuse_other_ids
+from hotbed.train.stored import FEATURES, bad_ids, refuse_other_ids, take_features
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
@@ -91,9 +91,12 @@ def train(
         console.print(told, soft_wrap=True)
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
+    if source.schema.derived:
+        trainer.other_parts[FEATURES] = FeaturesState(source)
     try:
         other_data = None if continuation is None else source
-        taken = _begin(trainer, loader, recipe, run, wanted, console, other_data=other_data)
+        taken = _begin(trainer, loader, recipe, run, wanted, console, source, other_data=other_data)
+        measure_buckets(trainer, source, train_splits(recipe), console)
         measure_numericals(trainer, source, train_splits(recipe), console)
         if continuation is not None and (batches := evaluation_loader(recipe, source, recipe.data.train_split, ranks)):
             with watchdog(trainer, recipe, run):
@@ -137,6 +140,7 @@ def _begin(
     run: RunDirectory,
     resume: Resume,
     console: Console,
+    source: Source,
     *,
     other_data: Source | None,
 ) -> list[Taken]:
@@ -158,9 +162,13 @@ def _begin(
             leave=recipe.init.leave,
             optimizers=recipe.init.optimizers,
         )
+        take_features(source, read_manifest(begun_with), other_tables=True)
         if ranks.is_first:
             print_taken(console, str(begun_with), taken)
     if resumed is not None:
+        if other_data is None and source.schema.derived:
+            with ranks.together("compare the tables of features"):
+                take_features(source, read_manifest(resumed))
         if other_data is not None:
             with ranks.together(f"compare the ids of {recipe.data.path}"):
                 refuse_other_ids(read_manifest(resumed), other_data, recipe.data.path)

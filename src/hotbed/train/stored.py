@@ -19,6 +19,8 @@ from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 
+FEATURES = "features"
+"""Part of checkpoints that says what is known of derived columns."""
 _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 """Arguments of sources that say how data are cut into splits; new data are one."""
 
@@ -53,6 +55,7 @@ def evaluate_checkpoint(
         component = _uncut(component)
     source = new_source(replace(recipe.data, source=component, path=data or recipe.data.path))
     refuse_other_ids(manifest, source, str(data or recipe.data.path))
+    take_features(source, manifest)
     whole = data is not None and split is None and len(source.splits) == 1
     split = source.splits[0] if whole else split or "test"
     check_split("--split", split, source)
@@ -83,7 +86,9 @@ def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> Source:
     given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
-    return build("data.source", replace(component, init_args=given), Source, data)
+    source = build("data.source", replace(component, init_args=given), Source, data)
+    take_features(source, manifest)
+    return source
 
 
 def _uncut(component: Component) -> Component:
@@ -113,6 +118,12 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
         refuse_other_kind(data, name, kind, before.get(name, ""))
+
+
+def take_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:
+    """Let a source make derived columns as a checkpoint's model was trained with, see `Encoder.load_state`."""
+    if source.encoder is not None:
+        source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
 
 
 def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:

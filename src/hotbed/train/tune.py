@@ -28,7 +28,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import EarlyStop
-from hotbed.train.measure import measure_numericals
+from hotbed.train.measure import measure_buckets, measure_numericals
 from hotbed.train.metrics import Metrics
 from hotbed.train.report import RECIPE, ShowProgress, recipe_yaml
 from hotbed.train.run import evaluation_loader, training_loader
@@ -278,6 +278,7 @@ def _train(
 ) -> _Report:
     """Train and evaluate; statistics of numericals are measured by the first trial, and kept for the others."""
     trainer = build_trainer(recipe, source)
+    measure_buckets(trainer, source, train_splits(recipe), console)
     if (normalization := normalization_of(trainer.model)) is not None:
         if measured:
             normalization.load_state_dict(measured)

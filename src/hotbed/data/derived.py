@@ -1,0 +1,283 @@
+"""Define derived inputs: columns that are made of stored ones when rows are encoded (`features` of a schema)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from hotbed.data.columns import SparseColumn
+from hotbed.errors import SpecError, did_you_mean
+from hotbed.specs import is_int
+
+MOST_BUCKETS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross:
+    """The values of several columns together, as one id: ``{name, cross: [user, item], rows: 100000}``.
+
+    Its row is the hash of all values, in this order; it is missing (row 0) if one of them is. Of lists, each value
+    meets each of the others': a list of 3 crossed with one of 2 has 6 ids.
+
+    Parameters
+    ----------
+    name
+        Name of the input.
+    columns
+        Two or more columns: stored ones, buckets, or values of tables.
+
+    Raises
+    ------
+    SpecError
+        If there are fewer than two, or one is there twice.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        given: object = self.columns
+        names = list(cast("Sequence[object]", given)) if isinstance(given, list | tuple) else []
+        if len(names) < 2 or len(set(map(str, names))) < len(names) or not all(isinstance(n, str) for n in names):
+            raise SpecError(
+                f"feature '{self.name}': cross is {given!r}, must be two or more columns, each once: [user, item]"
+            )
+        object.__setattr__(self, "columns", tuple(names))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that it is made of."""
+        return self.columns
+
+    def entry(self) -> dict[str, object]:
+        """What its entry of ``features`` says of it."""
+        return {"name": self.name, "cross": list(self.columns)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The interval that a number is in, as an id: ``{name, bucket: age, boundaries: [18, 25, 40]}``.
+
+    Row 0 is for null and NaN, row 1 for numbers below the first boundary, and so on; a number that equals a boundary is
+    above it.
+
+    Parameters
+    ----------
+    name
+        Name of the input.
+    column
+        A stored numerical, or a number of a table.
+    boundaries
+        Rising numbers.
+    quantiles
+        In their place: so many intervals with as many numbers each. Their boundaries are measured once, over the train
+        split, and kept with the model in checkpoints.
+
+    Raises
+    ------
+    SpecError
+        If there are both or neither, or the boundaries do not rise.
+    """
+
+    name: str
+    column: str
+    boundaries: tuple[float, ...] | None = None
+    quantiles: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.boundaries is None) == (self.quantiles is None):
+            raise SpecError(
+                f"feature '{self.name}': give boundaries: [18, 25, 40], or quantiles: 16 to have them measured, and "
+                "not both"
+            )
+        if self.boundaries is not None:
+            object.__setattr__(self, "boundaries", rising(self.name, self.boundaries))
+        elif not is_int(self.quantiles) or not 2 <= self.quantiles <= MOST_BUCKETS:
+            raise SpecError(
+                f"feature '{self.name}': quantiles is {self.quantiles!r}, must be an integer from 2 to {MOST_BUCKETS:,}"
+            )
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that it is made of."""
+        return (self.column,)
+
+    @property
+    def rows(self) -> int:
+        """Rows of its table: the intervals, and one for what is missing."""
+        return 2 + len(self.boundaries) if self.boundaries is not None else 1 + (self.quantiles or 0)
+
+    def entry(self) -> dict[str, object]:
+        """What its entry of ``features`` says of it."""
+        cut = {"quantiles": self.quantiles} if self.boundaries is None else {"boundaries": list(self.boundaries)}
+        return {"name": self.name, "bucket": self.column, **cut}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """A value that a table of the user's has for a key: ``{name, lookup: item, file: items.parquet, key: id, …}``.
+
+    With ``rows`` it is an id, without a number. Keys that the table does not have are missing values. The table is
+    part of the model: checkpoints know the SHA-256 of its keys and values, and refuse others.
+
+    Parameters
+    ----------
+    name
+        Name of the input.
+    column
+        The column whose values are keys: a stored one, or a value of another table. Of a list, each value is looked up.
+    file
+        Parquet, CSV or TSV: a path or a URI.
+    key, value
+        Columns of the file. Each key is there once.
+    """
+
+    name: str
+    column: str
+    file: str
+    key: str
+    value: str
+
+    def __post_init__(self) -> None:
+        for field in ("column", "file", "key", "value"):
+            given: object = getattr(self, field)
+            if not isinstance(given, str) or not given:
+                field = "lookup" if field == "column" else field
+                raise SpecError(f"feature '{self.name}': {field} is {given!r}, must be text; put it in quotes")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that it is made of."""
+        return (self.column,)
+
+    def entry(self) -> dict[str, object]:
+        """What its entry of ``features`` says of it."""
+        return {"name": self.name, "lookup": self.column, "file": self.file, "key": self.key, "value": self.value}
+
+
+Derived: TypeAlias = Cross | Bucket | Lookup
+
+_OF_IDS = ("rows", "table", "ids", "pooling")
+_OF_NUMBERS = ("rule", "missing", "center", "scale")
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "cross": _OF_IDS,
+    "bucket": ("boundaries", "quantiles", "table", "pooling"),
+    "lookup": ("file", "key", "value", *_OF_IDS, *_OF_NUMBERS),
+}
+
+
+def rising(name: str, boundaries: object) -> tuple[float, ...]:
+    """Boundaries of a bucket; a `SpecError` if they are no rising finite numbers."""
+    given = list(cast("Sequence[object]", boundaries)) if isinstance(boundaries, list | tuple) else [None]
+    numbers = [float(b) for b in given if isinstance(b, int | float) and not isinstance(b, bool)]
+    good = len(numbers) == len(given) and all(map(math.isfinite, numbers)) and numbers == sorted(set(numbers))
+    if not good or not 0 < len(given) < MOST_BUCKETS:
+        raise SpecError(f"feature '{name}': boundaries are {boundaries!r}, must be finite numbers that rise: [18, 25]")
+    return tuple(numbers)
+
+
+def parse_feature(where: str, entry: object) -> tuple[Derived, SparseColumn | dict[str, Any]]:
+    """What an entry of ``features`` makes: the way, and the sparse column or the entry of ``dense`` that it becomes.
+
+    Raises
+    ------
+    SpecError
+        If it is none of the three ways, or a key is unknown or missing.
+    """
+    values = dict(cast("Mapping[str, Any]", entry)) if isinstance(entry, Mapping) else {}
+    ways = [way for way in _KEYS if way in values]
+    if len(ways) != 1:
+        raise SpecError(
+            f"{where} is {entry!r}, must be a mapping with `name` and one of `cross`, `bucket` and `lookup`, such as "
+            "{name: user_x_item, cross: [user, item], rows: 100000}"
+        )
+    (way,), name = ways, values.get("name")
+    if not isinstance(name, str) or not name:
+        raise SpecError(f"{where}.name is {name!r}, must be the name of the input; put it in quotes")
+    known = ("name", way, *_KEYS[way])
+    for key in values:
+        if key not in known:
+            raise SpecError(
+                f"{where} has no key '{key}'; a {way} may have {', '.join(known)}{did_you_mean(key, known)}"
+            )
+    needed = {"cross": ("rows",), "bucket": (), "lookup": ("file", "key", "value")}[way]
+    for key in needed:
+        if key not in values:
+            raise SpecError(f"{where} ('{name}') has no '{key}', which a {way} needs")
+    of_ids = {key: values[key] for key in _OF_IDS if key in values}
+    of_numbers = {key: values[key] for key in _OF_NUMBERS if key in values}
+    if way == "cross":
+        return Cross(name=name, columns=values["cross"]), SparseColumn(name=name, **of_ids)
+    if way == "bucket":
+        bucket = Bucket(
+            name=name,
+            column=_column(where, way, values[way]),
+            boundaries=values.get("boundaries"),
+            quantiles=values.get("quantiles"),
+        )
+        return bucket, SparseColumn(name=name, rows=bucket.rows, **of_ids)
+    lookup = Lookup(name=name, column=values[way], file=values["file"], key=values["key"], value=values["value"])
+    if "rows" in values and not of_numbers:
+        return lookup, SparseColumn(name=name, **of_ids)
+    if of_ids:
+        raise SpecError(
+            f"{where} ('{name}') has {', '.join([*of_ids, *of_numbers])}; an id needs `rows`, and may have "
+            f"{', '.join(_OF_IDS[1:])}; a number may have {', '.join(_OF_NUMBERS)}"
+        )
+    return lookup, {"name": name, **of_numbers}
+
+
+def check_derived(
+    derived: Sequence[Derived], sparse: Sequence[SparseColumn], dense: Sequence[str], withheld: Collection[str]
+) -> None:
+    """Raise `SpecError` unless columns can be made in this order, and are inputs that they can be.
+
+    ``withheld`` are columns that predictions do not have: labels and weight.
+    """
+    known: dict[str, Derived] = {}
+    names = [d.name for d in derived]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise SpecError(f"feature '{name}' is there {count} times in the schema's features; name each once")
+    columns = {c.name: c for c in sparse}
+    for d in derived:
+        for name in d.inputs:
+            if name in withheld:
+                raise SpecError(f"feature '{d.name}' is made of '{name}', a label or weight, which predictions lack")
+            if name in names and name not in known:
+                raise SpecError(f"feature '{d.name}' is made of '{name}', which comes after it; put '{name}' first")
+            if isinstance(of := known.get(name), Cross):
+                raise SpecError(
+                    f"feature '{d.name}' is made of the cross '{name}'; name its columns instead: "
+                    f"{', '.join(of.columns)}"
+                )
+            if isinstance(of, Bucket) and not isinstance(d, Cross):
+                raise SpecError(f"feature '{d.name}' is made of the bucket '{name}'; make it of '{of.column}'")
+        known[d.name] = d
+        column = columns.get(d.name)
+        if isinstance(d, Bucket) and column is not None and (column.rows, column.ids) != (d.rows, 1):
+            raise SpecError(
+                f"feature '{d.name}' has {d.rows:,} rows (intervals, and one for what is missing) and 1 id, and its "
+                f"sparse column says {column.rows:,} rows and {column.ids} ids"
+            )
+        if not isinstance(d, Lookup) and d.name in dense:
+            raise SpecError(f"feature '{d.name}' is an id, and cannot be a dense column")
+    for inputs in ([c.name for c in sparse], list(dense)):
+        made = [name for name in inputs if name in known]
+        if made and (inputs[-len(made) :] != made or made != [n for n in names if n in inputs]):
+            raise SpecError(f"features {', '.join(made)} must come after stored columns, in the order of `features`")
+
+
+def stored_inputs(derived: Sequence[Derived], kinds: tuple[type, ...]) -> list[str]:
+    """Stored columns that derived ones of these kinds are made of, each once."""
+    made = {d.name for d in derived}
+    return list(dict.fromkeys(n for d in derived if isinstance(d, kinds) for n in d.inputs if n not in made))
+
+
+def _column(where: str, way: str, name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise SpecError(f"{where}.{way} is {name!r}, must be the name of a column; put it in quotes")
+    return name
