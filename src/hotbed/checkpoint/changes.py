@@ -137,7 +137,7 @@ def _ids_of(table: str, manifest: Manifest) -> tuple[str, str] | None:
     for part, state in manifest.parts.items():
         entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}ids") if isinstance(state, Mapping) else None
         if own in ("", part) and isinstance(entry, Mapping) and "$tensor" in entry:
-            return f"{part}.safetensors", str(cast("Mapping[str, Any]", entry)["$tensor"])
+            return manifest.file_of(part), str(cast("Mapping[str, Any]", entry)["$tensor"])
     return None
 
 
