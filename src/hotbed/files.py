@@ -30,13 +30,24 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
     try:
-        with unfinished.open("w", encoding="utf-8") as stream:
+        with naming(path), unfinished.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Name a file in the errors of the body that name none, as those of open files do: a full disk's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Both take the same URIs, settings and retries: docs/paths.md.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Generator
@@ -31,6 +32,9 @@ OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss")
 """Schemes of URIs that obstore opens."""
 RETRY_S = 120.0
 """Seconds for which a request to an object store is tried again, where ``HOTBED_RETRY_S`` says nothing else."""
+CONDITIONAL_S = 20.0
+"""Seconds for which a conditional write is tried again, at most: with the last request it takes 30, within which no
+lease ends that was looked at before."""
 _S3_KEYS = ("endpoint_override", "region", "scheme")
 
 
@@ -147,8 +151,15 @@ def _driver(protocol: str, error: OSError) -> str:
     return reason
 
 
-def object_store(uri: str) -> tuple[ObjectStore, str]:
+def object_store(uri: str, most_s: float = math.inf) -> tuple[ObjectStore, str]:
     """The store of obstore that a URI's bucket is, and the path in it.
+
+    Parameters
+    ----------
+    uri
+        The URI.
+    most_s
+        Seconds for which requests are tried again, where `retry_seconds` is more.
 
     Raises
     ------
@@ -160,7 +171,8 @@ def object_store(uri: str) -> tuple[ObjectStore, str]:
         from obstore.store import GCSStore, S3Store, from_url
     except ImportError:
         raise ValueError(f"{uri} cannot be opened: object stores need obstore; pip install 'hotbed[remote]'") from None
-    options: dict[str, Any] = {"client_options": _client(), "retry_config": _retries()}
+    seconds = min(retry_seconds(), most_s)
+    options: dict[str, Any] = {"client_options": _client(seconds), "retry_config": _retries(seconds)}
     parts = urlsplit(uri)
     protocol = parts.scheme
     s3 = _S3.of(uri) if protocol in ("s3", "s3a") else None
@@ -190,16 +202,16 @@ def retry_seconds() -> float:
     return float(given or RETRY_S)
 
 
-def _retries() -> RetryConfig:
+def _retries(seconds: float) -> RetryConfig:
     return {
         "max_retries": 1000,  # the time is the limit
-        "retry_timeout": timedelta(seconds=retry_seconds()),
+        "retry_timeout": timedelta(seconds=seconds),
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2},
     }
 
 
-def _client() -> ClientConfig:
-    timeout = timedelta(seconds=max(retry_seconds() / 2, 1.0))  # of one request, whose answer never comes
+def _client(seconds: float) -> ClientConfig:
+    timeout = timedelta(seconds=max(seconds / 2, 1.0))  # of one request, whose answer never comes
     return {"allow_http": True, "connect_timeout": timedelta(seconds=5), "timeout": timeout}
 
 

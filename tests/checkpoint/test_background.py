@@ -73,10 +73,12 @@ def test_updates_wait_for_room_and_say_how_long() -> None:
     thread = threading.Thread(target=update)
     thread.start()
     assert not done.wait(0.1)
+    assert snapshot.is_waiting
     rows = [snapshot.read(store, "wide", start, start + 8) for start in (0, 8, 16, 24)]
     snapshot.read(store, "moment.sum", 0, 32)
     thread.join(60)
     assert done.is_set()
+    assert not snapshot.is_waiting
     assert torch.equal(torch.cat(rows), before)
     assert snapshot.waited_s > 0
     assert snapshot.most_bytes > 100

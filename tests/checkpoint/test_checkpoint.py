@@ -144,7 +144,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
 
 def test_all_is_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    finish, write = storage._LocalWriter.finish, storage.LocalDirectory.write
+    finish, write, create = storage._LocalWriter.finish, storage.LocalDirectory.write, storage.LocalDirectory.create
 
     def finished(writer: Any) -> None:
         events.append(writer._path.name)
@@ -154,8 +154,13 @@ def test_all_is_on_the_disk_before_the_manifest(tmp_path: Path, monkeypatch: pyt
         events.append(name)
         write(place, name, text)
 
+    def created(place: Any, name: str, content: bytes) -> str | None:
+        events.append(name)
+        return create(place, name, content)
+
     monkeypatch.setattr(storage._LocalWriter, "finish", finished)
     monkeypatch.setattr(storage.LocalDirectory, "write", written)
+    monkeypatch.setattr(storage.LocalDirectory, "create", created)
     save_checkpoint(tmp_path / "c", {"model": narrow_model()[0]})
     assert events == ["unfinished.json", "tables-00000-00000.safetensors", "manifest.json"]
     assert sorted(f.name for f in (tmp_path / "c").iterdir()) == ["manifest.json", "tables-00000-00000.safetensors"]
@@ -203,14 +208,11 @@ def test_a_killed_save_is_no_checkpoint_and_is_replaced_by_the_next(
     # Killed before the manifest: all data files are there.
     path = tmp_path / "checkpoints" / "last-00000001"
     monkeypatch.setattr(storage.LocalDirectory, "remove_all", lambda _: None)
-    write = storage.LocalDirectory.write
 
-    def killed(place: Any, name: str, text: str) -> None:
-        if name == "manifest.json":
-            raise KeyboardInterrupt
-        write(place, name, text)
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage.LocalDirectory, "write", killed)
+    monkeypatch.setattr(storage.LocalDirectory, "create", killed)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(path, {"model": nn.Linear(2, 2)})
     monkeypatch.undo()

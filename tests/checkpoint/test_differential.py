@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim.swa_utils import AveragedModel
 
 import hotbed as hb
 from hotbed.checkpoint import (
@@ -22,9 +23,11 @@ from hotbed.checkpoint import (
     load_checkpoint,
     read_manifest,
     save_checkpoint,
+    storage,
     verify_checkpoint,
 )
 from hotbed.checkpoint.convert import convert, export_tables
+from hotbed.checkpoint.rank_reports import RankReports
 from hotbed.checkpoint.save import Saving
 from hotbed.errors import CheckpointError, DamagedError
 from hotbed.specs import Table
@@ -191,6 +194,35 @@ def test_all_ranks_save_all_rows_where_one_must(ranks: Ranks, tmp_path: Path) ->
     assert read_manifest(tmp_path / "next").base is None
 
 
+def unreachable_on_first(group: dist.ProcessGroup, folder: Path) -> str:
+    parts = build(CASES["tiles"], group=group, plan="row")
+    base = save_checkpoint(folder / "base", parts, track=True)
+    has = storage.LocalDirectory.has
+
+    def fails(place: Any, name: str) -> bool:
+        if place.name == "base" and dist.get_rank(group) == 0:
+            raise OSError("the store does not answer")
+        return has(place, name)
+
+    storage.LocalDirectory.has = fails  # type: ignore[method-assign]
+    try:
+        save_checkpoint(folder / "next", parts, base=base)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    finally:
+        storage.LocalDirectory.has = has  # type: ignore[method-assign]
+    return "saved"
+
+
+def test_all_ranks_end_where_the_first_cannot_look_at_the_base(ranks: Ranks, tmp_path: Path) -> None:
+    first, *others = ranks.run(3, unreachable_on_first, tmp_path)
+    assert first == "the store does not answer"
+    assert (
+        others
+        == [f"{tmp_path / 'next'} was not saved: rank 0 could not look at its base base; its own output says why"] * 2
+    )
+
+
 # -- where it is not known what changed ----------------------------------------------------------------------------
 
 
@@ -214,6 +246,40 @@ def test_all_rows_are_saved_where_differences_cannot_be(tmp_path: Path, caplog: 
     shutil.rmtree(tmp_path / "base3")
     assert save_checkpoint(tmp_path / "d", parts, base=base).base is None
     assert "since base3: it is gone" in caplog.text
+
+
+def test_all_rows_are_saved_where_the_base_has_other_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hotbed")
+    parts = build(CASES["whole"])
+    base = save_checkpoint(tmp_path / "base", {"model": parts["model"]}, track=True)  # without moments
+    assert save_checkpoint(tmp_path / "c", parts, base=base).base is None
+    assert "c holds all rows, not only those that changed since base: it has other tables, or other mo" in caplog.text
+    averaged = {**parts, "average": AveragedModel(parts["model"])}
+    base = save_checkpoint(tmp_path / "base2", parts, track=True)
+    assert save_checkpoint(tmp_path / "d", averaged, base=base).base is None
+    for path in ("c", "d"):
+        verify_checkpoint(tmp_path / path)
+
+
+def test_all_rows_are_saved_of_a_copy_that_was_made_after_the_base(tmp_path: Path) -> None:
+    """It has the marks of what it was copied from, and the base has other rows of it."""
+    case = CASES["whole"]
+    parts = build(case)
+    before = {**parts, "average": AveragedModel(parts["model"])}
+    base = save_checkpoint(tmp_path / "base", before, track=True)
+    train(case, parts, range(2))
+    after = {**parts, "average": AveragedModel(parts["model"])}
+    assert save_checkpoint(tmp_path / "d", after, base=base).base is None
+    loaded = build(case, seed=6)
+    loaded["average"] = AveragedModel(loaded["model"])
+    load_checkpoint(tmp_path / "d", loaded)
+    for found, expected in zip(tables_of(loaded["average"]), tables_of(after["average"]), strict=True):
+        assert torch.equal(found, expected)
+
+
+def tables_of(averaged: Any) -> list[torch.Tensor]:
+    collection = averaged.module["embeddings"]
+    return [collection.weight(name) for name in collection.tables]
 
 
 def test_all_rows_are_saved_where_most_have_changed(
@@ -241,10 +307,13 @@ def test_a_base_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
     parts = base_and_difference(tmp_path)
     (tmp_path / "base").rename(tmp_path / "kept")
     for read in (read_manifest, verify_checkpoint, lambda p: load_checkpoint(p, parts), lambda p: init_from(p, parts)):
-        with pytest.raises(DamagedError, match=r"d0 is a difference to .*base, which is gone; copy it to that place"):
+        with pytest.raises(CheckpointError, match=r"d0 is a difference to .*base, which is gone; copy it") as error:
             read(tmp_path / "d0")
+        assert not isinstance(error.value, DamagedError)  # which resuming would set aside
     shutil.copytree(tmp_path / "full0", tmp_path / "base")
-    with pytest.raises(DamagedError, match=r"with SHA-256 .{12}…, but what is there has .{12}…; copy the checkpoints"):
+    with pytest.raises(
+        CheckpointError, match=r"with SHA-256 .{12}…, but what is there has .{12}…; copy the checkpoints"
+    ):
         read_manifest(tmp_path / "d0")
 
 
@@ -262,13 +331,13 @@ def test_damage_of_a_base_is_found_by_its_differences(tmp_path: Path) -> None:
 def test_a_base_that_vanishes_while_a_difference_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(CASES["whole"])
     base = save_checkpoint(tmp_path / "base", parts, track=True)
-    report = Saving._report
+    report = RankReports.write
 
     def removed(*args: Any) -> None:
         shutil.rmtree(tmp_path / "base")
         report(*args)
 
-    monkeypatch.setattr(Saving, "_report", removed)
+    monkeypatch.setattr(RankReports, "write", removed)
     with pytest.raises(CheckpointError, match="d was not saved: its base base is gone; does another run remove it"):
         save_checkpoint(tmp_path / "d", parts, base=base)
     assert not (tmp_path / "d").exists()

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from torch import nn
 
-from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, save_checkpoint
+from hotbed.checkpoint import MANIFEST, directory, load_checkpoint, remote_storage, save_checkpoint
 from hotbed.checkpoint.remote_storage import PART_BYTES
 from hotbed.checkpoint.single_files import new_output
 from hotbed.commands.main import main
@@ -83,6 +83,19 @@ def test_a_write_whose_answer_was_lost_is_found_to_be_ones_own(server: Unreliabl
     assert after is not None
     assert after.content == b"process 7, version 2"
     assert tag in (None, after.tag)
+
+
+def test_conditional_writes_are_tried_for_a_shorter_time(server: Unreliable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a lease allows: who gets its turn later must not find it written later still."""
+    monkeypatch.setattr(remote_storage, "CONDITIONAL_S", 0.5)
+    place = directory(server.uri)
+    for write in (lambda: place.create("manifest.json", b"1"), lambda: place.replace("owner.json", b"1", "x")):
+        server.faults = ["busy"] * 1000
+        with pytest.raises(OSError, match="could not be read or written"):
+            write()
+        assert len(server.faults) > 900
+    server.faults = []
+    assert place.names() == []
 
 
 def test_a_store_that_is_gone(

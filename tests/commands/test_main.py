@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import islice
@@ -252,7 +253,7 @@ def test_inspect_tells_what_is_there(prepared: Path, parquet: Path, recipe: Path
     capsys.readouterr()
     found = inspected(Path(found["checkpoints"][0]), recipe.parent)
     assert (found["kind"], found["step"], found["recipe"], found["verified"]) == ("checkpoint", 2, "small", True)
-    assert "model.safetensors" in capsys.readouterr().out
+    assert re.search(r"model-\w{8}\.safetensors", capsys.readouterr().out)
 
 
 def test_inspect_of_something_else_says_what_it_looks_for(tmp_path: Path, capsys: Output) -> None:

@@ -23,6 +23,7 @@ from hotbed.checkpoint import (
     load_checkpoint,
     read_manifest,
     save_checkpoint,
+    snapshot,
     storage,
 )
 from hotbed.errors import CheckpointError
@@ -140,6 +141,37 @@ def test_what_a_killed_run_left_unfinished_is_removed(tmp_path: Path) -> None:
     (tmp_path / "last-words").mkdir()
     planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE)]).fit(planted.batches(2))
     assert sorted(path.name for path in tmp_path.iterdir()) == [OWNER, "last-00000002", "last-words"]
+
+
+def test_to_wait_for_room_to_keep_rows_is_to_wait_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the watchdog asks: a slow disk is not a process that hangs."""
+    monkeypatch.setattr(snapshot, "KEPT_BYTES", 0)
+    seen, go_on, read = threading.Event(), threading.Event(), snapshot.Snapshot.read
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(300)
+        return read(*args)
+
+    monkeypatch.setattr(snapshot.Snapshot, "read", slow)
+    trainer = planted.trainer(TRAIN, callbacks=[KeepLast(tmp_path, RECIPE, every=1, at_end=False)])
+
+    def watch() -> None:
+        end = time.monotonic() + 300
+        while time.monotonic() < end and not seen.is_set():
+            # Between the start of a save and the next update nothing else says so.
+            if trainer.saver._saving is not None and not trainer.saver._is_waiting and trainer.saver.is_waited_for:
+                seen.set()
+            time.sleep(0.01)
+        go_on.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    trainer.fit(planted.batches(2))
+    watching.join()
+    assert seen.is_set()
+    assert not trainer.saver.is_waited_for
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

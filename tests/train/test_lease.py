@@ -24,7 +24,7 @@ from hotbed.checkpoint import Directory, checkpoints_in, directory
 from hotbed.checkpoint.remote_storage import FileSystemDirectory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError, NotOursError
-from hotbed.train import Trainer, lease
+from hotbed.train import Trainer, lease, owners
 from hotbed.train.lease import OWNER, FileLock, Lease, lock
 from hotbed.train.retention import KeepLast
 from tests.train import planted
@@ -107,10 +107,10 @@ def test_a_file_that_names_nobody_ends_too(store: Directory, content: bytes) -> 
 
 def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(lease, "_system", lambda: "another")
+        patch.setattr(owners, "system", lambda: "another")
         patch.setattr(socket, "gethostname", lambda: "elsewhere")
         held = Lease(store, 2).__enter__()  # renews, as a host would
-        lease._held.clear()
+        owners.HELD.clear()
     try:
         with pytest.raises(CheckpointError, match=r"belongs to process \d+ on elsewhere since .*, which is running"):
             Lease(store, LIFE_S).__enter__()
@@ -122,9 +122,9 @@ def test_what_another_host_renews_is_refused(store: Directory, monkeypatch: pyte
 KILLED = """
 import os, signal, socket, sys, time
 from hotbed.checkpoint import directory
-from hotbed.train import Trainer, lease
+from hotbed.train import lease, owners
 if sys.argv[2] == "elsewhere":
-    lease._system = lambda: "another"
+    owners.system = lambda: "another"
     socket.gethostname = lambda: "elsewhere"
 lease.Lease(directory(sys.argv[1]), float(sys.argv[3])).__enter__()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -149,10 +149,12 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    here = {"system": lease._system()}
-    dead = [{**here, "pid": ended.pid}, {"job": "job-7"}, {"released": True}, {**here, "pid": os.getpid()}]
+    here = {"system": owners.system()}
+    dead = [{**here, "pid": ended.pid}, {"released": True}, {**here, "pid": os.getpid()}]
+    dead.append({"job": "job-7", "restarts": 1})
     if Path("/proc/self/stat").exists():
         dead.append({**here, "pid": os.getppid(), "started": "1"})  # the number is another process's now
     for owner in dead:
@@ -164,14 +166,22 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
 def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(Lease, "_wait_for_the_end_of", lambda *args: waited.append(args[2]))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says where it was given no name
-    for owner in ({"job": "none"}, {"job": "job-8"}, {"system": lease._system(), "pid": os.getppid()}, {}):
-        write(store, **owner)
-        with Lease(store):
-            pass
-    assert len(waited) == 4
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    here = {"system": owners.system(), "pid": os.getppid()}
+    alive: dict[str, list[dict[str, Any]]] = {
+        "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
+        # Another job of this name, or an agent that counts otherwise; and what an older release has written.
+        "job-7": [{"job": "job-8", "restarts": 1}, here, {}, *({"job": "job-7", "restarts": n} for n in (2, 3, None))],
+    }
+    for job, them in alive.items():
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        for owner in them:
+            write(store, **owner)
+            with Lease(store):
+                pass
+    assert len(waited) == 7
     monkeypatch.undo()
-    write(store, system=lease._system(), pid=os.getppid())
+    write(store, system=owners.system(), pid=os.getppid())
     with pytest.raises(CheckpointError, match=rf"belongs to process {os.getppid()} on elsewhere .*which is running"):
         Lease(store).__enter__()
 
@@ -316,7 +326,7 @@ def test_a_disk_without_locks_is_used_with_a_warning(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with lock(directory(tmp_path)):
         assert owner_of(directory(tmp_path))["pid"] == os.getpid()
-    assert "keeps no locks ([Errno 37] No locks available): two runs that write there are not noticed" in caplog.text
+    assert "keeps no locks ([Errno 37] No locks available): a run that begins there ends this one" in caplog.text
 
 
 def test_a_lock_of_a_host_that_died_is_waited_for(

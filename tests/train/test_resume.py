@@ -13,8 +13,7 @@ import pytest
 from torch import Tensor
 
 from hotbed.batch import Batch
-from hotbed.checkpoint import checkpoints_in, differential, directory, find_checkpoint, runs_in, save_checkpoint
-from hotbed.checkpoint.manifest import base_of
+from hotbed.checkpoint import checkpoints_in, directory, find_checkpoint, runs_in, save_checkpoint
 from hotbed.commands.main import main
 from hotbed.nn import DLRM
 from hotbed.train import Trainer
@@ -62,12 +61,6 @@ def killed(recipe: Path) -> Path:
     (run,) = runs(recipe)
     assert names(run) == ["last-00000003", "last-00000006", "last-00000009"]
     return run
-
-
-def damage(checkpoint: Path, file: str = "model.safetensors") -> None:
-    content = bytearray((checkpoint / file).read_bytes())
-    content[-1] ^= 1
-    (checkpoint / file).write_bytes(content)
 
 
 # -- auto ----------------------------------------------------------------------------------------------------------
@@ -146,78 +139,6 @@ def test_a_run_that_was_killed_before_its_test_is_tested(recipe: Path, monkeypat
         status, again, _ = train(recipe, *AUTO)
     assert (status, again["test"], again["run"]) == (0, first["test"], str(run))
     assert json.loads((run / "summary.json").read_text())["steps"] == 19
-
-
-def test_a_damaged_checkpoint_is_not_taken_but_the_one_before_it(recipe: Path, killed: Path, capsys: Output) -> None:
-    damage(killed / "checkpoints" / "last-00000009")
-    (killed / "checkpoints" / "last-00000010").mkdir()
-    (killed / "checkpoints" / "last-00000010" / "model.safetensors").write_text("half")
-    (killed / "checkpoints" / "last-00000002").mkdir()  # older ones are of no interest
-    capsys.readouterr()
-    status, summary, _ = train(recipe, *OFTEN, *AUTO)
-    shown = capsys.readouterr().err
-    assert status == 0
-    assert "warning: " in shown
-    assert "block 0 of 1" in shown
-    assert "last-00000009 is renamed to damaged-last-00000009-" in shown
-    assert "last-00000010 was never finished and is left out" in shown
-    assert "last-00000002" not in shown
-    assert f"resumed from {killed}/checkpoints/last-00000006 at step 6" in shown
-    assert names(killed) == [f"last-{step:08d}" for step in (3, 6, 9, 12, 15, 18, 19)]
-    assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
-
-
-def test_differences_to_a_damaged_base_are_not_taken_but_the_full_one_before(
-    recipe: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(differential, "MOST_SHARE", 10.0)
-    options = [*OFTEN, *AUTO, "--train.checkpoint_full_every", "2"]
-    train_until_killed(recipe, 16, *options)
-    (run,) = runs(recipe)
-    place = run / "checkpoints"
-    assert {name: base_of(directory(place / name)) for name in names(run)} == {
-        "last-00000003": None,
-        "last-00000006": "last-00000003",
-        "last-00000009": None,
-        "last-00000012": "last-00000009",
-        "last-00000015": None,
-    }
-    shutil.rmtree(place / "last-00000015")
-    (file,) = sorted((place / "last-00000009").glob("tables-*"))
-    damage(place / "last-00000009", file.name)
-    capsys.readouterr()
-    status, summary, _ = train(recipe, *options)
-    shown = capsys.readouterr().err
-    assert status == 0
-    for name in ("last-00000012", "last-00000009"):
-        assert f"{name} is renamed to damaged-{name}-" in shown
-    assert f"warning: {place}/last-00000009/{file.name}: block 0 of 1" in shown  # why the difference is not taken
-    assert f"resumed from {place}/last-00000006 at step 6" in shown
-    assert summary["test"] == train(recipe, "--name", "whole")[1]["test"]
-
-
-@pytest.mark.parametrize("how", ["text", "file", "bytes"])
-def test_what_counts_as_damage(how: str, recipe: Path, killed: Path, capsys: Output) -> None:
-    place = killed / "checkpoints" / "last-00000009"
-    if how == "text":
-        (place / "manifest.json").write_text((place / "manifest.json").read_text()[:-100])
-    elif how == "file":
-        (place / "dense.safetensors").unlink()
-    else:
-        (place / "dense.safetensors").write_bytes(b"")
-    assert train(recipe, *AUTO, *OFTEN)[0] == 0
-    assert "last-00000009 is renamed to damaged-last-00000009-" in capsys.readouterr().err
-
-
-def test_if_all_checkpoints_are_damaged_nothing_begins(recipe: Path, killed: Path, capsys: Output) -> None:
-    for name in names(killed):
-        damage(killed / "checkpoints" / name)
-    argv = ["train", str(recipe), "--out", str(recipe.parent / "runs"), *AUTO, *OFTEN]
-    message = refused(argv, capsys)
-    assert f"no checkpoint in {killed}/checkpoints is whole: " in message
-    assert "its content has changed; " in message
-    assert message.endswith("remove them to begin")
-    assert (runs(recipe), len(names(killed))) == ([killed], 3)
 
 
 def test_another_recipe_and_a_run_that_is_running_are_refused(recipe: Path, killed: Path, capsys: Output) -> None:

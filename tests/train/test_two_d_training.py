@@ -14,6 +14,7 @@ import torch
 
 from hotbed.checkpoint import (
     checkpoints_in,
+    differential,
     load_checkpoint,
     read_manifest,
     save_checkpoint,
@@ -114,6 +115,59 @@ def test_a_checkpoint_of_replicas_is_loaded_by_any_number_of_them(
     for of_rank in ranks.run(size, run, options, STOPPED + 1, None, checkpoint):
         assert_equal(of_rank["before"], first["state"])
     assert_equal(run(None, {}, STOPPED + 1, None, checkpoint)["before"], first["state"])
+
+
+def differing(group: Group, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Train with a base after the first step, and save every later state as a difference and as a full checkpoint."""
+    differential.MOST_SHARE = 10.0
+    rank, size = place(group)
+    trainer = make_trainer(group, "row", replace(TRAIN, epochs=1), callbacks=[saves := Saves(folder)], **options)
+    trainer.fit(Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size))
+    return {"bases": saves.bases, "state": state_of(trainer)}
+
+
+class Saves(Callback):
+    """Saves after some steps: a base, then pairs of a difference and a full checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._base, self.bases = folder, None, list[str | None]()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step == 1:
+            self._base = save_checkpoint(self._folder / "base", trainer.parts(), track=True)
+        elif trainer.step in (3, 6):  # between two averages, and after one
+            saved = save_checkpoint(self._folder / f"d{trainer.step}", trainer.parts(), base=self._base)
+            self.bases.append(saved.base)
+            save_checkpoint(self._folder / f"full{trainer.step}", trainer.parts())
+
+
+def resumed(group: Group, options: dict[str, Any], path: Path) -> dict[str, Any]:
+    rank, size = place(group)
+    trainer = make_trainer(group, "row", replace(TRAIN, epochs=1), **options)
+    loader = Loader(InMemory(), "train", 40, shuffle=True, window=3, rank=rank, world_size=size)
+    load_checkpoint(path, trainer.parts())
+    trainer.resume_data(loader)
+    before = state_of(trainer)
+    trainer.fit(loader)
+    return {"before": before, "state": state_of(trainer)}
+
+
+@pytest.mark.parametrize(
+    "options", [TWO, full({"replicas": 2, "exact": True}), full({"replicas": 4, "layout": "replicas"})]
+)
+def test_differences_of_replicas_load_and_go_on_as_full_checkpoints(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+):
+    saved = ranks.run(4, differing, tmp_path, options)
+    assert [of_rank["bases"] for of_rank in saved] == [["base", "base"]] * 4
+    for step in (3, 6):
+        verify_checkpoint(tmp_path / f"d{step}")
+        found, expected = (ranks.run(4, resumed, options, tmp_path / f"{kind}{step}") for kind in ("d", "full"))
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one["before"], other["before"])
+            assert_equal(one["state"], other["state"])
+    one = resumed(None, {}, tmp_path / "d6")
+    assert_equal(one["before"], expected[0]["before"])
 
 
 def test_a_run_that_is_resumed_ends_with_the_bits_of_the_run_that_saved(ranks: Ranks, tmp_path: Path):

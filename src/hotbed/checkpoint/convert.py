@@ -19,7 +19,14 @@ from torch import Tensor
 
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.load import read_states
-from hotbed.checkpoint.manifest import Manifest, SavedTable, SavedTile, read_manifest, write_manifest
+from hotbed.checkpoint.manifest import (
+    Manifest,
+    SavedTable,
+    SavedTile,
+    file_name,
+    read_manifest,
+    write_manifest,
+)
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, load_tile
 from hotbed.checkpoint.tensor_files import Array, Chunk, FileWriter, TensorFiles, new_directory
@@ -90,14 +97,14 @@ def convert(
     with opened(place, old) as files, new_directory(target) as (new, writer):
         check_tables(old.tables.values(), files)
         for name in kept:
-            _copy_arrays(f"{name}.safetensors", old, files, writer)
+            _copy_arrays(name, old, files, writer)
         chunks = _chunks(tables, specs, compact, files, progress)
         tiles = writer.write_chunks(chunks, "tables", MEMORY_BYTES)
         made = {
             name: replace(table, spec=specs[name], tiles=tuple(sorted(tiles[name], key=_place)), base=None)
             for name, table in tables.items()
         }
-        manifest = replace(old, base=None, parts=kept, tables=made, files=writer.entries())
+        manifest = replace(old, base=None, attempt="", parts=kept, tables=made, files=writer.entries())
         write_manifest(new, manifest)
     return manifest
 
@@ -160,8 +167,9 @@ def _specs(manifest: Manifest, dtype: Dtypes) -> dict[str, Table]:
     }
 
 
-def _copy_arrays(file: str, old: Manifest, files: TensorFiles, writer: FileWriter) -> None:
-    """Copy a file of tensors, if there is one; every block is checked."""
+def _copy_arrays(part: str, old: Manifest, files: TensorFiles, writer: FileWriter) -> None:
+    """Copy the tensors of a part, if it has some; every block is checked."""
+    file = old.file_of(part)
     if file not in old.files:
         return
 
@@ -173,7 +181,7 @@ def _copy_arrays(file: str, old: Manifest, files: TensorFiles, writer: FileWrite
 
         return Array(stored.dtype, stored.shape, rows)
 
-    writer.write(file, {key: array(key) for key in files.arrays(file)})
+    writer.write(file_name(part, ""), {key: array(key) for key in files.arrays(file)})
 
 
 def _chunks(
@@ -325,7 +333,7 @@ def export_tables(
             spec, file = specs[name], f"{quote(name, safe='')}.safetensors"
             writer.write(file, {"weight": _weight(table, spec, files, count)})
             found["tables"][name] = {"file": file, "rows": spec.rows, "dim": spec.dim, "dtype": spec.dtype}
-        if "model.safetensors" in manifest.files and "model" in manifest.parts:
+        if manifest.file_of("model") in manifest.files and "model" in manifest.parts:
             state = read_states(manifest, ["model"], files)["model"]
             if not isinstance(state, Mapping):
                 raise CheckpointError(f"{place}: part 'model' is {type(state).__name__}, must be a mapping")

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, Manifest
+from hotbed.checkpoint.manifest import MANIFEST, Manifest, SavedTable
 from hotbed.checkpoint.storage import Directory
 from hotbed.checkpoint.tensor_files import TensorFiles
 from hotbed.comm import Link
+from hotbed.errors import CheckpointError
 from hotbed.store import LazyStore, RowStore
 
 MOST_SHARE = 0.5
@@ -43,15 +44,22 @@ class Baseline(NamedTuple):
         What all ranks call it.
     sha256
         Of its manifest, on the first rank; None until it is written.
+    tables
+        What it says of its tables.
     """
 
     place: Directory
     token: str
     sha256: str | None
+    tables: Mapping[str, SavedTable]
 
 
 def changed_since(
-    base: Baseline, place: Directory, stores: Sequence[RowStore], link: Link | None
+    base: Baseline,
+    place: Directory,
+    stores: Sequence[RowStore],
+    tables: Mapping[str, SavedTable],
+    link: Link | None,
 ) -> dict[RowStore, Tensor] | None:
     """Find which rows have changed since a base; all ranks must call this.
 
@@ -63,6 +71,8 @@ def changed_since(
         The checkpoint that is to be a difference to it.
     stores
         What this rank saves of.
+    tables
+        What the manifest will say of them.
     link
         The ranks.
 
@@ -70,16 +80,33 @@ def changed_since(
     -------
     dict or None
         Slots by store, rising ``[n]``; None, on all ranks, where all rows must or should be saved; the log says why.
+
+    Raises
+    ------
+    OSError
+        If the first rank cannot look at the base; `CheckpointError` on the others.
     """
     is_first = link is None or link.rank == 0
-    reason = next((why for store in stores if (why := _unknown(store, base))), "")
-    reason = (_unusable(base, place) if is_first else "") or reason
-    changed = {} if reason else {store: _slots(store) for store in stores}
+    reason, error = "" if tables == base.tables else "it has other tables, or other moments", None
+    reason = reason or next((why for store in stores if (why := _unknown(store, base))), "")
+    try:
+        reason = (_unusable(base, place) if is_first else "") or reason
+    except (CheckpointError, OSError) as raised:  # the others must not wait for this rank in vain
+        error = raised
+    changed = {} if reason or error else {store: _slots(store) for store in stores}
     sizes = [_nbytes(store, slots) for store, slots in changed.items()]
-    own = torch.tensor([bool(reason), sum(s[0] for s in sizes), sum(s[1] for s in sizes)], dtype=torch.int64)
+    own = torch.tensor(
+        [bool(reason), sum(s[0] for s in sizes), sum(s[1] for s in sizes), error is not None], dtype=torch.int64
+    )
     if link is not None:
-        own = link.all_gather("bytes of changed rows", own.to(link.device)).wait().cpu().view(-1, 3).sum(0)
-    failed, of_changed, of_all = own.tolist()
+        own = link.all_gather("bytes of changed rows", own.to(link.device)).wait().cpu().view(-1, 4).sum(0)
+    failed, of_changed, of_all, errors = own.tolist()
+    if error is not None:
+        raise error
+    if errors:
+        raise CheckpointError(
+            f"{place} was not saved: rank 0 could not look at its base {base.place.name}; its own output says why"
+        )
     if not failed and of_changed > MOST_SHARE * of_all:
         reason = f"{of_changed:,} of {of_all:,} bytes of rows have changed"
     if failed or reason:

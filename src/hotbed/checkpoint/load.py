@@ -180,7 +180,7 @@ def read_states(manifest: Manifest, parts: Iterable[str], files: TensorFiles) ->
     """Read what ``state_dict()`` gave of some parts, without tables."""
     states: dict[str, Any] = {}
     for name in parts:
-        file = f"{name}.safetensors"
+        file = manifest.file_of(name)
         tensors = {key: files.read(file, key) for key in files.arrays(file)} if file in manifest.files else {}
         try:
             states[name] = restored(manifest.parts[name], tensors)

@@ -132,6 +132,8 @@ class Manifest:
         By the path of the collection in the model and the table's name.
     files
         By name: size, and the SHA-256 of every block.
+    attempt
+        What names of its files end in, where several runs may have tried to save it; else empty.
     sha256
         Of the manifest that was read.
     """
@@ -143,7 +145,12 @@ class Manifest:
     parts: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, SavedTable] = field(default_factory=dict)
     files: Mapping[str, Entry] = field(default_factory=dict)
+    attempt: str = ""
     sha256: str = field(default="", compare=False)
+
+    def file_of(self, part: str) -> str:
+        """Name the file with the tensors of a part; there is none in `files` if it has none."""
+        return file_name(part, self.attempt)
 
     def to_json(self) -> str:
         """JSON with its own SHA-256."""
@@ -151,6 +158,7 @@ class Manifest:
         values: dict[str, Any] = {
             "format": FORMAT if base is None else DIFFERENTIAL,
             "step": self.step,
+            **({"attempt": self.attempt} if self.attempt else {}),
             **({} if base is None else {"base": {"name": base.name, "sha256": base.sha256}}),
             "recipe": self.recipe,
             "plan": self.plan,
@@ -166,15 +174,31 @@ class Manifest:
         return sum(entry["bytes"] for entry in self.files.values())
 
 
+def file_name(name: str, attempt: str) -> str:
+    """Name a file of tensors; its name ends in the attempt that it is of, if it is of one."""
+    return f"{name}-{attempt}.safetensors" if attempt else f"{name}.safetensors"
+
+
 def write_manifest(place: Directory, manifest: Manifest) -> str:
-    """Write a checkpoint's manifest, the last of its files, which makes it one; return its SHA-256."""
+    """Write a checkpoint's manifest, the last of its files, which makes it one; return its SHA-256.
+
+    Raises
+    ------
+    CheckpointError
+        If there is one already, which is left as it is.
+    """
     text = manifest.to_json()
     if len(text) > MOST_BYTES:
         raise CheckpointError(
             f"{place} was not saved: its manifest would have {len(text):,} bytes, must have at most {MOST_BYTES:,}; "
             "save fewer tables in one checkpoint, or smaller states"
         )
-    place.write(MANIFEST, text)
+    content = text.encode()
+    if not place.has_conditional_writes:
+        place.write(MANIFEST, text)
+    elif place.create(MANIFEST, content) is None and place.read(MANIFEST, MOST_BYTES) != content:
+        # The same content is this process's own: the answer to its first request was lost on the way.
+        raise CheckpointError(f"{place} was not saved: another process has saved it since; see which run is to go on")
     return str(json.loads(text)["sha256"])
 
 
@@ -197,13 +221,13 @@ def _with_base(place: Directory, manifest: Manifest, base: Base) -> Manifest:
     file = f"{place}/{MANIFEST}"
     if base.name == place.name:
         raise CheckpointError(f"{file}: 'base.name' is '{base.name}', the checkpoint itself; use another checkpoint")
-    if not where.has(MANIFEST):
-        raise DamagedError(
+    if not where.has(MANIFEST):  # no damage: with its base, the difference is whole
+        raise CheckpointError(
             f"{place} is a difference to {where}, which is gone; copy it to that place, or use another checkpoint"
         )
     under = _read(where)
     if under.sha256 != base.sha256:
-        raise DamagedError(
+        raise CheckpointError(
             f"{place} is a difference to {where} with SHA-256 {base.sha256[:12]}…, but what is there has "
             f"{under.sha256[:12]}…; copy the checkpoints again, or use another"
         )
@@ -263,7 +287,14 @@ def _read(place: Directory) -> Manifest:
         table.check(name, file)
     keys = ("step", "recipe", "plan", "parts")
     found = {key: values[key] for key in keys}
-    return Manifest(**found, tables=tables, files=values["files"], base=base and Base(**base), sha256=sha256)
+    return Manifest(
+        **found,
+        tables=tables,
+        files=values["files"],
+        base=base and Base(**base),
+        attempt=values.get("attempt", ""),
+        sha256=sha256,
+    )
 
 
 def step_of(checkpoint: Directory) -> int:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import threading
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from hotbed.checkpoint.storage import Directory, Reader, Tagged, Writer
 from hotbed.errors import CheckpointError, DamagedError
-from hotbed.locations import OBJECT_STORES, explained, object_store, opened
+from hotbed.locations import CONDITIONAL_S, OBJECT_STORES, explained, object_store, opened
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult, UpdateVersion
@@ -36,7 +38,8 @@ def remote_directory(uri: str) -> Directory:
         If nothing here can open it.
     """
     if uri.partition("://")[0] in OBJECT_STORES:
-        return ObjectDirectory(*object_store(uri), uri)
+        brief = cache(lambda: object_store(uri, CONDITIONAL_S)[0])
+        return ObjectDirectory(*object_store(uri), uri, brief)
     return FileSystemDirectory(*opened(uri), uri)
 
 
@@ -77,19 +80,21 @@ class ObjectDirectory(_Remote):
         Path in it.
     uri
         What users call it.
+    brief
+        Gives the store with requests that end in time for conditional writes.
     """
 
-    def __init__(self, store: ObjectStore, root: str, uri: str) -> None:
+    def __init__(self, store: ObjectStore, root: str, uri: str, brief: Callable[[], ObjectStore]) -> None:
         super().__init__(root, uri)
-        self._store = store
+        self._store, self._brief = store, brief
 
     @override
     def folder(self, name: str) -> Directory:
-        return ObjectDirectory(self._store, self._at(name), self._uri(name))
+        return ObjectDirectory(self._store, self._at(name), self._uri(name), self._brief)
 
     @override
     def sibling(self, name: str) -> Directory:
-        return ObjectDirectory(self._store, *self._beside(name))
+        return ObjectDirectory(self._store, *self._beside(name), self._brief)
 
     @override
     def names(self) -> list[str]:
@@ -130,7 +135,7 @@ class ObjectDirectory(_Remote):
 
         with explained(self._uri(name)):
             try:
-                return _tag(self._store.put(self._at(name), content, mode="create"))
+                return _tag(self._brief().put(self._at(name), content, mode="create"))
             except AlreadyExistsError:
                 return None
 
@@ -149,7 +154,7 @@ class ObjectDirectory(_Remote):
 
         with explained(self._uri(name)):
             try:
-                return _tag(self._store.put(self._at(name), content, mode=_version(tag)))
+                return _tag(self._brief().put(self._at(name), content, mode=_version(tag)))
             except (PreconditionError, FileNotFoundError):
                 return None
 
@@ -254,10 +259,11 @@ class FileSystemDirectory(_Remote):
     def names(self) -> list[str]:
         from pyarrow import fs
 
-        if self._filesystem.get_file_info(self._root).type != fs.FileType.Directory:
-            return []
         selector = fs.FileSelector(self._root, allow_not_found=True)
-        return sorted(info.base_name for info in self._filesystem.get_file_info(selector))
+        try:
+            return sorted(info.base_name for info in self._filesystem.get_file_info(selector))
+        except NotADirectoryError:
+            return []
 
     @override
     def make(self) -> None:
@@ -315,6 +321,7 @@ class FileSystemDirectory(_Remote):
         return hashlib.sha256(content).hexdigest()
 
     @property
+    @override
     def has_conditional_writes(self) -> bool:
         """Whether there are `create` and `replace`: in this process's own memory."""
         return self.path.startswith("memory://")

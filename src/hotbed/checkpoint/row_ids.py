@@ -55,5 +55,5 @@ def _state_of(table: str, name: str, manifest: Manifest) -> tuple[str, str] | No
     for part, state in manifest.parts.items():
         entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}{name}") if isinstance(state, Mapping) else None
         if own in ("", part) and isinstance(entry, Mapping) and "$tensor" in entry:
-            return f"{part}.safetensors", str(cast("Mapping[str, Any]", entry)["$tensor"])
+            return manifest.file_of(part), str(cast("Mapping[str, Any]", entry)["$tensor"])
     return None

@@ -1,23 +1,24 @@
 """Save a checkpoint: every rank writes the tiles that it owns, the first one all else and, last, the manifest.
 
-Ranks write into one directory and report what they wrote to the first rank by a small file each, ``rank-N.json``. No
-table is gathered and nothing waits for other ranks but the manifest, so saving can go on in a thread beside training.
+Ranks write into one directory and report what they wrote to the first rank (`hotbed.checkpoint.rank_reports`). No table
+is gathered and nothing waits for other ranks but the manifest, so saving can go on in a thread beside training.
+
+Where the directory may pass to another run, names of files end in the attempt, eight digits of its token: a writer that
+was stopped for a while, and then goes on, overwrites and removes nothing of an attempt that began later. The manifest
+is created, which one of them alone can do, and only while all of its files are there (docs/decisions/0038).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import Entry
@@ -32,19 +33,19 @@ from hotbed.checkpoint.contents import (
     refuse_while_saved,
 )
 from hotbed.checkpoint.differential import Baseline, changed_since
-from hotbed.checkpoint.manifest import MANIFEST, MOST_BYTES, Base, Manifest, SavedTile, write_manifest
+from hotbed.checkpoint.manifest import MANIFEST, Base, Manifest, SavedTile, write_manifest
+from hotbed.checkpoint.rank_reports import OtherRankError, RankReports, failed_ranks, from_first
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
-from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, make_directory
+from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_left_by_attempts, make_directory
 from hotbed.comm import Link
 from hotbed.errors import CheckpointError
 from hotbed.store import RowStore
 
-PATIENCE_S = 600.0
-"""How long the first rank waits for another that has written no further file."""
 LAST_PATIENCE_S = 5.0
-"""How long it waits once training has failed."""
+"""How long the first rank waits for the others' reports once training has failed."""
+ATTEMPT_DIGITS = 8
 
 _log = logging.getLogger("hotbed")
 
@@ -59,7 +60,7 @@ def save_checkpoint(
     track: bool = False,
     background: bool = False,
     then: Callable[[], None] | None = None,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[], None] | None = None,
 ) -> Saving:
     """Save the state of some parts; of a distributed model, all ranks must call this with the same path.
 
@@ -87,7 +88,9 @@ def save_checkpoint(
     then
         Called on the first rank, by the thread that writes, when the checkpoint is there.
     check
-        Called likewise before it is: what this raises keeps it from being there.
+        Where the directory may pass to another run while this one writes: called on the first rank before anything that
+        the other would notice, and what it raises keeps the checkpoint from being there. Names of files are this
+        attempt's own then.
 
     Returns
     -------
@@ -109,14 +112,15 @@ def save_checkpoint(
             raise CheckpointError(f"a part is called '{name}'; names may have letters, digits, '_', '-' and '.'")
     plains, tensors = states_of(parts, is_first=link is None or link.rank == 0)
     place = directory(path)
-    token = _first_ranks(link, lambda: make_directory(place))
+    token = from_first(link, lambda: make_directory(place, shared=check is not None))
     if background:
         refuse_while_saved(tables)
         tensors = {name: {key: t.clone() for key, t in of.items()} for name, of in tensors.items()}
     # Asked for here: it waits for averages of replicas, which a thread must not do beside training.
     owned = owned_tiles(tables)
     stores = list(dict.fromkeys(tile.arena.store for _, _, tile in owned))
-    changed = None if base is None else changed_since(base.baseline, place, stores, link)
+    saved_tables = {name: table.saved for name, table in tables.items()}
+    changed = None if base is None else changed_since(base.baseline, place, stores, saved_tables, link)
     if changed is None and track:
         for store in stores:
             store.track(token)
@@ -129,7 +133,8 @@ def save_checkpoint(
             recipe,
             plan_of(parts),
             plains,
-            {name: t.saved for name, t in tables.items()},
+            saved_tables,
+            attempt="" if check is None else token[:ATTEMPT_DIGITS],
         ),
         owned,
         tensors if link is None or link.rank == 0 else {},
@@ -146,10 +151,6 @@ def save_checkpoint(
         saving.run()
         saving.wait()
     return saving
-
-
-class _OtherRankError(CheckpointError):
-    """What the first rank heard of another's failure."""
 
 
 class Saving:
@@ -180,19 +181,19 @@ class Saving:
         snapshot: Snapshot | None,
         then: Callable[[], None] | None,
         changed: Mapping[RowStore, Tensor] | None = None,
-        check: Callable[[], None] = lambda: None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.path = place.path
         self.base = None if manifest.base is None else manifest.base.name
         self._place, self._token, self._manifest = place, token, manifest
         self._owned, self._tensors, self._link, self._then = owned, tensors, link, then
-        self._check = check
+        self._check = check or (lambda: None)
         self._snapshot, self._changed = snapshot, changed
         self._sha256: str | None = None
         self._rank, self._size = (0, 1) if link is None else (link.rank, link.size)
+        self._reports = RankReports(place, token, manifest.attempt, self._rank, self._size)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._last_deadline = float("inf")
         self.nbytes = 0
         self.seconds = 0.0
         self.started_s = 0.0
@@ -201,6 +202,11 @@ class Saving:
     def stalled_s(self) -> float:  # noqa: D102
         waited = 0.0 if self._snapshot is None else self._snapshot.waited_s
         return self.started_s + (self.seconds if self._snapshot is None else waited)
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether training waits at present, because rows that it is about to change are still to be written."""
+        return self._snapshot is not None and self._snapshot.is_waiting
 
     @property
     def under_way(self) -> bool:
@@ -213,7 +219,7 @@ class Saving:
     @property
     def baseline(self) -> Baseline:
         """What other checkpoints need of this one to be differences to it."""
-        return Baseline(self._place, self._token, self._sha256)
+        return Baseline(self._place, self._token, self._sha256, self._manifest.tables)
 
     def start(self) -> None:
         """Write in a thread."""
@@ -222,7 +228,7 @@ class Saving:
 
     def abandon(self) -> None:
         """Where training has failed: write what is under way, but wait no longer for ranks that may be gone."""
-        self._last_deadline = time.monotonic() + LAST_PATIENCE_S
+        self._reports.deadline = time.monotonic() + LAST_PATIENCE_S
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -240,10 +246,10 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
-        own = self._error is not None and not isinstance(self._error, _OtherRankError)
-        failed = _failed(self._link, own)
+        own = self._error is not None and not isinstance(self._error, OtherRankError)
+        failed = failed_ranks(self._link, own)
         if failed and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
-            self._place.remove_all()  # nobody writes there any more
+            self._remove_files()  # nobody writes there any more
         if self._error is not None:
             raise self._error
         if failed:
@@ -260,18 +266,27 @@ class Saving:
             return False
         return True
 
+    def _remove_files(self) -> None:
+        """Remove what this attempt has written, and the directory, unless another's files are there, too."""
+        attempt = self._manifest.attempt
+        for name in self._place.names() if attempt else ():
+            if f"-{attempt}." in name:
+                self._place.remove(name)
+        if not attempt or self._place.names() in ([], [UNFINISHED]):
+            self._place.remove_all()
+
     def run(self) -> None:
         """Write; what goes wrong is raised by `wait`."""
         start = time.perf_counter()
         try:
             files, tiles = self._write_files()
-            self._report(files, tiles)
+            self._reports.write(files, tiles)
             if self._rank == 0:
                 self._write_manifest(files, tiles)
                 self._do_then()
         except BaseException as error:
             self._error = error
-            self._report_error(error)
+            self._reports.write_error(error)
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
@@ -282,33 +297,24 @@ class Saving:
 
     def _write_files(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:
         """Write this rank's files; their entries, and the tiles of each table that are in them."""
+        manifest = self._manifest
         with FileWriter(self._place) as writer:
             for part, tensors in self._tensors.items():
                 if tensors:
-                    writer.write(f"{part}.safetensors", {key: Array.of(t) for key, t in tensors.items()})
+                    writer.write(manifest.file_of(part), {key: Array.of(t) for key, t in tensors.items()})
             chunks = chunks_of(self._owned, self._snapshot, self._changed)
-            tiles = writer.write_chunks(chunks, f"tables-{self._rank:05d}")
+            tiles = writer.write_chunks(chunks, f"tables-{self._rank:05d}", attempt=manifest.attempt)
             if self._snapshot is not None:
                 self._snapshot.close()
             files = writer.entries()
         self.nbytes = sum(entry["bytes"] for entry in files.values())
         return files, tiles
 
-    def _report(self, files: Mapping[str, Entry], tiles: Mapping[str, Sequence[SavedTile]]) -> None:
-        """Report to the first rank what this one wrote."""
-        if self._rank != 0:
-            report = {
-                "token": self._token,
-                "files": files,
-                "tiles": {n: [t.to_dict() for t in of] for n, of in tiles.items()},
-            }
-            self._place.write(f"rank-{self._rank}.json", json.dumps(report))
-
     def _write_manifest(self, files: dict[str, Entry], tiles: dict[str, list[SavedTile]]) -> None:
         """Collect the reports of the other ranks, write the manifest, and remove the reports."""
         self._check()  # first: in a place that is another run's by now, missing files are no news
         for rank in range(1, self._size):
-            report = self._report_of(rank)
+            report = self._reports.read(rank)
             files |= report["files"]
             for name, of in report["tiles"].items():
                 tiles.setdefault(name, []).extend(SavedTile.from_dict(t) for t in of)
@@ -318,41 +324,34 @@ class Saving:
         }
         for name, table in tables.items():
             table.check(name, self.path)
-        missing = files.keys() - set(self._place.names())
-        if missing:
-            raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
+        self._refuse_missing(files)
         if self.base is not None and not self._place.sibling(self.base).has(MANIFEST):
             raise CheckpointError(
                 f"{self.path} was not saved: its base {self.base} is gone; does another run remove it?"
             )
         self._check()
         self._sha256 = write_manifest(self._place, replace(self._manifest, tables=tables, files=files))
-        for name in (UNFINISHED, *(f"rank-{rank}.json" for rank in range(1, self._size))):
-            self._place.remove(name)
+        if self._manifest.attempt:
+            self._withdraw_unless_whole(files)
+            self._check()
+            for name in self._place.names():  # what attempts that ended have left
+                if is_left_by_attempts(name) and name not in files:
+                    self._place.remove(name)
+        self._place.remove(UNFINISHED)
+        self._reports.remove()
 
-    def _report_of(self, rank: int) -> dict[str, Any]:
-        from hotbed.checkpoint import schema  # with pydantic, which only reading needs
+    def _refuse_missing(self, files: Mapping[str, Entry]) -> None:
+        missing = files.keys() - set(self._place.names())
+        if missing:
+            raise CheckpointError(f"{self.path} was not saved: {min(missing)} is gone; does another run write there?")
 
-        name = f"rank-{rank}.json"
-        start = seen = time.monotonic()
-        written = 0
-        while time.monotonic() < min(seen + PATIENCE_S, self._last_deadline):
-            count = sum(file.startswith(f"tables-{rank:05d}-") for file in self._place.names())
-            if count != written:
-                seen, written = time.monotonic(), count
-            if self._place.has(name):
-                report = schema.parsed(self._place.read(name, MOST_BYTES), f"{self._place}/{name}")
-                if report.get("token") == self._token:
-                    schema.check_report(report, f"{self._place}/{name}")
-                    if "error" in report:
-                        raise _OtherRankError(f"{self.path} was not saved: rank {rank} failed: {report['error']}")
-                    return report
-            time.sleep(min(0.02 + (time.monotonic() - start) / 20, 1.0))
-        waited = time.monotonic() - start
-        raise CheckpointError(
-            f"{self.path} was not saved: rank {rank} has not written {name} in {waited:,.0f} s; all ranks must see one "
-            "directory, on a shared file system or an object store"
-        )
+    def _withdraw_unless_whole(self, files: Mapping[str, Entry]) -> None:
+        """Remove the manifest if another run has removed files since the last look, as unfinished ones."""
+        try:
+            self._refuse_missing(files)
+        except CheckpointError:
+            self._place.remove(MANIFEST)
+            raise
 
     def _do_then(self) -> None:
         """What is to be done when the checkpoint is there; it is there whatever comes of this."""
@@ -362,40 +361,3 @@ class Saving:
                 self._then()
         except Exception:
             _log.exception("%s is saved, but what was to be done then failed", self.path)
-
-    def _report_error(self, error: BaseException) -> None:
-        """Report an error to the first rank, so that it does not wait."""
-        if self._rank != 0:
-            report = {"token": self._token, "error": str(error) or type(error).__name__}
-            with suppress(OSError):
-                self._place.write(f"rank-{self._rank}.json", json.dumps(report))
-
-
-def _first_ranks(link: Link | None, first: Callable[[], str]) -> str:
-    """Call something on the first rank and return its result on all ranks, or raise on all."""
-    if link is None:
-        return first()
-    error: Exception | None = None
-    text = ""
-    if link.rank == 0:
-        try:
-            text = first()
-        except Exception as raised:
-            error = raised
-    sent = torch.tensor(list(text.encode().ljust(32, b"\0")), dtype=torch.uint8, device=link.device)
-    came = bytes(link.broadcast("the checkpoint's token", sent, 0).wait().tolist()).rstrip(b"\0").decode()
-    if error is not None:
-        raise error
-    if not came:
-        raise CheckpointError("rank 0 could not make the checkpoint's directory; its own output says why")
-    return came
-
-
-def _failed(link: Link | None, failed: bool) -> list[int]:
-    """Ranks that failed."""
-    if link is None:
-        return [0] if failed else []
-    flags = link.all_gather(
-        "whether the checkpoint was written", torch.tensor([int(failed)], device=link.device)
-    ).wait()
-    return [rank for rank, flag in enumerate(flags.flatten().tolist()) if flag]

@@ -32,6 +32,7 @@ _LARGEST = 3.4028234663852886e38  # of float32
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Step = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Attempt = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*\.safetensors$", max_length=255)]
 """In the checkpoint's own directory, never above it or below."""
@@ -112,6 +113,7 @@ class ManifestEntry(_Entry):
     """A manifest, less the version and the hash, which come first; `check_state` looks into parts."""
 
     step: Count
+    attempt: Attempt | None = None
     base: BaseEntry | None = None
     recipe: dict[str, Any] | None
     plan: PlanEntry | None

@@ -67,6 +67,8 @@ class Snapshot:
         Seconds that updates were held up, for keeping rows and for room to keep them.
     most_bytes
         Most bytes that were kept at once.
+    is_waiting
+        Whether an update waits for room at present.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Snapshot:
         self._closed = False
         self.waited_s = 0.0
         self.most_bytes = 0
+        self.is_waiting = False
         self.rows = {store: rows_of(store, changed) for store in stores}
         """What is there now, by store."""
         self._arrays: dict[RowStore, dict[str, _Array]] = {
@@ -134,7 +137,9 @@ class Snapshot:
                         array.kept.append(_Kept(own, array.bits.index_select(0, own)))
                         self._bytes += array.kept[-1].nbytes
             self.most_bytes = max(self.most_bytes, self._bytes)
+            self.is_waiting = True
             self._lock.wait_for(lambda: self._bytes <= self._limit or self._closed)
+            self.is_waiting = False
         self.waited_s += time.perf_counter() - start
 
     def _forget(self, array: _Array, stop: int) -> None:

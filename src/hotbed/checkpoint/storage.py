@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from typing_extensions import override
 
 from hotbed.errors import CheckpointError, DamagedError
-from hotbed.files import sync, write_text
+from hotbed.files import naming, sync, write_text
 from hotbed.locations import location
 
 
@@ -80,6 +80,11 @@ class Directory(ABC):
     """
 
     path: str
+
+    @property
+    def has_conditional_writes(self) -> bool:
+        """Whether there are `create` and `replace`."""
+        return True
 
     @override
     def __str__(self) -> str:
@@ -229,15 +234,15 @@ class LocalDirectory(Directory):
 
     @override
     def write(self, name: str, text: str) -> None:
-        if not self.root.is_dir():
-            raise FileNotFoundError(f"{self.root} is gone; does another run write there?")
+        self._refuse_gone()
         write_text(self.root / name, text)
         sync(self.root)
 
     @override
     def create(self, name: str, content: bytes) -> str | None:
         path = self.root / name
-        with self._locked(name), self._complete(name, content) as (complete, tag):
+        self._refuse_gone()
+        with self._complete(name, content) as (complete, tag):
             try:
                 os.link(complete, path)  # fails if the file exists, also where locks mean nothing
             except FileExistsError:
@@ -245,11 +250,16 @@ class LocalDirectory(Directory):
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                if path.exists():
-                    return None
-                complete.rename(path)
+                with self._locked(name):
+                    if path.exists():
+                        return None
+                    complete.rename(path)
             sync(self.root)
         return tag
+
+    def _refuse_gone(self) -> None:
+        if not self.root.is_dir():
+            raise FileNotFoundError(f"{self.root} is gone; does another run write there?")
 
     @override
     def read_tagged(self, name: str) -> Tagged | None:
@@ -276,7 +286,7 @@ class LocalDirectory(Directory):
         """Write a hidden file, to be given its name; its path, and what its tag will be."""
         path = self.root / f".{name}.unfinished-{uuid.uuid4().hex[:8]}"
         try:
-            with path.open("xb") as stream:
+            with naming(self.root / name), path.open("xb") as stream:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -320,12 +330,14 @@ class _LocalWriter:
         self._stream = path.open("wb", buffering=0)
 
     def write(self, data: memoryview) -> None:
-        while data:
-            data = data[self._stream.write(data) :]
+        with naming(self._path):
+            while data:
+                data = data[self._stream.write(data) :]
 
     def finish(self) -> None:
         try:
-            os.fsync(self._stream.fileno())
+            with naming(self._path):
+                os.fsync(self._stream.fileno())
         finally:
             self._stream.close()
 

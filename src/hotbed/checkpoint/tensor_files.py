@@ -10,6 +10,7 @@ the header, JSON, padded with spaces; the arrays, one after the other, row-major
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import BlockReader, BlockWriter, BlockWriters, Entry, VerifiedFiles
-from hotbed.checkpoint.manifest import MANIFEST, SavedTile
+from hotbed.checkpoint.manifest import MANIFEST, SavedTile, file_name
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.errors import CheckpointError
 
@@ -35,6 +36,7 @@ CHUNK_BYTES = 16 << 20
 
 MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file, by its specification."""
+_OF_AN_ATTEMPT = re.compile(r"\w.*-[0-9a-f]{8}\.(safetensors|json)")
 _ALIGNMENT = 64
 _NAMES = {
     torch.float64: "F64",
@@ -174,9 +176,11 @@ class FileWriter:
         self._entries[name] = write_arrays(self._place, name, arrays, self._threads)
 
     def write_chunks(
-        self, chunks: Iterable[Chunk], prefix: str, limit: int | None = None
+        self, chunks: Iterable[Chunk], prefix: str, limit: int | None = None, *, attempt: str = ""
     ) -> dict[str, list[SavedTile]]:
         """Write chunks of tables into files ``PREFIX-NUMBER.safetensors``; return, by table, where each chunk is.
+
+        With an ``attempt`` they are ``PREFIX-NUMBER-ATTEMPT.safetensors``.
 
         A file is written as soon as the next chunk would make it larger than ``limit`` bytes, or `FILE_BYTES`. With a
         limit of 10 bytes, chunks of 6, 3 and 4 bytes are in the files ``PREFIX-00000`` (6 and 3) and ``PREFIX-00001``.
@@ -184,7 +188,7 @@ class FileWriter:
         keyed = ((f"{chunk.table}/{i}", chunk) for i, chunk in enumerate(chunks))
         tiles: dict[str, list[SavedTile]] = {}
         for number, group in enumerate(_fill_files(keyed, FILE_BYTES if limit is None else limit)):
-            file = f"{prefix}-{number:05d}.safetensors"
+            file = file_name(f"{prefix}-{number:05d}", attempt)
             for key, chunk in group.items():
                 tile = SavedTile(chunk.rows, chunk.cols, file, key, "keys" in chunk.arrays)
                 tiles.setdefault(chunk.table, []).append(tile)
@@ -242,19 +246,27 @@ def new_directory(path: str | Path | Directory) -> Generator[tuple[Directory, Fi
         raise
 
 
-def make_directory(place: Directory) -> str:
-    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token."""
-    names = place.names()
+def make_directory(place: Directory, *, shared: bool = False) -> str:
+    """Make the directory; only what an unfinished checkpoint left there is removed. Returns a token.
+
+    Nothing is removed where the directory is ``shared`` with attempts of other runs, whose files have other names.
+    """
+    names = [name for name in place.names() if not (shared and is_left_by_attempts(name))]
     if MANIFEST in names:
         raise CheckpointError(f"{place} exists already; checkpoints are never overwritten, choose another directory")
     if names and UNFINISHED not in names:
         raise CheckpointError(f"{place} exists already and holds {names[0]}; choose another directory")
-    for name in sorted(names, key=lambda name: name == UNFINISHED):  # the mark last
+    for name in [] if shared else sorted(names, key=lambda name: name == UNFINISHED):  # the mark last
         place.remove(name)
     place.make()
     token = uuid.uuid4().hex
     place.write(UNFINISHED, json.dumps({"token": token}))
     return token
+
+
+def is_left_by_attempts(name: str) -> bool:
+    """Tell whether a file is of an attempt to save a checkpoint that may pass to another run."""
+    return _OF_AN_ATTEMPT.fullmatch(name) is not None
 
 
 class TensorFiles:

@@ -99,6 +99,12 @@ class Changes:
         self.since: str | None = since
         self._touched = touched
 
+    def __deepcopy__(self, memo: object) -> Changes:
+        """Return marks of nothing: a copy of a store is no store that any checkpoint has been saved of."""
+        copy = Changes("", self._touched)
+        copy.lose()
+        return copy
+
     def add(self, slots: Tensor) -> None:
         """Note slots ``[n]``, repetitions included."""
         if self.since is not None:

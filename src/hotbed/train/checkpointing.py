@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from hotbed.checkpoint import MANIFEST, Directory, Saving, Stateful, checkpoints_in, save_checkpoint
@@ -46,8 +47,6 @@ class Saver:
     records
         Of every checkpoint that this rank has written its files of: ``step``, ``path``, ``bytes``, ``seconds`` and
         ``stalled_s``, the time that training was held up; with ``full_every`` also ``base``, None of a full one.
-    is_waited_for
-        Whether training waits for a checkpoint at present, however long that takes.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Saver:
         self._full_every, self._base, self._differences = full_every, cast("Saving | None", None), 0
         self._step = 0
         self._waited_s = 0.0
-        self.is_waited_for = False
+        self._is_waiting = False
         self._locks: dict[str, DirectoryLock] = {}
         self.records: list[dict[str, Any]] = []
 
@@ -76,10 +75,14 @@ class Saver:
             if self._ranks.is_first and where.path not in self._locks:
                 self._locks[where.path] = lock(where).__enter__()
         if remove_unfinished and self._ranks.is_first:
-            _remove_unfinished(where)
+            _remove_unfinished(where, self._locks[where.path])
+
+    def check(self) -> None:
+        """Raise `NotOursError` if a directory that is locked was taken over by another run."""
+        _check(self._locks.values())
 
     def release(self) -> None:
-        """Unlock the directories."""
+        """Unlock the directories; a checkpoint that is still being written is not published then."""
         for held in self._locks.values():
             held.__exit__()
         self._locks.clear()
@@ -118,8 +121,9 @@ class Saver:
             (exists,) = self._ranks.add(may_exist and self._ranks.is_first and place.has(MANIFEST))
             if exists:
                 return
+            check = partial(_check, tuple(self._locks.values()))  # as they are now, also after `release`
             with self._ranks.together(f"write to {place}"):
-                self._check()
+                check()
             self._step = step
             self._saving = save_checkpoint(
                 place,
@@ -130,13 +134,18 @@ class Saver:
                 track=self._full_every > 1,
                 background=background,
                 then=then,
-                check=self._check,
+                check=check,
             )
             self._differences += 1
             if self._saving.base is None:
                 self._base, self._differences = self._saving, 0
             if not background:
                 self.finish()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether training waits for a checkpoint at present, however long that takes."""
+        return self._is_waiting or (self._saving is not None and self._saving.holds_up)
 
     def poll(self) -> None:
         """Report the checkpoint if this rank has written its files; raise what went wrong here.
@@ -163,15 +172,11 @@ class Saver:
     @contextmanager
     def waited_for(self) -> Generator[None]:
         """Say that training waits for a checkpoint while the body runs."""
-        before, self.is_waited_for = self.is_waited_for, True
+        before, self._is_waiting = self._is_waiting, True
         try:
             yield
         finally:
-            self.is_waited_for = before
-
-    def _check(self) -> None:
-        for held in self._locks.values():
-            held.check()
+            self._is_waiting = before
 
     def abandon(self) -> None:
         """Let the checkpoint under way be written where training has failed."""
@@ -192,6 +197,11 @@ class Saver:
         }
         self.records.append(record)
         self._report(record)
+
+
+def _check(locks: Iterable[DirectoryLock]) -> None:
+    for held in locks:
+        held.check()
 
 
 def refuse_other_checkpoints(where: Directory, resumed: Directory | None) -> None:
@@ -242,10 +252,11 @@ def set_aside(place: Directory) -> str:
     return f"renamed to {target.name}"
 
 
-def _remove_unfinished(where: Directory) -> None:
+def _remove_unfinished(where: Directory, held: DirectoryLock) -> None:
     """Remove checkpoints without a manifest: killed runs were writing or removing them."""
     for name in where.names():
         folder = where / name
         if NAME.fullmatch(name) and not folder.has(MANIFEST):
+            held.check()
             folder.remove_all()
             _log.info("removed %s, which was never finished", folder)

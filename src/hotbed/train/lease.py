@@ -9,13 +9,14 @@ object store has no locks. There the file ``.owner.json`` is a lease (`Lease`):
    is the same for its time to live, by the clock of the one who waits, the owner has ended, and the file is replaced,
    again on condition that it is as it was. No clock of another host is believed.
 4. An owner that finds another's lease has lost: its training ends, and it publishes nothing. It looks at each renewal,
-   before it begins to write a checkpoint, and last before it writes the manifest, which makes it one.
+   before it begins to write a checkpoint, before it removes anything, and last before it writes the manifest.
 
 The owner is known to have ended where it was a process of this system with another one's number now, or none; and where
-it was of the same job of torchrun, which ends all processes before it starts them again.
+it was of the same job of torchrun and that has started processes again since: before it does, it ends all of them.
 
-Between the last look and the manifest another run can take over, if this process is stopped for the whole time to live
-just there. The manifest is then of files that were written as a whole, beside those of the other run.
+Between the last look and the manifest another run can take over, if this process is stopped for the time to live just
+there; a conditional write is tried for less than that (`hotbed.locations.CONDITIONAL_S`). Each attempt to save a
+checkpoint has names of files of its own, and one alone creates the manifest, so neither harms the other's.
 """
 
 from __future__ import annotations
@@ -24,17 +25,13 @@ import errno
 import json
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
-from functools import cache
-from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from typing_extensions import override
 
@@ -42,19 +39,16 @@ from hotbed.checkpoint import Directory
 from hotbed.checkpoint.remote_storage import FileSystemDirectory
 from hotbed.checkpoint.storage import LocalDirectory, Tagged
 from hotbed.errors import CheckpointError, NotOursError
+from hotbed.train import owners
 
 OWNER = ".owner.json"
 """File that names the process which writes into a directory."""
 TIME_TO_LIVE_S = 60.0
 """Seconds that a lease holds without being renewed."""
-_LONGEST_S = 600.0
-"""More is not waited for, whatever a file says."""
 _LOOKS = 30
 """Looks per time to live, of one who waits for it to end."""
 
 _log = logging.getLogger("hotbed")
-_held: set[str] = set()
-"""Names of the leases of this process."""
 
 
 class DirectoryLock(ABC):
@@ -82,7 +76,7 @@ class DirectoryLock(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `NotOursError` if the directory was taken over by another run."""
+        """Raise `NotOursError` if the directory was taken over by another run, or was given back."""
 
     @abstractmethod
     def check_renewals(self) -> None:
@@ -105,7 +99,7 @@ class FileLock(DirectoryLock):
 
     def __init__(self, where: LocalDirectory) -> None:
         super().__init__(where)
-        self._file = where.root / OWNER
+        self._file, self._name = where.root / OWNER, uuid.uuid4().hex
         self._descriptor: int | None = None
 
     @override
@@ -121,21 +115,21 @@ class FileLock(DirectoryLock):
                 break
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    _log.warning("%s keeps no locks (%s): two runs that write there are not noticed", self.where, error)
+                    _log.warning("%s keeps no locks (%s): a run that begins there ends this one", self.where, error)
                     break
-                owner = _parsed(os.pread(descriptor, 10_000, 0))
-                if end is None and _is_of_another_system(owner):
+                owner = owners.parsed(os.pread(descriptor, 10_000, 0))
+                whose = owners.belongs(self.where, owner)
+                if end is None and owners.is_of_another_system(owner):
                     end = time.monotonic() + self.PATIENCE_S
-                    _log.warning("%s; waiting %.0f s for its lock to end", _belongs(self.where, owner), self.PATIENCE_S)
+                    _log.warning("%s; waiting %.0f s for its lock to end", whose, self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
                     os.close(descriptor)
                     raise CheckpointError(
-                        f"{_belongs(self.where, owner)}, which is running; choose another train.checkpoint_dir, or end "
-                        "that run"
+                        f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
                     ) from None
                 time.sleep(1)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_me()).encode(), 0)
+        os.pwrite(descriptor, json.dumps({"name": self._name, **owners.me()}).encode(), 0)
         self._descriptor = descriptor
         return self
 
@@ -143,10 +137,29 @@ class FileLock(DirectoryLock):
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)  # the file stays: another process may be about to lock it
+            self._descriptor = None
 
     @override
     def check(self) -> None:
-        pass
+        if self._descriptor is None:
+            raise NotOursError(owners.given_back(self.where))
+        try:
+            os.pread(self._descriptor, 1, 0)  # fails over NFS once its server has given the lock to another host
+            with self._file.open("rb") as there:
+                owner, now = owners.parsed(there.read(10_000)), os.fstat(there.fileno())
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EIO, errno.ESTALE):
+                raise
+            raise NotOursError(
+                f"{self._file} was lost ({error.strerror}), and with it the lock on {self.where}; this run ends, and "
+                "publishes nothing more"
+            ) from None
+        own = os.fstat(self._descriptor)
+        if (own.st_dev, own.st_ino) != (now.st_dev, now.st_ino) or owner.get("name") != self._name:
+            raise NotOursError(
+                f"{owners.belongs(self.where, owner)}, which took it over: its file system gave it the lock that this "
+                "process had; this run ends, and publishes nothing more"
+            )
 
     @override
     def check_renewals(self) -> None:
@@ -183,25 +196,27 @@ class Lease(DirectoryLock):
             return self
         while not self._acquire():
             pass
-        _held.add(self._name)
+        owners.HELD.add(self._name)
         self._thread = threading.Thread(target=self._renew_until_over, name="hotbed-lease", daemon=True)
         self._thread.start()
         return self
 
     @override
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         if self._thread is None:
             return
-        self._over.set()
         self._thread.join()
         self._thread = None
-        _held.discard(self._name)
+        owners.HELD.discard(self._name)
         if self._lost is None:
             with suppress(CheckpointError, OSError):
                 self._replace(self._tag, released=True)
 
     @override
     def check(self) -> None:
+        if self._over.is_set() and self._lost is None:
+            raise NotOursError(owners.given_back(self.where))
         if self._thread is not None and self._lost is None:
             with self._writes:
                 self._compare(self.where.read_tagged(OWNER))
@@ -226,27 +241,27 @@ class Lease(DirectoryLock):
         there = self.where.read_tagged(OWNER)
         if there is None:
             return False
-        owner = _parsed(there.content)
+        owner = owners.parsed(there.content)
         if owner.get("name") == self._name:  # the answer was lost on its way, and the request sent again
             self._tag = there.tag
             return True
-        if not owner.get("released") and not _has_ended(owner):
+        if not owner.get("released") and not owners.has_ended(owner):
             self._wait_for_the_end_of(there, owner)
         return self._replace(there.tag)
 
     def _wait_for_the_end_of(self, lease: Tagged, owner: Mapping[str, Any]) -> None:
         """Return when a lease was not renewed for its time to live; `CheckpointError` if it was."""
-        belongs = _belongs(self.where, owner)
-        refused = f"{belongs}, which is running; choose another train.checkpoint_dir, or end that run"
-        if owner.get("system") == _system():
+        whose = owners.belongs(self.where, owner)
+        refused = f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
+        if owner.get("system") == owners.system():
             raise CheckpointError(refused)
-        seconds = _time_to_live(owner, self._seconds)
+        seconds = owners.time_to_live(owner, self._seconds)
         start = time.monotonic()
-        _log.warning("%s; waiting up to %.0f s to see whether that run lives", belongs, seconds)
+        _log.warning("%s; waiting up to %.0f s to see whether that run lives", whose, seconds)
         while time.monotonic() - start < seconds:
             time.sleep(seconds / _LOOKS)
             found = self.where.read_tagged(OWNER)
-            if found is None or _parsed(found.content).get("released"):
+            if found is None or owners.parsed(found.content).get("released"):
                 return
             if found.tag != lease.tag:
                 raise CheckpointError(refused)
@@ -268,9 +283,9 @@ class Lease(DirectoryLock):
 
     def _compare(self, there: Tagged | None) -> None:
         """Note whose the lease is, if it is not this one's any more."""
-        owner: Mapping[str, Any] = {} if there is None else _parsed(there.content)
+        owner: Mapping[str, Any] = {} if there is None else owners.parsed(there.content)
         if there is None or owner.get("name") != self._name:
-            self._lost = _belongs(self.where, owner)
+            self._lost = owners.belongs(self.where, owner)
         else:
             self._tag = there.tag
 
@@ -284,79 +299,4 @@ class Lease(DirectoryLock):
 
     def _content(self, *, released: bool = False) -> bytes:
         own = {"name": self._name, "number": self._number, "time_to_live_s": self._seconds, "released": released}
-        return json.dumps({**own, **_me()}).encode()
-
-
-# -- owners ------------------------------------------------------------------------------------------------------------
-
-
-def _me() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "system": _system(),
-        "started": _started(os.getpid()),
-        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _parsed(content: bytes) -> Mapping[str, Any]:
-    """What a file says of its owner; nothing if it is damaged."""
-    try:
-        values = json.loads(content or b"{}")
-    except ValueError:
-        return {}
-    return cast("Mapping[str, Any]", values) if isinstance(values, dict) else {}
-
-
-def _time_to_live(owner: Mapping[str, Any], default: float) -> float:
-    """Seconds that an owner's lease holds, within what could be meant."""
-    seconds = owner.get("time_to_live_s")
-    return min(float(seconds), _LONGEST_S) if isinstance(seconds, int | float) and seconds > 0 else default
-
-
-def _belongs(where: Directory, owner: Mapping[str, Any]) -> str:
-    named = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
-    return f"{where} belongs to {named} since {owner.get('since', '?')}"
-
-
-def _is_of_another_system(owner: Mapping[str, Any]) -> bool:
-    return owner.get("system") not in (None, _system())
-
-
-def _has_ended(owner: Mapping[str, Any]) -> bool:
-    """Whether an owner is known to have ended: as a process of this system, or as an earlier attempt of this job."""
-    if owner.get("name") in _held:
-        return False
-    if owner.get("job") is not None and owner["job"] == os.environ.get("TORCHELASTIC_RUN_ID") != "none":
-        return True  # torchrun ends all processes before it starts them again; "none": torchrun without --rdzv-id
-    pid = owner.get("pid")
-    if owner.get("name") in _held or owner.get("system") != _system() or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    # Numbers of processes come again, in containers soon. This process holds no other lease than those in _held.
-    there = owner.get("started"), _started(pid)
-    return pid == os.getpid() or (None not in there and there[0] != there[1])
-
-
-@cache
-def _system() -> str:
-    """Name of what numbers processes: the host since it was started, and the container in it."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    return socket.gethostname()
-
-
-def _started(pid: int) -> str | None:
-    """When a process was started, in ticks since the machine was; None where that cannot be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
+        return json.dumps({**own, **owners.me()}).encode()

@@ -267,6 +267,7 @@ def resume_newest(
         raise DamagedError(f"no checkpoint in {place} is whole: {'; '.join(damage.values())}; remove them to begin")
     if ranks.is_first:
         for name, reason in damage.items():
+            trainer.saver.check()
             where = set_aside(place / name)
             console.print(f"warning: {reason}; {name} is {where}, and an older one is taken", soft_wrap=True)
         for name in unfinished:
