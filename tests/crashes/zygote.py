@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numba.core.registry import cpu_target
 
 from hotbed.checkpoint import differential
 from hotbed.commands.main import main as command
@@ -23,6 +24,7 @@ from tests.crashes import points, wants
 from tests.crashes.points import COUNTING, Point
 from tests.ranks import PRELOADED
 
+MORE = ("hotbed.data.prepare", "hotbed.checkpoint.changes", "hotbed.checkpoint.schema", "torch.distributed.fsdp")
 DIGESTS, COUNTS, DEATH = "digests.jsonl", "counts.json", "death.jsonl"
 """In the folder of a command: what was trained, what was counted, and where it died."""
 
@@ -66,8 +68,7 @@ def run(task: dict[str, Any], rank: int) -> int:
     differential.MOST_SHARE = 10.0  # most rows of such small tables change, and differences are saved all the same
     Trainer.fit = _noting(Trainer.fit, folder)
     point = None if task["point"] is None else Point(**task["point"])
-    whole = "preparing" if task["args"][0] == "prepare" else None
-    COUNTING.begin(point if point is not None and point.rank == rank else None, folder / DEATH, whole)
+    COUNTING.begin(point if point is not None and point.rank == rank else None, folder / DEATH, task["whole"])
     if (want := task.get("want")) is not None:
         wants.begin(wants.Want(**want), folder / DEATH)
     code = command(task["args"])
@@ -80,8 +81,10 @@ def run(task: dict[str, Any], rank: int) -> int:
 
 def serve() -> None:
     """Answer each task with the exit code of every rank (negative: the signal that ended it), and how long it took."""
-    for name in (*PRELOADED, "hotbed.commands.train", "hotbed.data.prepare", "torch.distributed.fsdp"):
+    for name in (*PRELOADED, "hotbed.commands.train", "hotbed.commands.checkpoint", *MORE):
         import_module(name)
+    cpu_target.typing_context.refresh()  # what every first kernel waits for
+    cpu_target.target_context.refresh()
     points.install()
     wants.install()
     for line in sys.stdin:
