@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tests.crashes.points import Point
+from tests.crashes.exchanges import Fault
+from tests.crashes.points import COUNTS, DEATH, Point
 from tests.crashes.wants import Want
 from tests.crashes.workloads import Workload, difference, result_of, unreadable
-from tests.crashes.zygote import COUNTS, DEATH
 from tests.train.launcher import ROOT, unused_port
 
 LIMIT_S = 240
@@ -59,6 +59,7 @@ class Commands:
         point: Point | None = None,
         want: Any = None,
         whole: str | None = None,
+        fault: Fault | None = None,
     ) -> dict[str, Any]:
         """Run a command; its exit codes by rank, and when each rank ended. ``whole``: the phase that all of it is."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,7 @@ class Commands:
             "point": None if point is None else point.to_dict(),
             "want": want,
             "whole": whole,
+            "fault": None if fault is None else asdict(fault),
             "limit_s": LIMIT_S,
         }
         assert self._process.stdin is not None

@@ -52,6 +52,9 @@ PHASES = (
     "replicas",
 )
 
+DIGESTS, COUNTS, DEATH = "digests.jsonl", "counts.json", "death.jsonl"
+"""In the folder of a command: what was trained, what was counted, and where it died."""
+
 
 @dataclass(frozen=True)
 class Point:

@@ -13,7 +13,7 @@ import yaml
 from hotbed.checkpoint import Directory, checkpoints_in, directory, verify_checkpoint
 from hotbed.checkpoint.tensor_files import UNFINISHED
 from hotbed.errors import HotbedError
-from tests.crashes.zygote import DIGESTS
+from tests.crashes.points import DIGESTS
 
 NEVER_THE_SAME = {"samples_per_s", "seconds", "time", "waited_s", "stalled_s"}
 
@@ -60,7 +60,7 @@ CHAIN = ("--train.checkpoint_full_every", "4", "--train.keep_last", "2")
 KEPT = (*TRAIN, "--train.checkpoint_full_every", "4", "--train.keep_last", "9", "--train.steps", "8")
 ROWS = ("--parallel.plan", "row", "--parallel.timeout_s", "60")
 REPLICAS = ("--parallel.replicas", "2", "--parallel.sync_every", "2", "--parallel.timeout_s", "60")
-POOLED = ("--parallel.plan", "grid", "--parallel.timeout_s", "60")
+GRID = ("--parallel.plan", "grid", "--parallel.timeout_s", "60")
 WORKLOADS = (
     Workload(name="one process", phases=("training", "saving", "publication"), args=(*TRAIN, "--train.epochs", "2")),
     Workload(name="chain", phases=("difference", "publication"), args=(*TRAIN, *CHAIN)),
@@ -99,7 +99,7 @@ WORKLOADS = (
         whole="changes.parquet",
     ),
     Workload(name="two ranks", phases=("exchange", "saving"), args=(*TRAIN, *ROWS), ranks=2),
-    Workload(name="grid", phases=("exchange", "difference"), args=(*TRAIN, *POOLED, *CHAIN), ranks=2),
+    Workload(name="grid", phases=("exchange", "difference"), args=(*TRAIN, *GRID, *CHAIN), ranks=2),
     Workload(
         name="ranks go on",
         phases=("loading",),

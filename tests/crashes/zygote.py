@@ -20,13 +20,11 @@ from hotbed.checkpoint import differential
 from hotbed.commands.main import main as command
 from hotbed.store.keyed import FileRecords
 from hotbed.train import Trainer
-from tests.crashes import points, wants
-from tests.crashes.points import COUNTING, Point
+from tests.crashes import exchanges, points, wants
+from tests.crashes.points import COUNTING, COUNTS, DEATH, DIGESTS, Point
 from tests.ranks import PRELOADED
 
 MORE = ("hotbed.data.prepare", "hotbed.checkpoint.changes", "hotbed.checkpoint.schema", "torch.distributed.fsdp")
-DIGESTS, COUNTS, DEATH = "digests.jsonl", "counts.json", "death.jsonl"
-"""In the folder of a command: what was trained, what was counted, and where it died."""
 
 
 def digest_of(trainer: Trainer) -> dict[str, Any]:
@@ -71,10 +69,13 @@ def run(task: dict[str, Any], rank: int) -> int:
     COUNTING.begin(point if point is not None and point.rank == rank else None, folder / DEATH, task["whole"])
     if (want := task.get("want")) is not None:
         wants.begin(wants.Want(**want), folder / DEATH)
+    if (fault := task.get("fault")) is not None and fault["rank"] == rank:
+        exchanges.begin(exchanges.Fault(**fault), folder / DEATH)
     code = command(task["args"])
     COUNTING.note = None
     (folder / f"{rank}.{COUNTS}").write_text(
-        json.dumps({"phases": COUNTING.by_phase, "operations": COUNTING.operations}), encoding="utf-8"
+        json.dumps({"phases": COUNTING.by_phase, "operations": COUNTING.operations, "exchanges": exchanges.BEGUN}),
+        encoding="utf-8",
     )
     return code
 
@@ -87,6 +88,7 @@ def serve() -> None:
     cpu_target.target_context.refresh()
     points.install()
     wants.install()
+    exchanges.install()
     for line in sys.stdin:
         task = json.loads(line)
         started = time.monotonic()
@@ -110,10 +112,12 @@ def serve() -> None:
                 left.discard(pid)
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
                 ended[ranks[pid]] = time.monotonic() - started
+            elif task.get("fault") and [ranks[of] for of in left] == [task["fault"]["rank"]]:
+                os.kill(left.copy().pop(), signal.SIGKILL)  # it was stopped; the others have ended
             elif time.monotonic() > end:
                 for late in left:
                     os.kill(late, signal.SIGABRT)
                 end += 60
             else:
                 time.sleep(0.005)
-        print(json.dumps({"codes": codes, "ended": ended}), flush=True)
+        print(json.dumps({"codes": codes, "ended": ended, "started": started}), flush=True)
