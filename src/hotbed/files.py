@@ -52,14 +52,27 @@ def naming(path: Path) -> Generator[None]:
 
 @contextmanager
 def new_file(path: Path) -> Generator[Path]:
-    """Give a hidden path beside ``path`` to write a file to, and rename it to ``path`` when the body succeeds."""
+    """Give a hidden file beside ``path`` to write to, and rename it to ``path`` when the body succeeds.
+
+    The hidden file is there, empty and locked: write into it, as another one in its place would not be locked. What a
+    killed process has left is removed by the next one that writes the same file.
+    """
     unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    with _alone_in(path.parent):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.unfinished-????????"):
+            if left.is_file() and (claim := _locked(left)) is not None:
+                left.unlink()
+                os.close(claim)
+        unfinished.touch()
+        claim = _locked(unfinished)
     try:
         yield unfinished
         sync(unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+        if claim is not None:
+            os.close(claim)
 
 
 def sync(path: Path) -> None:
@@ -263,13 +276,13 @@ def _alone_in(directory: Path) -> Generator[None]:
             os.close(claim)
 
 
-def _locked(directory: Path, *, wait: bool = False) -> int | None:
-    """Lock a directory until its descriptor is closed, or this process ends; None if it is locked or cannot be."""
+def _locked(path: Path, *, wait: bool = False) -> int | None:
+    """Lock a file or directory until its descriptor is closed, or this process ends; None if locked or not lockable."""
     if os.name == "nt":
-        return None  # Windows opens no directory
+        return None  # Windows opens no directory, and has other locks
     import fcntl
 
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:

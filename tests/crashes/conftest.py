@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crashes.campaign import Campaign, Commands, make_data
+from tests.crashes.campaign import Campaign, Commands
+from tests.crashes.workloads import make_data
 
 
 @pytest.fixture(name="commands", scope="module")

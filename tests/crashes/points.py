@@ -40,7 +40,10 @@ from hotbed.train.trainer import Trainer
 PHASES = (
     "training",
     "saving",
-    "delta",
+    "difference",
+    "publication",
+    "compaction",
+    "export",
     "loading",
     "preparing",
     "write-back",
@@ -48,6 +51,9 @@ PHASES = (
     "exchange",
     "replicas",
 )
+
+DIGESTS, COUNTS, DEATH = "digests.jsonl", "counts.json", "death.jsonl"
+"""In the folder of a command: what was trained, what was counted, and where it died."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +137,14 @@ REAL_FSYNC, REAL_WRITE = os.fsync, os.write
 
 
 def _of_saving(args: Any) -> str:
-    """Checkpoints that name a base are links of a chain."""
-    return "saving" if getattr(args[0], "base", None) is None else "delta"
+    """Full checkpoints and differences to them."""
+    return "saving" if getattr(args[0], "base", None) is None else "difference"
 
 
 SCOPES: list[tuple[Any, str, Callable[[Any], str]]] = [
     (save.Saving, "run", _of_saving),
+    (save.Saving, "_write_manifest", lambda _: "publication"),
+    (save.Saving, "_do_then", lambda _: "publication"),
     (resume, "load_checkpoint", lambda _: "loading"),
     (resume, "read_manifest", lambda _: "loading"),
     (FileRecords, "_write", lambda _: "write-back"),

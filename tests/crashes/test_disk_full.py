@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.crashes.campaign import WORKLOADS, Campaign
+from tests.crashes.campaign import Campaign
 from tests.crashes.wants import KINDS, Want
+from tests.crashes.workloads import WORKLOADS
 from tests.matrix import full
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.crashes.campaign import WORKLOADS, Campaign, Workload
+from tests.crashes.campaign import Campaign
+from tests.crashes.workloads import WORKLOADS, Workload
 from tests.matrix import full
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -13,7 +14,7 @@ IN_SHORT = ("chain", "go on", "prepare")
 @pytest.mark.parametrize(
     ("workload", "points"),
     [(BY_NAME[name], 1) for name in IN_SHORT] + [full(workload, 3) for workload in WORKLOADS],
-    ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Workload) else str(value),
+    ids=lambda value: value.slug if isinstance(value, Workload) else str(value),
 )
 def test_commands_that_are_killed_end_as_those_that_are_not(
     campaign: Campaign, workload: Workload, points: int

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from hotbed.errors import DataError
-from hotbed.files import new_directory
+from hotbed.files import new_directory, new_file
 from hotbed.train import Trainer
 from hotbed.train.callbacks import JsonLines
 
@@ -37,6 +37,29 @@ def test_a_directory_that_a_killed_process_was_filling_is_removed_by_the_next(tm
     make(tmp_path / "data", "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     assert (tmp_path / "data" / MARKER).read_text() == "whole"
+
+
+def die_writing(path: Path) -> None:
+    with new_file(path) as file:
+        file.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_file_that_a_killed_process_was_writing_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "rows[1].parquet"
+    process = multiprocessing.get_context("spawn").Process(target=die_writing, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    with new_file(path) as first:
+        first.write_text("first")
+        with new_file(path) as second:
+            second.write_text("second")
+        assert first.read_text() == "first"  # it is being written, and stays
+        assert path.read_text() == "second"
+    assert [file.name for file in tmp_path.iterdir()] == ["rows[1].parquet"]
+    assert path.read_text() == "first"
 
 
 def test_a_directory_that_another_process_is_filling_stays(tmp_path: Path) -> None:

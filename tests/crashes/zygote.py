@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numba.core.registry import cpu_target
 
 from hotbed.checkpoint import differential
 from hotbed.commands.main import main as command
 from hotbed.store.keyed import FileRecords
 from hotbed.train import Trainer
-from tests.crashes import points, wants
-from tests.crashes.points import COUNTING, Point
+from tests.crashes import exchanges, points, wants
+from tests.crashes.points import COUNTING, COUNTS, DEATH, DIGESTS, Point
 from tests.ranks import PRELOADED
 
-DIGESTS, COUNTS, DEATH = "digests.jsonl", "counts.json", "death.jsonl"
-"""In the folder of a command: what was trained, what was counted, and where it died."""
+MORE = ("hotbed.data.prepare", "hotbed.checkpoint.changes", "hotbed.checkpoint.schema", "torch.distributed.fsdp")
 
 
 def digest_of(trainer: Trainer) -> dict[str, Any]:
@@ -66,24 +66,29 @@ def run(task: dict[str, Any], rank: int) -> int:
     differential.MOST_SHARE = 10.0  # most rows of such small tables change, and differences are saved all the same
     Trainer.fit = _noting(Trainer.fit, folder)
     point = None if task["point"] is None else Point(**task["point"])
-    whole = "preparing" if task["args"][0] == "prepare" else None
-    COUNTING.begin(point if point is not None and point.rank == rank else None, folder / DEATH, whole)
+    COUNTING.begin(point if point is not None and point.rank == rank else None, folder / DEATH, task["whole"])
     if (want := task.get("want")) is not None:
         wants.begin(wants.Want(**want), folder / DEATH)
+    if (fault := task.get("fault")) is not None and fault["rank"] == rank:
+        exchanges.begin(exchanges.Fault(**fault), folder / DEATH)
     code = command(task["args"])
     COUNTING.note = None
     (folder / f"{rank}.{COUNTS}").write_text(
-        json.dumps({"phases": COUNTING.by_phase, "operations": COUNTING.operations}), encoding="utf-8"
+        json.dumps({"phases": COUNTING.by_phase, "operations": COUNTING.operations, "exchanges": exchanges.BEGUN}),
+        encoding="utf-8",
     )
     return code
 
 
 def serve() -> None:
     """Answer each task with the exit code of every rank (negative: the signal that ended it), and how long it took."""
-    for name in (*PRELOADED, "hotbed.commands.train", "hotbed.data.prepare", "torch.distributed.fsdp"):
+    for name in (*PRELOADED, "hotbed.commands.train", "hotbed.commands.checkpoint", *MORE):
         import_module(name)
+    cpu_target.typing_context.refresh()  # what every first kernel waits for
+    cpu_target.target_context.refresh()
     points.install()
     wants.install()
+    exchanges.install()
     for line in sys.stdin:
         task = json.loads(line)
         started = time.monotonic()
@@ -107,10 +112,12 @@ def serve() -> None:
                 left.discard(pid)
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
                 ended[ranks[pid]] = time.monotonic() - started
+            elif task.get("fault") and [ranks[of] for of in left] == [task["fault"]["rank"]]:
+                os.kill(left.copy().pop(), signal.SIGKILL)  # it was stopped; the others have ended
             elif time.monotonic() > end:
                 for late in left:
                     os.kill(late, signal.SIGABRT)
                 end += 60
             else:
                 time.sleep(0.005)
-        print(json.dumps({"codes": codes, "ended": ended}), flush=True)
+        print(json.dumps({"codes": codes, "ended": ended, "started": started}), flush=True)
