@@ -18,7 +18,7 @@ What the figures mean is said in `hotbed.plan.hardware`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -94,7 +94,8 @@ def read_profile(values: object) -> dict[str, Any]:
             raise ValueError(f"figures has the unknown key '{key}'{did_you_mean(key, _FIGURES)}")
     if missing := [key for key in _FIGURES if key not in figures and key not in _OPTIONAL]:
         raise ValueError(f"figures lacks {', '.join(missing)}; add them, or `extends:` a built-in profile")
-    texts = tuple(f"{key}: {text}" for key, text in sources.items())
+    named = {source for entry in figures.values() for source in _sources(entry)}
+    texts = tuple(f"{key}: {text}" for key, text in sources.items() if key in named)
     return {"sources": texts, **about, **{key: _figure(key, entry) for key, entry in figures.items()}}
 
 
@@ -131,13 +132,18 @@ def _profile(name: str) -> Any:
 
 def _check_sources(figures: Mapping[str, Any], sources: Mapping[str, str]) -> None:
     for key, entry in figures.items():
-        named = entry.get("source", []) if isinstance(entry, dict) else []
-        for source in cast("Sequence[object]", named if isinstance(named, list) else [named]):
+        for source in _sources(entry):
             if source not in sources:
                 raise ValueError(
                     f"figures.{key}.source is {source!r}, which `sources` does not explain"
                     f"{did_you_mean(str(source), sources)}"
                 )
+
+
+def _sources(entry: Any) -> list[Any]:
+    """List what a figure's sources are called; a plain one has none."""
+    named = entry.get("source", []) if isinstance(entry, dict) else []
+    return named if isinstance(named, list) else [named]
 
 
 def _figure(key: str, entry: Any) -> Any:
