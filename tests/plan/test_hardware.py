@@ -1,6 +1,7 @@
 """Hardware profiles: figures with units and sources; what cannot be is refused with the file, the key and the limit."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,16 @@ def test_every_figure_of_a_built_in_profile_has_a_source(name: str) -> None:
     assert hardware.gather_rate(512) <= hardware.stream * 1.001
     for source in own["sources"]:  # each explains a figure
         assert any(text.startswith(f"{source}: ") for text in hardware.sources), source
+
+
+def test_the_page_on_hardware_names_every_profile_and_figure() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    for name in (*profiles(), *FIGURES):
+        assert f"`{name}`" in page, name
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    ours = Hardware.from_dict(yaml.safe_load(example), "the example")
+    assert (ours.price_per_hour, ours.network_efficiency, ours.oversubscription) == (31.5, 0.85, 2)
+    assert ours.gather == Hardware.load("aws-p5-48xlarge").gather
 
 
 def test_figures_are_those_of_the_class() -> None:
