@@ -1,0 +1,4 @@
+"""Answer requests with trained models: what training exports, and what servers read, follow and compute.
+
+`format` says what an exported model and a set of changes are; `scorer` computes scores, for ``hotbed predict`` too.
+"""
