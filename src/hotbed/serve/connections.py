@@ -45,7 +45,7 @@ class _Connection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unwritten: asyncio.TimerHandle | None = None
         self._in_head = self._in_message = self._ended = self._broken = False
-        self._framing = self._of_body = 0
+        self._framing = self._of_body = self._head = 0
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,7 +73,7 @@ class _Connection(HttpToolsProtocol):
         super().data_received(data)
         self._framing = 0 if self._ended else self._framing + len(data) - max(0, self._of_body - before)
         if not self._ended and self._framing > MAX_HEAD_BYTES + 8 * self._of_body and not self._broken:
-            self._refuse(431, "head", f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes")
+            self._refuse_head()
 
     @override
     def eof_received(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -87,14 +87,27 @@ class _Connection(HttpToolsProtocol):
     @override
     def on_message_begin(self) -> None:
         self._in_head = self._in_message = True
-        self._of_body = 0
+        self._of_body = self._head = 0
         if self._deadline is None:
             self._expect_head()
         super().on_message_begin()
         cast("dict[str, Any]", self.scope)[OVERLOADED] = len(self.connections) > self.limits.max_connections
 
     @override
+    def on_url(self, url: bytes) -> None:
+        self._head += len(url)
+        super().on_url(url)
+
+    @override
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value) + 4
+        super().on_header(name, value)
+
+    @override
     def on_headers_complete(self) -> None:
+        if self._head > MAX_HEAD_BYTES:
+            self._refuse_head()
+            return
         self._in_head = False
         self._cancel()
         # The application ends a slow body with an answer; this is for those that it does not read.
@@ -104,13 +117,15 @@ class _Connection(HttpToolsProtocol):
     @override
     def on_body(self, body: bytes) -> None:
         self._of_body += len(body)
-        super().on_body(body)
+        if not self._broken:
+            super().on_body(body)
 
     @override
     def on_message_complete(self) -> None:
         self._in_message, self._ended = False, True
         self._cancel()
-        super().on_message_complete()
+        if not self._broken:
+            super().on_message_complete()
 
     @override
     def pause_writing(self) -> None:
@@ -156,6 +171,9 @@ class _Connection(HttpToolsProtocol):
     def _not_taken(self) -> None:
         self.limits.refused("answer_not_taken")
         self.transport.abort()
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, "head", f"the request's head is longer than {MAX_HEAD_BYTES:,} bytes")
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
         """Answer what is no request, and close; requests before it are answered first."""

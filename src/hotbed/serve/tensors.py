@@ -252,8 +252,9 @@ def _of_json(given: _Input, count: int) -> pa.Array:
         if not given.datatype.startswith("FP"):
             return pa.array(flat, pa.from_numpy_dtype(np.dtype(_NUMPY[given.datatype])))
         with np.errstate(over="ignore"):
-            narrow = np.array([math.nan if value is None else value for value in flat], np.float64)
-            return pa.array(narrow.astype(_NUMPY[given.datatype]).astype(np.float64))
+            wide = np.array([0 if value is None else value for value in flat], np.float64)
+            missing = np.array([value is None for value in flat], np.bool_)
+            return pa.array(wide.astype(_NUMPY[given.datatype]).astype(np.float64), mask=missing)
     except (pa.ArrowInvalid, OverflowError, UnicodeError) as error:
         reason = (
             "text is not valid Unicode" if isinstance(error, UnicodeError) else f"a value is beyond {given.datatype}"
