@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest, save_checkpoint
-from hotbed.commands.export import export_model
 from hotbed.config import Recipe
 from hotbed.data import Loader
 from hotbed.errors import CheckpointError
 from hotbed.train.build import build_model, open_source
+from hotbed.train.export_single import export_single
 from tests.commands.cases import train
 
 SCRIPT = """
@@ -31,7 +31,7 @@ torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
 def test_a_run_becomes_a_file_that_needs_torch_only(tmp_path: Path, recipe: Path, prepared: Path) -> None:
     status, _, run = train(recipe, "--train.checkpoint", "last")
     assert status == 0
-    found = export_model(run, tmp_path / "out")
+    found = export_single(run, tmp_path / "out")
     assert found == json.loads((tmp_path / "out" / "inputs.json").read_text())
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["inputs.json", "model.pt2"]
     assert len(found["dense"]) == 13
@@ -46,9 +46,9 @@ def test_a_run_becomes_a_file_that_needs_torch_only(tmp_path: Path, recipe: Path
         [sys.executable, "-c", SCRIPT, str(tmp_path / "out" / "model.pt2"), str(tmp_path / "expected.pt")], check=True
     )
     with pytest.raises(CheckpointError, match="out exists already and holds inputs"):
-        export_model(run, tmp_path / "out")
+        export_single(run, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"memory://out is no local directory; torch writes model\.pt2 to"):
-        export_model(run, "memory://out")
+        export_single(run, "memory://out")
 
 
 def _recipe_of(run: Path) -> Any:
@@ -62,4 +62,4 @@ def _long(ids: Mapping[str, Any]) -> dict[str, Any]:
 def test_a_checkpoint_without_a_recipe(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", {"model": nn.Linear(2, 2)})
     with pytest.raises(CheckpointError, match="holds no recipe, so its model cannot be built; use load_checkpoint"):
-        export_model(tmp_path / "c", tmp_path / "out")
+        export_single(tmp_path / "c", tmp_path / "out")

@@ -57,9 +57,9 @@ def test_scores_are_those_that_eval_computes(run: Path, new: Path, tmp_path: Pat
     assert scores["row"].to_list() == rows["row"].to_list()
     labels = torch.from_numpy((rows["rating"] >= 4).to_numpy().astype(np.float32))
     probabilities = torch.from_numpy(scores["score"].to_numpy().copy())
-    assert auc(probabilities, labels) == metrics["auc"]
+    assert auc(probabilities, labels) == pytest.approx(metrics["auc"], abs=1e-6)
     loss = torch.nn.functional.binary_cross_entropy(probabilities, labels.double())
-    assert float(loss) == pytest.approx(metrics["logloss"], rel=1e-12)
+    assert float(loss) == pytest.approx(metrics["logloss"], rel=1e-6)
     said = json.loads(done.read_text())
     assert (said["rows"], said["columns"]) == (metrics["samples"], ["row", "user", "score"])
     assert f"{metrics['samples']:,} rows of row, user, score" in capsys.readouterr().out
@@ -70,15 +70,13 @@ def test_a_score_does_not_depend_on_the_rows_beside_it(run: Path, new: Path) -> 
     expected = predicted(run, new)["score"].to_numpy()
     for size in (1, 7, 10_000):
         found = predicted(run, new, "--batch_size", str(size), name=f"by_{size}.parquet")["score"].to_numpy()
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    again = predicted(run, new, name="again.parquet")["score"].to_numpy()
-    np.testing.assert_array_equal(again, expected)
+        np.testing.assert_array_equal(found, expected)
     frame = pl.read_parquet(new)
     (new.parent / "folder").mkdir()
     frame[:100].write_parquet(new.parent / "folder" / "1.parquet")
     frame[100:].write_parquet(new.parent / "folder" / "2.parquet")
     of_folder = hb.predict(run, new.parent / "folder", new.parent / "of_folder.parquet")
-    np.testing.assert_allclose(pl.read_parquet(of_folder.out)["score"].to_numpy(), expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(pl.read_parquet(of_folder.out)["score"].to_numpy(), expected)
 
 
 def test_a_csv_has_the_same_digits(run: Path, new: Path) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +21,13 @@ from torch import Tensor
 from hotbed.checkpoint.convert import Rectangle, read_rectangle, rows_in_memory
 from hotbed.checkpoint.differential import opened
 from hotbed.checkpoint.manifest import Manifest, SavedTable, read_manifest
+from hotbed.checkpoint.row_ids import NO_ID, is_dynamic, row_ids
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables, layers
 from hotbed.checkpoint.tensor_files import TensorFiles
-from hotbed.embed.dynamic import PREFIX
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
 from hotbed.specs import DYNAMIC_WAYS
-
-NO_ID = -1
 
 
 class _Model(NamedTuple):
@@ -57,6 +56,7 @@ def export_changes(
     target: Path,
     since: str | Path | Directory | None = None,
     *,
+    ttl_steps: Mapping[str, int] = MappingProxyType({}),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Write the rows in which a checkpoint differs from another one to a Parquet file, with bounded memory.
@@ -72,6 +72,8 @@ def export_changes(
         Checkpoints; without ``since`` all rows are written, and ``base`` is null.
     target
         The file; it appears whole or not at all.
+    ttl_steps
+        By dynamic table its `Dynamic.ttl_steps`: ids that were not seen for longer count as deleted.
     progress
         Called now and then with rows done and all rows.
 
@@ -104,7 +106,7 @@ def export_changes(
         writer = stack.enter_context(_Writer(file, manifest, old_manifest))
         for name in manifest.tables:
             counts[name] = {"upserts": 0, "deletes": 0}
-            for rows, changes in _windows(name, new, old):
+            for rows, changes in _windows(name, new, old, ttl_steps.get(name)):
                 writer.write(name, changes)
                 counts[name]["upserts"] += len(changes.ids)
                 counts[name]["deletes"] += len(changes.deleted)
@@ -116,8 +118,7 @@ def export_changes(
 def _refuse_others(place: Directory, manifest: Manifest, old_place: Directory, old: Manifest) -> None:
     """Raise `CheckpointError` unless two checkpoints have the same tables."""
     shapes, before = (
-        {name: (t.spec.rows, t.spec.dim, _ids_of(name, m) is not None) for name, t in m.tables.items()}
-        for m in (manifest, old)
+        {name: (t.spec.rows, t.spec.dim, is_dynamic(name, m)) for name, t in m.tables.items()} for m in (manifest, old)
     )
     for name in [*shapes, *before]:
         if shapes.get(name) != before.get(name):
@@ -131,21 +132,12 @@ def _refuse_others(place: Directory, manifest: Manifest, old_place: Directory, o
             )
 
 
-def _ids_of(table: str, manifest: Manifest) -> tuple[str, str] | None:
-    """File and array with the ids that the rows of a dynamic table have; None for other tables."""
-    own, _, path = table.rpartition(":")
-    for part, state in manifest.parts.items():
-        entry = cast("Mapping[str, Any]", state).get(f"{path}.{PREFIX}ids") if isinstance(state, Mapping) else None
-        if own in ("", part) and isinstance(entry, Mapping) and "$tensor" in entry:
-            return f"{part}.safetensors", str(cast("Mapping[str, Any]", entry)["$tensor"])
-    return None
-
-
-def _windows(name: str, new: _Model, old: _Model | None) -> Iterator[tuple[range, _Changes]]:
+def _windows(name: str, new: _Model, old: _Model | None, ttl_steps: int | None) -> Iterator[tuple[range, _Changes]]:
     """Yield the rows of a table in windows, with what changed in each."""
     table = new.manifest.tables[name]
     of_old = None if old is None else old.manifest.tables[name]
-    candidates = None if old is None else _candidates(name, new, old)
+    # Ids expire without a change of their rows.
+    candidates = None if old is None or ttl_steps is not None else _candidates(name, new, old)
     step = max(rows_in_memory(table, table.spec.dim) // (4 * DYNAMIC_WAYS), 1) * DYNAMIC_WAYS
     for first in range(0, table.spec.rows, step):
         rows = range(first, min(first + step, table.spec.rows))
@@ -154,11 +146,12 @@ def _windows(name: str, new: _Model, old: _Model | None) -> Iterator[tuple[range
             if begin == end:
                 yield rows, _Changes.none()
                 continue
-        after, ids = _values(table, rows, new.files), _row_ids(name, rows, new)
+        after, ids = _values(table, rows, new.files), row_ids(name, rows, new.manifest, new.files, ttl_steps)
         if old is None or of_old is None:
             yield rows, _Changes(ids[:0], ids[ids != NO_ID], after[ids != NO_ID])
         else:
-            yield rows, _compared(_row_ids(name, rows, old), _values(of_old, rows, old.files), ids, after)
+            before = row_ids(name, rows, old.manifest, old.files, ttl_steps)
+            yield rows, _compared(before, _values(of_old, rows, old.files), ids, after)
 
 
 def _compared(old_ids: Tensor, before: Tensor, ids: Tensor, after: Tensor) -> _Changes:
@@ -199,20 +192,6 @@ def _values(table: SavedTable, rows: range, files: TensorFiles) -> Tensor:
     rectangle = Rectangle(rows, range(table.spec.dim), replace(table, moments={}, base=base))
     tile, _ = read_rectangle(rectangle, table.spec, files)
     return tile.arena.store.read(tile.arena.slots(0))
-
-
-def _row_ids(name: str, rows: range, model: _Model) -> Tensor:
-    """Ids of rows ``[n]`` int64: their numbers, or those that they have in a dynamic table, `NO_ID` where none."""
-    found = _ids_of(name, model.manifest)
-    if found is None:
-        return torch.arange(rows.start, rows.stop)
-    stored, wanted = model.files.find(*found), model.manifest.tables[name].spec.rows
-    if (stored.dtype, list(stored.shape)) != (torch.int64, [wanted]):
-        raise CheckpointError(
-            f"{model.place}/{found[0]}: '{found[1]}' is {stored.dtype} {list(stored.shape)}, must be torch.int64 "
-            f"[{wanted}]"
-        )
-    return model.files.read_rows(*found, rows)
 
 
 class _Writer(AbstractContextManager["_Writer"]):

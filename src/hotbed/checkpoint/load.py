@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from hotbed.checkpoint.contents import (
@@ -95,6 +96,25 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
             raise kind(
                 f"{error}; {', '.join(done[:3])}{' …' * (len(done) > 3)} may be loaded in part, make the model again"
             ) from error
+    return manifest
+
+
+def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
+    """Load the part ``model`` of a checkpoint but for the rows of its tables, which may be on ``meta``.
+
+    Raises
+    ------
+    CheckpointError
+        As `load_checkpoint`.
+    """
+    place = directory(path)
+    manifest = read_manifest(place)
+    if "model" not in manifest.parts:
+        raise CheckpointError(f"{place} has no part 'model'; it has {', '.join(manifest.parts)}")
+    for name, table in model_tables({"model": model}).items():
+        _check(f"{place}", name, table, manifest)
+    with opened(place, manifest) as files:
+        _load_part(f"{place}", "model", model, read_states(manifest, ["model"], files)["model"])
     return manifest
 
 

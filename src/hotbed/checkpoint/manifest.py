@@ -310,6 +310,17 @@ def find_checkpoint(path: str | Path | Directory, *, best: bool = False) -> Dire
     )
 
 
+def find_earlier(checkpoint: Directory, since: str | Path | Directory) -> Directory:
+    """The checkpoint that ``--since`` means: a path, or the step of one beside another."""
+    if not isinstance(since, str) or not since.isdecimal():
+        return find_checkpoint(since)
+    found = [checkpoint.sibling(f"{kind}-{int(since):08d}") for kind in ("last", "best")]
+    there = [place for place in found if place.has(MANIFEST)]
+    if not there:
+        raise CheckpointError(f"--since is {since}, but there is neither {found[0]} nor {found[1]}; give a path")
+    return there[0]
+
+
 def _table_to_dict(table: SavedTable) -> dict[str, Any]:
     spec = table.spec
     return {

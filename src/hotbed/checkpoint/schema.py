@@ -165,7 +165,7 @@ def check_manifest(values: Mapping[str, Any], where: str) -> None:
     try:
         manifest = ManifestEntry.model_validate(values)
     except ValidationError as error:
-        raise CheckpointError(_text_of(error, where)) from None
+        raise CheckpointError(fault_of(error, where)) from None
     for name, file in manifest.files.items():
         if len(file.sha256) != -(-file.bytes // file.block_bytes):
             raise CheckpointError(
@@ -192,7 +192,7 @@ def check_report(values: Mapping[str, Any], where: str) -> None:
     try:
         ReportEntry.model_validate(values)
     except ValidationError as error:
-        raise CheckpointError(_text_of(error, where)) from None
+        raise CheckpointError(fault_of(error, where)) from None
 
 
 def check_state(value: object, key: str, where: str) -> None:
@@ -241,7 +241,7 @@ def check_header(values: Mapping[str, Any], size: int, where: str) -> None:
     try:
         arrays = _HEADER.validate_python(values)
     except ValidationError as error:
-        raise CheckpointError(_text_of(error, f"{where} is no safetensors file that can be read here")) from None
+        raise CheckpointError(fault_of(error, f"{where} is no safetensors file that can be read here")) from None
     wrong = f"{where} is no safetensors file that can be read here"
     for key, array in arrays.items():
         start, stop = array.data_offsets
@@ -303,7 +303,7 @@ def _is_items(value: object) -> bool:
     return len({pair[0] for pair in cast("list[list[Any]]", pairs)}) == len(pairs)
 
 
-def _text_of(error: ValidationError, where: str) -> str:
+def fault_of(error: ValidationError, where: str) -> str:
     """Say what is wrong first: key, value and what it must be."""
     errors = error.errors(include_url=False, include_context=False)
     return f"{where}: {_fault(errors[0])}" + (f" ({len(errors) - 1} more)" if len(errors) > 1 else "")

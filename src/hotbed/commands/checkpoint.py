@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
-from hotbed.errors import CheckpointError, RecipeError
+from hotbed.errors import RecipeError
 from hotbed.locations import local
 
 if TYPE_CHECKING:
-    from hotbed.checkpoint import Directory
+    pass
 
 Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
 Form = Literal["hotbed", "safetensors", "torch"]
@@ -135,9 +135,9 @@ def _converted(parsed: Namespace, progress: Callable[[int, int], None]) -> Mappi
         options: dict[str, Any] = {"names": names, "collection": parsed.collection, "progress": progress}
         return describe_manifest(target, import_checkpoint(parsed.source, target, parsed["from"], **options))
     if parsed.to == "torch":
-        from hotbed.commands.export import export_model
+        from hotbed.train.export_single import export_single
 
-        return export_model(parsed.source, target, parsed.data, trust_recipe=parsed.trust_recipe)
+        return export_single(parsed.source, target, parsed.data, trust_recipe=parsed.trust_recipe)
     source = find_checkpoint(parsed.source)
     if parsed.to == "safetensors":
         from hotbed.checkpoint.convert import export_tables
@@ -206,12 +206,13 @@ def changes(parsed: Namespace) -> None:
     """Write the rows that changed between two checkpoints, by id, for servers that have the older one."""
     from hotbed.checkpoint import find_checkpoint
     from hotbed.checkpoint.changes import export_changes
+    from hotbed.checkpoint.manifest import find_earlier
 
     target = local("--out", parsed.out)
     if target.suffix != ".parquet" or target.is_dir() or not target.absolute().parent.is_dir():
         raise RecipeError(f"--out is '{target}', must be a file NAME.parquet in a directory that exists")
     source = find_checkpoint(parsed.source)
-    since = None if parsed.since is None else _beside(source, parsed.since)
+    since = None if parsed.since is None else find_earlier(source, parsed.since)
     with _progress(f"comparing {source}") as progress:
         found = export_changes(source, target, since, progress=progress)
     counts = found["tables"].values()
@@ -223,19 +224,6 @@ def changes(parsed: Namespace) -> None:
         soft_wrap=True,
     )
     write_json(parsed.json, {"source": str(source), "since": None if since is None else str(since), **found})
-
-
-def _beside(checkpoint: Directory, since: str) -> Directory:
-    """The checkpoint that ``--since`` means: a path, or the step of one beside another."""
-    from hotbed.checkpoint import MANIFEST, find_checkpoint
-
-    if not since.isdecimal():
-        return find_checkpoint(since)
-    found = [checkpoint.sibling(f"{kind}-{int(since):08d}") for kind in ("last", "best")]
-    there = [place for place in found if place.has(MANIFEST)]
-    if not there:
-        raise CheckpointError(f"--since is {since}, but there is neither {found[0]} nor {found[1]}; give a path")
-    return there[0]
 
 
 @contextmanager

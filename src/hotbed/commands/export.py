@@ -1,102 +1,82 @@
-"""Write the model of a checkpoint as a program that needs torch only: ``hotbed checkpoint convert --to torch``."""
+"""Export a run's model in parts, its changes, or as one program: ``hotbed export``."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
-from hotbed.checkpoint.storage import LocalDirectory, directory
-from hotbed.checkpoint.tensor_files import new_directory
-from hotbed.config import MemoryRecipe
-from hotbed.data import Source
-from hotbed.errors import CheckpointError
-from hotbed.nn.normalization import normalization_of, take_raw
-from hotbed.nn.plain import plain_model, traced
-from hotbed.train.build import build_model, open_source
-from hotbed.train.stored import recipe_of
-
-MODEL = "model.pt2"
-INPUTS = "inputs.json"
-HASH = (
-    "row = 1 + h mod (rows - 1); row 0 is null. Integer, as 64 bits x: h = mix(x). Text, as UTF-8 in little-endian "
-    "words of 8 bytes, the last padded with zeros: h = mix(length in bytes), then h = mix(h ^ word) for each word. "
-    "mix(x), modulo 2^64: x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; "
-    "x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^= x >> 31"
-)
-"""How `hotbed.data.hashing` makes rows of values, which never changes."""
+from hotbed.commands.arguments import add_json, add_trust, console, write_json
+from hotbed.errors import RecipeError
+from hotbed.locations import local, location
 
 
-def export_model(
-    checkpoint: str | Path, target: str | Path, data: str | None = None, *, trust_recipe: bool = False
-) -> dict[str, Any]:
-    """Write the model of a checkpoint to ``model.pt2``, which needs torch only.
-
-    ``torch.export.load("model.pt2").module()(dense, ids)`` gives the logits ``[B, T]`` of any number of samples:
-    ``dense [B, I]`` (None where there are no dense inputs), numbers as they are stored, which the program normalizes:
-    float64, or float32 where there is nothing to normalize, and ``ids``, by feature ``[B, k]`` int64, or ``(values [N],
-    lengths [B])`` where the number of ids varies. ``inputs.json`` describes them, with the way from stored values to
-    ids; ``docs/prediction.md`` shows a stranger's code. Ids out of range are treated as the recipe's ``data.on_bad_id``
-    says. It takes twice the memory of the model.
-
-    Parameters
-    ----------
-    checkpoint
-        A checkpoint with a recipe, or a run's directory, whose newest one is taken.
-    target
-        Local directory to make.
-    data
-        Path of other data that the model can be built for; default: the recipe's.
-    trust_recipe
-        Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
-        `hotbed.config.check_trust`.
-
-    Returns
-    -------
-    dict
-        What ``inputs.json`` holds.
-
-    Raises
-    ------
-    CheckpointError
-        If there is no recipe, the model cannot be traced, or there is anything at ``target``.
-    """
-    source = find_checkpoint(checkpoint)
-    if not isinstance(directory(target), LocalDirectory):
-        raise CheckpointError(f"{target} is no local directory; torch writes {MODEL} to local disks only")
-    recipe = replace(recipe_of(read_manifest(source), str(source), trusted=trust_recipe), memory=MemoryRecipe())
-    origin = open_source(replace(recipe.data, path=data or recipe.data.path, valid_split=None, test_split=None))
-    model = build_model(recipe, origin, torch.device("cpu"))
-    load_checkpoint(source, {"model": model})
-    take_raw(model, origin.schema)
-    program = traced(plain_model(model), origin.schema)
-    found = _described(origin, raw=normalization_of(model) is not None)
-    with new_directory(target) as (place, _):
-        torch.export.save(program, Path(place.path) / MODEL)
-        place.write(INPUTS, json.dumps(found, indent=1))
-    return found
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the run, and what to make of it."""
+    parser.usage = "hotbed export RUN DIR [--since EARLIER] [options], or hotbed export RUN --single FILE.pt2"
+    parser.add_argument("run", type=str, help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
+    parser.add_argument("target", type=str, nargs="?", help="Directory to make, path or URI, for servers.")
+    parser.add_argument(
+        "--since",
+        type=str | None,
+        help="Earlier checkpoint, or the step of one beside the exported one: write only what changed since.",
+    )
+    parser.add_argument(
+        "--single", type=str | None, help="File NAME.pt2 to make instead: one program with its tables, for torch alone."
+    )
+    parser.add_argument("--data", type=str | None, help="Data that the model can be built for; default: the recipe's.")
+    add_trust(parser)
+    add_json(parser)
 
 
-def _described(source: Source, *, raw: bool) -> dict[str, Any]:
-    """What ``inputs.json`` says of inputs and outputs."""
-    schema, kinds = source.schema, source.id_kinds()
+def run(parsed: Namespace) -> None:
+    """Write what is asked for, with progress, and say what there is."""
+    if (parsed.target is None) == (parsed.single is None):
+        raise RecipeError("give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR")
+    start = time.perf_counter()
+    made = _exported(parsed) if parsed.single is None else _single(parsed)
+    seconds = time.perf_counter() - start
+    write_json(
+        parsed.json, {"source": parsed.run, "target": parsed.target or parsed.single, "seconds": seconds, **made}
+    )
 
-    def encoding(column: str) -> dict[str, str]:
-        return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
 
-    return {
-        "dense": schema.to_dict()["dense"],
-        "dense_dtype": "float64" if raw else "float32",
-        "labels": list(schema.labels),
-        "positives": {label.column: label.positive for label in schema.positives},
-        "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
-        "ids": {
-            c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling, **encoding(c.name)} for c in schema.sparse
-        },
-        "hash": HASH if kinds else None,
-        "tables": schema.rows,
-    }
+def _exported(parsed: Namespace) -> dict[str, Any]:
+    from hotbed.train.export import described, export_model
+    from hotbed.train.report import StageProgress
+
+    since = parsed.since if parsed.since is None or parsed.since.isdecimal() else location(parsed.since)
+    target = location(parsed.target)
+    with StageProgress(console(stderr=True)) as progress:
+        manifest = export_model(
+            location(parsed.run),
+            target,
+            since=since,
+            data=parsed.data,
+            trust_recipe=parsed.trust_recipe,
+            progress=lambda done, total: progress("export", done, total),
+        )
+    made = described(manifest)
+    what = f"the model of step {made['step']:,}" if since is None else _changes(made)
+    console().print(f"{target}: {what}, {sum(made['files'].values()):,} bytes", soft_wrap=True, highlight=False)
+    return made
+
+
+def _changes(made: dict[str, Any]) -> str:
+    upserts, deletes = (sum(of[kind] for of in made["tables"].values()) for kind in ("upserts", "deletes"))
+    return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,} since step {made['base']:,}"
+
+
+def _single(parsed: Namespace) -> dict[str, Any]:
+    from hotbed.train.export_single import export_single
+
+    target = local("--single", parsed.single)
+    if Path(target).suffix != ".pt2":
+        raise RecipeError(f"--single is {target}, must end in .pt2")
+    if parsed.since is not None:
+        raise RecipeError("--since has no effect with --single, which writes all rows; leave one of them out")
+    made = export_single(location(parsed.run), target, parsed.data, trust_recipe=parsed.trust_recipe)
+    console().print(f"{target}: {len(made['tables']):,} tables, {target.stat().st_size:,} bytes", soft_wrap=True)
+    return made

@@ -28,6 +28,7 @@ COMMANDS = {
     "tune": "Search learning rates, dims and dropout of a recipe on its valid split.",
     "eval": "Evaluate a checkpoint.",
     "predict": "Score new rows with a run's model.",
+    "export": "Export a run's model for servers, or what has changed in it.",
     "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "bench": "Measure kernels, or training steps, against this machine's limits.",

@@ -14,6 +14,7 @@ from hotbed.lazy import lazy
 
 if TYPE_CHECKING:
     from hotbed.data.draft import draft_schema
+    from hotbed.data.encode import Encoder
     from hotbed.data.pack import read_hot_order
     from hotbed.data.parquet import ParquetSource
     from hotbed.data.popularity import measure_popularity
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hotbed.data.zipf_source import ZipfSource
 
 __all__ = [
+    "Encoder",
     "Label",
     "Loader",
     "Numerical",
@@ -42,6 +44,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "Encoder": "hotbed.data.encode",
         "ParquetSource": "hotbed.data.parquet",
         "PlantedLog": "hotbed.data.synthetic",
         "ZipfSource": "hotbed.data.zipf_source",

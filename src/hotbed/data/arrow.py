@@ -84,8 +84,23 @@ def plain(table: pa.Table) -> pa.Table:
     types = [plain_type(field.type) for field in table.schema]
     if types == table.schema.types:
         return table
-    columns = [column.cast(kind) for column, kind in zip(table.columns, types, strict=True)]
+    columns = [_plain_column(column, kind) for column, kind in zip(table.columns, types, strict=True)]
     return pa.table(columns, names=table.column_names)
+
+
+def _plain_column(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if pa.types.is_list_view(column.type) or pa.types.is_large_list_view(column.type):
+        # Arrow's own cast loses values of a view (seen in 26.0).
+        column = pa.chunked_array(
+            [_list_of_view(chunk) for chunk in column.chunks], pa.large_list(column.type.value_type)
+        )
+    return column.cast(kind)
+
+
+def _list_of_view(array: pa.Array) -> pa.Array:
+    lengths = _plain_numpy(pc.list_value_length(array)).astype(np.int64)
+    ends = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
+    return pa.LargeListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
 
 
 def common_type(types: Sequence[pa.DataType]) -> pa.DataType:

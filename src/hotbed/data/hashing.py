@@ -17,6 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
+HASH = (
+    "row = 1 + h mod (rows - 1); row 0 is null. Integer, as 64 bits x: h = mix(x). Text, as UTF-8 in little-endian "
+    "words of 8 bytes, the last padded with zeros: h = mix(length in bytes), then h = mix(h ^ word) for each word. "
+    "mix(x), modulo 2^64: x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; "
+    "x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^= x >> 31"
+)
+"""The same in one paragraph, for programs that hash values themselves."""
 
 
 def mix(x: Hashes) -> Hashes:

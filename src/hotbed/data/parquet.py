@@ -11,11 +11,10 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Self, get_args
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
-import torch
 from pyarrow import fs
 from torch import Tensor
 
@@ -23,15 +22,14 @@ from hotbed.batch import Batch
 from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.columns import Label
-from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
-from hotbed.data.numericals import read_numericals
+from hotbed.data.encode import Encoder
+from hotbed.data.labels import read_labels
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
 from hotbed.data.row_slices import RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.errors import DataError, SpecError, did_you_mean
-from hotbed.jagged import Jagged
+from hotbed.errors import DataError, SpecError
 
 # pyarrow ships no types.
 
@@ -97,13 +95,13 @@ class ParquetSource(Source):
         filesystem: fs.FileSystem | None = None,
     ) -> None:
         self.schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
-        if ids not in get_args(Ids):
-            raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
+        unchecked = Encoder(self.schema, ids=ids)
         self.ids: Ids = ids
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
         for file in (f for of_split in files.values() for f in of_split):
-            self._check_file(file)
-        self._id_kinds = _id_kinds(self.schema, [f for of_split in files.values() for f in of_split])
+            unchecked.check(file.schema, str(file))
+        kinds = _id_kinds(self.schema, [f for of_split in files.values() for f in of_split])
+        self._encoder = Encoder(self.schema, ids=ids, id_kinds={} if ids == "raw" else kinds)
         groups: Groups = {split: [g for f in of_split for g in f.row_groups()] for split, of_split in files.items()}
         if split is not None:
             groups = _by_rows(str(path), groups, row_split(split), valid_fraction or test_fraction)
@@ -121,9 +119,15 @@ class ParquetSource(Source):
 
     def id_kinds(self) -> dict[str, str]:
         """By sparse column whether its values are integers or text; empty where integers are rows."""
-        if self.ids == "raw":
-            return {}
-        return {c.name: kind for c in self.schema.sparse if (kind := self._id_kinds.get(c.name))}
+        kinds = self.encoder.id_kinds
+        return {c.name: kinds[c.name] for c in self.schema.sparse if c.name in kinds}
+
+    @property
+    def encoder(self) -> Encoder:
+        """What turns stored rows into batches."""
+        if self._encoder.schema is not self.schema:  # of fewer columns, see `only`
+            self._encoder = self._encoder.of(self.schema)
+        return self._encoder
 
     def streamed(self) -> Self:
         """The same samples with large row groups in slices, which are read in order, so that memory does not grow."""
@@ -142,7 +146,8 @@ class ParquetSource(Source):
 
     def _read_numericals(self, split: str, i: int) -> Tensor | None:
         group = self._groups[split][i]
-        return _dense(group.read(list(self.schema.dense)), self.schema, group)
+        encoder = self.encoder
+        return encoder.numericals(group.read(encoder.names_of_dense), place=str(group), row_of=group.place)
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> pa.Table:
         return self._groups[split][i].read(names)
@@ -160,62 +165,8 @@ class ParquetSource(Source):
 
     def _read(self, split: str, i: int) -> Batch:
         group = self._groups[split][i]
-        s, where = self.schema, str(group)
-        names = [c.name for c in s.sparse] + [*s.dense, *s.labels, *(name for name in (s.weight, s.group) if name)]
-        table = group.read(list(dict.fromkeys(names)))
-        values: list[arrow.Array] = []
-        offsets: list[arrow.Array] = []
-        for column in s.sparse:
-            rows, lengths = arrow.bags(table[column.name].combine_chunks(), column, self.ids, where, group.place)
-            values.append(rows)
-            if lengths is not None:
-                offsets.append(np.concatenate([[0], np.cumsum(lengths)]))
-        # Joined by NumPy: torch.cat starts threads, which fight with those of the training step.
-        sparse = Jagged(
-            [c.name for c in s.sparse],
-            torch.from_numpy(np.concatenate(values)),
-            batch_size=group.samples,
-            fixed=[c.ids for c in s.sparse],
-            offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
-        )
-        mapped = {label.column: label for label in s.positives}
-        labels = [read_labels(table[name], name, mapped.get(name), where, group.place) for name in s.labels]
-        return Batch(
-            sparse=sparse,
-            dense=_dense(table, s, group),
-            labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
-            weights=_weights(table, s.weight, group) if s.weight else None,
-            extra={s.group: _groups_of(table, s.group, group)} if s.group else {},
-        )
-
-    def _check_file(self, file: ParquetFile) -> None:
-        s = self.schema
-        numeric = [*s.dense, *([s.weight] if s.weight else [])]
-        for name in [*(c.name for c in s.sparse), *numeric, *s.labels, *([s.group] if s.group else [])]:
-            if name not in file.schema.names:
-                known = file.schema.names
-                raise DataError(f"{file} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}")
-        for column in s.sparse:
-            arrow.check_sparse(column, file.schema.field(column.name).type, self.ids)
-        for name in numeric:
-            kind = file.schema.field(name).type
-            if not arrow.is_number(kind) and not (pa.types.is_null(kind) and name in s.dense):
-                raise SpecError(f"{file}: column '{name}' is {kind}, must be numbers to be a numerical or weight")
-        mapped = {label.column: label for label in s.positives}
-        for name in s.labels:
-            check_label(name, file.schema.field(name).type, mapped.get(name))
-        if s.group and not (arrow.is_whole(kind := file.schema.field(s.group).type) or arrow.is_text(kind)):
-            raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
-
-
-def _dense(table: pa.Table, schema: Schema, group: Chunk) -> Tensor | None:
-    if not schema.dense:
-        return None
-    return torch.from_numpy(read_numericals(table, schema, str(group), group.place))
-
-
-def _weights(table: pa.Table, name: str, group: Chunk) -> Tensor:
-    return torch.from_numpy(read_weights(table[name], name, str(group), group.place))
+        encoder = self.encoder
+        return encoder.batch(group.read(encoder.names), place=str(group), row_of=group.place)
 
 
 def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, float]:
@@ -225,17 +176,6 @@ def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, f
         return found
     labels = read_labels(group.read([name])[name], name, label, str(group), group.place, check=True)
     return float(labels.min()), float(labels.max())
-
-
-def _groups_of(table: pa.Table, name: str, group: Chunk) -> Tensor:
-    """Group keys ``[n]`` int64: integers as they are, strings hashed."""
-    refuse_null(table[name], name, str(group), group.place)
-    values = table[name].combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if arrow.is_text(values.type):
-        return torch.from_numpy(arrow.hashes(values).view(np.int64))
-    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))
 
 
 def _id_kinds(schema: Schema, files: Sequence[ParquetFile]) -> dict[str, str]:
@@ -254,7 +194,7 @@ def _id_kinds(schema: Schema, files: Sequence[ParquetFile]) -> dict[str, str]:
                     "hashed to different rows); write it as one of them in all files (of CSV and TSV files, name it in "
                     "the source's `text`)"
                 )
-    return {name: kind for name, (kind, _) in found.items()}
+    return {name: kind for name, (kind, _) in found.items() if kind}
 
 
 def _with_paths(

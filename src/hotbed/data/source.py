@@ -43,6 +43,18 @@ def label_error(place: str, column: str, value: object, row: str, *, can_map: bo
     )
 
 
+def refuse_other_kind(what: str, column: str, kind: str, trained: str) -> None:
+    """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows.
+
+    Kinds are those of `Source.id_kinds`; "" is one that nothing is known of.
+    """
+    if kind and trained and kind != trained:
+        raise DataError(
+            f"{what}, column '{column}': its values are {kind}, and the model was trained with {trained}, which are "
+            f"other ids (5 and '5' are hashed to different rows); write the column as {trained}"
+        )
+
+
 class Source(ABC):
     """Stored samples in splits (``"train"``, ``"valid"``, ``"test"``), each a list of chunks in time order.
 

@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -232,6 +232,14 @@ def _gathered(values: Tensor, cuts: list[int], link: Link) -> Tensor:
     return link.all_to_all("ids of dynamic tables", whole, [len(values)] * link.size, counts).wait()
 
 
+class RowsOfIds(Protocol):
+    """Find rows of the ids of a dynamic table; `Vocabulary` does, and what serves a model that is not trained."""
+
+    def rows_of(self, ids: Tensor, link: Link | None, *, train: bool) -> tuple[Tensor, Reinitialized]:
+        """See `Vocabulary.rows_of`."""
+        ...
+
+
 PREFIX = "dynamic_"
 """Prefix of the names of a dynamic table's state, after its own."""
 
@@ -245,6 +253,8 @@ class DynamicTables:
         Of the collection; those that are not dynamic are ignored.
     link
         The ranks that share the vocabularies; None for one.
+    served
+        What finds the rows of further tables, by name: those of a model that is not trained here.
 
     Attributes
     ----------
@@ -252,10 +262,17 @@ class DynamicTables:
         By feature, how many ids had no row so far.
     """
 
-    def __init__(self, tables: Sequence[Table], features: Sequence[Feature], link: Link | None = None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        link: Link | None = None,
+        served: Mapping[str, RowsOfIds] | None = None,
+    ) -> None:
         place = (0, 1) if link is None else (link.rank, link.size)
         self._vocabularies = {t.name: Vocabulary(t, *place) for t in tables if t.dynamic is not None}
-        self._features = {t: [f.name for f in features if f.table == t] for t in self._vocabularies}
+        self._rows_of: Mapping[str, RowsOfIds] = {**self._vocabularies, **(served or {})}
+        self._features = {t: [f.name for f in features if f.table == t] for t in self._rows_of}
         self._link = link
         self.unadmitted: Counter[str] = Counter()
 
@@ -273,11 +290,11 @@ class DynamicTables:
         """
         if isinstance(ids, ModelParallelInput):
             raise BatchError(
-                f"table '{next(iter(self._vocabularies))}' is dynamic, so every rank must have all ids of its samples; "
+                f"table '{next(iter(self._rows_of))}' is dynamic, so every rank must have all ids of its samples; "
                 "give the batch without hotbed.ModelParallelInput"
             )
         changed: dict[str, Bags] = {}
-        for table, vocabulary in self._vocabularies.items():
+        for table, vocabulary in self._rows_of.items():
             features = self._features[table]
             values = [ids[name].values.long() for name in features]
             rows, reinitialized = vocabulary.rows_of(torch.cat(values), self._link, train=train)

@@ -16,6 +16,7 @@ from hotbed.jagged import Jagged
 from hotbed.ops import BackendName, BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
 from hotbed.specs import Feature, Table
+from hotbed.store import Storage
 
 
 class LocalTables(TableGroup):
@@ -27,6 +28,9 @@ class LocalTables(TableGroup):
         As in `TableGroup`; features of other tables are ignored.
     seed, device, backend
         As in `Arena`.
+    storages
+        Where the rows of tables are, by name; default: in the device's memory. Tables with one dtype and one storage
+        share an arena.
     """
 
     def __init__(
@@ -38,22 +42,25 @@ class LocalTables(TableGroup):
         seed: int,
         device: torch.device,
         backend: BackendName,
+        storages: Mapping[str, Storage] | None = None,
     ) -> None:
         super().__init__(dim, tables, features)
         self._sources: list[_LocalSource] = []
         self._place: dict[str, tuple[Arena, int]] = {}
         position = {name: i for i, name in enumerate(self.pooled)}
-        of_sequences: dict[str, list[Feature]] = {}
-        for dtype in dict.fromkeys(t.dtype for t in tables):
-            members = [t for t in tables if t.dtype == dtype]
-            arena = Arena([Shard.whole(t) for t in members], dim, seed=seed, device=device, backend=backend)
+        of_sequences: list[Feature] = []
+        kept = {t.name: (t.dtype, (storages or {}).get(t.name, Storage())) for t in tables}
+        for form in dict.fromkeys(kept.values()):
+            members = [t for t in tables if kept[t.name] == form]
+            whole = [Shard.whole(t) for t in members]
+            arena = Arena(whole, dim, seed=seed, device=device, backend=backend, storage=form[1])
             names = {t.name: i for i, t in enumerate(members)}
             self._place.update({name: (arena, i) for name, i in names.items()})
             self.arenas.append(arena)
             slots = {name: (arena.first_slots[i], i) for name, i in names.items()}
             pooled = {f: position[f.name] for f in features if f.table in names and f.name in position}
             unpooled = [f for f in self.sequences if f.table in names]
-            of_sequences[dtype] = unpooled
+            of_sequences += unpooled
             self._sources.append(
                 _LocalSource(
                     arena,
@@ -61,7 +68,7 @@ class LocalTables(TableGroup):
                     [BagPlaces({f: 0}, slots, single=True) for f in unpooled],
                 )
             )
-        self.sequences = [f for found in of_sequences.values() for f in found]
+        self.sequences = of_sequences
 
     @property
     @override

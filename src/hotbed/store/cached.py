@@ -155,10 +155,20 @@ class CachedRecords(Records):
 
     @override
     def clear(self) -> None:
+        self.forget()
+        self.below.clear()
+
+    def forget(self, slots: Tensor | None = None) -> None:
+        """Drop the records of these slots, or all, unwritten: those below are other ones now."""
         with self._lock:
-            self._tags.keys.fill_(FREE)
-            self._dirty.fill_(False)
-            self.below.clear()
+            if slots is None:
+                self._tags.keys.fill_(FREE)
+                self._dirty.fill_(False)
+                return
+            places = self.ops.cache_find(self._tags, slots.to(self.device))
+            places = places[places >= 0]
+            self._tags.keys[places] = FREE
+            self._dirty[places] = False
 
     @override
     def prefetch(self, slots: Tensor) -> None:

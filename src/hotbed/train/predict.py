@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.single_files import exists, new_output, suffix
 from hotbed.data import Loader, Source
 from hotbed.errors import BatchError, DataError, NonFiniteError, RecipeError, SpecError, did_you_mean
 from hotbed.locations import location
+from hotbed.nn.dense_part import DensePart
+from hotbed.serve.scorer import Scorer
 from hotbed.train.build import build_model
 from hotbed.train.metrics import to_device
 from hotbed.train.numerics import resolve_device
@@ -75,8 +77,8 @@ def predict(
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
 
-    A row's score does not depend on the rows beside it, but for rounding: the order in which a matrix product sums may
-    differ with the size of the batch, by some 1e-7 of a probability.
+    A row's score has the same bits whatever rows are beside it, and those that ``hotbed serve`` answers on the same
+    processor; see `hotbed.serve.scorer`.
 
     Parameters
     ----------
@@ -127,9 +129,17 @@ def predict(
     place_of_model = resolve_device(device, "--device")
     model = build_model(recipe, source, place_of_model)
     load_checkpoint(place, {"model": model})
+    part = DensePart(model)
+    tables = nn.ModuleList(part.collections.values())
     start, rows = time.perf_counter(), 0
-    with new_output(target) as stream, _Output(stream, suffix(target)) as output:
-        scores = _Scores(_scored(model, source, chosen, size, place_of_model, len(labels)), len(labels))
+    with (
+        new_output(target) as stream,
+        _Output(stream, suffix(target)) as output,
+        Scorer(part, dict(part.collections), part.features, device=place_of_model) as scorer,
+    ):
+        batches = Loader(source, chosen, size) if source.samples(chosen) else ()
+        on_device = (to_device(replace(batch, labels=None), tables, place_of_model) for batch in batches)
+        scores = _Scores(_scored(scorer, on_device, len(labels)), len(labels))
         chunks = source.chunks(chosen)
         for i, count in enumerate(chunks):
             output.write(source.read_columns(chosen, i, keep) if keep else None, names, scores.take(count))
@@ -137,7 +147,7 @@ def predict(
             progress(rows, sum(chunks))
         if not chunks:
             output.write(None, [*keep, *names], np.empty((0, len(keep) + len(names))))
-    return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(model))
+    return Predicted(str(place), target, rows, [*keep, *names], time.perf_counter() - start, bad_ids(tables))
 
 
 def _target(out: str | Path) -> str | Path:
@@ -181,26 +191,21 @@ def _refuse_keep(source: Source, keep: Sequence[str], names: Sequence[str], targ
             raise RecipeError(f"--keep names '{name}', which is {there[name]} and no value of a CSV; write .parquet")
 
 
-def _scored(
-    model: nn.Module, source: Source, split: str, batch_size: int, device: torch.device, labels: int
-) -> Iterator[Scores]:
+def _scored(scorer: Scorer, batches: Iterable[Batch], labels: int) -> Iterator[Scores]:
     """Yield probabilities ``[B, T]`` batch by batch, in the order of the data."""
     row = 0
-    model.eval()
-    for batch in Loader(source, split, batch_size) if source.samples(split) else ():
-        with torch.no_grad():  # not around the yield, where the caller would have it, too
-            logits = model(to_device(replace(batch, labels=None), model, device))
-        if logits.shape != (len(batch), labels):
-            raise BatchError(f"the model gave logits {list(logits.shape)} for {len(batch):,} rows, {labels} labels")
-        if not bool(logits.isfinite().all()):
-            at = int((~logits.isfinite()).any(1).nonzero()[0])
+    for batch in batches:
+        scores = scorer(batch)
+        if scores.shape != (len(batch), labels):
+            raise BatchError(f"the model gave {scores.shape[1]} scores for each row, there are {labels} labels")
+        if not np.isfinite(scores).all():
+            at = int(np.flatnonzero(~np.isfinite(scores).all(1))[0])
             raise NonFiniteError(
                 f"the score of row {row + at:,} is not a number; a numerical of this row is not finite or far "
                 "beyond those of training: mend it, or give its column a rule for missing values when training"
             )
         row += len(batch)
-        # In float64: a float32 probability is 1 from a logit of 17 on, which makes ties that the model did not.
-        yield logits.double().sigmoid().cpu().numpy()
+        yield scores
 
 
 class _Scores:

@@ -227,6 +227,7 @@ _STAGES = {
     "accesses": "counting accesses",
     "pack": "packing hot and cold samples",
     "measure": "measuring numericals",
+    "export": "copying rows",
     "predict": "predicting",
 }
 

@@ -13,7 +13,8 @@ from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
 from hotbed.data import Loader, ParquetSource, Schema, Source
-from hotbed.errors import CheckpointError, DataError
+from hotbed.data.source import refuse_other_kind
+from hotbed.errors import CheckpointError
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
@@ -94,7 +95,7 @@ def _as_trained(component: Component, manifest: Manifest) -> Component:
     """A source for which ids are text where they were in training: files of CSV do not say what ``12`` is."""
     if not issubclass(component.load(), ParquetSource):
         return component
-    text = {name for name, kind in _id_kinds(manifest).items() if kind == "text"}
+    text = {name for name, kind in id_kinds_of(manifest).items() if kind == "text"}
     text |= set(cast("Sequence[str]", component.init_args.get("text", ())))
     return replace(component, init_args={**component.init_args, "text": sorted(text)})
 
@@ -109,26 +110,21 @@ def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
 
 def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
     """Raise `DataError` if ids are stored otherwise than in training: they would be hashed to other rows."""
-    before = _id_kinds(manifest)
+    before = id_kinds_of(manifest)
     for name, kind in source.id_kinds().items():
-        was = before.get(name, kind)
-        if was != kind:
-            raise DataError(
-                f"{data}, column '{name}': its values are {kind}, and the model was trained with {was}, which are "
-                f"other ids (5 and '5' are hashed to different rows); write the column as {was}"
-            )
+        refuse_other_kind(data, name, kind, before.get(name, ""))
 
 
-def _id_kinds(manifest: Manifest) -> Mapping[str, str]:
+def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
     """By sparse column what ids were in training, see `Source.id_kinds`."""
     position = cast("Mapping[str, Any]", manifest.parts.get("position", {}))
     return position.get("id_kinds", {})
 
 
 def bad_ids(model: nn.Module) -> dict[str, int]:
-    """By feature, how many ids were out of range and dropped or hashed."""
+    """By feature, how many ids were out of range and dropped or hashed; several collections may look up the same."""
     counts: dict[str, int] = {}
     for module in model.modules():
         for feature, count in getattr(module, "bad_ids", {}).items():
-            counts[feature] = counts.get(feature, 0) + count
+            counts[feature] = max(counts.get(feature, 0), count)
     return counts

@@ -1,0 +1,292 @@
+"""Take a model apart: looked-up vectors go into its dense part, which needs no tables and can be traced.
+
+Tables may be much larger than the memory of who computes scores, or change while the rest stays. So embedding
+collections are replaced by modules that hand out vectors looked up by somebody else, and what is left is a function of
+tensors: `traced` makes a program of ``torch.export`` of it, which needs no code of hotbed.
+
+Products are those of torch, and dot interactions are plain torch, so that a part and the program made of it compute the
+same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hotbed.bags import Bags
+from hotbed.batch import Batch, Embeddings
+from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.errors import BatchError, CheckpointError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.nn.layers import DotInteraction
+from hotbed.nn.linear import Linear
+from hotbed.nn.normalization import normalization_of
+from hotbed.nn.plain import PlainInteraction
+from hotbed.specs import Feature
+
+Vectors = Tensor | tuple[Tensor, Tensor]
+"""Of a feature: pooled ``[B, D]``; else ``[B, max_len, D]``, zeros after a bag's last id, and lengths ``[B]`` int64."""
+
+
+class DensePart(nn.Module):
+    """A model without its tables; the model itself is changed.
+
+    Parameters
+    ----------
+    model
+        Takes a `Batch`. Its embedding collections, dot interactions and products are replaced.
+
+    Attributes
+    ----------
+    collections
+        The embedding collections that it had, by path.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        model = model.module if isinstance(model, Distributed) else model
+        self.collections: dict[str, EmbeddingCollection] = {}
+        self.model = self._without_tables(model, "", {})
+        self.kind = type(model).__name__
+
+    @property
+    def features(self) -> dict[str, tuple[str, Feature]]:
+        """By name of the vectors, the path of the collection and the feature."""
+        found = ((path, f) for path, collection in self.collections.items() for f in collection.features)
+        return {_name(path, feature.name): (path, feature) for path, feature in found}
+
+    @override
+    def forward(
+        self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch] | None = None
+    ) -> Tensor:
+        """Logits ``[B, T]`` of ``dense [B, I]``, and vectors by path of the collection and feature.
+
+        ``rest`` gives the batch, for models that ask it for more than that; programs have none.
+        """
+        given = _Given(vectors, rest)
+        return self.model(_Inputs(given, dense) if rest is None else _Inputs(given, dense, _Extra(rest)))
+
+    def _without_tables(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
+        if id(module) in done:
+            return done[id(module)]
+        made = module
+        if isinstance(module, EmbeddingCollection):
+            self.collections[path] = module
+            made = GivenEmbeddings(module, path)
+        elif isinstance(module, DotInteraction):
+            made = PlainInteraction(module.vectors, module.width)
+        elif isinstance(module, Linear):
+            module.use("torch")
+        done[id(module)] = made
+        if made is module:
+            for name, child in list(module._modules.items()):
+                if child is not None:
+                    setattr(module, name, self._without_tables(child, f"{path}.{name}".lstrip("."), done))
+        return made
+
+
+class GivenEmbeddings(nn.Module):
+    """Hands out vectors where an `EmbeddingCollection` looked them up.
+
+    Parameters
+    ----------
+    collection
+        In whose place it is.
+    path
+        Where in the model that is.
+    """
+
+    def __init__(self, collection: EmbeddingCollection, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.features: Sequence[Feature] = collection.features
+        self.tables = dict(collection.tables)
+        self.bad_ids: Counter[str] = Counter()
+        self.truncated_ids: Counter[str] = Counter()
+
+    @override
+    def forward(self, ids: _Given, *, room: int = 0) -> Embeddings:
+        """Vectors of the batch, as `EmbeddingCollection.forward`."""
+        found = _GivenSequences([feature.name for feature in self.features])
+        for dim in dict.fromkeys(table.dim for table in self.tables.values()):
+            of_dim = [f for f in self.features if f.is_pooled and self.tables[f.table].dim == dim]
+            if of_dim:
+                stacked = torch.stack([cast(Tensor, ids.vectors[_name(self.path, f.name)]) for f in of_dim], dim=1)
+                found.add_pooled([f.name for f in of_dim], stacked, None)
+        for feature in self.features:
+            if not feature.is_pooled:
+                found.given[feature.name] = cast("tuple[Tensor, Tensor]", ids.vectors[_name(self.path, feature.name)])
+        return found
+
+
+class _GivenSequences(Embeddings):
+    """Embeddings whose features that are not pooled are padded already."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self.given: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @override
+    def padded(self, name: str) -> tuple[Tensor, Tensor]:
+        if name not in self.given:
+            return super().padded(name)  # which says why there is nothing to pad
+        vectors, lengths = self.given[name]
+        return vectors, torch.arange(vectors.shape[1], device=lengths.device) < lengths[:, None]
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.given:
+            return super().__getitem__(name)
+        vectors, lengths = self.given[name]
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return torch.nested.nested_tensor_from_jagged(vectors[self.padded(name)[1]], offsets)
+
+    @override
+    def _refuse_sequences(self, method: str) -> None:
+        if self.given:
+            raise BatchError(
+                f"{method}() needs pooled features, and {', '.join(self.given)} has pooling='none'; pick features by "
+                "name"
+            )
+
+
+class _Given:
+    """Vectors in the place of a batch's ids; what models ask of these, too, is mostly their number and device."""
+
+    def __init__(self, vectors: Mapping[str, Vectors], rest: Callable[[], Batch] | None) -> None:
+        self.vectors, self._rest = vectors, rest
+        self._first = next(v if isinstance(v, Tensor) else v[0] for v in vectors.values())
+
+    @property
+    def batch_size(self) -> int:
+        return self._first.shape[0]
+
+    @property
+    def values(self) -> Tensor:
+        return self._first if self._rest is None else self._rest().sparse.values
+
+    def __len__(self) -> int:
+        return self._first.shape[0]
+
+    def __getitem__(self, name: str) -> Bags:
+        return self._ids(f"['{name}']")[name]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._ids(f".{name}"), name)
+
+    def _ids(self, what: str) -> Jagged:
+        if self._rest is None:
+            raise SpecError(
+                f"the model asks for batch.sparse{what}, ids themselves, but only looked-up vectors reach a program "
+                "whose tables are apart; give it a table for what it makes of ids, or export it with --single"
+            )
+        return self._rest().sparse
+
+
+class _Extra(Mapping[str, Tensor]):
+    """Further columns of the batch, taken when a model asks for them."""
+
+    def __init__(self, rest: Callable[[], Batch]) -> None:
+        self._rest = rest
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._rest().extra[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rest().extra)
+
+    def __len__(self) -> int:
+        return len(self._rest().extra)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a model reads of a `Batch`, whose checks cannot be traced."""
+
+    sparse: _Given
+    dense: Tensor | None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    labels: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.sparse)
+
+
+def traced(part: DensePart, inputs: int) -> torch.export.ExportedProgram:
+    """A dense part as a program for any number of samples.
+
+    ``torch.export.load(…).module()(dense, vectors)`` takes what `DensePart.forward` takes.
+
+    Parameters
+    ----------
+    part
+        The part, on the CPU.
+    inputs
+        Number of dense inputs ``I``, as they come to the model.
+
+    Raises
+    ------
+    SpecError
+        If a feature that is not pooled has no ``max_len``, or the model needs more than vectors and numbers.
+    CheckpointError
+        If torch cannot trace it.
+    """
+    size = 4
+    samples = torch.export.Dim("samples", min=1)
+    vectors: dict[str, Vectors] = {}
+    shapes: dict[str, Any] = {}
+    for name, (path, feature) in part.features.items():
+        dim = part.collections[path].tables[feature.table].dim
+        if feature.is_pooled:
+            vectors[name], shapes[name] = torch.zeros(size, dim), {0: samples}
+            continue
+        if feature.max_len is None:
+            raise SpecError(
+                f"feature '{feature.name}' has pooling 'none' and no max_len, so its vectors have no shape that a "
+                "program could take; give it max_len"
+            )
+        vectors[name] = torch.zeros(size, feature.max_len, dim), torch.ones(size, dtype=torch.int64)
+        shapes[name] = ({0: samples}, {0: samples})
+    dense = torch.zeros(size, inputs, dtype=dense_dtype(part)) if inputs else None
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of its internals
+            return torch.export.export(
+                part.eval(),
+                (dense, vectors),
+                dynamic_shapes=(None if dense is None else {0: samples}, shapes),
+                strict=False,
+            )
+    except SpecError:
+        raise
+    except Exception as error:  # whatever tracing meets in a model
+        logging.getLogger("hotbed").debug("torch.export", exc_info=True)
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"{part.kind} cannot be traced: {reason}; its forward must not branch on values, nor use len() of tensors "
+            "or batches, nor e['feature'] of features that are not pooled (use e.padded('feature'))"
+        ) from error
+
+
+def dense_dtype(model: nn.Module) -> torch.dtype:
+    """Dtype of the numbers that a model takes: raw ones are float64, which it normalizes."""
+    normalization = normalization_of(model)
+    if normalization is None:
+        return torch.float32
+    normalization.check_measured()
+    return torch.float64
+
+
+def _name(path: str, feature: str) -> str:
+    return f"{path}.{feature}".lstrip(".")

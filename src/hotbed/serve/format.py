@@ -1,0 +1,328 @@
+"""Read exported models and sets of changes: what training publishes for servers.
+
+An exported model is a directory, local or in an object store, that needs no checkpoint beside it::
+
+    DIR/manifest.json        what there is, with size and SHA-256 of every file; written last (`hotbed.serve.schema`)
+        dense.pt2            the dense part, a program of torch.export with its parameters
+        tables/NAME.rows     one record per row, in order, as stored in its dtype; files to be mapped into memory
+        tables/NAME.ids      of a dynamic table: the id that each row has, int64; -1 where none
+
+A set of changes makes a later model of an earlier one::
+
+    DIR/manifest.json        from which state to which; written last
+        rows.parquet         the rows that changed, by id (`hotbed.checkpoint.changes`)
+        dense.safetensors    all parameters and buffers of the dense program
+
+A *state* is the SHA-256 of the manifest of the checkpoint that a model is of, so a change applies to the model whose
+state is its base's and to no other. ``docs/serving.md`` describes every entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hotbed.checkpoint.row_ids import NO_ID as NO_ID
+from hotbed.checkpoint.storage import Directory, LocalDirectory, directory
+from hotbed.data import Schema
+from hotbed.errors import CheckpointError, DamagedError
+from hotbed.serve.schema import (
+    DENSE,
+    ROWS,
+    ChangeManifest,
+    FileEntry,
+    Manifest,
+    ModelManifest,
+    TableEntry,
+    manifest_of,
+)
+from hotbed.specs import Feature, Table
+
+MANIFEST = "manifest.json"
+MOST_BYTES = 64 << 20
+"""Of a manifest."""
+CHUNK_BYTES = 4 << 20
+"""Bytes that are hashed, or fetched, at once."""
+
+
+class Published:
+    """A directory with a manifest: its files are local, or fetched once into a local cache.
+
+    Parameters
+    ----------
+    place
+        The directory.
+    files
+        What the manifest says of its files.
+    cache
+        Where remote files are put, under their SHA-256; default: ``hotbed/models`` in the user's cache directory.
+    """
+
+    def __init__(self, place: Directory, files: Mapping[str, FileEntry], cache: Path | None = None) -> None:
+        self.place, self._entries, self._cache = place, files, cache
+
+    @override
+    def __str__(self) -> str:
+        return str(self.place)
+
+    def path(self, name: str) -> Path:
+        """A local file with the content of one of its files; the size is compared, and the hash of what is fetched.
+
+        Raises
+        ------
+        DamagedError
+            If it is not there, or is not what the manifest says.
+        """
+        entry = self._entries[name]
+        folder, _, last = name.rpartition("/")
+        place = self.place / folder if folder else self.place
+        try:
+            reader = place.reader(last)
+        except FileNotFoundError:
+            raise DamagedError(f"{self}/{name} is gone; copy the directory again") from None
+        try:
+            if reader.size != entry.bytes:
+                raise DamagedError(
+                    f"{self}/{name} has {reader.size:,} bytes, its manifest says {entry.bytes:,}; copy the directory "
+                    "again"
+                )
+            if isinstance(place, LocalDirectory):
+                return place.root / last
+            return self._fetched(name, entry, lambda buffer, start: reader.read_into(buffer, start))
+        finally:
+            reader.close()
+
+    def read(self, name: str) -> bytes:
+        """A whole file, whose hash is compared; a `DamagedError` if it is another's."""
+        data = self.path(name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != self._entries[name].sha256:
+            raise _damaged(f"{self}/{name}")
+        return data
+
+    def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Read all files and compare their hashes.
+
+        Parameters
+        ----------
+        progress
+            Called with the bytes read and those there are.
+
+        Raises
+        ------
+        DamagedError
+            If a file is not what was written.
+        """
+        done, total = 0, sum(entry.bytes for entry in self._entries.values())
+        for name, entry in self._entries.items():
+            found = hashlib.sha256()
+            with self.path(name).open("rb") as stream:
+                while chunk := stream.read(CHUNK_BYTES):
+                    found.update(chunk)
+                    done += len(chunk)
+                    progress(done, total)
+            if found.hexdigest() != entry.sha256:
+                raise _damaged(f"{self}/{name}")
+
+    def _fetched(self, name: str, entry: FileEntry, read: Callable[[memoryview, int], None]) -> Path:
+        """Fetch a remote file, unless one with its hash was fetched before."""
+        cache = _user_cache() if self._cache is None else self._cache
+        target = cache / entry.sha256
+        if target.is_file() and target.stat().st_size == entry.bytes:
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = cache / f".{entry.sha256}.unfinished-{uuid.uuid4().hex[:8]}"
+        found = hashlib.sha256()
+        try:
+            with unfinished.open("xb") as stream:
+                for start in range(0, entry.bytes, CHUNK_BYTES):
+                    chunk = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes - start)))
+                    read(chunk, start)
+                    found.update(chunk)
+                    stream.write(chunk)
+            if found.hexdigest() != entry.sha256:
+                raise _damaged(f"{self}/{name}")
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return target
+
+
+class ExportedModel(Published):
+    """An exported model whose manifest has been checked; nothing else of it is read before it is asked for.
+
+    Attributes
+    ----------
+    manifest
+        What there is.
+    schema
+        The input columns.
+    """
+
+    def __init__(self, place: Directory, manifest: ModelManifest, cache: Path | None = None) -> None:
+        super().__init__(place, manifest.files, cache)
+        self.manifest = manifest
+        if not isinstance(columns := manifest.encoder.get("schema"), Mapping):
+            raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' is missing, or no mapping of columns")
+        self.schema = Schema.from_dict(columns)
+
+    @classmethod
+    def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
+        """Open a directory that ``hotbed export`` made.
+
+        Parameters
+        ----------
+        place
+            A path or a URI.
+        cache
+            Where remote files are put, see `Published`.
+
+        Raises
+        ------
+        CheckpointError
+            If it is no exported model, or its manifest is not what its schema says.
+        """
+        found = directory(place)
+        return cls(found, _manifest(ModelManifest, found), cache)
+
+    def collections(self) -> dict[str, tuple[list[Table], list[Feature]]]:
+        """Tables and features of each embedding collection of the model, by its path; names are those inside of it."""
+        found: dict[str, tuple[dict[str, Table], list[Feature]]] = {}
+        for feature in self.manifest.features.values():
+            tables, features = found.setdefault(feature.collection, ({}, []))
+            own = feature.table.removeprefix(f"{feature.collection}." if feature.collection else "")
+            tables[own] = self.manifest.tables[feature.table].spec(own)
+            features.append(feature.spec(own))
+        return {path: (list(tables.values()), features) for path, (tables, features) in found.items()}
+
+    def records(self, table: str) -> NDArray[np.uint8]:
+        """Rows of a table as they are stored ``[R, record_bytes]``, mapped into memory and not writable."""
+        entry = self.manifest.tables[table]
+        return self._mapped(entry.file, np.dtype(np.uint8), (entry.rows, entry.record_bytes))
+
+    def ids(self, table: str) -> NDArray[np.int64] | None:
+        """The id that each row of a dynamic table has ``[R]``, `NO_ID` where none; None for other tables."""
+        entry = self.manifest.tables[table]
+        return None if entry.ids is None else self._mapped(entry.ids, np.dtype("<i8"), (entry.rows,))
+
+    def vectors(self, table: str, rows: Tensor) -> Tensor:
+        """Rows of a table ``[n]`` int64 as float32 ``[n, D]``."""
+        entry = self.manifest.tables[table]
+        records = torch.empty(len(rows), entry.record_bytes, dtype=torch.uint8)
+        records.numpy()[:] = self.records(table)[rows.numpy()]
+        return entry.records().rows(records, wide_rows(entry, rows))
+
+    def dense(self) -> nn.Module:
+        """The dense program, as a module; each call makes one with parameters of its own.
+
+        A program is code: torch's loader may run what is in the file, so open only models whose origin is trusted.
+        """
+        import io
+
+        data = self.read(self.manifest.dense.file)
+        try:
+            return torch.export.load(io.BytesIO(data)).module()
+        except Exception as error:  # whatever another release of torch meets in it
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CheckpointError(
+                f"{self}/{self.manifest.dense.file} cannot be loaded by torch {torch.__version__}: {reason}; export "
+                "the model again with this release"
+            ) from error
+
+    def _mapped(self, file: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        return np.memmap(self.path(file), dtype, "r", shape=shape)
+
+
+class TableChange(NamedTuple):
+    """Some of the changes of a table: ids that are gone ``[n]`` int64, and ids ``[m]`` with vectors ``[m, D]``."""
+
+    table: str
+    deleted: Tensor
+    ids: Tensor
+    vectors: Tensor
+
+
+class ChangeSet(Published):
+    """Changes from one state of a model to a later one, whose manifest has been checked.
+
+    Attributes
+    ----------
+    manifest
+        From which state to which, and how much.
+    """
+
+    def __init__(self, place: Directory, manifest: ChangeManifest, cache: Path | None = None) -> None:
+        super().__init__(place, manifest.files, cache)
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ChangeSet:
+        """Open a directory that ``hotbed export --since`` or ``train.publish`` made; as `ExportedModel.open`."""
+        found = directory(place)
+        return cls(found, _manifest(ChangeManifest, found), cache)
+
+    def refuse_unless_after(self, state: str, step: int) -> None:
+        """Raise `CheckpointError` unless these are changes to the model of this state."""
+        base = self.manifest.base
+        if base.state == state:
+            return
+        if base.step == step:
+            what = f"to another model of step {step:,} ({base.state[:12]}…, here {state[:12]}…)"
+        elif base.step > step:
+            what = f"to step {base.step:,}, and those from step {step:,} to it are missing"
+        else:
+            what = f"to step {base.step:,}, which step {step:,} has been past"
+        raise CheckpointError(f"{self} has changes {what}; nothing of them was applied")
+
+    def rows(self) -> Iterator[TableChange]:
+        """Yield the rows that changed, some at a time; each id of a table occurs once.
+
+        Raises
+        ------
+        DamagedError
+            If the file is not what was written, or its rows are not what the manifest counts.
+        """
+        from hotbed.serve.changed_rows import read_rows
+
+        self.read(ROWS)  # compares the hash, before any row is used
+        yield from read_rows(self.path(ROWS), self.manifest, f"{self}/{ROWS}")
+
+    def dense(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the dense program, by the names of its ``state_dict()``."""
+        try:
+            return load_tensors(self.read(DENSE))
+        except DamagedError:
+            raise
+        except Exception as error:
+            raise DamagedError(f"{self}/{DENSE} is no safetensors file: {error}") from None
+
+
+def wide_rows(table: TableEntry, rows: Tensor) -> Tensor:
+    """Which of some rows ``[n]`` are stored as float32, ``[n]`` bool."""
+    return rows < (table.rows if table.dtype == "fp32" else table.fp32_rows)
+
+
+def _manifest(kind: type[Manifest], place: Directory) -> Manifest:
+    if not place.has(MANIFEST):
+        raise CheckpointError(
+            f"{place} holds no {MANIFEST}, so it is nothing that hotbed export made, or it was never finished"
+        )
+    return manifest_of(kind, place.read(MANIFEST, MOST_BYTES), f"{place}/{MANIFEST}")
+
+
+def _damaged(file: str) -> DamagedError:
+    return DamagedError(f"{file} is damaged (its SHA-256 is not the manifest's); copy the directory again")
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed" / "models"

@@ -1,0 +1,329 @@
+# pyright: reportUnknownParameterType=false
+"""Serve one model: scores of raw rows by one version of its parameters, and changes that make the next one.
+
+`ServedModel.apply` does all that takes time beside requests: a set of changes is read, its hashes and shapes are
+checked, its rows are written where nobody looks yet, its dense parameters are loaded into a program of their own. Then,
+between two batches, rows, ids and program are swapped. So a batch is computed by one version, whole, and what is
+refused leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hotbed.batch import Batch
+from hotbed.checkpoint.storage import Directory
+from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
+from hotbed.ops import BackendName
+from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.serve.redis_records import RedisRecords
+from hotbed.serve.scorer import Scorer
+from hotbed.serve.served_tables import ServedTables, same_tables
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from hotbed.data.encode import Encoder
+
+Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable"]
+"""Why a version is refused.
+
+``gap``: changes between are missing; ``duplicate``: it is served already; ``disorder``: of changes to an earlier
+version; ``other_model``: of another model, or one with other tables or inputs; ``damaged``: files that are not what was
+written; ``disk_full``: no room for changed rows; ``unreadable``: files that could not be read, now.
+"""
+
+
+class RefusedError(CheckpointError):
+    """A version that is not taken over; the one before goes on serving. ``reason`` says why, in a word."""
+
+    def __init__(self, message: str, reason: Reason) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+class ServedModel:
+    """A model that scores and follows changes; made by `open`.
+
+    `score` is called by one thread at a time, `apply` and `take_over` by another one, also at the same time.
+
+    Attributes
+    ----------
+    name
+        The recipe's.
+    step, state
+        Which version answers now: the step of training, and the SHA-256 of its checkpoint's manifest.
+    labels
+        What the columns of scores are.
+    tables
+        The rows.
+    """
+
+    def __init__(
+        self,
+        model: ExportedModel,
+        tables: ServedTables,
+        *,
+        redis: str | None,
+        device: torch.device,
+        threads: int | None,
+    ) -> None:
+        self._model, self.tables, self._redis = model, tables, redis
+        manifest = model.manifest
+        self.name, self.labels = manifest.name, tuple(manifest.labels)
+        self.step, self.state = manifest.step, manifest.state
+        self._device = device
+        features = {
+            name: (feature.collection, feature.spec(feature.table)) for name, feature in manifest.features.items()
+        }
+        lookups = dict(tables.collections)
+        self._scorer = Scorer(self._dense(model), lookups, features, device=device, threads=threads)
+        self._encoder: Encoder | None = None
+        self._turn = threading.Lock()
+        """Held by a batch, and by a swap."""
+        self._waiting = threading.Event()
+        """Set while a swap waits for its turn, so that batch after batch does not keep it waiting."""
+        self._swapped = threading.Event()
+        self._swapped.set()
+        self._changing = threading.Lock()
+        self._broken: BaseException | None = None
+
+    @classmethod
+    def open(
+        cls,
+        place: str | Path | Directory | ExportedModel,
+        *,
+        memory_bytes: int | None = None,
+        redis: str | None = None,
+        directory: str | Path | None = None,
+        device: str = "cpu",
+        backend: BackendName = "auto",
+        threads: int | None = None,
+        verify: bool = True,
+    ) -> ServedModel:
+        """Open an exported model.
+
+        Parameters
+        ----------
+        place
+            A directory or URI that ``hotbed export`` or ``train.publish`` made.
+        memory_bytes
+            Most memory for rows; tables that do not fit are read from files, behind a cache. None: all rows are in
+            memory.
+        redis
+            Address of a Redis that keeps rows of such tables in front of the files, for several servers.
+        directory
+            Where files for changed rows are made; default: that of temporary files. They are as large as the rows that
+            change.
+        device
+            Where vectors are looked up and scores are computed; memory is then that device's.
+        backend
+            Kernels.
+        threads
+            Threads that compute the dense part.
+        verify
+            Whether all files are read and their hashes compared before any row is served.
+
+        Raises
+        ------
+        CheckpointError
+            If it is no exported model, or damaged.
+        StoreError
+            If its rows do not fit.
+        """
+        model = place if isinstance(place, ExportedModel) else ExportedModel.open(place)
+        if verify:
+            model.verify()
+        target = torch.device(device)
+        tables = ServedTables(
+            model,
+            memory_bytes=memory_bytes,
+            redis=redis,
+            directory=None if directory is None else Path(directory),
+            device=target,
+            backend=backend,
+        )
+        return cls(model, tables, redis=redis, device=target, threads=threads)
+
+    @property
+    def encoder(self) -> Encoder:
+        """What makes batches of raw rows, as in training."""
+        if self._encoder is None:
+            from hotbed.data.encode import Encoder
+
+            self._encoder = Encoder.from_dict(self._model.manifest.encoder)
+        return self._encoder
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def score(self, columns: pa.RecordBatch | pa.Table) -> tuple[NDArray[np.float64], int]:
+        """Score raw rows: probabilities ``[B, T]``, and the step of the version that computed all of them.
+
+        Raises
+        ------
+        DataError, SpecError, BatchError
+            If the rows are not what the model takes.
+        StoreError
+            If rows of tables cannot be read.
+        """
+        return self.score_batch(self.encoder.batch(columns))
+
+    def score_batch(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
+        """Score rows that are encoded already; see `score`."""
+        if self._waiting.is_set():
+            self._swapped.wait()
+        with self._turn:
+            if self._broken is not None:
+                raise StoreError(f"no version of {self.name} is whole: a change failed halfway ({self._broken})")
+            return self._scorer(batch.to(self._device)), self.step
+
+    def counters(self) -> dict[str, dict[str, float]]:
+        """Totals since the model was opened, by metric, then by feature or kind; any thread may call this."""
+        traffic = self.tables.traffic
+        found: dict[str, dict[str, float]] = {
+            "unknown_ids": _floats(self.tables.unknown_ids),
+            "bad_ids": _floats(self.tables.bad_ids),
+            "cache_hits": {"": float(traffic.hits)},
+            "cache_misses": {"": float(traffic.misses)},
+            "read_bytes": {"": float(traffic.read_bytes)},
+        }
+        redis = [layer for layer in self.tables.layers() if isinstance(layer, RedisRecords)]
+        if redis:
+            for name in ("hits", "misses", "failures"):
+                found[f"redis_{name}"] = {"": float(sum(getattr(layer, name) for layer in redis))}
+        return found
+
+    def close(self) -> None:
+        """End threads and close files; no request may be under way."""
+        self._scorer.close()
+        self.tables.close()
+
+    # -- versions --------------------------------------------------------------------------------------------------
+
+    def apply(self, change: ChangeSet) -> None:
+        """Become the version that a set of changes makes of this one.
+
+        Raises
+        ------
+        RefusedError
+            If the changes are not to this version, or cannot be taken over; nothing has changed then.
+        """
+        base, sequence = change.manifest.base, change.manifest.sequence
+        with self._changing, _Refusing(self, str(change)):
+            if sequence.state == self.state:
+                raise RefusedError(f"{change} leads to step {self.step:,}, which is served already", "duplicate")
+            if base.state != self.state:
+                raise RefusedError(*self._why_not_after(change, base.step))
+            self.tables.stage(change)
+            dense = self._dense(self._model)
+            _load(dense, change)
+            self._swap(dense, sequence.step, sequence.state)
+
+    def take_over(self, model: ExportedModel, *, verify: bool = True) -> None:
+        """Become the version of another export of this model; files that changes have made are freed.
+
+        Tables in memory are compared with it, and only rows that differ are swapped. ``verify``: as in `open`.
+
+        Raises
+        ------
+        RefusedError
+            If it is of another model or an earlier step, or cannot be taken over; nothing has changed then.
+        """
+        manifest = model.manifest
+        with self._changing, _Refusing(self, str(model)):
+            if not same_tables(self._model.manifest, manifest):
+                raise RefusedError(f"{model} has other tables, inputs or labels than {self._model}", "other_model")
+            if manifest.step < self.step and not self.is_broken:
+                raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
+            if verify:
+                model.verify()
+            same_state = manifest.state == self.state and not self.is_broken
+            self.tables.stage_model(model, same_state=same_state)
+            self._swap(self._dense(model), manifest.step, manifest.state)
+            self._model = model
+
+    def _swap(self, dense: torch.nn.Module, step: int, state: str) -> None:
+        """Let what is staged answer, between two batches."""
+        self._swapped.clear()
+        self._waiting.set()
+        try:
+            with self._turn:
+                try:
+                    self.tables.swap()
+                    self._scorer.replace_dense(dense)
+                    self.step, self.state, self._broken = step, state, None
+                except BaseException as error:  # half of it may be there
+                    self._broken = error
+                    raise
+        finally:
+            self._waiting.clear()
+            self._swapped.set()
+        self.tables.tidy()
+
+    def _why_not_after(self, change: ChangeSet, base_step: int) -> tuple[str, Reason]:
+        if base_step > self.step:
+            return (
+                f"{change} has changes to step {base_step:,}; those from step {self.step:,} to it are missing",
+                "gap",
+            )
+        if base_step < self.step:
+            return f"{change} has changes to step {base_step:,}, which step {self.step:,} has been past", "disorder"
+        base = change.manifest.base.state
+        return f"{change} has changes to another model of step {self.step:,} ({base[:12]}…)", "other_model"
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a swap failed halfway, so that no version is whole; requests are refused until one is taken over."""
+        return self._broken is not None
+
+    def _dense(self, model: ExportedModel) -> torch.nn.Module:
+        return model.dense().to(self._device)
+
+
+class _Refusing:
+    """Make every failure to stage a version a `RefusedError`, and forget what was staged."""
+
+    def __init__(self, served: ServedModel, place: str) -> None:
+        self._served, self._place = served, place
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            return
+        self._served.tables.discard()
+        if self._served.is_broken or isinstance(error, RefusedError):
+            return
+        if isinstance(error, OSError):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "the disk of changed rows is full" if is_full else "files cannot be read or written"
+            raise RefusedError(
+                f"{self._place} is not taken over: {what} ({error})", "disk_full" if is_full else "unreadable"
+            ) from error
+        if isinstance(error, HotbedError):
+            raise RefusedError(
+                f"{self._place} is not taken over: {error}",
+                "damaged" if isinstance(error, CheckpointError) else "unreadable",
+            ) from error
+
+
+def _load(dense: torch.nn.Module, change: ChangeSet) -> None:
+    """Overwrite all parameters and buffers of a dense program."""
+    values, own = change.dense(), dense.state_dict()
+    if {n: (t.shape, t.dtype) for n, t in values.items()} != {n: (t.shape, t.dtype) for n, t in own.items()}:
+        raise DamagedError(f"{change} has other dense parameters than the model")
+    with torch.no_grad():
+        dense.load_state_dict(values)
+
+
+def _floats(counts: Counter[str]) -> dict[str, float]:
+    return {name: float(count) for name, count in counts.items()}

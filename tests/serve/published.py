@@ -1,0 +1,216 @@
+"""A tiny model whose scores tell the version of its rows and dense parameters, and what training publishes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import hotbed as hb
+from hotbed.checkpoint import read_manifest, save_checkpoint
+from hotbed.checkpoint.changes import export_changes
+from hotbed.checkpoint.storage import directory
+from hotbed.data import Schema
+from hotbed.data.columns import SparseColumn
+from hotbed.nn.dense_part import DensePart, traced
+from hotbed.serve.format import ChangeSet, ExportedModel, wide_rows
+from hotbed.serve.schema import (
+    ChangeManifest,
+    CountEntry,
+    DenseEntry,
+    FeatureEntry,
+    FileEntry,
+    InitEntry,
+    ModelManifest,
+    StateEntry,
+    TableEntry,
+    record_format,
+    values_of,
+)
+from hotbed.serve.scorer import Scorer
+
+DYNAMIC = hb.Table("users", rows="dynamic", dim=4, init_bound=0.5, dynamic=hb.Dynamic(256 * 16))
+TABLES = [
+    hb.Table("items", rows=300, dim=4),
+    hb.Table("more", rows=70, dim=4),
+    hb.Table("bf16", rows=300, dim=4, dtype="bf16", fp32_rows=5),
+    hb.Table("int8", rows=200, dim=8, dtype="int8"),
+    hb.Table("fp8", rows=150, dim=8, dtype="fp8"),
+    DYNAMIC,
+]
+FEATURES = [
+    hb.Feature("item", table="items"),
+    hb.Feature("history", table="items", pooling="mean"),
+    hb.Feature("other", table="more"),
+    *(hb.Feature(name, table=name) for name in ("bf16", "int8", "fp8")),
+    hb.Feature("user", table="users"),
+]
+SMALL = ([TABLES[0]], [FEATURES[0]])
+
+
+class Planted(nn.Module):
+    """Logits ``[B, features + 1]``: the sum of each feature's vector, then a dense parameter."""
+
+    def __init__(self, tables: list[hb.Table], features: list[hb.Feature]) -> None:
+        super().__init__()
+        self.embeddings = hb.EmbeddingCollection(tables, features, seed=3)
+        self.version = nn.Parameter(torch.zeros(1))
+
+    def forward(self, batch: hb.Batch) -> Tensor:
+        found = self.embeddings(batch.sparse)
+        sums = [found[f.name].sum(1) for f in self.embeddings.features]
+        return torch.stack([*sums, self.version.expand_as(sums[0])], 1)
+
+    def plant(self, version: float) -> None:
+        """Make all rows of tables that are not dynamic this over their columns, and the parameter as well."""
+        with torch.no_grad():
+            self.version.fill_(version)
+            for table in self.embeddings.tables.values():
+                if table.dynamic is None:
+                    tile = self.embeddings.local_tiles(table.name)[0]
+                    values = torch.full((table.rows, table.dim), version / table.dim)
+                    tile.arena.store.write(tile.arena.slots(tile.number), values)
+
+    def train_some(self, seed: int, most_id: int = 10_000) -> None:
+        """Take a step with some random ids."""
+        optimizer = hb.optim.Adagrad(self, lr=0.1) if not hasattr(self, "_sparse") else self._sparse
+        self._sparse = optimizer
+        self.train()
+        self(batch_of(self, 64, seed, most_id)).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            self.version += 1
+
+
+def batch_of(model: Planted, size: int, seed: int, most_id: int = 10_000) -> hb.Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids: dict[str, Any] = {}
+    for feature in model.embeddings.features:
+        table = model.embeddings.tables[feature.table]
+        most = most_id if table.dynamic is not None else table.rows
+        if feature.name == "history":
+            lengths = torch.randint(0, 4, (size,), generator=generator)
+            values = torch.randint(most, (int(lengths.sum()),), generator=generator)
+            ids[feature.name] = (values, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
+        else:
+            ids[feature.name] = torch.randint(most, (size,), generator=generator)
+    return hb.Batch(sparse=hb.Jagged.from_dict(ids))
+
+
+@dataclass
+class Publisher:
+    """Saves checkpoints of a model, and publishes them in a directory as training does."""
+
+    model: Planted
+    root: Path
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.published = self.root / "published"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.root / f"checkpoint-{step}"
+
+    def save(self) -> int:
+        self.step += 10
+        save_checkpoint(self.checkpoint(self.step), {"model": self.model}, step=self.step).wait()
+        return self.step
+
+    def export(self, step: int | None = None) -> ExportedModel:
+        """Export the model as it is, which is that of the newest checkpoint."""
+        place = self.published / f"model-{self.step:012}"
+        collection = self.model.embeddings
+        state = {k: v.clone() for k, v in self.model.state_dict().items()}
+        (place / "tables").mkdir(parents=True)
+        tables: dict[str, TableEntry] = {}
+        for name, spec in collection.tables.items():
+            raw = {k.rpartition(".")[2]: v for k, v in state.items() if k.startswith(f"embeddings.{name}.")}
+            layout = record_format(spec)
+            init = InitEntry(seed=spec.seed(3), bound=spec.bound, version=1)
+            entry = TableEntry(
+                rows=spec.rows, dim=spec.dim, dtype=spec.dtype, fp32_rows=spec.fp32_rows, init=init,
+                record_bytes=layout.record_bytes, file=f"tables/{name}.rows",
+                ids=f"tables/{name}.ids" if spec.dynamic is not None else None,
+            )  # fmt: skip
+            records = layout.blank(spec.rows, torch.device("cpu"))
+            wide = wide_rows(entry, torch.arange(spec.rows))
+            stored = {"wide": raw["weight"]} if bool(wide.all()) else {"narrow": raw["weight"]}
+            stored |= {
+                new: raw[old] for old, new in (("fp32_weight", "wide"), ("exponents", "exponents")) if old in raw
+            }
+            layout.put_stored(records, wide, stored)
+            records.numpy().tofile(place / entry.file)
+            if entry.ids is not None:
+                raw["dynamic_ids"].numpy().tofile(place / entry.ids)
+            tables[f"embeddings.{name}"] = entry
+        part = DensePart(_copied(self.model))
+        torch.export.save(traced(part, 0), place / "dense.pt2")
+        features = {
+            f"embeddings.{f.name}": FeatureEntry(
+                collection="embeddings", feature=f.name, table=f"embeddings.{f.table}", pooling=f.pooling,
+                max_len=f.max_len, on_too_long=f.on_too_long, on_bad_id=f.on_bad_id,
+            )
+            for f in collection.features
+        }  # fmt: skip
+        schema = Schema(sparse=tuple(SparseColumn(name=f.name, rows=1000) for f in collection.features))
+        manifest = ModelManifest(
+            name="planted", step=self.step, state=read_manifest(directory(self.checkpoint(self.step))).sha256,
+            labels=[f"l{i}" for i in range(len(features) + 1)], schema=schema.to_dict(),
+            encoder={}, dense=DenseEntry(file="dense.pt2", inputs=0, dtype=None), features=features, tables=tables,
+            files=_files(place),
+        )  # fmt: skip
+        (place / "manifest.json").write_text(json.dumps(values_of(manifest)))
+        return ExportedModel.open(place)
+
+    def change(
+        self, base: int, sequence: int, *, name: str | None = None, dense: dict[str, Tensor] | None = None
+    ) -> ChangeSet:
+        """Publish what changed between two checkpoints; the newer one is of the model as it is."""
+        place = self.published / (name or f"change-{sequence:012}")
+        place.mkdir(parents=True)
+        old, new = (directory(self.checkpoint(step)) for step in (base, sequence))
+        counts = export_changes(new, place / "rows.parquet", old)
+        save_file(dense or {"model.version": self.model.version.detach().clone()}, place / "dense.safetensors")
+        manifest = ChangeManifest(
+            base=StateEntry(step=base, state=read_manifest(old).sha256),
+            sequence=StateEntry(step=sequence, state=read_manifest(new).sha256),
+            tables={table: CountEntry(**count) for table, count in counts["tables"].items()},
+            files=_files(place),
+        )
+        (place / "manifest.json").write_text(json.dumps(values_of(manifest)))
+        return ChangeSet.open(place)
+
+    def step_on(self, seed: int) -> ChangeSet:
+        """Train, save and publish the changes since the newest checkpoint."""
+        base = self.step
+        self.model.train_some(seed)
+        return self.change(base, self.save())
+
+
+def _files(place: Path) -> dict[str, FileEntry]:
+    found = (p for p in sorted(place.rglob("*")) if p.is_file() and p.name != "manifest.json")
+    return {
+        p.relative_to(place).as_posix(): FileEntry(
+            bytes=p.stat().st_size, sha256=hashlib.sha256(p.read_bytes()).hexdigest()
+        )
+        for p in found
+    }
+
+
+def _copied(model: Planted) -> Planted:
+    copy = Planted(list(model.embeddings.tables.values()), list(model.embeddings.features))
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def scores_of(model: Planted, batch: hb.Batch) -> np.ndarray:
+    """What prediction computes."""
+    with Scorer.of_model(_copied(model).eval(), torch.device("cpu")) as scorer:
+        return scorer(batch)

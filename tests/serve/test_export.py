@@ -1,0 +1,401 @@
+"""Protects that an exported model has every row, id and parameter of the checkpoint, bit for bit, or does not exist."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hotbed as hb
+from hotbed.batch import Batch
+from hotbed.checkpoint import directory, find_checkpoint, save_checkpoint
+from hotbed.checkpoint.differential import MOST_SHARE
+from hotbed.commands.main import main
+from hotbed.data import Loader, ParquetSource
+from hotbed.embed import EmbeddingCollection
+from hotbed.errors import CheckpointError, DamagedError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.nn.dense_part import DensePart, traced
+from hotbed.plan import Cut, make_plan
+from hotbed.serve import writing
+from hotbed.serve.format import NO_ID, ChangeSet, ExportedModel
+from hotbed.serve.scorer import Scorer
+from hotbed.serve.writing import Model, write_change, write_model
+from hotbed.specs import Dynamic, Feature, Table
+from tests.commands.cases import Output, refused, train
+from tests.serve.models import TABLES, batch_of, model_of
+from tests.train.numbers import POSITIVE
+from tests.train.numbers import recipe_of_numbers as recipe_of
+
+
+def scorer_of(model: ExportedModel) -> Scorer:
+    """A scorer of an exported model whose tables, float32 ones, are in memory."""
+    lookups: dict[str, Any] = {}
+    for path, (tables, features) in model.collections().items():
+        lookups[path] = EmbeddingCollection(tables, features).eval()
+        weights = {t.name: model.vectors(f"{path}.{t.name}", torch.arange(t.rows)) for t in tables}
+        lookups[path].load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
+    features = {n: (f.collection, f.spec(f.table.rpartition(".")[2])) for n, f in model.manifest.features.items()}
+    return Scorer(model.dense(), lookups, features)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = recipe_of(tmp_path_factory.mktemp("export"), [POSITIVE])
+    options = ["--train.checkpoint_every", "5", "--train.keep_last", "9", "--train.checkpoint_full_every", "2"]
+    status, _, run = train(recipe, "--train.checkpoint", "last", *options)
+    assert status == 0
+    return run
+
+
+def test_scores_are_those_of_predict_to_the_bit(run: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new.parquet"
+    pl.read_parquet(run.parents[2] / "log.parquet")[-300:].drop("rating", "buy").write_parquet(new)
+    assert main(["predict", str(run), str(new), "--out", str(tmp_path / "scores.parquet")]) == 0
+    expected = pl.read_parquet(tmp_path / "scores.parquet")["score"].to_numpy()
+    said = tmp_path / "said.json"
+    assert main(["export", str(run), str(tmp_path / "model"), "--json", str(said)]) == 0
+    model = ExportedModel.open(tmp_path / "model")
+    model.verify()
+    made = json.loads(said.read_text())
+    assert (made["step"], made["state"]) == (model.manifest.step, model.manifest.state)
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["dense.pt2", "manifest.json", "tables"]
+    source = ParquetSource(new, model.schema, ids=model.manifest.encoder["ids"])
+    assert source.id_kinds() == model.manifest.encoder["id_kinds"]
+    with scorer_of(model) as scorer:
+        scores = np.concatenate([scorer(batch) for batch in Loader(source, "train", 77)])[:, 0]
+    np.testing.assert_array_equal(scores, expected)
+
+
+def test_changes_make_the_later_model_of_the_earlier_one(run: Path, tmp_path: Path) -> None:
+    newest = find_checkpoint(run)
+    earlier = newest.sibling("last-00000005")
+    assert main(["export", str(earlier), str(tmp_path / "old")]) == 0
+    assert main(["export", str(newest), str(tmp_path / "new")]) == 0
+    assert main(["export", str(newest), str(tmp_path / "change"), "--since", "5"]) == 0
+    old, new = (ExportedModel.open(tmp_path / name) for name in ("old", "new"))
+    change = ChangeSet.open(tmp_path / "change")
+    change.verify()
+    assert (change.manifest.base.state, change.manifest.sequence.state) == (old.manifest.state, new.manifest.state)
+    tables = {name: old.vectors(name, torch.arange(t.rows)) for name, t in old.manifest.tables.items()}
+    for table, deleted, ids, vectors in change.rows():
+        assert not len(deleted)
+        tables[table][ids] = vectors
+    for name, table in new.manifest.tables.items():
+        assert torch.equal(tables[name], new.vectors(name, torch.arange(table.rows))), name
+    dense = old.dense()
+    dense.load_state_dict(change.dense())
+    for name, value in new.dense().state_dict().items():
+        assert torch.equal(dense.state_dict()[name], value), name
+    change.refuse_unless_after(old.manifest.state, 5)
+    for state, step, message in (
+        (new.manifest.state, 15, "changes to step 5, which step 15 has been past"),
+        (new.manifest.state, 5, "to another model of step 5"),
+        (old.manifest.state.replace("0", "1"), 3, "to step 5, and those from step 3 to it are missing"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            change.refuse_unless_after(state, step)
+
+
+def test_a_program_with_its_tables_is_one_file(run: Path, tmp_path: Path, capsys: Output) -> None:
+    assert main(["export", str(run), "--single", str(tmp_path / "model.pt2")]) == 0
+    about = {"inputs.json": ""}
+    program = torch.export.load(tmp_path / "model.pt2", extra_files=about).module()
+    assert json.loads(about["inputs.json"])["labels"] == ["rating"]
+    ids = {"user": torch.tensor([[3]]), "items": (torch.tensor([1, 2]), torch.tensor([2]))}
+    assert program(torch.zeros(1, 7, dtype=torch.float64), ids).shape == (1, 1)
+    for argv, message in (
+        ([], r"give one of a directory to make, and --single FILE.pt2"),
+        ([str(tmp_path / "d"), "--single", "x.pt2"], "give one of a directory"),
+        (["--single", str(tmp_path / "x.onnx")], "must end in .pt2"),
+        (["--single", str(tmp_path / "model.pt2")], "exists already; choose another file"),
+        (["--single", str(tmp_path / "x.pt2"), "--since", "5"], "--since has no effect with --single"),
+    ):
+        assert message in refused(["export", str(run), *argv], capsys)
+
+
+def test_what_cannot_be_exported_leaves_nothing(run: Path, tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").write_text("")
+    save_checkpoint(tmp_path / "plain", {"model": nn.Linear(2, 2)})
+    other = recipe_of(tmp_path, [POSITIVE])
+    other.write_text(other.read_text().replace("rows: 256", "rows: 128"))
+    status, _, others = train(other, "--train.checkpoint", "last")
+    assert status == 0
+    made = tmp_path / "made"
+    for argv, message in (
+        ([str(run), str(tmp_path / "full")], "full exists already and holds a; choose another directory"),
+        ([str(tmp_path / "plain"), str(made)], "plain holds no recipe, so its model cannot be built"),
+        ([str(run), str(made), "--since", "7"], "--since is 7, but there is neither"),
+        ([str(run), str(made), "--since", str(others)], "is 256 × 8 in .* and 128 × 8 in .*; leave --since out"),
+        ([str(tmp_path / "none"), str(made)], "is neither a checkpoint"),
+    ):
+        said = refused(["export", *argv], capsys)
+        assert re.search(message, said), said
+    assert not made.exists()
+
+
+def test_a_remote_model_is_fetched_once(run: Path, tmp_path: Path) -> None:
+    uri = f"memory://export-{tmp_path.name}/model"
+    assert main(["export", str(run), uri]) == 0
+    cache = tmp_path / "cache"
+    model = ExportedModel.open(uri, cache)
+    model.verify()
+    files = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert set(files) == {entry.sha256 for entry in model.manifest.files.values()}
+    assert ExportedModel.open(uri, cache).records("embeddings.user").shape == (256, 32)
+    assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == files
+
+
+class Wide(nn.Module):
+    """A model whose tables are of every form."""
+
+    def __init__(self, tables: list[Table]) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(tables, [Feature(t.name, t.name) for t in tables], seed=3)
+        self.top = nn.Linear(sum(t.dim for t in tables), 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.top(self.embeddings(batch.sparse).concatenate())
+
+
+FORMS = [
+    Table("fp32", 300, 7),
+    Table("bf16", 300, 7, dtype="bf16"),
+    Table("fp16", 300, 1, dtype="fp16", fp32_rows=120),
+    Table("int8", 300, 130, dtype="int8", fp32_rows=33),
+    Table("fp8", 300, 5, dtype="fp8"),
+    Table("wide", 300, 5, dtype="int8", fp32_rows=300),
+    Table("a/b ü", 300, 3, dtype="int8"),
+]
+
+
+def trained(tables: list[Table], steps: int, tier: str | None = None) -> tuple[nn.Module, Any]:
+    model: nn.Module = Wide(tables)
+    if tier is not None:
+        model = hb.distribute(model, make_plan(tables, 1, Cut(tier=tier)))  # pyright: ignore[reportArgumentType]
+    optimizer = hb.optim.Adagrad(model, lr=0.1)
+    step(model, optimizer, steps)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
+    names = [t.name for t in hb_tables(model)]
+    for number in range(first, first + steps):
+        draw = torch.Generator().manual_seed(number)
+        ids = Jagged.from_dict({name: torch.randint(0, 300, (40,), generator=draw) for name in names})
+        model(Batch(sparse=ids)).square().mean().backward()
+        optimizer.step()
+
+
+def hb_tables(model: nn.Module) -> list[Table]:
+    return list(next(m for m in model.modules() if isinstance(m, EmbeddingCollection)).tables.values())
+
+
+def described(model: nn.Module) -> tuple[Model, Any]:
+    """What is exported of a model whose tables stay where they are, and its program."""
+    part = DensePart(model)
+    program = traced(part, 0)
+    schema = {"sparse": [{"name": f.name, "rows": 300} for _, f in part.features.values()], "labels": ["y"]}
+    given = {"encoder": {"schema": schema}, "hash": None, "collections": part.collections, "state": part.state_dict()}
+    return Model("m", ("y",), **given, inputs=0, dtype=torch.float32), program
+
+
+@pytest.mark.parametrize("tier", [None, "disk"])
+def test_rows_of_every_form_are_the_same_bits(
+    tier: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "WINDOW_BYTES", 4000)
+    model, optimizer = trained(FORMS, 3, tier)
+    first = save_checkpoint(tmp_path / "last-00000003", {"model": model}, step=3, track=True)
+    step(model, optimizer, 1, first=3)
+    save_checkpoint(tmp_path / "last-00000004", {"model": model}, step=4, base=first)
+    assert MOST_SHARE == 0.5  # so that the second one is a difference
+    expected = {t.name: collection_of(model).weight(t.name).float().clone() for t in FORMS}
+    about, program = described(model)
+    place = directory(tmp_path / "last-00000004")
+    write_model(tmp_path / "out", place, about, program)
+    found = ExportedModel.open(tmp_path / "out")
+    found.verify()
+    for table in FORMS:
+        name = f"embeddings.{table.name}"
+        assert torch.equal(found.vectors(name, torch.arange(300)), expected[table.name]), name
+        assert len(found.records(name)) == 300
+        assert found.ids(name) is None
+    write_change(tmp_path / "change", place, directory(tmp_path / "last-00000003"), about)
+    rows = {table: (ids, vectors) for table, _, ids, vectors in ChangeSet.open(tmp_path / "change").rows()}
+    for table in FORMS:
+        ids, vectors = rows[f"embeddings.{table.name}"]
+        assert 0 < len(ids) <= 40
+        assert torch.equal(vectors, expected[table.name][ids])
+
+
+def collection_of(model: nn.Module) -> EmbeddingCollection:
+    return next(m for m in model.modules() if isinstance(m, EmbeddingCollection))
+
+
+def test_ids_of_dynamic_tables_are_those_that_lookups_find(tmp_path: Path) -> None:
+    options = Dynamic(capacity_bytes=1 << 14, ttl_steps=2)
+    table = Table("t", "dynamic", 4, init_bound=0.1, dynamic=options)
+    model = Wide([table])
+    optimizer = hb.optim.SGD(model, lr=0.1)
+
+    def train_on(ids: list[int]) -> None:
+        model(Batch(sparse=Jagged.from_dict({"t": torch.tensor(ids)}))).sum().backward()
+        optimizer.step()
+
+    train_on([5, 10**12])
+    train_on([7])
+    save_checkpoint(tmp_path / "last-00000002", {"model": model}, step=2)
+    for ids in ([8], [9]):
+        train_on(ids)
+    save_checkpoint(tmp_path / "last-00000004", {"model": model}, step=4)
+    about, program = described(model)
+    earlier, later = (directory(tmp_path / f"last-0000000{n}") for n in (2, 4))
+    write_model(tmp_path / "out", later, about, program)
+    exported = ExportedModel.open(tmp_path / "out")
+    ids = exported.ids("embeddings.t")
+    assert ids is not None
+    assert sorted(ids[ids != NO_ID].tolist()) == [8, 9]  # the others were not seen for more than two steps
+    model.eval()
+    with torch.no_grad():
+        for id_ in (7, 8, 9, 5):
+            looked_up = about.collections["embeddings"](Jagged.from_dict({"t": torch.tensor([id_])}))["t"]
+            at = torch.from_numpy(np.flatnonzero(ids == id_))
+            assert torch.equal(exported.vectors("embeddings.t", at).sum(0, keepdim=True), looked_up)
+    write_change(tmp_path / "change", later, earlier, about)
+    changes = list(ChangeSet.open(tmp_path / "change").rows())
+    assert sorted(i for c in changes for i in c.deleted.tolist()) == [5, 7, 10**12]
+    assert sorted(i for c in changes for i in c.ids.tolist()) == [8, 9]
+
+
+class ByValue(Wide):
+    def forward(self, batch: Batch) -> Tensor:
+        logits = super().forward(batch)
+        return logits if float(logits.sum()) > 0 else -logits
+
+
+class OfIds(Wide):
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(batch) + batch.sparse["t"].values[:, None]
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection([Table("t", 9, 4)], [Feature("f", "t", pooling="none")])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            ByValue([Table("t", 9, 4)]),
+            r"ByValue cannot be traced: .*; its forward must not branch on values, nor use len",
+        ),
+        (OfIds([Table("t", 9, 4)]), r"asks for batch.sparse\['t'\], ids themselves, .* or export it with --single"),
+        (Sequences(), "feature 'f' has pooling 'none' and no max_len, .*; give it max_len"),
+    ],
+)
+def test_what_cannot_be_a_program_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises((CheckpointError, SpecError), match=message):
+        traced(DensePart(model), 0)
+
+
+@pytest.fixture(name="made")
+def _made(tmp_path: Path) -> Path:
+    model = Wide(FORMS[:2])
+    save_checkpoint(tmp_path / "last-00000001", {"model": model}, step=1)
+    about, program = described(model)
+    write_model(tmp_path / "out", directory(tmp_path / "last-00000001"), about, program)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "hotbed-change"}, "'format' is 'hotbed-change', must be 'hotbed-model'; give a directory that"),
+        ({"version": 2}, "has version 2, this release reads 1; use the release that wrote it"),
+        ({"labels": "y"}, "'labels' is 'y': "),
+        ({"encoder": {}}, "'encoder.schema' is missing"),
+        ({"extra": 1}, "'extra' is 1: extra inputs are not permitted"),
+        ({"tables.embeddings.fp32.rows": 299}, "'files.tables/embeddings.fp32.rows.bytes' is 8,400, but table"),
+        ({"tables.embeddings.fp32.file": "../x"}, "'tables.embeddings.fp32.file' is '../x'"),
+        ({"tables.embeddings.fp32.file": "gone"}, "file' is gone, which 'files' does not list"),
+        ({"tables.embeddings.fp32.record_bytes": 32}, "record_bytes' is 32, but fp32 rows of 7 columns take 28"),
+        ({"tables.embeddings.fp32.fp32_rows": 301}, "fp32_rows' is 301, must be at most rows 300"),
+        ({"features.embeddings.fp32.table": "x"}, "table' is 'x', which is not in 'tables'"),
+        ({"features.embeddings.fp32.pooling": "none"}, "'features.embeddings.fp32' is not pooled and has no 'max_len'"),
+        ({"dense.inputs": 3}, "'dense.inputs' is 3, with 'dense.dtype' None"),
+    ],
+)
+def test_a_manifest_is_checked_before_it_is_used(made: Path, change: dict[str, Any], message: str) -> None:
+    values = json.loads((made / "manifest.json").read_text())
+    for key, value in change.items():
+        first, _, rest = key.partition(".")
+        if rest.count(".") == 2:
+            path, _, last = rest.rpartition(".")
+            values[first][path][last] = value
+        elif rest:
+            values[first][rest] = value
+        else:
+            values[first] = value
+    (made / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError) as caught:
+        ExportedModel.open(made)
+    assert message in str(caught.value)
+
+
+def test_damage_is_found(made: Path) -> None:
+    model = ExportedModel.open(made)
+    with pytest.raises(CheckpointError, match=r"holds no manifest.json, so it is nothing that hotbed export made"):
+        ExportedModel.open(made / "tables")
+    rows = made / "tables" / "embeddings.bf16.rows"
+    whole = rows.read_bytes()
+    rows.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DamagedError, match=r"bf16.rows is damaged \(its SHA-256 is not the manifest's\)"):
+        model.verify()
+    rows.write_bytes(whole[:-1])
+    with pytest.raises(DamagedError, match=r"bf16.rows has 4,799 bytes, its manifest says 4,800; copy"):
+        model.records("embeddings.bf16")
+    rows.unlink()
+    with pytest.raises(DamagedError, match=r"bf16.rows is gone; copy the directory again"):
+        model.records("embeddings.bf16")
+    (made / "dense.pt2").write_bytes(b"x" * (made / "dense.pt2").stat().st_size)
+    with pytest.raises(DamagedError, match=r"dense.pt2 is damaged"):
+        model.dense()
+
+
+def test_what_a_killed_export_left_is_cleared(made: Path) -> None:
+    (made / "manifest.json").rename(made / "unfinished.json")
+    with pytest.raises(CheckpointError, match="holds no manifest"):
+        ExportedModel.open(made)
+    model = Wide(FORMS[:2])
+    about, program = described(model)
+    write_model(made, directory(made.parent / "last-00000001"), about, program)
+    ExportedModel.open(made).verify()
+    assert not (made / "unfinished.json").exists()
+
+
+def test_models_of_all_kinds_are_exported(tmp_path: Path) -> None:
+    for kind in ("WideDeep", "Attention"):
+        model, batch = model_of(kind), batch_of(50)
+        save_checkpoint(tmp_path / kind / "c", {"model": model}, step=1)
+        part = DensePart(model)
+        with Scorer(part, dict(part.collections), part.features) as scorer:
+            expected = scorer(batch)
+        schema = {"sparse": [{"name": t.name, "rows": t.rows} for t in TABLES], "labels": ["y"]}
+        about = Model("m", ("y",), {"schema": schema}, None, part.collections, part.state_dict(), 2, torch.float32)
+        write_model(tmp_path / kind / "out", directory(tmp_path / kind / "c"), about, traced(part, 2))
+        exported = ExportedModel.open(tmp_path / kind / "out")
+        features = {
+            n: (f.collection, f.spec(f.table.rpartition(".")[2])) for n, f in exported.manifest.features.items()
+        }
+        assert features == part.features
+        with Scorer(exported.dense(), dict(part.collections), features) as scorer:
+            np.testing.assert_array_equal(scorer(batch), expected)

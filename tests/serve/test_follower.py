@@ -1,0 +1,191 @@
+"""Protects: a server is led to the newest version that is published, whatever else is there, and whenever it begins."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import hotbed as hb
+from hotbed.errors import CheckpointError
+from hotbed.serve import follower
+from hotbed.serve.follower import Follower, open_newest
+from hotbed.serve.model import ServedModel
+from tests.serve.published import Planted, Publisher, batch_of, scores_of
+
+TABLES = [hb.Table("items", rows=300, dim=4), hb.Table("users", rows="dynamic", dim=4, init_bound=0.5,
+          dynamic=hb.Dynamic(256 * 16))]  # fmt: skip
+FEATURES = [hb.Feature("item", table="items"), hb.Feature("user", table="users")]
+OPTIONS = {"memory_bytes": 1_000, "threads": 1}
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Publisher:
+    model = Planted(TABLES, FEATURES)
+    model.train_some(1, most_id=400)
+    publisher = Publisher(model, tmp_path)
+    publisher.save()
+    publisher.export()
+    return publisher
+
+
+def is_newest(served: ServedModel, publisher: Publisher) -> bool:
+    batch = batch_of(publisher.model, 40, 3, most_id=400)
+    found, step = served.score_batch(batch)
+    return step == publisher.step and found.tobytes() == scores_of(publisher.model, batch).tobytes()
+
+
+def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    for seed in range(3):
+        publisher.step_on(seed)
+    (publisher.published / "change-000000000090").mkdir()  # not finished
+    (publisher.published / "notes.txt").write_text("of somebody")
+    following.look()
+    assert is_newest(served, publisher)
+    assert following.applied == {"change": 3}
+    publisher.step_on(4)
+    shutil.rmtree(publisher.published / "change-000000000050")
+    publisher.step_on(5)
+    following.look()
+    assert following.refused == {"gap": 1}
+    assert served.step == 40
+    assert following.staleness_s > 0
+    publisher.export()
+    publisher.step_on(6)
+    following.look()
+    assert is_newest(served, publisher)
+    assert following.counters() == {"applied": {"change": 4.0, "model": 1.0}, "refused": {"gap": 1.0}}
+
+
+def test_a_refused_version_is_tried_again_at_growing_intervals(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=1)
+    now = 1000.0
+    monkeypatch.setattr(follower.time, "monotonic", lambda: now)
+    change = publisher.step_on(2)
+    path = Path(str(change)) / "rows.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    counts = []
+    for _ in range(8):
+        following.look()
+        counts.append(following.refused["damaged"])
+        now += 1
+    assert counts == [1, 2, 2, 3, 3, 3, 3, 4]
+    path.write_bytes(whole)
+    now += 60
+    following.look()
+    assert is_newest(served, publisher)
+
+
+def test_changes_that_grew_large_are_given_up_for_a_full_model(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    publisher.step_on(2)
+    publisher.export()
+    following.look()
+    assert following.applied == {"change": 1, "model": 1}
+    assert served.tables.changed_share == 0
+    assert is_newest(served, publisher)
+
+
+def test_the_newest_whole_model_is_opened(publisher: Publisher, tmp_path: Path) -> None:
+    publisher.step_on(2)
+    damaged = publisher.export()
+    file = damaged.path("tables/items.rows")
+    file.write_bytes(file.read_bytes()[:-1])
+    (publisher.published / "model-000000000090").mkdir()
+    served = open_newest(publisher.published, **OPTIONS)
+    assert served.step == 10
+    Follower(served, publisher.published).look()
+    assert is_newest(served, publisher)
+    with pytest.raises(CheckpointError, match=r"holds no exported model; make one with hotbed export"):
+        open_newest(tmp_path / "nothing")
+    shutil.rmtree(publisher.published / "model-000000000010")
+    with pytest.raises(CheckpointError, match=r"items.rows has \d+"):
+        open_newest(publisher.published)
+
+
+def test_a_directory_that_cannot_be_read_is_counted(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published)
+
+    def fails(self: object) -> list[str]:
+        raise CheckpointError("no route to host")
+
+    monkeypatch.setattr(type(following._place), "names", fails)
+    following.look()
+    assert following.refused == {"unreadable": 1}
+
+
+def test_a_thread_follows(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0.01)
+    following.start()
+    publisher.step_on(2)
+    deadline = time.monotonic() + 120
+    while served.step != 20 and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    following.close()
+    assert is_newest(served, publisher)
+    assert following.applied == {"change": 1}
+
+
+KILLED = """
+import os, signal, sys
+from hotbed.serve import record_files, served_tables
+from hotbed.serve.follower import Follower, open_newest
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+served = open_newest(sys.argv[1], memory_bytes=1000, threads=1)
+Follower(served, sys.argv[1]).look()
+assert served.step == 20
+point = sys.argv[2]
+if point == "stage":
+    record_files.write_all = killed
+elif point == "swap":
+    served_tables.ServedIds.swap = killed
+else:
+    served.tables.tidy = killed
+print("ready", flush=True)
+sys.stdin.readline()
+Follower(served, sys.argv[1]).look()
+"""
+
+
+@pytest.mark.parametrize(
+    "point", ["swap", pytest.param("stage", marks=pytest.mark.full), pytest.param("tidy", marks=pytest.mark.full)]
+)
+def test_a_server_that_is_killed_begins_again_with_the_newest(publisher: Publisher, point: str, tmp_path: Path) -> None:
+    publisher.step_on(2)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(publisher.published), point],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    publisher.step_on(3)
+    process.communicate("\n", timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert not [p for p in temporary.iterdir() if p.name.startswith("hotbed-")]
+    served = open_newest(publisher.published, **OPTIONS)
+    Follower(served, publisher.published).look()
+    assert is_newest(served, publisher)
