@@ -73,7 +73,6 @@ class FakeModel:
         self.go.set()
         self.entered = threading.Semaphore(0)
         self.batches: list[int] = []
-        self.closed = False
 
     def score(self, columns: pa.RecordBatch, /) -> tuple[NDArray[np.float64], int]:
         self.entered.release()
@@ -94,15 +93,9 @@ class FakeModel:
     def counters(self) -> dict[str, dict[str, float]]:
         return {"unknown_ids": {"user": 3.0}, "cache_hits": {"": 10.0}}
 
-    def close(self) -> None:
-        self.closed = True
-
 
 class FakeFollower:
     staleness_s = 1.5
 
     def counters(self) -> dict[str, dict[str, float]]:
         return {"applied": {"change": 2.0}, "refused": {"gap": 1.0}}
-
-    def close(self) -> None:
-        pass

@@ -1,4 +1,4 @@
-"""Protects that clients that are slow, broken, too many or strangers get an error or the door, and others their scores."""
+"""Protects that clients that are slow, broken, strange or too many get an error, and others their scores."""
 
 from __future__ import annotations
 

@@ -62,10 +62,6 @@ class ScoringModel(Protocol):
         """Totals since the start, by name, then by feature or table; called by any thread."""
         ...
 
-    def close(self) -> None:
-        """Let go of files and connections."""
-        ...
-
 
 class Scored(NamedTuple):
     """Probabilities ``[B, T]`` of a request's rows, and the step of the version that they are of."""

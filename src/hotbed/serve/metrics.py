@@ -33,7 +33,7 @@ class ModelState:
     counters
         By name, then by feature, table or reason ("" where it is not divided).
     staleness_s
-        Seconds since the version that scores was seen to be the newest; None where nothing is followed.
+        Seconds since the version that scores was published; None where nothing is followed.
     """
 
     step: int
@@ -112,9 +112,7 @@ class _States(Collector):
         yield GaugeMetricFamily("hotbed_connections", "Open connections.", self._connections())
         step = GaugeMetricFamily("hotbed_model_step", "Training step of the version that scores.", labels=["model"])
         queue = GaugeMetricFamily("hotbed_queued_rows", "Rows that wait.", labels=["model"])
-        stale = GaugeMetricFamily(
-            "hotbed_staleness_seconds", "Since the version that scores was the newest.", labels=["model"]
-        )
+        stale = GaugeMetricFamily("hotbed_staleness_seconds", "Age of the version that scores.", labels=["model"])
         counters = dict[str, CounterMetricFamily]()
         for name, state in self._models().items():
             step.add_metric([name], state.step)

@@ -37,15 +37,11 @@ class Following(Protocol):
 
     @property
     def staleness_s(self) -> float | None:
-        """Seconds since the version that scores was seen to be the newest."""
+        """Seconds since the version that scores was published."""
         ...
 
     def counters(self) -> Mapping[str, Mapping[str, float]]:
         """Versions since the start: ``"applied"`` by kind, ``"refused"`` by reason."""
-        ...
-
-    def close(self) -> None:
-        """End the thread."""
         ...
 
 
@@ -91,7 +87,7 @@ class Server:
     Parameters
     ----------
     models
-        What is served; closed with the server.
+        What is served; whoever opened the models closes them.
     options
         See `ServeOptions`.
     shares
@@ -155,18 +151,15 @@ class Server:
             for batcher in self._batchers.values():
                 batcher.close(0.0 if self._uvicorn.force_exit else _WAIT_FOR_THREADS_S)
             self._app.close()
-            for served in self._models.values():
-                if served.follower is not None:
-                    served.follower.close()
-                served.model.close()
             LOG.info("stopped")
         if self._uvicorn.force_exit:
             number = self._uvicorn.signal or signal.SIGTERM
             raise StoppedError("a second signal ended the server before all requests were answered", number)
 
     def stop(self) -> None:
-        """Drain and end, as SIGINT does; called by any thread."""
-        self._uvicorn.asked(signal.SIGINT)
+        """Drain and end, as SIGINT does, unless it does so already; called by any thread."""
+        if not self._app.draining:
+            self._uvicorn.asked(signal.SIGINT)
 
     def _listening(self) -> None:
         for name, served in self._models.items():
