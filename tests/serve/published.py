@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import hotbed as hb
-from hotbed.checkpoint import read_manifest, save_checkpoint
-from hotbed.checkpoint.changes import export_changes
+from hotbed.checkpoint import save_checkpoint
 from hotbed.checkpoint.storage import directory
 from hotbed.data import Schema
 from hotbed.data.columns import SparseColumn
+from hotbed.data.encode import Encoder
 from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.format import ChangeSet, ExportedModel, wide_rows
-from hotbed.serve.schema import (
-    ChangeManifest,
-    CountEntry,
-    DenseEntry,
-    FeatureEntry,
-    FileEntry,
-    InitEntry,
-    ModelManifest,
-    StateEntry,
-    TableEntry,
-    record_format,
-    values_of,
-)
+from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
+from hotbed.serve.writing import Model, write_change, write_model
 
 DYNAMIC = hb.Table("users", rows="dynamic", dim=4, init_bound=0.5, dynamic=hb.Dynamic(256 * 16))
 TABLES = [
@@ -123,50 +108,11 @@ class Publisher:
         save_checkpoint(self.checkpoint(self.step), {"model": self.model}, step=self.step).wait()
         return self.step
 
-    def export(self, step: int | None = None) -> ExportedModel:
-        """Export the model as it is, which is that of the newest checkpoint."""
+    def export(self) -> ExportedModel:
+        """Export the newest checkpoint, which is of the model as it is."""
         place = self.published / f"model-{self.step:012}"
-        collection = self.model.embeddings
-        state = {k: v.clone() for k, v in self.model.state_dict().items()}
-        (place / "tables").mkdir(parents=True)
-        tables: dict[str, TableEntry] = {}
-        for name, spec in collection.tables.items():
-            raw = {k.rpartition(".")[2]: v for k, v in state.items() if k.startswith(f"embeddings.{name}.")}
-            layout = record_format(spec)
-            init = InitEntry(seed=spec.seed(3), bound=spec.bound, version=1)
-            entry = TableEntry(
-                rows=spec.rows, dim=spec.dim, dtype=spec.dtype, fp32_rows=spec.fp32_rows, init=init,
-                record_bytes=layout.record_bytes, file=f"tables/{name}.rows",
-                ids=f"tables/{name}.ids" if spec.dynamic is not None else None,
-            )  # fmt: skip
-            records = layout.blank(spec.rows, torch.device("cpu"))
-            wide = wide_rows(entry, torch.arange(spec.rows))
-            stored = {"wide": raw["weight"]} if bool(wide.all()) else {"narrow": raw["weight"]}
-            stored |= {
-                new: raw[old] for old, new in (("fp32_weight", "wide"), ("exponents", "exponents")) if old in raw
-            }
-            layout.put_stored(records, wide, stored)
-            records.numpy().tofile(place / entry.file)
-            if entry.ids is not None:
-                raw["dynamic_ids"].numpy().tofile(place / entry.ids)
-            tables[f"embeddings.{name}"] = entry
         part = DensePart(_copied(self.model))
-        torch.export.save(traced(part, 0), place / "dense.pt2")
-        features = {
-            f"embeddings.{f.name}": FeatureEntry(
-                collection="embeddings", feature=f.name, table=f"embeddings.{f.table}", pooling=f.pooling,
-                max_len=f.max_len, on_too_long=f.on_too_long, on_bad_id=f.on_bad_id,
-            )
-            for f in collection.features
-        }  # fmt: skip
-        schema = Schema(sparse=tuple(SparseColumn(name=f.name, rows=1000) for f in collection.features))
-        manifest = ModelManifest(
-            name="planted", step=self.step, state=read_manifest(directory(self.checkpoint(self.step))).sha256,
-            labels=[f"l{i}" for i in range(len(features) + 1)], schema=schema.to_dict(),
-            encoder={}, dense=DenseEntry(file="dense.pt2", inputs=0, dtype=None), features=features, tables=tables,
-            files=_files(place),
-        )  # fmt: skip
-        (place / "manifest.json").write_text(json.dumps(values_of(manifest)))
+        write_model(place, directory(self.checkpoint(self.step)), self._described(), traced(part, 0))
         return ExportedModel.open(place)
 
     def change(
@@ -174,34 +120,30 @@ class Publisher:
     ) -> ChangeSet:
         """Publish what changed between two checkpoints; the newer one is of the model as it is."""
         place = self.published / (name or f"change-{sequence:012}")
-        place.mkdir(parents=True)
         old, new = (directory(self.checkpoint(step)) for step in (base, sequence))
-        counts = export_changes(new, place / "rows.parquet", old)
-        save_file(dense or {"model.version": self.model.version.detach().clone()}, place / "dense.safetensors")
-        manifest = ChangeManifest(
-            base=StateEntry(step=base, state=read_manifest(old).sha256),
-            sequence=StateEntry(step=sequence, state=read_manifest(new).sha256),
-            tables={table: CountEntry(**count) for table, count in counts["tables"].items()},
-            files=_files(place),
-        )
-        (place / "manifest.json").write_text(json.dumps(values_of(manifest)))
+        model = self._described()
+        write_change(place, new, old, model if dense is None else replace(model, state=dense))
         return ChangeSet.open(place)
+
+    def _described(self) -> Model:
+        collection = self.model.embeddings
+        columns = tuple(SparseColumn(name=f.name, rows=1000) for f in collection.features)
+        return Model(
+            name="planted",
+            labels=tuple(f"label {i}" for i in range(len(columns) + 1)),
+            encoder=Encoder(Schema(sparse=columns).inputs, ids="raw").to_dict(),
+            hash=None,
+            collections={"embeddings": collection},
+            state={"model.version": self.model.version.detach().clone()},
+            inputs=0,
+            dtype=torch.float32,
+        )
 
     def step_on(self, seed: int) -> ChangeSet:
         """Train, save and publish the changes since the newest checkpoint."""
         base = self.step
         self.model.train_some(seed)
         return self.change(base, self.save())
-
-
-def _files(place: Path) -> dict[str, FileEntry]:
-    found = (p for p in sorted(place.rglob("*")) if p.is_file() and p.name != "manifest.json")
-    return {
-        p.relative_to(place).as_posix(): FileEntry(
-            bytes=p.stat().st_size, sha256=hashlib.sha256(p.read_bytes()).hexdigest()
-        )
-        for p in found
-    }
 
 
 def _copied(model: Planted) -> Planted:

@@ -6,11 +6,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 import hotbed as hb
-from hotbed.errors import CheckpointError, StoreError
+from hotbed.errors import CheckpointError, DataError, StoreError
 from hotbed.ops.backend import launches
 from hotbed.serve.model import ServedModel
 from hotbed.store import DenseStore, LazyStore
@@ -152,6 +153,19 @@ def test_no_batch_mixes_versions_while_changes_are_applied(tmp_path: Path, where
     assert steps[-1] == publisher.step
 
 
+def test_raw_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
+    model = Planted(*SMALL)
+    publisher = Publisher(model, tmp_path)
+    publisher.save()
+    served = ServedModel.open(publisher.export(), threads=1)
+    ids = [7, 299, 0]
+    scores, step = served.score(pa.table({"item": ids, "more": ["of no input"] * 3}))
+    want = scores_of(model, hb.Batch(sparse=hb.Jagged.from_dict({"item": torch.tensor(ids)})))
+    assert (scores.tobytes(), step) == (want.tobytes(), 10)
+    with pytest.raises(DataError, match="has no column 'item'"):
+        served.score(pa.table({"other": ids}))
+
+
 def test_memory_that_is_too_small_for_the_marks_of_rows_is_told(publisher: Publisher) -> None:
     model = publisher.export()
     with pytest.raises(StoreError, match=r"memory is 100 bytes, but tables in files need 1,276 to find changed rows"):
@@ -160,7 +174,7 @@ def test_memory_that_is_too_small_for_the_marks_of_rows_is_told(publisher: Publi
 
 def test_a_damaged_model_is_not_opened(publisher: Publisher) -> None:
     model = publisher.export()
-    file = model.path("tables/items.rows")
+    file = model.path("tables/embeddings.items.rows")
     data = bytearray(file.read_bytes())
     data[7] ^= 1
     file.write_bytes(data)
@@ -172,7 +186,7 @@ def test_rows_that_cannot_be_read_are_an_error_of_their_requests_alone(publisher
     model = publisher.export()
     served = ServedModel.open(model, memory_bytes=1_500, threads=1)
     batch = batch_of(publisher.model, 50, 3)
-    file = model.path("tables/items.rows")
+    file = model.path("tables/embeddings.items.rows")
     whole = file.read_bytes()
     with file.open("r+b") as stream:
         stream.truncate(16)

@@ -95,7 +95,12 @@ class Follower:
 
     @property
     def staleness_s(self) -> float:
-        """Seconds since the version that answers was last seen to be the newest."""
+        """Seconds since the version that answers was published."""
+        return max(time.time() - self._model.written, 0.0)
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds since the version that answers was last seen to be the newest that is published."""
         return time.monotonic() - self._newest_at
 
     def counters(self) -> dict[str, dict[str, float]]:

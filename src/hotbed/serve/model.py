@@ -25,6 +25,7 @@ from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
 from hotbed.ops import BackendName
 from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.redis_records import RedisRecords
+from hotbed.serve.schema import StateEntry
 from hotbed.serve.scorer import Scorer
 from hotbed.serve.served_tables import ServedTables, same_tables
 
@@ -61,6 +62,8 @@ class ServedModel:
         The recipe's.
     step, state
         Which version answers now: the step of training, and the SHA-256 of its checkpoint's manifest.
+    written
+        When that was published, in seconds since 1970.
     labels
         What the columns of scores are.
     tables
@@ -79,7 +82,7 @@ class ServedModel:
         self._model, self.tables, self._redis = model, tables, redis
         manifest = model.manifest
         self.name, self.labels = manifest.name, tuple(manifest.labels)
-        self.step, self.state = manifest.step, manifest.state
+        self.step, self.state, self.written = manifest.step, manifest.state, manifest.written
         self._device = device
         features = {
             name: (feature.collection, feature.spec(feature.table)) for name, feature in manifest.features.items()
@@ -225,7 +228,7 @@ class ServedModel:
             self.tables.stage(change)
             dense = self._dense(self._model)
             _load(dense, change)
-            self._swap(dense, sequence.step, sequence.state)
+            self._swap(dense, sequence, change.manifest.written)
 
     def take_over(self, model: ExportedModel, *, verify: bool = True) -> None:
         """Become the version of another export of this model; files that changes have made are freed.
@@ -247,10 +250,11 @@ class ServedModel:
                 model.verify()
             same_state = manifest.state == self.state and not self.is_broken
             self.tables.stage_model(model, same_state=same_state)
-            self._swap(self._dense(model), manifest.step, manifest.state)
+            version = StateEntry(step=manifest.step, state=manifest.state)
+            self._swap(self._dense(model), version, manifest.written)
             self._model = model
 
-    def _swap(self, dense: torch.nn.Module, step: int, state: str) -> None:
+    def _swap(self, dense: torch.nn.Module, version: StateEntry, written: float) -> None:
         """Let what is staged answer, between two batches."""
         self._swapped.clear()
         self._waiting.set()
@@ -259,7 +263,7 @@ class ServedModel:
                 try:
                     self.tables.swap()
                     self._scorer.replace_dense(dense)
-                    self.step, self.state, self._broken = step, state, None
+                    self.step, self.state, self.written, self._broken = version.step, version.state, written, None
                 except BaseException as error:  # half of it may be there
                     self._broken = error
                     raise

@@ -323,6 +323,6 @@ def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
 
     def form(manifest: ModelManifest) -> object:
         tables = {n: (t.rows, t.dim, t.dtype, t.fp32_rows, t.ids is None) for n, t in manifest.tables.items()}
-        return tables, manifest.features, manifest.labels, manifest.encoder, manifest.schema_, manifest.dense.inputs
+        return tables, manifest.features, manifest.labels, manifest.encoder, manifest.hash, manifest.dense.inputs
 
     return form(own) == form(other)
