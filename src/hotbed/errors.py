@@ -15,6 +15,7 @@
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
     ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
+    ├── RequestError (ValueError)       a request that a server does not answer with scores
     ├── StoppedError (RuntimeError)     training that was told to stop, and saved a checkpoint
     └── NonFiniteError (ArithmeticError) a loss that is NaN or infinite
 
@@ -24,7 +25,7 @@ Each message states the value, the limit it broke and how to mend it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class HotbedError(Exception):
@@ -79,8 +80,30 @@ class OptimizerError(HotbedError, RuntimeError):
     """An optimizer used in a way that would lose or repeat an update."""
 
 
+class RequestError(HotbedError, ValueError):
+    """A request that a server does not answer with scores.
+
+    Parameters
+    ----------
+    message
+        What is told to the client.
+    status
+        Status of the HTTP answer.
+    reason
+        A word for metrics and logs, of a few.
+    headers
+        Further headers of the answer.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, reason: str = "malformed", headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.reason, self.headers = status, reason, dict(headers or {})
+
+
 class StoppedError(HotbedError, RuntimeError):
-    """Training that was told to stop by a signal before it was over; ``signal`` is its number."""
+    """Training, or a server, that was told to stop by a signal before it was over; ``signal`` is its number."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)

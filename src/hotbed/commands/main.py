@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "Evaluate a checkpoint.",
     "predict": "Score new rows with a run's model.",
     "export": "Export a run's model for servers, or what has changed in it.",
+    "serve": "Answer requests with exported models, over HTTP.",
     "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "doctor": "Say what hotbed finds on this machine and what is missing; measure it for the planner.",

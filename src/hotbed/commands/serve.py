@@ -1,0 +1,122 @@
+"""Answer requests with exported models, over HTTP: ``hotbed serve``."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hotbed.errors import RecipeError, StoppedError
+from hotbed.locations import location
+from hotbed.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from hotbed.serve.server import Served
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_LONGEST_POLL_S = 86_400.0
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the models, where their rows are, and the server's options."""
+    parser.usage = "hotbed serve DIR|URI [--model NAME=DIR|URI …] [options]"
+    parser.add_argument(
+        "place",
+        type=str | None,
+        nargs="?",
+        help="Exported model (hotbed export), or directory that training publishes in (train.publish), which is "
+        "followed; a path or URI.",
+    )
+    parser.add_argument(
+        "--model", type=str, action="append", default=[], help="NAME=DIR|URI: a model under a name; again for several."
+    )
+    parser.add_argument(
+        "--share", type=str | None, help="Shares of POST /score: NAME=0.9,NEW=0.1; default: all to the first."
+    )
+    parser.add_argument(
+        "--memory_gib", type=float | None, help="Memory for rows of each model; default: all rows are in memory."
+    )
+    parser.add_argument("--redis", type=str | None, help="Address of a Redis with rows in front of files: redis://….")
+    parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda.")
+    parser.add_argument("--poll_s", type=float, default=1.0, help="Seconds between looks for new versions.")
+    parser.add_class_arguments(ServeOptions)
+
+
+def run(parsed: Namespace) -> None:
+    """Open the models, and answer until a signal says that it is enough."""
+    values: dict[str, Any] = parsed.as_dict()
+    place, models, share, memory_gib, redis, device, poll_s = (
+        values.pop(name) for name in ("place", "model", "share", "memory_gib", "redis", "device", "poll_s")
+    )
+    options = ServeOptions(**values)
+    token = options.token()
+    named = _named(place, models)
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise RecipeError(f"--memory_gib is {memory_gib}, must be above 0")
+    if not 0 < poll_s <= _LONGEST_POLL_S:
+        raise RecipeError(f"--poll_s is {poll_s}, must be above 0 and at most {_LONGEST_POLL_S:,.0f}")
+    if device not in ("cpu", "cuda"):
+        raise RecipeError(f"--device is {device!r}, must be cpu or cuda")
+    try:
+        from hotbed.serve.logs import json_logs
+        from hotbed.serve.server import Served, Server, listen
+        from hotbed.serve.shares import Shares, parse_shares
+    except ImportError as error:
+        raise RecipeError(
+            f"hotbed serve needs more libraries ({error}); pip install 'hotbed[serve]' installs them"
+        ) from None
+
+    memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
+    rows = {"memory_bytes": memory_bytes, "redis": redis, "device": device}
+    with listen(options) as taken, json_logs(sys.stderr), ExitStack() as opened:
+        served = dict[str, Served]()
+        for name, at in named.items():
+            found = _opened(name, at, rows, poll_s, opened)
+            if found.name in served:
+                raise RecipeError(f"two models are called {found.name!r}; give both names with --model NAME=DIR")
+            served[found.name] = found
+        shares = parse_shares(share, list(served))
+        Shares(shares)
+        try:
+            Server(list(served.values()), options, shares, taken, token).run()
+        except StoppedError:
+            opened.pop_all()  # at once: nothing is waited for
+            raise
+
+
+def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float, opened: ExitStack) -> Served:
+    """Open a model, and follow its directory if that is one that training publishes in."""
+    from hotbed.checkpoint.storage import directory
+    from hotbed.serve.follower import Follower, open_newest
+    from hotbed.serve.format import MANIFEST
+    from hotbed.serve.server import Served
+
+    at = directory(location(place))
+    model = open_newest(at, **rows)
+    opened.callback(model.close)
+    follower = None
+    if not at.has(MANIFEST):
+        follower = Follower(model, at, interval_s=poll_s)
+        opened.callback(follower.close)
+        follower.start()
+    return Served(name or model.name or "model", model, follower)
+
+
+def _named(place: str | None, models: list[str]) -> dict[str | None, str]:
+    """Places by name; None is a model that says its name itself."""
+    named: dict[str | None, str] = {} if place is None else {None: place}
+    for model in models:
+        name, _, at = model.partition("=")
+        if not _NAME.fullmatch(name) or not at:
+            raise RecipeError(f"--model is {model!r}, must be NAME=DIR, the name of letters, digits, '.', '_' and '-'")
+        if name in named:
+            raise RecipeError(f"--model names {name!r} twice; give each model its own name")
+        named[name] = at
+    if not named:
+        raise RecipeError("there is no model to serve; name a directory that hotbed export made, or --model NAME=DIR")
+    return named

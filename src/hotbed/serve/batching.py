@@ -1,0 +1,252 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Put requests together into batches, which one thread per model scores.
+
+Requests wait in a queue of bounded rows. The thread takes as many whole requests as one batch may have, as soon as the
+batch is full or its first request has waited long enough; what arrives while it computes is the next batch. So a
+request is scored by one call, thus by one version of the model, and the event loop never waits for a model.
+
+A batch that fails is scored request by request: the one that is at fault gets the error, the others get their scores.
+"""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hotbed.errors import BatchError, DataError, NonFiniteError, RequestError, SpecError, StoreError
+from hotbed.serve.inputs import RawEncoder
+
+LOG = logging.getLogger("hotbed.serve")
+
+
+class ScoringModel(Protocol):
+    """What the server needs of a model that is served."""
+
+    @property
+    def step(self) -> int:
+        """Training step of the version that scores now."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """SHA-256 of the checkpoint that it came from."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels, in the order of the columns of scores."""
+        ...
+
+    @property
+    def encoder(self) -> RawEncoder:
+        """What turns raw rows into a batch."""
+        ...
+
+    def score(self, columns: pa.RecordBatch, /) -> tuple[NDArray[np.float64], int]:
+        """Probabilities ``[B, T]``, and the step of the one version that computed them; called by one thread."""
+        ...
+
+    def counters(self) -> Mapping[str, Mapping[str, float]]:
+        """Totals since the start, by name, then by feature or table; called by any thread."""
+        ...
+
+
+class Scored(NamedTuple):
+    """Probabilities ``[B, T]`` of a request's rows, and the step of the version that they are of."""
+
+    scores: NDArray[np.float64]
+    step: int
+
+
+@dataclass(eq=False)
+class _Waiting:
+    columns: pa.RecordBatch
+    arrived: float
+    answer: asyncio.Future[Scored]
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.columns.num_rows
+
+
+Observe = Callable[[int, float], None]
+"""Called with the rows of a batch, and the seconds that it took."""
+
+
+class Batcher:
+    """A queue of requests for one model, and the thread that scores them.
+
+    Parameters
+    ----------
+    model
+        The model.
+    max_batch_rows, max_wait_ms, max_queue_rows
+        As in `ServeOptions`.
+    observe
+        Called by the thread after every batch.
+    """
+
+    def __init__(
+        self,
+        model: ScoringModel,
+        *,
+        max_batch_rows: int,
+        max_wait_ms: float,
+        max_queue_rows: int,
+        observe: Observe = lambda rows, seconds: None,
+    ) -> None:
+        self.model = model
+        self._batch_rows, self._wait, self._queue_rows = max_batch_rows, max_wait_ms / 1000, max_queue_rows
+        self._observe = observe
+        self._queue = deque[_Waiting]()
+        self._queued, self._closing = 0, False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="hotbed-score", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait."""
+        return self._queued
+
+    def submit(self, columns: pa.RecordBatch) -> asyncio.Future[Scored]:
+        """Queue a request's rows; the future of the running event loop gets the scores. Cancel it to withdraw them.
+
+        Raises
+        ------
+        RequestError
+            With status 503, if too many rows wait, or the server ends.
+        """
+        entry = _Waiting(columns, time.monotonic(), asyncio.get_running_loop().create_future())
+        with self._changed:
+            if self._closing:
+                raise RequestError("the server is shutting down; ask another one", 503, "draining")
+            if self._queued and self._queued + entry.rows > self._queue_rows:
+                raise RequestError(
+                    f"{self._queued:,} rows wait, and at most {self._queue_rows:,} may; try again later, or start "
+                    "another server",
+                    503,
+                    "busy",
+                    {"Retry-After": "1"},
+                )
+            self._queued += entry.rows
+            self._queue.append(entry)
+            self._changed.notify()
+        return entry.answer
+
+    def close(self, wait_s: float) -> None:
+        """Score what waits, then end the thread; give up after so many seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        while (batch := self._next()) is not None:
+            try:
+                start = time.perf_counter()
+                answers = self._answers(batch)
+                self._observe(sum(entry.rows for entry in batch), time.perf_counter() - start)
+                loop = batch[0].answer.get_loop()
+                loop.call_soon_threadsafe(_deliver, list(zip(batch, answers, strict=True)))
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                LOG.debug("scores had nobody to go to", exc_info=True)
+
+    def _next(self) -> list[_Waiting] | None:
+        """Wait for a batch: whole requests with columns of the same types; None where all is done."""
+        with self._changed:
+            while True:
+                while not self._queue:
+                    if self._closing:
+                        return None
+                    self._changed.wait()
+                rest = self._queue[0].arrived + self._wait - time.monotonic()
+                if rest > 0 and self._queued < self._batch_rows and not self._closing:
+                    self._changed.wait(rest)
+                elif batch := self._take():
+                    return batch
+
+    def _take(self) -> list[_Waiting]:
+        """Take requests that are still wanted off the queue."""
+        batch, rows = list[_Waiting](), 0
+        while self._queue:
+            entry = self._queue[0]
+            if not entry.answer.cancelled():
+                if batch and (
+                    rows + entry.rows > self._batch_rows or not entry.columns.schema.equals(batch[0].columns.schema)
+                ):
+                    break
+                batch.append(entry)
+                rows += entry.rows
+            self._queue.popleft()
+            self._queued -= entry.rows
+        return batch
+
+    def _answers(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
+        try:
+            scores, step = self._score([entry.columns for entry in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                return [error]
+            return [answer for entry in batch for answer in self._answers([entry])]
+        answers, row = list[Scored | Exception](), 0
+        for entry in batch:
+            part = scores[row : row + entry.rows]
+            row += entry.rows
+            wrong = np.flatnonzero(~np.isfinite(part).all(1))
+            answers.append(
+                NonFiniteError(
+                    f"the score of row {wrong[0]:,} is not a number; a numerical of this row is not finite or far "
+                    "beyond those of training"
+                )
+                if len(wrong)
+                else Scored(part, step)
+            )
+        return answers
+
+    def _score(self, parts: Sequence[pa.RecordBatch]) -> Scored:
+        columns = parts[0]
+        if len(parts) > 1:
+            (columns,) = pa.Table.from_batches(parts).combine_chunks().to_batches()
+        scores, step = self.model.score(columns)
+        wanted = (columns.num_rows, len(self.model.labels))
+        if scores.shape != wanted:
+            raise BatchError(f"the model gave scores {scores.shape}, must be {wanted}")
+        return Scored(scores, step)
+
+
+def _deliver(answers: Sequence[tuple[_Waiting, Scored | Exception]]) -> None:
+    for entry, answer in answers:
+        if entry.answer.done():  # its client was answered 504
+            continue
+        if isinstance(answer, Exception):
+            entry.answer.set_exception(answer)
+        else:
+            entry.answer.set_result(answer)
+
+
+def explained(error: Exception) -> RequestError:
+    """What a client is told of an error while its rows were scored; only rows that are wrong are its own fault."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, DataError | SpecError | BatchError | NonFiniteError):
+        return RequestError(str(error), 400, "rows")
+    details: dict[str, Any] = {"error_type": type(error).__name__}
+    LOG.error("score_failed", extra={"details": details}, exc_info=error)
+    if isinstance(error, StoreError):
+        return RequestError(
+            "rows of the model cannot be read at the moment; try again later", 503, "store", {"Retry-After": "1"}
+        )
+    return RequestError("the server failed to score these rows; its log says why", 500, "internal")

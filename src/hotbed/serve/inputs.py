@@ -1,0 +1,178 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Turn what ``POST /score`` gets, rows as JSON, into Arrow columns by the model's own encoder."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import pyarrow as pa
+
+from hotbed.errors import RequestError, did_you_mean
+from hotbed.parsing import TextError, parse_json
+
+JSON_TYPES = ("application/json", "application/x-www-form-urlencoded", "text/json", "")
+"""Content types of JSON bodies; curl sends the second where nothing is said."""
+LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
+
+
+class RawColumn(Protocol):
+    """A column of raw rows that a model needs."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """``"text"``, ``"integers"`` or ``"numbers"``; "" for text or integers, where training had neither."""
+        ...
+
+    @property
+    def is_list(self) -> bool:
+        """Whether each row has a list of values."""
+        ...
+
+
+class RawEncoder(Protocol):
+    """What the server needs of an encoder."""
+
+    def columns(self) -> Sequence[RawColumn]:
+        """Columns that raw rows must have."""
+        ...
+
+    def table(self, rows: Mapping[str, Sequence[object]], /) -> pa.Table:
+        """Make typed columns of JSON's values; a `DataError` says which is absent, or of another kind or length."""
+        ...
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """The rows of a request as JSON.
+
+    Attributes
+    ----------
+    id
+        The request's, if it has one.
+    values
+        Objects, one per row; or, by column, lists of values.
+    """
+
+    id: str | None
+    values: Sequence[object] | Mapping[str, Sequence[object]]
+
+    def columns(self, names: Sequence[str], max_rows: int) -> tuple[Mapping[str, Sequence[object]], int]:
+        """Take values by column, and the number of rows; columns that are not named are left out, as by predict.
+
+        Raises
+        ------
+        RequestError
+            If there are too many rows, or one lacks a column.
+        """
+        if isinstance(self.values, Mapping):
+            rows = next((len(column) for column in self.values.values()), 0)
+            refuse_many(rows, max_rows)
+            return self.values, rows
+        refuse_many(len(self.values), max_rows)
+        for i, row in enumerate(self.values):
+            if not isinstance(row, dict):
+                raise RequestError(f"row {i:,} is {shown(row)}, must be an object with a value per column")
+        objects = cast("Sequence[Mapping[str, object]]", self.values)
+        columns = dict[str, Sequence[object]]()
+        for name in names:
+            try:
+                columns[name] = [row[name] for row in objects]
+            except KeyError:
+                i, row = next((i, row) for i, row in enumerate(objects) if name not in row)
+                raise RequestError(
+                    f"row {i:,} has no '{name}'{did_you_mean(name, row)}; write null where a value is missing"
+                ) from None
+        return columns, len(objects)
+
+
+def parse_rows(body: bytes, content_type: str) -> JsonRows:
+    """Parse a body of ``POST /score``.
+
+    A list of objects, one per row; ``{"rows": [...]}`` with the same; ``{"columns": {NAME: [...]}}``; or an object per
+    line. The second and third may have an ``id``.
+
+    Raises
+    ------
+    RequestError
+        If it is none of these.
+    """
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind in LINES_TYPES:
+        lines = [line for line in body.splitlines() if line.strip()]
+        return JsonRows(None, [_parsed(line, f"line {i:,}") for i, line in enumerate(lines)])
+    if kind not in JSON_TYPES:
+        raise RequestError(
+            f"the content type is {kind[:100]!r}, must be application/json or application/x-ndjson; binary tensors go "
+            "to /v2/models/NAME/infer",
+            415,
+        )
+    values = _parsed(body, "the body")
+    if isinstance(values, list):
+        return JsonRows(None, cast("list[object]", values))
+    given = cast("dict[str, object]", values) if isinstance(values, dict) else {}
+    if ("rows" in given) == ("columns" in given):
+        what = f"an object with {', '.join(map(shown, list(given)[:5]))}" if given else shown(values)
+        raise RequestError(
+            f'the body must be a list of rows, {{"rows": [...]}} or {{"columns": {{NAME: [...]}}}}; it is {what}'
+        )
+    id_ = given.get("id")
+    if id_ is not None and not isinstance(id_, str):
+        raise RequestError(f"id is {shown(id_)}, must be text")
+    if "rows" in given:
+        rows = given["rows"]
+        if not isinstance(rows, list):
+            raise RequestError(f"rows is {shown(rows)}, must be a list of objects, one per row")
+        return JsonRows(id_, cast("list[object]", rows))
+    columns = given["columns"]
+    if not isinstance(columns, dict):
+        raise RequestError(f"columns is {shown(columns)}, must be an object with a list per column")
+    for name, column in cast("dict[str, object]", columns).items():
+        if not isinstance(column, list):
+            raise RequestError(f"column {shown(name)} is {shown(column)}, must be a list with a value per row")
+    return JsonRows(id_, cast("dict[str, Sequence[object]]", columns))
+
+
+def record_batch(table: pa.Table, columns: Sequence[RawColumn]) -> pa.RecordBatch:
+    """A table's rows in one piece, as a model takes them.
+
+    Numbers are float64, also where all of a request's are whole, so that requests of the same columns fit together;
+    integers that float64 does not have stay what they are.
+    """
+    for column in columns:
+        at = table.schema.get_field_index(column.name)
+        if column.kind == "numbers" and at >= 0 and not pa.types.is_float64(table.schema.field(at).type):
+            with contextlib.suppress(pa.ArrowInvalid):
+                table = table.set_column(at, column.name, table.column(at).cast(pa.float64()))
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
+
+
+def shown(value: object) -> str:
+    """A value of a client as messages show it: short."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _parsed(text: bytes, what: str) -> object:
+    try:
+        return parse_json(text)
+    except TextError as error:
+        raise RequestError(f"{what} {error}") from None
+
+
+def refuse_many(rows: int, most: int) -> None:
+    """Raise `RequestError` where a request has more rows than one may have."""
+    if rows > most:
+        raise RequestError(
+            f"the request has {rows:,} rows, at most {most:,} go into one; send several", 413, "too_large"
+        )

@@ -1,0 +1,238 @@
+"""Run the server: listen, answer until told to stop, then drain.
+
+After SIGTERM readiness says 503, requests are answered for ``drain_s`` more, so that load balancers can notice; then
+the port is closed, what was begun is finished, and the process ends with status 0. SIGINT leaves the waiting out; a
+second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import uvicorn
+from typing_extensions import override
+
+from hotbed.errors import RecipeError, StoppedError
+from hotbed.serve.app import Application, Routes
+from hotbed.serve.batching import Batcher, ScoringModel
+from hotbed.serve.connections import ConnectionLimits, limited_protocol
+from hotbed.serve.metrics import ModelState, ServerMetrics
+from hotbed.serve.options import ServeOptions
+from hotbed.serve.shares import Shares
+
+LOG = logging.getLogger("hotbed.serve")
+_WAIT_FOR_THREADS_S = 5.0
+
+
+class Following(Protocol):
+    """What the server needs of a thread that takes changes over."""
+
+    @property
+    def staleness_s(self) -> float | None:
+        """Seconds since the version that scores was published."""
+        ...
+
+    def counters(self) -> Mapping[str, Mapping[str, float]]:
+        """Versions since the start: ``"applied"`` by kind, ``"refused"`` by reason."""
+        ...
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model under its name, and what follows its training, if anything does."""
+
+    name: str
+    model: ScoringModel
+    follower: Following | None = None
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """Take the port, before models are loaded.
+
+    Raises
+    ------
+    RecipeError
+        If it cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise RecipeError(
+            f"--host is {options.host!r}, which is no address of this machine ({error.strerror})"
+        ) from None
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise RecipeError(
+            f"--host {options.host} --port {options.port} cannot be listened on ({error.strerror}); choose another "
+            "--port, or 0 for a free one"
+        ) from None
+    return taken
+
+
+class Server:
+    """An HTTP server of models.
+
+    Parameters
+    ----------
+    models
+        What is served; whoever opened the models closes them.
+    options
+        See `ServeOptions`.
+    shares
+        By name of a model, its share of ``/score``.
+    taken
+        A bound socket, see `listen`.
+    token
+        What requests must carry, None for nothing.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Served],
+        options: ServeOptions,
+        shares: Mapping[str, float],
+        taken: socket.socket,
+        token: str | None = None,
+    ) -> None:
+        self._models, self._options, self._socket = {served.name: served for served in models}, options, taken
+        self.host, self.port = taken.getsockname()[:2]
+        self._batchers = dict[str, Batcher]()
+        self._metrics = ServerMetrics(self._states, lambda: len(self._uvicorn.server_state.connections))
+        for name, served in self._models.items():
+            self._batchers[name] = Batcher(
+                served.model,
+                max_batch_rows=options.max_batch_rows,
+                max_wait_ms=options.max_wait_ms,
+                max_queue_rows=options.max_queue_rows,
+                observe=self._metrics.scored(name),
+            )
+        self._app = Application(Routes(self._batchers, Shares(shares)), options, token, self._metrics)
+        limits = ConnectionLimits(options.max_connections, options.read_timeout_s, self._metrics.refused)
+        config = uvicorn.Config(
+            self._app.asgi,
+            http=limited_protocol(limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=max(1, round(options.idle_timeout_s)),
+            timeout_graceful_shutdown=max(1, round(options.timeout_s + options.read_timeout_s)),
+        )
+        self._uvicorn = _Uvicorn(config)
+        self._uvicorn.draining = self._drain
+        self.started = threading.Event()
+        self._uvicorn.listening = self._listening
+
+    def run(self) -> None:
+        """Answer until a signal, or `stop`, says that it is enough.
+
+        Raises
+        ------
+        StoppedError
+            If a second signal ended it before all requests were answered.
+        """
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            for batcher in self._batchers.values():
+                batcher.close(0.0 if self._uvicorn.force_exit else _WAIT_FOR_THREADS_S)
+            self._app.close()
+            LOG.info("stopped")
+        if self._uvicorn.force_exit:
+            number = self._uvicorn.signal or signal.SIGTERM
+            raise StoppedError("a second signal ended the server before all requests were answered", number)
+
+    def stop(self) -> None:
+        """Drain and end, as SIGINT does, unless it does so already; called by any thread."""
+        if not self._app.draining:
+            self._uvicorn.asked(signal.SIGINT)
+
+    def _listening(self) -> None:
+        for name, served in self._models.items():
+            details = {"model": name, "step": served.model.step, "state": served.model.state}
+            LOG.info("model", extra={"details": details})
+        LOG.info("ready", extra={"details": {"host": self.host, "port": self.port}})
+        self.started.set()
+
+    def _drain(self, number: int) -> float:
+        """Say that it is over; how long requests are still answered."""
+        self._app.draining = True
+        LOG.info("draining", extra={"details": {"signal": signal.Signals(number).name}})
+        return self._options.drain_s if number == signal.SIGTERM else 0.0
+
+    def _states(self) -> dict[str, ModelState]:
+        found = dict[str, ModelState]()
+        for name, served in self._models.items():
+            follower = served.follower
+            versions = {} if follower is None else follower.counters()
+            counters = {**served.model.counters(), **{f"versions_{key}": of for key, of in versions.items()}}
+            staleness = None if follower is None else follower.staleness_s
+            found[name] = ModelState(served.model.step, self._batchers[name].queued_rows, counters, staleness)
+        return found
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server with a drain before it closes the port, and without raising signals again after it."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.signal: int | None = None
+        self.draining: Callable[[int], float]
+        self.listening: Callable[[], None]
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self.listening()
+
+    @override
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @override
+    def handle_exit(self, sig: int, frame: object) -> None:
+        self.asked(sig)
+
+    def asked(self, number: int) -> None:
+        """Begin to drain; asked again, end at once. It may be called by a signal, or by any thread."""
+        loop = self._loop
+        if loop is None:
+            self.should_exit = True
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            loop.call_soon_threadsafe(self._begin, number)
+
+    def _begin(self, number: int) -> None:
+        if self.signal is not None:
+            self.should_exit = self.force_exit = True
+            return
+        self.signal = number
+        asyncio.get_running_loop().call_later(self.draining(number), self._end)
+
+    def _end(self) -> None:
+        self.should_exit = True

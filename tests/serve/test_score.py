@@ -1,0 +1,181 @@
+"""Protects `POST /score`: what it takes, what it refuses and with which words, and which model answers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotbed.errors import RecipeError
+from hotbed.serve.shares import Shares, parse_shares
+from tests.serve.clients import ROW, Client, fake, serving
+from tests.serve.fake_model import FakeModel, score_of
+
+ROWS = [ROW, {**ROW, "user": 9, "tags": []}, {"user": None, "item": None, "tags": None, "price": None}]
+
+
+@pytest.fixture(name="client", scope="module")
+def _client() -> Iterator[Client]:
+    with serving(max_request_rows=50, max_body_bytes=20_000) as client:
+        yield client
+
+
+def test_rows_columns_and_lines_have_the_same_scores(client: Client) -> None:
+    wanted = [score_of(row, 100) for row in ROWS]
+    columns = {name: [row[name] for row in ROWS] for name in ROW}
+    lines = "\n".join(json.dumps(row) for row in ROWS).encode()
+    assert client.score(*ROWS) == wanted
+    answer = client.ask("POST", "/score", {"rows": ROWS, "id": "a"})
+    assert answer.json == {"id": "a", "scores": wanted, "model": "clicks", "version": "100"}
+    assert client.ask("POST", "/score", {"columns": columns}).json["scores"] == wanted
+    for kind in ("application/x-ndjson", "application/jsonl; charset=utf-8"):
+        assert client.ask("POST", "/score", lines, {"Content-Type": kind}).json["scores"] == wanted
+    assert client.ask("POST", "/score", ROWS, {"Content-Type": "application/x-www-form-urlencoded"}).status == 200
+
+
+def test_columns_that_the_model_does_not_need_are_left_out(client: Client) -> None:
+    assert client.score({**ROW, "label": 1, "other": {"a": [1]}}) == [score_of(ROW, 100)]
+
+
+def test_no_rows_have_no_scores(client: Client) -> None:
+    assert client.ask("POST", "/score", []).json == {"scores": [], "model": "clicks", "version": "100"}
+
+
+def test_several_labels_are_named() -> None:
+    with serving(fake(FakeModel(labels=("click", "buy")))) as client:
+        assert client.score(ROW) == [{"click": score_of(ROW, 100), "buy": score_of(ROW, 100) + 1}]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"", 400, "the body is not JSON: Expecting value"),
+        (b"\xff\xfe{", 400, "the body is not JSON"),
+        (b'[{"user": 1, "user": 2}]', 400, "the body has 'user' twice"),
+        (b"[" * 5000, 400, "the body is nested more than 100 deep"),
+        (b"[" + b"9" * 5000 + b"]", 400, "the body is not JSON: Exceeds the limit"),
+        (7, 400, 'the body must be a list of rows, {"rows": [...]} or {"columns": {NAME: [...]}}; it is 7'),
+        ({}, 400, "it is {}"),
+        ({"inputs": []}, 400, "it is an object with 'inputs'"),
+        ({"rows": [], "columns": {}}, 400, "it is an object with 'rows', 'columns'"),
+        ({"rows": 3}, 400, "rows is 3, must be a list of objects, one per row"),
+        ({"rows": [], "id": 3}, 400, "id is 3, must be text"),
+        ([ROW, 5], 400, "row 1 is 5, must be an object with a value per column"),
+        (
+            [ROW, {**ROW, "User": 1} | {"item": "a"}, {"User": 3}],
+            400,
+            "row 2 has no 'user'; did you mean 'User'?; write null",
+        ),
+        ({"columns": 3}, 400, "columns is 3, must be an object with a list per column"),
+        ({"columns": {"user": "abc"}}, 400, "column 'user' is 'abc', must be a list with a value per row"),
+        ({"columns": {"user": [1]}}, 400, "there is no column 'item'"),
+        ({"columns": {"user": [1], "item": [], "tags": [], "price": []}}, 400, "different lengths"),
+        ([{**ROW, "user": "3"}], 400, "column 'user', row 0: '3' is not integers"),
+        ([{**ROW, "user": 2**70}], 400, "beyond its kind"),
+        ([{**ROW, "item": "\ud800"}], 400, "beyond its kind"),
+        ([{**ROW, "item": "fail"}], 400, "row 0: the item cannot be scored"),
+        ([ROW, {**ROW, "item": "nan"}], 400, "the score of row 1 is not a number"),
+        ([{**ROW, "item": "store"}], 503, "rows of the model cannot be read at the moment; try again later"),
+        ([{**ROW, "item": "crash"}], 500, "the server failed to score these rows; its log says why"),
+        ([ROW] * 51, 413, "the request has 51 rows, at most 50 go into one; send several"),
+        ([{**ROW, "item": "x" * 30_000}], 413, "at most 20,000 are taken (--max_body_bytes); send several requests"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_is_refused(client: Client, body: Any, status: int, message: str) -> None:
+    answer = client.ask("POST", "/score", body)
+    assert answer.status == status
+    assert list(answer.json) == ["error"]
+    assert message in answer.json["error"]
+    assert len(answer.body) < 600
+    assert "secret" not in answer.json["error"]
+    assert client.score(ROW) == [score_of(ROW, 100)]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "message"),
+    [
+        ({"Content-Type": "text/csv"}, 415, "the content type is 'text/csv', must be application/json"),
+        ({"Content-Encoding": "gzip"}, 415, "the body is 'gzip'; send it without Content-Encoding"),
+    ],
+)
+def test_bodies_that_are_not_taken(client: Client, headers: dict[str, str], status: int, message: str) -> None:
+    answer = client.ask("POST", "/score", [ROW], headers)
+    assert (answer.status, message in answer.json["error"]) == (status, True)
+
+
+def test_lines_that_are_wrong_are_named(client: Client) -> None:
+    answer = client.ask("POST", "/score", b'{"user": 1}\n\n{', {"Content-Type": "application/x-ndjson"})
+    assert answer.json["error"].startswith("line 1 is not JSON")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*ROW, "rows", "columns", "id"]), inner)
+    ),
+    max_leaves=12,
+)
+VALUES = {"user": st.integers(-5, 5), "item": st.sampled_from(["", "fail", "nan", "pen"]), "tags": st.just([1])}
+
+
+@settings(max_examples=60)
+@given(body=JSON | st.lists(st.fixed_dictionaries({**VALUES, "price": JSON})) | st.binary(max_size=60))
+def test_any_body_has_right_scores_or_an_error(client: Client, body: Any) -> None:
+    answer = client.ask("POST", "/score", body)
+    if answer.status != 200:
+        assert answer.status == 400
+        assert list(answer.json) == ["error"]
+    elif isinstance(body, list):
+        assert answer.json["scores"] == pytest.approx([score_of(row, 100) for row in body])
+    assert client.score(ROW) == [score_of(ROW, 100)]
+
+
+# -- which model answers -------------------------------------------------------------------------------------------
+
+
+def test_models_side_by_side_answer_by_share_and_by_name() -> None:
+    old, new = FakeModel(100), FakeModel(200)
+    with serving(fake(old, "old"), fake(new, "new"), shares={"old": 0.7, "new": 0.3}) as client:
+        found = dict[str, str]()
+        for i in range(60):
+            answer = client.ask("POST", "/score", [ROW], {"X-Routing-Key": f"user{i}"}).json
+            assert answer["version"] == {"old": "100", "new": "200"}[answer["model"]]
+            found[f"user{i}"] = answer["model"]
+            assert answer["model"] == client.ask("POST", "/score", {"rows": [ROW], "id": f"user{i}"}).json["model"]
+        assert set(found.values()) == {"old", "new"}
+        for name, step in (("old", 100), ("new", 200)):
+            assert client.ask("GET", f"/v2/models/{name}").json["versions"] == [str(step)]
+
+
+def test_shares_hold_and_keys_move_to_the_growing_model_only() -> None:
+    keys = [str(i) for i in range(4000)]
+    before, after = Shares({"old": 0.9, "new": 0.1}), Shares({"old": 0.6, "new": 0.4})
+    counts = Counter(before.choose(key) for key in keys)
+    assert 0.07 < counts["new"] / len(keys) < 0.13
+    assert all(after.choose(key) == "new" for key in keys if before.choose(key) == "new")
+    assert {Shares({"old": 0.0, "new": 5}).choose(None) for _ in range(50)} == {"new"}
+    assert {Shares({"old": 1, "new": 0}).choose(None) for _ in range(50)} == {"old"}
+
+
+def test_shares_as_they_are_written() -> None:
+    assert parse_shares("old=0.9, new=.1", ["old", "new"]) == {"old": 0.9, "new": 0.1}
+    assert parse_shares(None, ["old", "new"]) == {"old": 1.0, "new": 0.0}
+    with pytest.raises(RecipeError, match="--share names 'ne', but there are old, new; did you mean 'new'"):
+        parse_shares("ne=1", ["old", "new"])
+    with pytest.raises(RecipeError, match="--share names 'old' twice"):
+        parse_shares("old=1,old=2", ["old"])
+    with pytest.raises(RecipeError, match=r"--share gives old 'x', must be a number: old=0\.1"):
+        parse_shares("old=x", ["old"])
+    for shares, message in (
+        ({"a": -1.0}, "a -1.0, must be"),
+        ({"a": float("nan")}, "must be"),
+        ({"a": 0.0}, "no model any"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            Shares(shares)

@@ -1,0 +1,129 @@
+"""Protects `hotbed serve` as a user runs it: scores are predict's, bit for bit; signals, kills and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import pytest
+
+from hotbed.commands.main import main
+from tests.commands.cases import Output, refused, train
+from tests.serve.clients import LONG_S
+from tests.serve.clients import Client as AnyClient
+from tests.train.numbers import POSITIVE, recipe_of_numbers
+
+
+class Exported(NamedTuple):
+    """An exported model, rows to score, and what `hotbed predict` says of them."""
+
+    model: Path
+    rows: pl.DataFrame
+    scores: list[float]
+
+
+class Running(AnyClient):
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        self.process = process
+        for line in process.stderr:
+            said = json.loads(line)
+            if said["event"] == "ready":
+                break
+        self.host, self.port = said["host"], said["port"]
+
+
+@contextmanager
+def running(*args: object) -> Generator[Running]:
+    command = [sys.executable, "-m", "hotbed", "serve", *map(str, args)]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as process:
+        try:
+            yield Running(process)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(name="exported", scope="module")
+def _exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    folder = tmp_path_factory.mktemp("exported")
+    recipe = recipe_of_numbers(folder, [POSITIVE])
+    status, _, run = train(recipe)
+    assert status == 0
+    model, new, out = folder / "model", folder / "new.parquet", folder / "scores.parquet"
+    assert main(["export", str(run), str(model)]) == 0
+    pl.read_parquet(folder / "log.parquet").head(40).drop("rating").write_parquet(new)
+    assert main(["predict", str(run), str(new), "--out", str(out), "--device", "cpu"]) == 0
+    return Exported(model, pl.read_parquet(new), pl.read_parquet(out)["score"].to_list())
+
+
+def test_served_scores_are_those_of_predict_to_the_bit(exported: Exported) -> None:
+    rows: list[dict[str, Any]] = exported.rows.to_dicts()
+    with running(exported.model, "--port", 0, "--max_wait_ms", 0) as client:
+        whole = client.ask("POST", "/score", rows).json
+        assert whole["scores"] == exported.scores
+        assert [client.score(row)[0] for row in rows[:5]] == exported.scores[:5]
+        name = whole["model"]
+        inputs = client.ask("GET", f"/v2/models/{name}").json["inputs"]
+        columns: dict[str, list[Any]] = exported.rows.to_dict(as_series=False)
+        columns["items.lengths"] = list(map(len, columns["items"]))
+        columns["items"] = [item for items in columns["items"] for item in items]
+        tensors = [{**of, "shape": [len(columns[of["name"]])], "data": columns[of["name"]]} for of in inputs]
+        body = {"inputs": tensors, "parameters": {"binary_data_output": True}}
+        answer = client.ask("POST", f"/v2/models/{name}/infer", body)
+        binary = answer.body[int(answer.headers["inference-header-content-length"]) :]
+        assert np.frombuffer(binary, "<f8").tolist() == exported.scores
+        client.process.send_signal(signal.SIGINT)
+        assert client.process.wait(LONG_S) == 0
+
+
+def test_sigterm_ends_with_0_and_a_killed_server_starts_again_on_its_port(exported: Exported) -> None:
+    row = exported.rows.to_dicts()[0]
+    with running(exported.model, "--port", 0) as client:
+        port = client.port
+        assert client.score(row) == exported.scores[:1]
+        client.process.kill()
+        client.process.wait(LONG_S)
+    with running(
+        "--model", f"a={exported.model}", "--model", f"b={exported.model}", "--share", "a=0,b=1", "--port", port
+    ) as client:
+        answer = client.ask("POST", "/score", [row]).json
+        assert (answer["scores"], answer["model"]) == (exported.scores[:1], "b")
+        client.process.send_signal(signal.SIGTERM)
+        assert client.process.wait(LONG_S) == 0
+
+
+def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported: Exported) -> None:
+    model = str(exported.model)
+    for argv, message in [
+        ([], "there is no model to serve; name a directory that hotbed export made, or --model NAME=DIR"),
+        ([str(tmp_path / "absent")], "absent"),
+        ([str(tmp_path)], "holds no exported model; make one with hotbed export"),
+        (["--model", "x"], "--model is 'x', must be NAME=DIR"),
+        (["--model", f"a={model}", "--model", f"a={model}"], "--model names 'a' twice; give each model its own name"),
+        ([model, "--share", "nobody=1"], "--share names 'nobody', but there are"),
+        ([model, "--memory_gib", "0"], "--memory_gib is 0.0, must be above 0"),
+        ([model, "--poll_s", "0"], "--poll_s is 0.0, must be above 0"),
+        ([model, "--device", "tpu"], "--device is 'tpu', must be cpu or cuda"),
+        ([model, "--host", "0.0.0.0"], "--host is 0.0.0.0, where others can ask, but there is no token"),
+        ([model, "--token_file", str(tmp_path / "none")], "No such file or directory"),
+        ([model, "--max_batch_rows", "0"], "--max_batch_rows is 0, must be above 0"),
+    ]:
+        assert message in refused(["serve", "--port", "0", *argv], capsys), argv
+
+
+def test_libraries_that_are_missing_are_named(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hotbed.serve.server", None)
+    assert "pip install 'hotbed[serve]' installs them" in refused(["serve", "model"], capsys)

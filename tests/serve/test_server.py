@@ -1,0 +1,264 @@
+"""Protects: requests are batched and bounded, versions whole; metrics and logs tell what happens; ends are graceful."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hotbed.errors import RecipeError, StoppedError
+from hotbed.serve.logs import json_logs
+from hotbed.serve.options import ServeOptions
+from hotbed.serve.server import Served, Server, listen
+from tests.serve.clients import LONG_S, ROW, Answer, Client, fake, request_bytes, rest_of, serving
+from tests.serve.fake_model import FakeFollower, FakeModel, score_of
+
+WANTED = score_of(ROW, 100)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def asked(pool: ThreadPoolExecutor, client: Client, rows: list[Any]) -> Future[Answer]:
+    return pool.submit(client.ask, "POST", "/score", rows)
+
+
+def queued(client: Client) -> int:
+    return client.server._batchers["clicks"].queued_rows
+
+
+# -- batches -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_wait_are_scored_together_and_whole() -> None:
+    model = FakeModel()
+    with ThreadPoolExecutor(8) as pool, serving(fake(model), max_batch_rows=8) as client:
+        model.go.clear()
+        first = asked(pool, client, [ROW])
+        assert model.entered.acquire(timeout=LONG_S)
+        rest = []
+        for i, count in enumerate((3, 4, 5, 20)):
+            rest.append(asked(pool, client, [{**ROW, "user": i}] * count))
+            until(lambda: queued(client) == sum((3, 4, 5, 20)[: len(rest)]))
+        model.go.set()
+        assert first.result().json["scores"] == [WANTED]
+        for i, (answer, count) in enumerate(zip(rest, (3, 4, 5, 20), strict=True)):
+            assert answer.result().json["scores"] == [score_of({**ROW, "user": i}, 100)] * count
+        assert model.batches == [1, 7, 5, 20]
+
+
+def test_the_first_request_of_a_batch_waits_for_others() -> None:
+    model = FakeModel()
+    with ThreadPoolExecutor(4) as pool, serving(fake(model), max_batch_rows=4, max_wait_ms=LONG_S * 1000) as client:
+        answers = [asked(pool, client, [ROW]) for _ in range(4)]  # the fourth makes it full
+        assert all(answer.result().json["scores"] == [WANTED] for answer in answers)
+        assert model.batches == [4]
+
+
+def test_a_request_that_is_wrong_fails_alone() -> None:
+    model = FakeModel()
+    with ThreadPoolExecutor(4) as pool, serving(fake(model), max_wait_ms=LONG_S * 1000, max_batch_rows=4) as client:
+        items = ["pen", "fail", "nan", "crash"]
+        answers = [asked(pool, client, [{**ROW, "item": item}]) for item in items]
+        assert [answer.result().status for answer in answers] == [200, 400, 400, 500]
+        assert answers[0].result().json["scores"] == [WANTED]
+
+
+def test_a_request_has_one_version_while_versions_change() -> None:
+    """Rows tell their version; every answer's rows tell the version that it names."""
+    model, stop = FakeModel(), threading.Event()
+
+    def train() -> None:
+        while not stop.wait(0.001):
+            model.step += 1
+
+    trainer = threading.Thread(target=train)
+    with ThreadPoolExecutor(4) as pool, serving(fake(model)) as client:
+        trainer.start()
+        try:
+            for answer in [asked(pool, client, [ROW] * 20) for _ in range(60)]:
+                found = answer.result().json
+                assert found["scores"] == [score_of(ROW, int(found["version"]))] * 20
+        finally:
+            stop.set()
+            trainer.join()
+
+
+# -- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_and_a_late_request_is_given_up() -> None:
+    model = FakeModel()
+    with (
+        ThreadPoolExecutor(4) as pool,
+        serving(fake(model), max_queue_rows=4, max_batch_rows=2, timeout_s=2.0) as client,
+    ):
+        model.go.clear()
+        held = asked(pool, client, [ROW])
+        assert model.entered.acquire(timeout=LONG_S)
+        waits = asked(pool, client, [ROW] * 4)
+        until(lambda: queued(client) == 4)
+        full = client.ask("POST", "/score", [ROW])
+        assert (full.status, full.headers["retry-after"]) == (503, "1")
+        assert full.json["error"].startswith("4 rows wait, and at most 4 may; try again later")
+        for answer in (held.result(), waits.result()):
+            assert (answer.status, answer.json["error"][:47]) == (
+                504,
+                "the scores took longer than 2 s (--timeout_s); ",
+            )
+        model.go.set()
+        until(lambda: queued(client) == 0)
+        assert client.score(ROW) == [WANTED]
+        assert model.batches == [1, 1]  # what was given up is not computed
+
+
+def test_all_bodies_together_have_a_limit() -> None:
+    with serving(max_body_bytes=1000, max_buffered_bytes=1500) as client:
+        body = request_bytes(b" " * 900 + json.dumps([ROW]).encode())
+        with client.connect() as slow:
+            slow.sendall(body[:-1])
+            until(lambda: client.server._app._bodies._buffered > 900)
+            refused = client.ask("POST", "/score", b" " * 900)
+            assert (refused.status, "--max_buffered_bytes" in refused.json["error"]) == (503, True)
+            slow.sendall(body[-1:])
+            assert b"200 OK" in slow.recv(65536)
+        assert client.score(ROW) == [WANTED]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 70_000}, "--port is 70000, must be from 0"),
+        ({"max_batch_rows": 0}, "--max_batch_rows is 0, must be above 0"),
+        ({"max_wait_ms": -1.0}, "--max_wait_ms is -1.0, must be at least 0"),
+        ({"timeout_s": float("nan")}, "--timeout_s is nan, must be at most 86,400"),
+        ({"max_body_bytes": 1 << 40}, "--max_buffered_bytes is 268,435,456, must be at least --max_body_bytes"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as raised:
+        ServeOptions(**options)
+    assert str(raised.value).startswith(message)
+
+
+def test_strangers_are_answered_only_with_a_token_or_when_it_is_said(tmp_path: Any) -> None:
+    file, environment = tmp_path / "token", {"HOTBED_SERVE_TOKEN": "e" * 20}
+    file.write_text("f" * 20 + "\n")
+    assert ServeOptions().token({}) is None
+    assert ServeOptions(host="0.0.0.0").token(environment) == "e" * 20
+    assert ServeOptions(host="0.0.0.0", token_file=str(file)).token(environment) == "f" * 20
+    assert ServeOptions(host="::", allow_anonymous=True).token({}) is None
+    with pytest.raises(RecipeError, match=r"--host is 0\.0\.0\.0, where others can ask, but there is no token; give"):
+        ServeOptions(host="0.0.0.0").token({})
+    for text in ("short", "with spaces in it x", "\xff" * 20):
+        with pytest.raises(RecipeError, match="must have at least 16, of ASCII and without spaces"):
+            ServeOptions().token({"HOTBED_SERVE_TOKEN": text})
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RecipeError, match=f"--port {port} cannot be listened on"):
+            listen(ServeOptions(port=port))
+    with pytest.raises(RecipeError, match=r"--host is 'no\.such\.host\.invalid', which is no address"):
+        listen(ServeOptions(host="no.such.host.invalid"))
+
+
+# -- metrics and logs ----------------------------------------------------------------------------------------------
+
+
+def test_metrics_tell_what_happened() -> None:
+    with serving(Served("clicks", FakeModel(), FakeFollower())) as client:
+        client.score(ROW, ROW)
+        client.ask("POST", "/score", b"{")
+        text = client.ask("GET", "/metrics").body.decode()
+    for line in (
+        'hotbed_requests_total{model="clicks",route="score",status="200"} 1.0',
+        'hotbed_requests_total{model="",route="score",status="400"} 1.0',
+        'hotbed_request_errors_total{reason="malformed"} 1.0',
+        'hotbed_rows_total{model="clicks"} 2.0',
+        'hotbed_request_seconds_count{route="score"} 2.0',
+        'hotbed_batch_rows_sum{model="clicks"} 2.0',
+        'hotbed_model_step{model="clicks"} 100.0',
+        'hotbed_queued_rows{model="clicks"} 0.0',
+        'hotbed_unknown_ids_total{feature="user",model="clicks"} 3.0',
+        'hotbed_cache_hits_total{model="clicks"} 10.0',
+        'hotbed_versions_applied_total{kind="change",model="clicks"} 2.0',
+        'hotbed_versions_refused_total{model="clicks",reason="gap"} 1.0',
+        'hotbed_staleness_seconds{model="clicks"} 1.5',
+    ):
+        assert line in text.splitlines()
+    assert "process_resident_memory_bytes" in text
+
+
+def test_logs_are_lines_of_json() -> None:
+    stream = io.StringIO()
+    with json_logs(stream), serving(access_log=True) as client:
+        client.score(ROW)
+        client.ask("POST", "/score", [{**ROW, "item": "crash"}])
+        client.ask("GET", "/nowhere\\n%0a{")
+        client.raw(b"nonsense\r\n\r\n")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    events = [line["event"] for line in lines]
+    assert events[:2] == ["model", "ready"]
+    assert events[-2:] == ["draining", "stopped"]
+    requests = [line for line in lines if line["event"] == "request"]
+    assert [line["status"] for line in requests] == [200, 500, 404]
+    assert {"model": "clicks", "rows": 1, "path": "/score"}.items() <= requests[0].items()
+    failed = next(line for line in lines if line["event"] == "score_failed")
+    assert "/secret/path" in failed["traceback"]
+    assert "item" not in json.dumps(requests)  # nothing of bodies
+    assert not logging.getLogger("hotbed").handlers
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_answers_what_was_begun() -> None:
+    model = FakeModel()
+    with ThreadPoolExecutor(4) as pool, serving(fake(model), drain_s=LONG_S) as client:
+        model.go.clear()
+        begun = asked(pool, client, [ROW])
+        assert model.entered.acquire(timeout=LONG_S)
+        client.server._uvicorn.asked(signal.SIGTERM)
+        until(lambda: client.ask("GET", "/v2/health/ready").status == 503)
+        assert client.ask("GET", "/v2/models/clicks/ready").json == {"name": "clicks", "ready": False}
+        assert client.ask("GET", "/v2/health/live").status == 200
+        later = asked(pool, client, [ROW])
+        until(lambda: queued(client) == 1)
+        client.server._uvicorn._end()  # what the timer does
+        model.go.set()
+        assert [answer.result().json["scores"] for answer in (begun, later)] == [[WANTED], [WANTED]]
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    model = FakeModel()
+    options = ServeOptions(port=0, access_log=False)
+    server = Server([fake(model)], options, {"clicks": 1.0}, listen(options))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.run)
+        assert server.started.wait(LONG_S)
+        with Client(server).connect() as to:
+            model.go.clear()
+            to.sendall(request_bytes(json.dumps([ROW]).encode()))
+            assert model.entered.acquire(timeout=LONG_S)
+            server._uvicorn.asked(signal.SIGINT)
+            server._uvicorn.asked(signal.SIGINT)
+            with pytest.raises(StoppedError, match="a second signal ended the server before all requests") as raised:
+                running.result(LONG_S)
+            assert raised.value.signal == 2
+            rest_of(to)
+        model.go.set()
