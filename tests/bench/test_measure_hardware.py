@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from rich.console import Console
 
 from hotbed.bench import measure_disk, measure_exchanges, measure_hardware
 from hotbed.bench.measure_disk import disk_rates
 from hotbed.bench.measure_exchanges import rates, seconds_per_message
 from hotbed.bench.measure_hardware import MeasureOptions
 from hotbed.comm import Link
+from hotbed.commands.doctor import print_profile
 from hotbed.commands.main import main
 from hotbed.errors import RecipeError
 from hotbed.plan.hardware import Hardware
@@ -54,6 +56,20 @@ def test_a_profile_is_written_and_read(tmp_path: Path, capsys: Output) -> None:
     assert hardware.network == hardware.node_link == max(hardware.all_to_all[2].values())
     assert hardware.message_s == pytest.approx(1024 / hardware.all_to_all[2][1024], rel=2e-3)
     assert {path.name for path in tmp_path.iterdir()} == {"hw.yaml", "doctor.json"}  # the file on the disk is gone
+
+
+def test_figures_that_differ_between_repeats_are_doubted(capsys: Output) -> None:
+    figures = {
+        "stream": {"value": "1 GB/s", "source": "measured", "spread": 0.51},
+        "gather": {"value": {64: "1 GB/s", 512: "2 GB/s"}, "source": "measured", "spread": {64: 0.9, 512: 0.1}},
+        "disk_bytes": {"value": 5 * 10**9, "source": "counted"},
+        "cores_shared": True,
+    }
+    print_profile(Console(width=100), {"description": "a machine", "figures": figures})
+    out = capsys.readouterr().out
+    assert "2 of 3 figures differ by more than 50% between repeats" in " ".join(out.split())
+    assert "gather 512" in out
+    assert "5 GB" in out
 
 
 def _numbers(values: dict[str, Any]) -> dict[Any, Any]:

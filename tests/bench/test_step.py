@@ -5,7 +5,7 @@ import torch
 
 from hotbed.bench import limits
 from hotbed.bench.options import StepOptions, sparse_optimizers
-from hotbed.bench.step import PARTS, WARM_UP, Timeline, _batches, _matmuls, _Step, _ways, bench_step
+from hotbed.bench.step import PARTS, WARM_UP, Timeline, _batches, _matmuls, _Step, bench_step, ways_to_multiply
 from hotbed.bench.workload import Workload
 from hotbed.embed.gradients import TableUpdater
 from hotbed.errors import HotbedError, RecipeError
@@ -113,7 +113,7 @@ def test_products_are_those_of_every_layer_forward_and_backward() -> None:
 @pytest.mark.parametrize("shapes", [((8, 6), (6, 4)), ((3, 8, 6), (3, 6, 4))])
 def test_all_libraries_compute_the_same_product(shapes: Any) -> None:
     a, b = (torch.randn(shape) for shape in shapes)
-    torch_way, *onednn_ways = _ways(a, b)
+    torch_way, *onednn_ways = ways_to_multiply(a, b)
     expected = torch_way()
     assert isinstance(expected, torch.Tensor)
     assert len(onednn_ways) == (2 if a.dim() == 2 and has_onednn_linear() else 0)

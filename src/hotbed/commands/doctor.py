@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from hotbed.commands.checks import Check
 
+WIDE_SPREAD = 0.5
+"""Spread from which a figure is doubted."""
 MARKS = {"ok": "✓", "absent": "–", "problem": "✗"}
 
 
@@ -83,6 +85,14 @@ def print_profile(to: Console, profile: Mapping[str, Any]) -> None:
             )
     to.print(profile["description"], soft_wrap=True, highlight=False)
     to.print(table)
+    spreads = [v for e in profile["figures"].values() if isinstance(e, dict) for _, v in _leaves(e.get("spread", {}))]
+    wide = sum(isinstance(spread, float) and spread > WIDE_SPREAD for spread in spreads)
+    if wide:
+        to.print(
+            f"{wide} of {len(spreads)} figures differ by more than {WIDE_SPREAD:.0%} between repeats: something else "
+            "was running; measure again on an idle machine",
+            soft_wrap=True,
+        )
 
 
 def _shown(name: str, value: Any) -> str:
