@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import fs
 from torch import nn
 
 from hotbed.checkpoint import (
@@ -18,7 +21,7 @@ from hotbed.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from hotbed.checkpoint.remote_storage import PART_BYTES
+from hotbed.checkpoint.remote_storage import PART_BYTES, FileSystemDirectory
 from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.errors import CheckpointError
 from hotbed.train.retention import KeepLast
@@ -147,3 +150,48 @@ def test_damage_is_found_anywhere(place: Directory) -> None:
 def test_a_scheme_that_nothing_opens() -> None:
     with pytest.raises(CheckpointError, match="nonsense://x cannot be opened"):
         directory("nonsense://x")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_names_the_file() -> None:
+    writer = LocalDirectory(Path("/dev")).writer("full")
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        writer.write(memoryview(b"content"))
+    writer.abandon()
+
+
+@pytest.mark.parametrize("how", ["write", "create", "finish"])
+def test_a_disk_that_is_full_when_files_are_made_safe_names_the_file(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = LocalDirectory(tmp_path)
+    writer = place.writer("finish.json")
+    act = {
+        "write": lambda: place.write("write.json", "{}"),
+        "create": lambda: place.create("create.json", b"{}"),
+        "finish": writer.finish,
+    }
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/{how}.json'"):
+        act[how]()
+    writer.abandon()
+    assert place.names() == ["finish.json"]  # other files appear whole or not at all
+
+
+def test_a_listing_asks_once(tmp_path: Path) -> None:
+    """Of HDFS every question goes to one server, for the whole cluster."""
+    asked: list[object] = []
+
+    class Asked:
+        def get_file_info(self, what: object) -> Any:
+            asked.append(what)
+            return fs.LocalFileSystem().get_file_info(what)
+
+    (tmp_path / "a").touch()
+    assert FileSystemDirectory(Asked(), str(tmp_path), "hdfs://name/x").names() == ["a"]
+    assert FileSystemDirectory(Asked(), str(tmp_path / "none"), "hdfs://name/x").names() == []
+    assert FileSystemDirectory(Asked(), str(tmp_path / "a"), "hdfs://name/x").names() == []
+    assert len(asked) == 3

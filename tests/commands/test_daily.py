@@ -35,10 +35,18 @@ FIRST = date(2026, 1, 1)
 SAMPLES = 400
 
 
-def write_day(logs: Path, number: int, *, samples: int = SAMPLES, columns: tuple[str, ...] = ("user", "item")) -> Path:
-    """Write a day in which later days have other users, and larger numbers; labels depend on users."""
+def write_day(
+    logs: Path,
+    number: int,
+    *,
+    samples: int = SAMPLES,
+    columns: tuple[str, ...] = ("user", "item"),
+    users: int = 40,
+    new: int = 10,
+) -> Path:
+    """Write a day in which later days have other users, some new, and larger numbers; labels depend on users."""
     draw = np.random.default_rng(number)
-    users = draw.integers(10 * number, 10 * number + 40, samples)
+    users = draw.integers(new * number, new * number + users, samples)
     values: dict[str, Any] = {"user": users, "item": draw.integers(0, 20, samples)}
     numbers = draw.normal(number, 1, samples)
     clicks = (draw.random(samples) < 1 / (1 + np.exp(-(users % 7 - 3.0)))).astype(np.int64)
@@ -49,18 +57,16 @@ def write_day(logs: Path, number: int, *, samples: int = SAMPLES, columns: tuple
     return folder
 
 
-@pytest.fixture(name="logs")
-def _logs(tmp_path: Path) -> Path:
+def write_days(folder: Path, **how: Any) -> Path:
     for number in range(4):
-        write_day(tmp_path / "logs", number)
-    return tmp_path / "logs"
+        write_day(folder / "logs", number, **how)
+    return folder / "logs"
 
 
-@pytest.fixture(name="daily")
-def _daily(tmp_path: Path) -> Path:
-    """A recipe of which the data are given."""
+def write_recipe(folder: Path, *, users: int = 101, **model: Any) -> Path:
+    """Write a recipe of which the data are given."""
     schema = {
-        "sparse": [{"name": "user", "rows": 101}, {"name": "item", "rows": 51}],
+        "sparse": [{"name": "user", "rows": users}, {"name": "item", "rows": 51}],
         "dense": ["x"],
         "labels": ["click"],
     }
@@ -71,14 +77,24 @@ def _daily(tmp_path: Path) -> Path:
             "dim": 4,
             "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
         },
-        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8, 4], "top": [8, 1]}},
+        "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [8, 4], "top": [8, 1]}, **model},
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
         "train": {"batch_size": 50, "device": "cpu", "precision": "fp32", "epochs": 1},
     }
-    file = tmp_path / "daily.yaml"
+    file = folder / "daily.yaml"
     file.write_text(yaml.safe_dump(values))
     return file
+
+
+@pytest.fixture(name="logs")
+def _logs(tmp_path: Path) -> Path:
+    return write_days(tmp_path)
+
+
+@pytest.fixture(name="daily")
+def _daily(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
 
 
 def arguments(recipe: Path, logs: Path, out: str, *others: str) -> list[str]:
@@ -283,6 +299,10 @@ def test_a_day_that_cannot_be_trained_leaves_the_days_before(
             "train.steps is 5, but hotbed daily trains every day in whole",
         ),
         (["--from", "2026-01-01", "--restart_from", "2026-01-01"], "the last day that was trained is none"),
+        (
+            ["--from", "2026-01-01", "--train.keep_every", "8"],
+            "train.keep_every is 8, but hotbed daily keeps a checkpoint for each day; leave it out, and say with",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

@@ -58,6 +58,24 @@ def test_the_best_recipe_trains_and_reaches_what_it_says(recipe: Path) -> None:
     assert reached[-1] == pytest.approx(found["best"]["value"], rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--train.steps", "1"],
+        ["--train.steps", "1", "--train.epochs", "2"],
+        ["--train.steps", "3", "--train.eval_every", "50"],
+        ["--train.eval_every", "5000"],
+    ],
+)
+def test_a_trial_too_short_for_the_recipes_evaluations_is_evaluated_at_its_end(
+    options: list[str], recipe: Path
+) -> None:
+    status, found, _ = tuned(recipe, "a", "--trials", "1", *options)
+    assert status == 0
+    assert found["trials"][0]["state"] == "complete"
+    assert 0 < found["best"]["value"] < 2
+
+
 def test_the_test_split_is_never_opened(recipe: Path) -> None:
     status, _, directory = tuned(recipe, "a", "--trials", "1", "--data.test_split", "nowhere")
     assert status == 0

@@ -5,8 +5,6 @@ In memory, in files, behind caches of any size and either policy, and staged as 
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,8 @@ from hotbed.optim.sgd import PLAIN
 from hotbed.specs import RowDtype
 from hotbed.store import DenseStore, LazyStore, Span, Storage
 from hotbed.store.base import Traffic
-from hotbed.store.cached import DeviceStaging, ReadAhead
-from hotbed.store.keyed import FileRecords, MemoryRecords
+from hotbed.store.cached import DeviceStaging
+from hotbed.store.keyed import MemoryRecords
 from hotbed.store.tiers import RECORDS
 from hotbed.testing.store import OWN, Format, StoreContract
 from tests.matrix import full
@@ -361,79 +359,3 @@ def test_a_store_moves_to_the_device_with_its_cache(storage: Storage) -> None:
     assert everything(store, moments) == before
     assert drive(store, Adam.rule, actions[1:]) == seen[1:]
     assert store.traffic.to_device_bytes > 0
-
-
-@pytest.mark.parametrize("storage", [*CACHED.values(), Storage("disk")], ids=[*CACHED, "no cache"])
-def test_another_thread_reads_ahead_while_rows_are_trained(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hotbed.store.cached.needs_staging", lambda _: True)
-    moments = list(Adam.rule.moments)
-    store, dense = made(storage, "int8", moments), made(None, "int8", moments)
-    draw = torch.Generator().manual_seed(2)
-    actions = [("update", torch.randint(0, 60, (20,), generator=draw).tolist()) for _ in range(40)]
-    done = threading.Event()
-
-    def ahead() -> None:
-        of_thread = torch.Generator().manual_seed(3)
-        while not done.is_set():
-            store.prefetch(torch.randint(0, 60, (20,), generator=of_thread))
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ahead)
-        drive(store, Adam.rule, actions)
-        done.set()
-        waiting.result()
-    drive(dense, Adam.rule, actions)
-    assert everything(store, moments) == everything(dense, moments)
-
-
-class BlockedRecords(FileRecords):
-    """Waits before it takes what is written, for a test to do something else meanwhile."""
-
-    hold = False
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(64, directory)
-        self.entered, self.go_on = threading.Event(), threading.Event()
-
-    def _write(self, numbers: torch.Tensor, records: torch.Tensor) -> None:
-        if self.hold:
-            self.entered.set()
-            assert self.go_on.wait(60)
-        super()._write(numbers, records)
-
-
-def test_what_is_read_ahead_while_it_is_written_is_never_what_it_was_before(tmp_path: Path) -> None:
-    below = BlockedRecords(tmp_path)
-    records = ReadAhead(below)
-    slots, out = torch.arange(8), torch.empty(8, 64, dtype=torch.uint8)
-    old, new = (torch.full((4, 64), value, dtype=torch.uint8) for value in (1, 2))
-    records.write(slots[:4], old)
-    below.hold = True
-    with ThreadPoolExecutor(1) as pool:
-        written = pool.submit(records.write, slots, torch.cat([new, new]))  # four are there already, four are not
-        assert below.entered.wait(60)
-        records.prefetch(slots)
-        below.go_on.set()
-        written.result()
-    assert records.read(slots, out).all() and out.eq(2).all()
-    records.prefetch(slots)
-    assert records.read(slots, out).all() and out.eq(2).all()
-    assert records.counted.ahead == 8
-    below.close()
-
-
-def test_rows_that_were_read_ahead_are_used_once_by_lookups_and_stay_for_them(tmp_path: Path) -> None:
-    below = FileRecords(64, tmp_path)
-    records = ReadAhead(below)
-    slots, out = torch.arange(10), torch.empty(10, 64, dtype=torch.uint8)
-    records.write(slots, torch.arange(640).view(10, 64).byte())
-    records.prefetch(slots)
-    read = below.counted.read_bytes
-    records.read(slots[:3], out[:3], use="update")  # of the batch before, which shares rows with this one
-    records.write(slots[:2], out[:2])
-    for part in (slots[5:], slots[2:5]):  # as several ranks ask for them
-        assert records.read(part, out[: len(part)]).all()
-    assert below.counted.read_bytes == read and records.counted.ahead == 3 + 8
-    records.read(slots[:2], out[:2])
-    assert records.counted.ahead == 3 + 8 and not records._batches
-    below.close()

@@ -124,12 +124,12 @@ class Launcher:
         self._process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, text=True)
 
     @contextmanager
-    def start(self, folder: Path, size: int, *args: str) -> Iterator[Processes]:
-        """Ranks of ``hotbed train ARGS``; what is left of them afterwards is killed."""
+    def start(self, folder: Path, size: int, *args: str, command: str = "train") -> Iterator[Processes]:
+        """Ranks of ``hotbed COMMAND ARGS``; what is left of them afterwards is killed."""
         folder.mkdir()
         port = unused_port()
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([str(folder), size, port, ["train", *args]]) + "\n")
+        self._process.stdin.write(json.dumps([str(folder), size, port, [command, *args]]) + "\n")
         self._process.stdin.flush()
         started = Processes(folder, size)
         try:

@@ -29,6 +29,8 @@ from hotbed.errors import CheckpointError
 from hotbed.files import new_file
 from hotbed.specs import DYNAMIC_WAYS
 
+_IDS_AT_ONCE = DYNAMIC_WAYS << 16
+
 
 class _Model(NamedTuple):
     """A checkpoint that is open."""
@@ -113,6 +115,45 @@ def export_changes(
                 done += len(rows)
                 progress(done, total)
     return {"base": None if old is None else old.manifest.step, "sequence": manifest.step, "tables": counts}
+
+
+def count_ids(source: str | Path | Directory, since: str | Path | Directory | None = None) -> dict[str, dict[str, int]]:
+    """Count, by dynamic table, the ids that have rows, and those of an older checkpoint that have none any more.
+
+    Parameters
+    ----------
+    source, since
+        Checkpoints; without ``since`` nothing is gone.
+
+    Returns
+    -------
+    dict
+        By table ``ids`` and ``evicted``.
+
+    Raises
+    ------
+    CheckpointError
+        If one of them is no checkpoint or damaged, or their tables are others.
+    """
+    places = [directory(path) for path in (source, since) if path is not None]
+    manifests = [read_manifest(place) for place in places]
+    if len(places) == 2:
+        _refuse_others(places[0], manifests[0], places[1], manifests[1])
+    found: dict[str, dict[str, int]] = {}
+    with ExitStack() as stack:
+        models = [_Model(p, m, stack.enter_context(opened(p, m))) for p, m in zip(places, manifests, strict=True)]
+        for name, table in manifests[0].tables.items():
+            if not is_dynamic(name, manifests[0]):
+                continue
+            counts = found[name] = {"ids": 0, "evicted": 0}
+            for start in range(0, table.spec.rows, _IDS_AT_ONCE):  # whole sets, which ids stay in
+                rows = range(start, min(start + _IDS_AT_ONCE, table.spec.rows))
+                ids, *older = (
+                    of[of != NO_ID] for of in (row_ids(name, rows, model.manifest, model.files) for model in models)
+                )
+                counts["ids"] += len(ids)
+                counts["evicted"] += sum(int((~torch.isin(old, ids)).sum()) for old in older)
+    return found
 
 
 def _refuse_others(place: Directory, manifest: Manifest, old_place: Directory, old: Manifest) -> None:

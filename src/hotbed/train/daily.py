@@ -14,6 +14,7 @@ After a restart from an earlier day, later directories end in ``-2``, and what t
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -35,9 +36,10 @@ from hotbed.data import Loader, Source
 from hotbed.errors import CommError, RecipeError, StoppedError
 from hotbed.files import write_json
 from hotbed.train.continuation import Continuation
-from hotbed.train.days import BEFORE, SEEN, Day, Days, DayTable, Record
+from hotbed.train.day_records import BEFORE, SEEN, Record
+from hotbed.train.days import Day, Days, DayTable
 from hotbed.train.drift import DayCounts, Watched, read_seen, write_seen
-from hotbed.train.lease import lock
+from hotbed.train.lease import DirectoryLock, lock
 from hotbed.train.process_group import end_groups
 from hotbed.train.report import RunDirectory
 from hotbed.train.resume import NEVER
@@ -45,6 +47,8 @@ from hotbed.train.run import train
 from hotbed.train.trainer import Trainer
 
 T = TypeVar("T")
+SAY_S = 0.25
+"""Seconds between two messages of a busy first rank; `ParallelRecipe.timeout_s` is at least as long."""
 
 
 def train_days(
@@ -82,7 +86,7 @@ def train_days(
         If a signal asked for the end; the same command goes on.
     """
     refuse_endings(recipe)
-    with _locked(out):
+    with _locked(out) as held:
         table: DayTable | None = None
 
         def opened() -> None:
@@ -94,6 +98,7 @@ def train_days(
 
         def finish(day: Day, started: float) -> None:
             assert table is not None
+            held.check()
             table.finish(day, time.monotonic() - started, console)
 
         on_first(opened)
@@ -122,6 +127,11 @@ def refuse_endings(recipe: Recipe) -> None:
             raise RecipeError(
                 f"{key} is {value}, but hotbed daily trains every day in whole, without end; leave it out"
             )
+    if wanted.keep_every is not None:
+        raise RecipeError(
+            f"train.keep_every is {wanted.keep_every}, but hotbed daily keeps a checkpoint for each day; leave it out, "
+            "and say with --keep for how many days"
+        )
 
 
 def _train(recipe: Recipe, day: Day, console: Console) -> None:
@@ -135,7 +145,8 @@ def _train(recipe: Recipe, day: Day, console: Console) -> None:
     run.reopen(day.folder)
     if is_first():
         console.print(f"{day.day}: {day.data}", soft_wrap=True)
-    continuation = Continuation(before=partial(_measure, day), kept=day.kept)
+    is_new = day.before is None and recipe.init.checkpoint is None
+    continuation = Continuation(before=partial(_measure, day, is_new), kept=day.kept)
     try:
         train(of_day, run, console, resume=day.resume or NEVER, continuation=continuation)
     except StoppedError as error:
@@ -144,14 +155,17 @@ def _train(recipe: Recipe, day: Day, console: Console) -> None:
         ) from error
 
 
-def _measure(day: Day, trainer: Trainer, source: Source, batches: Loader) -> None:
-    """Write what the model of the day before makes of a day, and how this one differs; once, before it is trained."""
+def _measure(day: Day, is_new: bool, trainer: Trainer, source: Source, batches: Loader) -> None:
+    """Write what the model of the day before makes of a day, and how this one differs; once, before it is trained.
+
+    A model that ``is_new``, neither trained on a day nor begun with another's checkpoint, is not evaluated.
+    """
     before, file = day.before, day.folder / BEFORE
     if day.is_begun and on_first(file.exists):  # else training begins with the data as they are now
         return
     counts = DayCounts(source, on_first(lambda: {} if before is None else read_seen(before / SEEN)))
     metrics: dict[str, Any] | None = None
-    if before is None:
+    if is_new:
         for batch in batches:
             counts.add(batch)
             trainer.clock.count()  # for the watchdog
@@ -179,6 +193,9 @@ def _uncounted(model: nn.Module) -> Generator[None]:
 def on_first(work: Callable[[], T]) -> T:
     """Do something on the first rank, and give all its result; all must call this.
 
+    However long it takes: while it is done, the first rank says so to the others now and then, so that no exchange of
+    theirs takes longer than ``parallel.timeout_s`` allows.
+
     Raises
     ------
     CommError
@@ -189,10 +206,14 @@ def on_first(work: Callable[[], T]) -> T:
     found: list[Any] = [None, None]
     error: Exception | None = None
     if is_first():
-        try:
-            found[0] = work()
-        except Exception as raised:
-            error, found[1] = raised, str(raised)
+        with _saying_so():
+            try:
+                found[0] = work()
+            except Exception as raised:
+                error, found[1] = raised, str(raised)
+    else:
+        while _heard():
+            pass
     dist.broadcast_object_list(found, device=torch.device("cpu"))
     if error is not None:
         raise error
@@ -201,14 +222,46 @@ def on_first(work: Callable[[], T]) -> T:
     return cast("T", found[0])
 
 
+@contextmanager
+def _saying_so() -> Generator[None]:
+    """Tell the other ranks, while the body runs, that it does, and last that it is done."""
+    over = threading.Event()
+    failed: list[Exception] = []
+
+    def say() -> None:
+        try:
+            while not over.wait(SAY_S):
+                dist.broadcast(torch.ones(1, dtype=torch.uint8), 0)
+        except RuntimeError as error:  # a rank is gone
+            failed.append(error)
+
+    thread = threading.Thread(target=say, name="hotbed-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if failed:
+        raise CommError(f"rank 0: another rank has ended or not answered in time ({failed[0]})") from failed[0]
+    dist.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+
+
+def _heard() -> bool:
+    """Wait for what the first rank says: whether it is still busy."""
+    busy = torch.zeros(1, dtype=torch.uint8)
+    dist.broadcast(busy, 0)
+    return bool(busy)
+
+
 def is_first() -> bool:
     """Whether this is the first rank."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 @contextmanager
-def _locked(out: Path) -> Generator[None]:
-    """Keep a directory of days for this command."""
+def _locked(out: Path) -> Generator[DirectoryLock]:
+    """Keep a directory of days for this command; all ranks must call this, the first one has it."""
     held = lock(LocalDirectory(out))
 
     def enter() -> None:
@@ -216,7 +269,7 @@ def _locked(out: Path) -> Generator[None]:
 
     on_first(enter)
     try:
-        yield
+        yield held
     finally:
         if is_first():
             held.__exit__()

@@ -6,9 +6,8 @@ earlier day, the table of before is ``days-1.jsonl``, and directories of later d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
 from string import Formatter
@@ -17,21 +16,23 @@ from typing import Any, NamedTuple, cast
 from rich.console import Console
 
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, read_manifest
-from hotbed.checkpoint.changes import export_changes
+from hotbed.checkpoint.changes import count_ids, export_changes
 from hotbed.checkpoint.manifest import step_of
 from hotbed.checkpoint.single_files import exists
 from hotbed.config import Recipe
-from hotbed.errors import DamagedError, DataError, RecipeError
-from hotbed.files import read_text, write_text
+from hotbed.errors import CheckpointError, DataError, RecipeError
+from hotbed.files import write_text
 from hotbed.locations import location, remote_files
+from hotbed.train.build import open_source
 from hotbed.train.checkpointing import are_same
-from hotbed.train.drift import stability
+from hotbed.train.day_records import BEFORE, CHANGES, DAYS, MEASURED, Record, line_of, lines_of, measured, read_days
+from hotbed.train.drift import BINNED, stability
+from hotbed.train.lease import lock
+from hotbed.train.resume import refuse_another_recipe
 from hotbed.train.retention import remove_unneeded
 
-DAYS, BEFORE, SEEN, CHANGES = "days.jsonl", "before.json", "seen.npz", "changes.parquet"
 LOOK_AHEAD = 31
 """Days after one without data that are looked for, to tell a gap from the end."""
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +135,13 @@ class DayTable:
     """
 
     def __init__(self, out: Path, recipe: Recipe, days: Days, restart_from: date | None) -> None:
-        self._out, self._days, self._epochs = out, days, recipe.train.epochs
+        self._out, self._days, self._recipe = out, days, recipe
         self.records = read_days(out)
-        if restart_from is not None:
-            self._restart(restart_from)
         self._generation = 1 + len(list(out.glob("days-*.jsonl")))
+        self._restart_from, self._set_aside = restart_from, list[Record]()
+        if restart_from is not None:
+            self._set_aside, self.records = self.records, self._before(restart_from)
+            self._generation += 1
         place = recipe.train.checkpoint_dir or str(out.resolve() / "checkpoints")
         self._place = directory(place)
         if self._generation > 1:
@@ -162,6 +165,8 @@ class DayTable:
         while True:
             day = self._first if not self.records else date.fromisoformat(self.records[-1]["day"]) + timedelta(days=1)
             if self._days.last is not None and day > self._days.last:
+                if self._restart_from is not None:
+                    raise RecipeError(f"--until is {self._days.last}, which is before --restart_from {day}")
                 console.print(f"all days until {self._days.last} are trained")
                 return None
             if day not in self._days.skip:
@@ -170,6 +175,8 @@ class DayTable:
         data = self._days.path(day)
         if not _is_there(data):
             self._refuse_gap(day, data)
+            if self._restart_from is not None:
+                raise DataError(f"there are no data of {day} ({data}) to restart from; nothing is set aside")
             console.print(f"there are no data of {day} yet ({data}); nothing is left to train", soft_wrap=True)
             return None
         if self._days.marker is not None and not exists(location(f"{data.rstrip('/')}/{self._days.marker}")):
@@ -177,14 +184,23 @@ class DayTable:
                 f"{data} has no {self._days.marker} yet, so {day} is still being written; give the same command again "
                 "when it is there"
             )
-        return self._to_train(day, data)
+        found = self._to_train(day, data)
+        if self._restart_from is not None:
+            self._refuse_untrainable(found)
+            self._begin_anew()
+        found.folder.mkdir(parents=True, exist_ok=True)
+        return found
 
     def _to_train(self, day: date, data: str) -> Day:
         before = self.trained[-1] if self.trained else None
-        epochs = self._epochs + (0 if before is None else int(before["epoch"]))
+        epochs = self._recipe.train.epochs + (0 if before is None else int(before["epoch"]))
         folder = self._out / (f"{day}" if self._generation == 1 else f"{day}-{self._generation}")
-        folder.mkdir(parents=True, exist_ok=True)
         own = _newest(self._place, -1 if before is None else before["step"])
+        if own is not None and not ((folder / BEFORE).exists() and _data_of(own) == data):
+            raise CheckpointError(
+                f"{own} is newer than all days in {self._out}, but not of {day}: does another model use {self._place}? "
+                "give train.checkpoint_dir a directory of this model's own, or remove the checkpoint"
+            )
         resume = str(own) if own is not None else None if before is None else str(before["checkpoint"])
         is_trained = own is not None and _position(own)["epoch"] >= epochs
         return Day(
@@ -206,9 +222,9 @@ class DayTable:
         checkpoint = _newest(self._place, -1)
         assert checkpoint is not None
         manifest, position = read_manifest(checkpoint), _position(checkpoint)
-        found: dict[str, Any] = json.loads(read_text(done.folder / BEFORE))
+        found = measured(done.folder, str(done.day))
+        since = None if before is None else before["checkpoint"]
         if self._days.changes:
-            since = None if before is None else before["checkpoint"]
             export_changes(checkpoint, done.folder / CHANGES, since)
         record: Record = {
             "day": str(done.day),
@@ -217,8 +233,9 @@ class DayTable:
             "checkpoint": checkpoint.path,
             "step": manifest.step,
             "epoch": position["epoch"],
-            **{key: found[key] for key in ("samples", "metrics", "unseen_share", "new_rows", "label_means")},
-            "drift": self._drift(found["bins"]),
+            **{key: found[key] for key in MEASURED},
+            "drift": self._drift(found.get(BINNED, {})),
+            **_of_dynamic_tables(checkpoint, since),
             "bytes": manifest.nbytes,
             "base": None if manifest.base is None else manifest.base.name,
             "seconds": round(seconds, 1),
@@ -233,23 +250,26 @@ class DayTable:
         if not self.trained:
             return {}
         return {
-            name: stability(bins, json.loads(read_text(self._out / record["folder"] / BEFORE))["bins"])
+            name: stability(bins, measured(self._out / record["folder"], record["day"]).get(BINNED, {}))
             for name, record in (("day_before", self.trained[-1]), ("first_day", self.trained[0]))
         }
 
     def _add(self, record: Record) -> None:
         self.records.append(record)
-        write_text(self._out / DAYS, "".join(json.dumps(r) + "\n" for r in self.records))
+        if self._restart_from is None:  # else `_begin_anew` writes it
+            write_text(self._out / DAYS, lines_of(self.records))
 
     def _remove_old(self) -> None:
         """Remove this generation's checkpoints but those of the newest days, and of no day."""
         days = self.trained if self._days.keep is None else self.trained[-self._days.keep :]
         kept = [directory(record["checkpoint"]) for record in days]
-        others = [c for c in checkpoints_in(self._place) if not any(are_same(c, k) for k in kept)]
-        remove_unneeded(self._place, others)
+        with lock(self._place) as held:  # training has given it back
+            others = [c for c in checkpoints_in(self._place) if not any(are_same(c, k) for k in kept)]
+            held.check()
+            remove_unneeded(self._place, others)
 
-    def _restart(self, day: date) -> None:
-        """Set the records from a day on aside; their checkpoints and directories stay as they are."""
+    def _before(self, day: date) -> list[Record]:
+        """The records before a day to restart from; `RecipeError` if there is no such day, or no way back to it."""
         earlier = [record for record in self.records if date.fromisoformat(record["day"]) < day]
         if len(earlier) == len(self.records):
             last = self.records[-1]["day"] if self.records else "none"
@@ -261,10 +281,19 @@ class DayTable:
                 f"--restart_from is {day}, but the checkpoint of {trained[-1]['day']} was removed (--keep); there are "
                 f"those of {', '.join(kept) or 'no day'}"
             )
-        number = 1 + len(list(self._out.glob("days-*.jsonl")))
-        write_text(self._out / f"days-{number}.jsonl", "".join(json.dumps(r) + "\n" for r in self.records))
-        self.records = earlier
-        write_text(self._out / DAYS, "".join(json.dumps(r) + "\n" for r in earlier))
+        return earlier
+
+    def _refuse_untrainable(self, day: Day) -> None:
+        """Raise what would keep a day from being trained, before anything is set aside for it."""
+        if day.resume is not None:
+            refuse_another_recipe(day.resume, self._recipe)
+        open_source(replace(self._recipe.data, path=day.data, test_split=None))
+
+    def _begin_anew(self) -> None:
+        """Set the records from a day on aside; their checkpoints and directories stay as they are."""
+        write_text(self._out / f"days-{self._generation - 1}.jsonl", lines_of(self._set_aside))
+        write_text(self._out / DAYS, lines_of(self.records))
+        self._restart_from = None
 
     def _refuse_gap(self, day: date, data: str) -> None:
         """Raise `DataError` if a day without data was asked for, or a later one has some."""
@@ -278,35 +307,10 @@ class DayTable:
             )
 
 
-def read_days(out: Path) -> list[Record]:
-    """The records of a directory's days; none, where no day is finished.
-
-    Raises
-    ------
-    DamagedError
-        If a line is not one.
-    """
-    file = out / DAYS
-    if not file.exists():
-        return []
-    records: list[Record] = []
-    for number, text in enumerate(read_text(file).splitlines(), 1):
-        try:
-            record = json.loads(text)
-            date.fromisoformat(record["day"])
-        except (ValueError, TypeError, KeyError):
-            raise DamagedError(f"{file}, line {number:,} is no record of a day; restore the file") from None
-        records.append(record)
-    return records
-
-
-def line_of(record: Record, metrics: Mapping[str, float | None]) -> str:
-    """The figures of a day in a line."""
-    shown = [f"{record['samples']:,} samples"]
-    shown += [
-        f"{name} {metrics[name]:.5f}" for name in ("auc", "logloss", "calibration") if metrics.get(name) is not None
-    ]
-    return ", ".join([*shown, f"{record['unseen_share']:.2%} of lookups never seen before"])
+def _of_dynamic_tables(checkpoint: Directory, since: str | None) -> dict[str, dict[str, int]]:
+    """By dynamic table, how many ids have rows after a day, and how many of the day before's have none any more."""
+    counts = count_ids(checkpoint, since)
+    return {key: {table: of[key] for table, of in counts.items()} for key in ("ids", "evicted")} if counts else {}
 
 
 def _is_there(data: str) -> bool:
@@ -321,6 +325,12 @@ def _newest(place: Directory, after: int) -> Directory | None:
 
 def _position(checkpoint: Directory) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", read_manifest(checkpoint).parts["position"])
+
+
+def _data_of(checkpoint: Directory) -> str | None:
+    """Path of the data that a checkpoint was made with."""
+    recipe = read_manifest(checkpoint).recipe or {}
+    return recipe.get("data", {}).get("path")
 
 
 def _has_checkpoint(record: Record) -> bool:

@@ -1,14 +1,13 @@
 """Measure how a day's samples differ from those of the days before: ids never seen, labels, distributions of numbers.
 
 Everything is counted while the samples pass on their way to an evaluation, and counts of ranks and of days add up. A
-number falls into one of `BINS` bins, each 2^(1/4) times as wide as the one below, so no bin depends on a day. Two days
-are compared by the population stability index, Σ (p − q) ln(p / q) over bins: below 0.1 they are alike, above 0.25
+number falls into one of `BINS` bins by its sign and size, four per doubling, so no bin depends on a day. Two days are
+compared by the population stability index, Σ (p − q) ln(p / q) over bins: below 0.1 they are alike, above 0.25
 they are not, as a rule of thumb (Siddiqi, "Credit Risk Scorecards", 2006).
 """
 
 from __future__ import annotations
 
-import math
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -25,12 +24,17 @@ from hotbed.errors import DamagedError
 from hotbed.files import new_file
 from hotbed.train.parallel import Ranks
 
-_PER_DOUBLING, _REACH = 4, 256
+_PER_DOUBLING = 4
+_SMALLEST, _LARGEST = -30, 64
+"""Powers of 2 between which sizes are told apart: ratios of a billionth, times in nanoseconds."""
+_REACH = (_LARGEST - _SMALLEST) * _PER_DOUBLING
 BINS = 2 * _REACH + 2
 """Bins of numbers: negative ones, 0, positive ones, and the last for missing."""
 _LEAST = 0.5
-_TABLE = "table "  # NumPy takes some names for its own
 """Samples that a bin has at least, in an index."""
+BINNED = "bins_of_sizes"
+"""Key of a record's bins; former ones, ``bins``, cannot be compared with them."""
+_TABLE = "table "  # NumPy takes some names for its own
 
 
 class Watched:
@@ -122,7 +126,7 @@ class DayCounts:
             "unseen_share": float(self._lookups[1]) / max(lookups, 1),
             "new_rows": {name: int(np.unpackbits(bits).sum()) for name, bits in self._new.items()},
             "label_means": rates,
-            "bins": {
+            BINNED: {
                 name: {str(i): int(own[i]) for i in own.nonzero()[:, 0].tolist()}
                 for name, own in zip(self._columns, self._bins, strict=True)
             },
@@ -132,8 +136,8 @@ class DayCounts:
 def bins_of(values: Tensor) -> Tensor:
     """Bin of each number, int64 of the same shape."""
     wide = values.double()
-    steps = (wide.abs().log1p() * (_PER_DOUBLING / math.log(2))).ceil().clamp(max=_REACH)
-    signed = torch.where(wide < 0, -steps, steps)
+    steps = ((wide.abs().log2() - _SMALLEST) * _PER_DOUBLING).ceil().clamp(1, _REACH)
+    signed = torch.where(wide < 0, -steps, steps).where(wide != 0, 0)
     return torch.where(wide.isnan(), BINS - 1, signed.nan_to_num().long() + _REACH)
 
 

@@ -285,13 +285,8 @@ def _train(
         measure_numericals(trainer, source, train_splits(recipe), console)
         measured |= {name: of.clone() for name, of in normalization.state_dict().items()}
     loader = training_loader(recipe, source, trainer.ranks, trainer.model)
-    due = set[int]()
-    if recipe.train.epochs == 1 and recipe.train.eval_every is None:
-        steps = min(len(loader), recipe.train.steps or len(loader))
-        due = {steps * part // _EVALUATIONS for part in range(1, _EVALUATIONS)}
-        if recipe.train.steps is not None:
-            due.add(steps)
-    report = _Report(trial, recipe.train.monitor, best=checkpoint_policy(recipe) == "best", due=due)
+    best, due = checkpoint_policy(recipe) == "best", _due(recipe, len(loader))
+    report = _Report(trial, recipe.train.monitor, best=best, due=due)
     trainer.callbacks.append(report)
     if (enough := patience(recipe)) is not None:
         trainer.callbacks.append(EarlyStop(enough, recipe.train.monitor))
@@ -305,6 +300,18 @@ def _train(
         if progress is not None:
             progress.close()
     return report
+
+
+def _due(recipe: Recipe, in_epoch: int) -> set[int]:
+    """Steps to evaluate after, besides those of the recipe: some to prune by, and the last if no other is."""
+    wanted = recipe.train
+    last = min(in_epoch * wanted.epochs, wanted.steps or in_epoch * wanted.epochs)
+    due = set[int]()
+    if wanted.eval_every is None and wanted.epochs == 1:
+        due = {last * part // _EVALUATIONS for part in range(1, _EVALUATIONS)}
+    if last < (in_epoch if wanted.eval_every is None else wanted.eval_every) or wanted.steps == last:
+        due.add(last)
+    return due
 
 
 def _say(study: optuna.Study, trials: int, console: Console) -> None:
