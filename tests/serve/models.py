@@ -10,6 +10,8 @@ from hotbed.batch import Batch
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
+from hotbed.nn.dense_part import DensePart, traced
+from hotbed.serve.writing import Model
 from hotbed.specs import Feature, Table
 
 TABLES = [
@@ -67,3 +69,35 @@ def batch_of(size: int, seed: int = 0) -> Batch:
 
     ids = Jagged.from_dict({feature: [bag(feature) for _ in range(size)] for feature in rows})
     return Batch(sparse=ids, dense=torch.randn(size, 2, generator=draw))
+
+
+class Wide(nn.Module):
+    """A model whose tables are of every form."""
+
+    def __init__(self, tables: list[Table]) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingCollection(tables, [Feature(t.name, t.name) for t in tables], seed=3)
+        self.top = nn.Linear(sum(t.dim for t in tables), 1)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.top(self.embeddings(batch.sparse).concatenate())
+
+
+FORMS = [
+    Table("fp32", 300, 7),
+    Table("bf16", 300, 7, dtype="bf16"),
+    Table("fp16", 300, 1, dtype="fp16", fp32_rows=120),
+    Table("int8", 300, 130, dtype="int8", fp32_rows=33),
+    Table("fp8", 300, 5, dtype="fp8"),
+    Table("wide", 300, 5, dtype="int8", fp32_rows=300),
+    Table("a/b ü", 300, 3, dtype="int8"),
+]
+
+
+def described(model: nn.Module) -> tuple[Model, Any]:
+    """What is exported of a model whose tables stay where they are, and its program."""
+    part = DensePart(model)
+    program = traced(part, 0)
+    schema = {"sparse": [{"name": f.name, "rows": 300} for _, f in part.features.values()], "labels": ["y"]}
+    given = {"encoder": {"schema": schema}, "hash": None, "collections": part.collections, "state": part.state_dict()}
+    return Model("m", ("y",), **given, inputs=0, dtype=torch.float32), program

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hotbed as hb
 from hotbed.batch import Batch
@@ -18,7 +18,7 @@ from hotbed.checkpoint.differential import MOST_SHARE
 from hotbed.commands.main import main
 from hotbed.data import Loader, ParquetSource
 from hotbed.embed import EmbeddingCollection
-from hotbed.errors import CheckpointError, DamagedError, SpecError
+from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
 from hotbed.nn.dense_part import DensePart, traced
 from hotbed.plan import Cut, make_plan
@@ -26,9 +26,9 @@ from hotbed.serve import writing
 from hotbed.serve.format import NO_ID, ChangeSet, ExportedModel
 from hotbed.serve.scorer import Scorer
 from hotbed.serve.writing import Model, write_change, write_model
-from hotbed.specs import Dynamic, Feature, Table
+from hotbed.specs import Dynamic, Table
 from tests.commands.cases import Output, refused, train
-from tests.serve.models import TABLES, batch_of, model_of
+from tests.serve.models import FORMS, TABLES, Wide, batch_of, described, model_of
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
 
@@ -152,29 +152,6 @@ def test_a_remote_model_is_fetched_once(run: Path, tmp_path: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == files
 
 
-class Wide(nn.Module):
-    """A model whose tables are of every form."""
-
-    def __init__(self, tables: list[Table]) -> None:
-        super().__init__()
-        self.embeddings = EmbeddingCollection(tables, [Feature(t.name, t.name) for t in tables], seed=3)
-        self.top = nn.Linear(sum(t.dim for t in tables), 1)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.top(self.embeddings(batch.sparse).concatenate())
-
-
-FORMS = [
-    Table("fp32", 300, 7),
-    Table("bf16", 300, 7, dtype="bf16"),
-    Table("fp16", 300, 1, dtype="fp16", fp32_rows=120),
-    Table("int8", 300, 130, dtype="int8", fp32_rows=33),
-    Table("fp8", 300, 5, dtype="fp8"),
-    Table("wide", 300, 5, dtype="int8", fp32_rows=300),
-    Table("a/b ü", 300, 3, dtype="int8"),
-]
-
-
 def trained(tables: list[Table], steps: int, tier: str | None = None) -> tuple[nn.Module, Any]:
     model: nn.Module = Wide(tables)
     if tier is not None:
@@ -195,15 +172,6 @@ def step(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
 
 def hb_tables(model: nn.Module) -> list[Table]:
     return list(next(m for m in model.modules() if isinstance(m, EmbeddingCollection)).tables.values())
-
-
-def described(model: nn.Module) -> tuple[Model, Any]:
-    """What is exported of a model whose tables stay where they are, and its program."""
-    part = DensePart(model)
-    program = traced(part, 0)
-    schema = {"sparse": [{"name": f.name, "rows": 300} for _, f in part.features.values()], "labels": ["y"]}
-    given = {"encoder": {"schema": schema}, "hash": None, "collections": part.collections, "state": part.state_dict()}
-    return Model("m", ("y",), **given, inputs=0, dtype=torch.float32), program
 
 
 @pytest.mark.parametrize("tier", [None, "disk"])
@@ -272,114 +240,6 @@ def test_ids_of_dynamic_tables_are_those_that_lookups_find(tmp_path: Path) -> No
     changes = list(ChangeSet.open(tmp_path / "change").rows())
     assert sorted(i for c in changes for i in c.deleted.tolist()) == [5, 7, 10**12]
     assert sorted(i for c in changes for i in c.ids.tolist()) == [8, 9]
-
-
-class ByValue(Wide):
-    def forward(self, batch: Batch) -> Tensor:
-        logits = super().forward(batch)
-        return logits if float(logits.sum()) > 0 else -logits
-
-
-class OfIds(Wide):
-    def forward(self, batch: Batch) -> Tensor:
-        return super().forward(batch) + batch.sparse["t"].values[:, None]
-
-
-class Sequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeddings = EmbeddingCollection([Table("t", 9, 4)], [Feature("f", "t", pooling="none")])
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            ByValue([Table("t", 9, 4)]),
-            r"ByValue cannot be traced: .*; its forward must not branch on values, nor",
-        ),
-        (OfIds([Table("t", 9, 4)]), r"asks for batch.sparse\['t'\], ids themselves, .* or export it with --single"),
-        (Sequences(), "feature 'f' has pooling 'none' and no max_len, .*; give it max_len"),
-    ],
-)
-def test_what_cannot_be_a_program_is_refused(model: nn.Module, message: str) -> None:
-    with pytest.raises((CheckpointError, SpecError), match=message):
-        traced(DensePart(model), 0)
-
-
-@pytest.fixture(name="made")
-def _made(tmp_path: Path) -> Path:
-    model = Wide(FORMS[:2])
-    save_checkpoint(tmp_path / "last-00000001", {"model": model}, step=1)
-    about, program = described(model)
-    write_model(tmp_path / "out", directory(tmp_path / "last-00000001"), about, program)
-    return tmp_path / "out"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": "hotbed-change"}, "'format' is 'hotbed-change', must be 'hotbed-model'; give a directory that"),
-        ({"version": 2}, "has version 2, this release reads 1; use the release that wrote it"),
-        ({"labels": "y"}, "'labels' is 'y': "),
-        ({"encoder": {}}, "'encoder.schema' is missing"),
-        ({"extra": 1}, "'extra' is 1: extra inputs are not permitted"),
-        ({"tables.embeddings.fp32.rows": 299}, "'files.tables/embeddings.fp32.rows.bytes' is 8,400, but table"),
-        ({"tables.embeddings.fp32.file": "../x"}, "'tables.embeddings.fp32.file' is '../x'"),
-        ({"tables.embeddings.fp32.file": "gone"}, "file' is gone, which 'files' does not list"),
-        ({"tables.embeddings.fp32.record_bytes": 32}, "record_bytes' is 32, but fp32 rows of 7 columns take 28"),
-        ({"tables.embeddings.fp32.fp32_rows": 301}, "fp32_rows' is 301, must be at most rows 300"),
-        ({"features.embeddings.fp32.table": "x"}, "table' is 'x', which is not in 'tables'"),
-        ({"features.embeddings.fp32.pooling": "none"}, "'features.embeddings.fp32' is not pooled and has no 'max_len'"),
-        ({"dense.inputs": 3}, "'dense.inputs' is 3, with 'dense.dtype' None"),
-    ],
-)
-def test_a_manifest_is_checked_before_it_is_used(made: Path, change: dict[str, Any], message: str) -> None:
-    values = json.loads((made / "manifest.json").read_text())
-    for key, value in change.items():
-        first, _, rest = key.partition(".")
-        if rest.count(".") == 2:
-            path, _, last = rest.rpartition(".")
-            values[first][path][last] = value
-        elif rest:
-            values[first][rest] = value
-        else:
-            values[first] = value
-    (made / "manifest.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError) as caught:
-        ExportedModel.open(made)
-    assert message in str(caught.value)
-
-
-def test_damage_is_found(made: Path) -> None:
-    model = ExportedModel.open(made)
-    with pytest.raises(CheckpointError, match=r"holds no manifest.json, so it is nothing that hotbed export made"):
-        ExportedModel.open(made / "tables")
-    rows = made / "tables" / "embeddings.bf16.rows"
-    whole = rows.read_bytes()
-    rows.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DamagedError, match=r"bf16.rows is damaged \(its SHA-256 is not the manifest's\)"):
-        model.verify()
-    rows.write_bytes(whole[:-1])
-    with pytest.raises(DamagedError, match=r"bf16.rows has 4,799 bytes, its manifest says 4,800; copy"):
-        model.records("embeddings.bf16")
-    rows.unlink()
-    with pytest.raises(DamagedError, match=r"bf16.rows is gone; copy the directory again"):
-        model.records("embeddings.bf16")
-    (made / "dense.pt2").write_bytes(b"x" * (made / "dense.pt2").stat().st_size)
-    with pytest.raises(DamagedError, match=r"dense.pt2 is damaged"):
-        model.dense()
-
-
-def test_what_a_killed_export_left_is_cleared(made: Path) -> None:
-    (made / "manifest.json").rename(made / "unfinished.json")
-    with pytest.raises(CheckpointError, match="holds no manifest"):
-        ExportedModel.open(made)
-    model = Wide(FORMS[:2])
-    about, program = described(model)
-    write_model(made, directory(made.parent / "last-00000001"), about, program)
-    ExportedModel.open(made).verify()
-    assert not (made / "unfinished.json").exists()
 
 
 def test_models_of_all_kinds_are_exported(tmp_path: Path) -> None:

@@ -52,18 +52,32 @@ def assert_equal(values: dict[str, torch.Tensor], others: dict[str, torch.Tensor
         assert torch.equal(value, others[name]), name
 
 
-def exporter_of(recipe: Path) -> Exporter:
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recipe_of(tmp_path_factory.mktemp("publish"), [POSITIVE])
+
+
+@pytest.fixture(scope="module")
+def run(recipe: Path) -> Any:
+    """A run's directory of checkpoints of steps 3, 6, 9, 12 and 15."""
+    status, _, run = train(recipe, *OPTIONS, "--train.keep_last", "9")
+    assert status == 0
+    return directory(run / "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def exporter(recipe: Path) -> Exporter:
     found = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
     return Exporter(found, new_source(found.data))
 
 
-def test_a_run_publishes_its_checkpoints(tmp_path: Path) -> None:
-    place, recipe = tmp_path / "published", recipe_of(tmp_path, [POSITIVE])
+def test_a_run_publishes_its_checkpoints(tmp_path: Path, exporter: Exporter, run: Any) -> None:
+    place, recipe, plain = tmp_path / "published", recipe_of(tmp_path, [POSITIVE]), run
     to_place = ["--train.publish", str(place)]
     status, _, run = train(recipe, *OPTIONS, "--train.steps", "9", *to_place)
     assert status == 0
     newest = find_checkpoint(run)
-    exporter_of(recipe).write_model(tmp_path / "now", newest)
+    exporter.write_model(tmp_path / "now", newest)
     now = values_of(ExportedModel.open(tmp_path / "now"))
     *changes, first = published(place)  # which ones there are is a matter of time, not where they lead
     assert_equal(followed(place, first, changes), now)
@@ -76,15 +90,14 @@ def test_a_run_publishes_its_checkpoints(tmp_path: Path) -> None:
     assert (change.base.step, change.sequence.state) == (9, read_manifest(find_checkpoint(run)).sha256)
 
     # Publishing changes no bit of the training.
-    status, _, other = train(recipe, *OPTIONS, "--train.steps", "9", "--resume", "none")
-    assert status == 0
-    exporter_of(recipe).write_model(tmp_path / "plain", find_checkpoint(other))
+    exporter.write_model(tmp_path / "plain", plain / "last-00000009")
     assert_equal(values_of(ExportedModel.open(tmp_path / "plain")), now)
 
 
-def test_a_new_run_does_not_mix_its_models_with_others(tmp_path: Path, capsys: Output) -> None:
-    place, recipe = tmp_path / "published", recipe_of(tmp_path, [POSITIVE])
-    exporter, run = exporter_of(recipe), checkpoints_of(recipe)
+def test_a_new_run_does_not_mix_its_models_with_others(
+    tmp_path: Path, recipe: Path, run: Any, exporter: Exporter, capsys: Output
+) -> None:
+    place = tmp_path / "published"
     publisher = Publisher(directory(place), exporter, 9)
     publisher.begin(0, run)
     publish(publisher, run / "last-00000003", run / "last-00000006")
@@ -100,13 +113,6 @@ def test_a_new_run_does_not_mix_its_models_with_others(tmp_path: Path, capsys: O
         Recipe.from_dict({**values, "train": {**values["train"], "publish": "x", "checkpoint": "none"}})
 
 
-def checkpoints_of(recipe: Path) -> Any:
-    """A run's directory of checkpoints of steps 3, 6, 9, 12 and 15."""
-    status, _, run = train(recipe, *OPTIONS, "--train.keep_last", "9")
-    assert status == 0
-    return directory(run / "checkpoints")
-
-
 def publish(publisher: Publisher, *checkpoints: Any) -> None:
     for checkpoint in checkpoints:
         publisher.publish(checkpoint)
@@ -114,10 +120,9 @@ def publish(publisher: Publisher, *checkpoints: Any) -> None:
 
 
 def test_what_is_published_while_runs_stop_fail_and_go_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run: Any, exporter: Exporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place, recipe = tmp_path / "published", recipe_of(tmp_path, [POSITIVE])
-    exporter, run = exporter_of(recipe), checkpoints_of(recipe)
+    place = tmp_path / "published"
     last = {step: run / f"last-{step:08d}" for step in (3, 6, 9, 12, 15)}
 
     def begun(step: int, full_every: int = 2) -> Publisher:
@@ -167,10 +172,9 @@ def _fails(*_: object, **__: object) -> None:
     raise CheckpointError("no space")
 
 
-def test_one_that_waits_gives_way_to_the_newest(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, [POSITIVE])
-    run, place = checkpoints_of(recipe), tmp_path / "published"
-    publisher = Publisher(directory(place), exporter_of(recipe), 9)
+def test_one_that_waits_gives_way_to_the_newest(tmp_path: Path, run: Any, exporter: Exporter) -> None:
+    place = tmp_path / "published"
+    publisher = Publisher(directory(place), exporter, 9)
     publisher.begin(0, run)
     for step in (3, 6, 9, 12, 15):
         publisher.publish(run / f"last-{step:08d}")
@@ -179,5 +183,5 @@ def test_one_that_waits_gives_way_to_the_newest(tmp_path: Path) -> None:
     *changes, first = published(place)
     assert first.startswith("model-")
     assert max(int(name.rpartition("-")[2]) for name in (*changes, first)) == 15
-    exporter_of(recipe).write_model(tmp_path / "now", run / "last-00000015")
+    exporter.write_model(tmp_path / "now", run / "last-00000015")
     assert_equal(followed(place, first, changes), values_of(ExportedModel.open(tmp_path / "now")))

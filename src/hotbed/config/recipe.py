@@ -126,7 +126,7 @@ class TrainRecipe:
     keep_every: int | None = None
     """With ``last``: keep checkpoints of steps that are multiples of this for good."""
     publish: str | None = None
-    """Directory, also ``s3://bucket/path``, where servers find the model of each checkpoint: whole, then its changes."""
+    """Directory, also ``s3://bucket/path``, where servers find the model of each checkpoint, then changes."""
     publish_full_every: int = 100
     """Changes after which a full model is published again, to begin with; what only the one before needs is removed."""
     tensorboard: bool = False
