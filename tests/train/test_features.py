@@ -22,7 +22,7 @@ from hotbed.errors import DataError
 from hotbed.train.build import open_source
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
-from hotbed.train.stored import evaluate_checkpoint, take_features
+from hotbed.train.stored import encoder_of, evaluate_checkpoint, take_features
 from tests.commands.cases import Output, inspected, refused
 from tests.ranks import Ranks
 
@@ -127,7 +127,8 @@ def test_a_run_learns_from_derived_inputs_and_uses_them_alike(tmp_path: Path) ->
     source = open_source(Recipe.from_stored(manifest.recipe or {}).data)
     take_features(source, manifest)
     assert source.encoder is not None
-    encoder = source.encoder.inputs
+    encoder = encoder_of(Recipe.from_stored(manifest.recipe or {}), source.schema, manifest)
+    assert encoder.to_dict() == source.encoder.inputs.to_dict()
     rows = new.drop("label").to_dict(as_series=False)
     typed, stored = (
         encoder.batch(encoder.table(rows)),

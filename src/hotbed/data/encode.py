@@ -363,7 +363,7 @@ class Encoder:
         made = Encoder(
             Schema.from_dict(values["schema"]), ids=values["ids"], id_kinds=values["id_kinds"], tables=tables
         )
-        made.load_state(values["features"])
+        made.load_state(values.get("features", {}))
         return made
 
     def _columns(

@@ -55,7 +55,8 @@ class ParquetSource(Source):
         File, folder or URI. A folder with subfolders or files ``train``, ``valid``, ``test`` has these splits (see
         `find_parquet`). Columns of folders like ``day=2024-01-01`` are columns of their files.
     schema
-        Which columns are what, as a `Schema` or its dict form. See `draft_schema` for a first draft.
+        Which columns are what, as a `Schema` or its dict form. See `draft_schema` for a first draft. If it has buckets
+        by quantiles, call `measure` before samples are read; ``hotbed train`` does.
     ids
         ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows, and leaves the check that they are below
         ``rows`` to the embedding.

@@ -14,6 +14,7 @@ from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe
 from hotbed.data import Source
+from hotbed.data.described import described_features, encoding_of
 from hotbed.data.hashing import HASH
 from hotbed.errors import CheckpointError
 from hotbed.files import new_file
@@ -91,13 +92,15 @@ def export_single(
 
 def _described(source: Source, *, raw: bool) -> dict[str, Any]:
     """What ``inputs.json`` says of inputs and outputs."""
-    schema, kinds = source.schema, source.id_kinds()
+    schema, kinds, encoder = source.schema, source.id_kinds(), source.encoder
 
     def encoding(column: str) -> dict[str, str]:
+        if encoder is not None:
+            return encoding_of(encoder, column)
         return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
 
     return {
-        "dense": schema.to_dict()["dense"],
+        "dense": replace(schema, derived=()).to_dict()["dense"],
         "dense_dtype": "float64" if raw else "float32",
         "labels": list(schema.labels),
         "positives": {label.column: label.positive for label in schema.positives},
@@ -105,6 +108,7 @@ def _described(source: Source, *, raw: bool) -> dict[str, Any]:
         "ids": {
             c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling, **encoding(c.name)} for c in schema.sparse
         },
+        "features": [] if encoder is None else described_features(encoder),
         "hash": HASH if kinds else None,
         "tables": schema.rows,
     }

@@ -12,7 +12,7 @@ from torch import nn
 from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
-from hotbed.data import Loader, ParquetSource, Schema, Source
+from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source
 from hotbed.data.source import refuse_other_kind
 from hotbed.errors import CheckpointError
 from hotbed.train.build import build, build_model, check_split, new_source
@@ -124,6 +124,21 @@ def take_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
     """Let a source make derived columns as a checkpoint's model was trained with, see `Encoder.load_state`."""
     if source.encoder is not None:
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
+
+
+def encoder_of(recipe: Recipe, schema: Schema, manifest: Manifest) -> Encoder:
+    """What turns raw rows into inputs of a checkpoint's model, without its data; files of lookups are read.
+
+    Raises
+    ------
+    DataError
+        If the content of a looked-up table is another than in training.
+    """
+    given = recipe.data.source.init_args
+    ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
+    encoder = Encoder(schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest))
+    encoder.load_state(manifest.parts.get(FEATURES, {}))
+    return encoder
 
 
 def id_kinds_of(manifest: Manifest) -> Mapping[str, str]:
