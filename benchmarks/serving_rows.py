@@ -127,7 +127,7 @@ def compared(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     forget(model)
                     results[f"{place} {law} {batch}"] = run(case)
     said = {"bytes": rows * TABLES * DIM * 4, "memory_limit": limit, "limited": limited}
-    return {"benchmark": "serving_rows", **said, "results": results, **environment()}
+    return {"benchmark": "serving_rows", **said, "results": results, **environment(torch.device("cpu"))}
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
