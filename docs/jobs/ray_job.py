@@ -61,7 +61,7 @@ def train(config):
             for optimizer in (dense, sparse):
                 optimizer.step()
                 optimizer.zero_grad()
-        hb.save_checkpoint(folder / "checkpoints" / f"epoch-{epoch + 1:05d}", parts, step=epoch + 1)
+        hb.save_checkpoint(folder / "checkpoints" / f"last-{epoch + 1:08d}", parts, step=epoch + 1)
         ray.train.report({"epoch": epoch + 1, "first": first})
 
 

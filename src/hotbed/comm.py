@@ -280,7 +280,7 @@ class Link:
         on_host = values.device.type == "cpu"
         group = self.group if on_host else self.gpu_group
         peer = source  # at the other end; the source itself cannot tell which of several has failed
-        if source == self.rank:
+        if source == self.rank and self.size > 1:
             peer = 1 - source if self.size == 2 else None
 
         def start() -> dist.Work | None:
