@@ -8,8 +8,9 @@ Then SIGTERM ends the run, which must leave checkpoints of which every byte is r
 
 *Flat* is a Theil-Sen slope (the median of the slopes between all pairs of samples; a saw-tooth does not move it), times
 an hour, within a tolerance (`CURVES`). The first sixth of the time, in which rows are materialized and caches fill,
-does not count. Samples per second fall beside other programs; samples per second of processor time say whether the run
-slows down. Exits with 1 if a curve is not flat.
+does not count. Samples per second fall beside other programs, and a little even those per second of processor time; so
+beside each sample a fixed work is timed, and samples for such work say whether the run slows down. Exits with 1 if a
+curve is not flat.
 """
 
 from __future__ import annotations
@@ -58,9 +59,13 @@ CURVES = {
     "threads": Curve("threads", 0.0, 2),
     "disk": Curve("disk, MiB", 0.05, scale=2**-20),
     "samples_per_s": Curve("samples / s", 1.0),
-    "samples_per_cpu_s": Curve("samples / s of processor time", 0.1),
+    "samples_per_cpu_s": Curve("samples / s of processor time", 1.0),
+    "samples_per_work": Curve("samples / work that takes 1 s alone", 0.1),
 }
-"""The rate by the clock may change as it likes: it is other programs' too."""
+"""Rates by the clock and of processor time may change as they like: beside other programs, which take caches and the
+other thread of a core, the same work takes more of both. The last is in units of the work of `reference_s`."""
+REFERENCE = np.random.default_rng(0).integers(0, 1 << 20, 1 << 18)
+ROWS = np.zeros((1 << 20, 4), np.float32)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -114,7 +119,7 @@ def make_recipe(folder: Path, samples: int) -> Path:
             "device": "cpu",
             "precision": "fp32",
             "epochs": 1_000_000,
-            "log_every": 10,
+            "log_every": 20,
             "checkpoint": "last",
             "checkpoint_every": max(samples // 1024, 5),
             "checkpoint_full_every": 4,
@@ -173,22 +178,34 @@ def soak(folder: Path, seconds: float, every_s: float, ranks: int, samples: int)
 
 def sampled(process: subprocess.Popen[bytes], folder: Path, seconds: float, every_s: float) -> Iterator[Record]:
     """A record every so often, from the first logged step on until the time is over or the process has ended."""
-    start = before = None
+    start = before = usual_s = None
     while process.poll() is None and (start is None or time.monotonic() - start < seconds):
         done = samples_of(folder)
         if done and start is None:
             start = time.monotonic()
         if start is not None:
             now = {"at": time.monotonic() - start, "done": done, **used_by(process.pid, folder)}
+            work_s = reference_s()
+            usual_s = work_s if usual_s is None else min(usual_s, work_s)
             if before is not None:
-                more = now["done"] - before["done"]
+                more, cpu_s = now["done"] - before["done"], max(now["cpu_s"] - before["cpu_s"], 1 / TICKS)
                 rates = {
+                    "reference_s": work_s,
                     "samples_per_s": more / (now["at"] - before["at"]),
-                    "samples_per_cpu_s": more / max(now["cpu_s"] - before["cpu_s"], 1 / TICKS),
+                    "samples_per_cpu_s": more / cpu_s,
+                    "samples_per_work": more / (cpu_s * usual_s / work_s),
                 }
                 yield now | rates
             before = now
         time.sleep(every_s if start is not None else 0.1)
+
+
+def reference_s() -> float:
+    """Seconds of processor time of a fixed work: rows are picked of a table of 16 MiB and added."""
+    start = time.process_time()
+    for _ in range(8):
+        ROWS[REFERENCE].sum(1)
+    return time.process_time() - start
 
 
 def samples_of(folder: Path) -> int:
@@ -289,9 +306,9 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
 
     rcParams["svg.hashsalt"] = "hotbed"  # the same samples give the same bytes
     figure = Figure(figsize=(9, 10), layout="constrained")
-    panels = figure.subplots(len(CURVES) // 2, 2, sharex=True).flat
+    panels = figure.subplots(-(-len(CURVES) // 2), 2, sharex=True).flat
     minutes = [sample["at"] / 60 for sample in found["samples"]]
-    for panel, (name, curve) in zip(panels, CURVES.items(), strict=True):
+    for panel, (name, curve) in zip(panels, CURVES.items(), strict=False):
         values = [sample[name] * curve.scale for sample in found["samples"]]
         of = found["flat"][name]
         panel.plot(minutes, values, linewidth=0.8)

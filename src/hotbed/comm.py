@@ -279,13 +279,15 @@ class Link:
         """Write one rank's tensor into those of the others, which have its shape."""
         on_host = values.device.type == "cpu"
         group = self.group if on_host else self.gpu_group
+        # The source cannot tell which of several others has failed.
+        peer = source if self.rank != source or self.size == 1 else 1 - source if self.size == 2 else None
 
         def start() -> dist.Work | None:
             return dist.broadcast(values, group=group, group_src=source, async_op=True)
 
         return self._start(
             what,
-            lambda: [(source, cast(dist.Work, start()) if on_host else self._after_the_last(start))],
+            lambda: [(peer, cast(dist.Work, start()) if on_host else self._after_the_last(start))],
             lambda: values,
         )
 

@@ -119,9 +119,15 @@ def make_data(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_synthetic_log(folder / "log.tsv", 1500, seed=1)
     prepare(folder / "log.tsv", folder / "prepared", threshold=2, valid_fraction=0.1, test_fraction=0.1)
+    make_recipe(folder, folder / "prepared")
+    return folder
+
+
+def make_recipe(folder: Path, prepared: Path) -> Path:
+    """A recipe of a run of seconds."""
     recipe = {
         "name": "crash",
-        "data": {"path": str(folder / "prepared"), "dim": 8, "valid_split": "valid"},
+        "data": {"path": str(prepared), "dim": 8, "valid_split": "valid"},
         "model": {"class_path": "hotbed.nn.DLRM", "init_args": {"bottom": [16, 8], "top": [16, 1]}},
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
@@ -137,8 +143,9 @@ def make_data(folder: Path) -> Path:
             "keep_last": 2,
         },
     }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return folder
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
 
 
 # -- what a command leaves -----------------------------------------------------------------------------------------
