@@ -117,7 +117,7 @@ class PlainModel:
 
     def score(self, columns: Any, /) -> tuple[np.ndarray, int]:
         batch = self.encoder.batch(columns)
-        ids = {name: batch.sparse[name].ids.long().reshape(len(batch), -1) for name in batch.sparse.keys()}
+        ids = {name: ids.long() for name, ids in batch.sparse.to_dict().items()}
         with torch.inference_mode():
             return self._program(batch.dense, ids).double().sigmoid().numpy(), self.step
 

@@ -27,7 +27,7 @@ REAL_LOG = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_110k.t
 
 
 LIGHT = (
-    *("demo", "init", "train", "daily", "tune", "eval", "predict"),
+    *("demo", "init", "train", "daily", "tune", "eval", "predict", "export"),
     *("checkpoint", "checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench", "completion"),
 )
 """Commands whose help needs no torch; that of the others shows arguments of functions that do."""

@@ -296,7 +296,7 @@ class Sequences(nn.Module):
     [
         (
             ByValue([Table("t", 9, 4)]),
-            r"ByValue cannot be traced: .*; its forward must not branch on values, nor use len",
+            r"ByValue cannot be traced: .*; its forward must not branch on values, nor",
         ),
         (OfIds([Table("t", 9, 4)]), r"asks for batch.sparse\['t'\], ids themselves, .* or export it with --single"),
         (Sequences(), "feature 'f' has pooling 'none' and no max_len, .*; give it max_len"),

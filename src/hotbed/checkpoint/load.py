@@ -100,7 +100,7 @@ def load_checkpoint(path: str | Path | Directory, parts: Mapping[str, Stateful])
 
 
 def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
-    """Load the part ``model`` of a checkpoint but for the rows of its tables, which may be on ``meta``.
+    """Load the parameters and buffers of a model without tables from a checkpoint's part ``model``.
 
     Raises
     ------
@@ -111,10 +111,10 @@ def load_dense(path: str | Path | Directory, model: nn.Module) -> Manifest:
     manifest = read_manifest(place)
     if "model" not in manifest.parts:
         raise CheckpointError(f"{place} has no part 'model'; it has {', '.join(manifest.parts)}")
-    for name, table in model_tables({"model": model}).items():
-        _check(f"{place}", name, table, manifest)
     with opened(place, manifest) as files:
-        _load_part(f"{place}", "model", model, read_states(manifest, ["model"], files)["model"])
+        state = read_states(manifest, ["model"], files)["model"]
+    with faults_named(f"{place}", "model", model):
+        model.load_state_dict({name: state[name] for name in model.state_dict() if name in state})
     return manifest
 
 

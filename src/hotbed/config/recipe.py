@@ -125,6 +125,10 @@ class TrainRecipe:
     """With ``last``: how many of the newest checkpoints to keep."""
     keep_every: int | None = None
     """With ``last``: keep checkpoints of steps that are multiples of this for good."""
+    publish: str | None = None
+    """Directory, also ``s3://bucket/path``, where servers find the model of each checkpoint, then changes."""
+    publish_full_every: int = 100
+    """Changes after which a full model is published again, to begin with; what only the one before needs is removed."""
     tensorboard: bool = False
     """Write curves for TensorBoard into the run directory."""
     step_limit_s: int | None = None
@@ -132,7 +136,8 @@ class TrainRecipe:
     it hangs. By default ``parallel.timeout_s`` where several processes train, else no limit."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs", "log_every", "eval_batch_size", "checkpoint_full_every", "keep_last"):
+        counts = ("batch_size", "epochs", "log_every", "eval_batch_size", "checkpoint_full_every", "keep_last")
+        for name in (*counts, "publish_full_every"):
             at_least(f"train.{name}", getattr(self, name), 1)
         for name in ("steps", "eval_every", "patience", "checkpoint_every", "keep_every", "step_limit_s"):
             if getattr(self, name) not in (None, "auto"):
@@ -148,6 +153,8 @@ class TrainRecipe:
         for name in ("checkpoint_every", "checkpoint_minutes", "keep_every"):
             if getattr(self, name) is not None and self.checkpoint not in ("auto", "last"):
                 raise RecipeError(f"train.{name} is set, but train.checkpoint is '{self.checkpoint}'; set it to 'last'")
+        if self.publish is not None and self.checkpoint == "none":
+            raise RecipeError("train.publish is set, but train.checkpoint is 'none', so nothing is saved that could be")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,10 +122,7 @@ def write_model(
         If there is anything at ``target``, or the checkpoint is damaged or lacks a table. Then nothing is left there.
     """
     manifest = read_manifest(checkpoint)
-    names = dict.fromkeys(_joined(p, f.table) for p, c in model.collections.items() for f in c.features)
-    for name in names:
-        if name not in manifest.tables:
-            raise CheckpointError(f"{checkpoint} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}")
+    names = _check_tables(model, checkpoint, manifest)
     total, done = sum(manifest.tables[name].spec.rows for name in names), 0
 
     def count(rows: int) -> None:
@@ -193,6 +190,21 @@ def write_change(
         )
         files.finish(values_of(made))
     return made
+
+
+def _check_tables(model: Model, checkpoint: Directory, manifest: Manifest) -> list[str]:
+    """Names of the model's tables; a `CheckpointError` unless the checkpoint has them in their shapes."""
+    wanted = {_joined(p, t.name): t for p, c in model.collections.items() for t in c.tables.values()}
+    for name, table in wanted.items():
+        if name not in manifest.tables:
+            raise CheckpointError(f"{checkpoint} has no table '{name}'; it has {', '.join(manifest.tables) or 'none'}")
+        saved = manifest.tables[name].spec
+        if (saved.rows, saved.dim) != (table.rows, table.dim):
+            raise CheckpointError(
+                f"{checkpoint}: table '{name}' is {saved.rows:,} × {saved.dim}, by the recipe and its data "
+                f"{table.rows:,} × {table.dim}; give the data that it was trained on (--data)"
+            )
+    return list(wanted)
 
 
 class _Files:

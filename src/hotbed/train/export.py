@@ -8,28 +8,93 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from hotbed.checkpoint import Directory, find_checkpoint, read_manifest
 from hotbed.checkpoint.load import load_dense
 from hotbed.checkpoint.manifest import find_earlier
+from hotbed.config import Recipe
+from hotbed.data import Source
 from hotbed.data.hashing import HASH
 from hotbed.embed import tables_on_meta
 from hotbed.nn.dense_part import DensePart, dense_dtype, traced
+from hotbed.nn.normalization import normalization_of
 from hotbed.serve.schema import ChangeManifest, ModelManifest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
 from hotbed.train.build import new_model, new_source
 from hotbed.train.stored import id_kinds_of, labels_of, recipe_of
 
 
-class Stored(NamedTuple):
-    """The model of a checkpoint, without the rows of its tables."""
+class Exporter:
+    """Write the models of a recipe's checkpoints, and changes between them; made once, used for any number of them.
 
-    checkpoint: Directory
-    part: DensePart
-    model: Model
+    The model is built and traced here, which draws random numbers and tells all threads that torch traces: so do it
+    before training begins. Writing does neither.
+
+    Parameters
+    ----------
+    recipe
+        What checkpoints hold.
+    source
+        Data that the model is built for, whose schema alone is looked at.
+
+    Raises
+    ------
+    CheckpointError, SpecError
+        If the model cannot be traced, see `hotbed.nn.dense_part.traced`.
+    """
+
+    def __init__(self, recipe: Recipe, source: Source) -> None:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), tables_on_meta():
+            model = new_model(recipe, source)
+        normalization = normalization_of(model)
+        if normalization is not None:
+            normalization.assume_standard()  # until a checkpoint is loaded
+        self._recipe, self._schema = recipe, source.schema
+        self._labels = labels_of(recipe, source)
+        self._part = DensePart(model)
+        self._program = traced(self._part, len(source.schema.dense))
+
+    def write_model(
+        self, target: str | Path | Directory, checkpoint: Directory, progress: Progress = lambda done, total: None
+    ) -> ModelManifest:
+        """Write an exported model; see `hotbed.serve.writing.write_model`."""
+        model = self._loaded(checkpoint)
+        with torch.no_grad():
+            for name, value in self._program.state_dict.items():
+                value.copy_(model.state[name])
+        return write_model(target, checkpoint, model, self._program, progress)
+
+    def write_change(
+        self,
+        target: str | Path | Directory,
+        checkpoint: Directory,
+        since: Directory,
+        progress: Progress = lambda done, total: None,
+    ) -> ChangeManifest:
+        """Write what has changed since an earlier checkpoint; see `hotbed.serve.writing.write_change`."""
+        return write_change(target, checkpoint, since, self._loaded(checkpoint), progress)
+
+    def _loaded(self, checkpoint: Directory) -> Model:
+        """All of a checkpoint's model but its rows."""
+        manifest = load_dense(checkpoint, self._part.model)
+        kinds, schema = id_kinds_of(manifest), self._schema
+        return Model(
+            name=self._recipe.name,
+            labels=self._labels,
+            encoder={
+                "schema": schema.inputs.to_dict(),
+                "ids": "hash" if kinds else "raw",
+                "id_kinds": {column.name: kinds[column.name] for column in schema.sparse if column.name in kinds},
+            },
+            hash=HASH if kinds else None,
+            collections=self._part.collections,
+            state=self._part.state_dict(),
+            inputs=len(schema.dense),
+            dtype=dense_dtype(self._part),
+        )
 
 
 def export_model(
@@ -75,38 +140,12 @@ def export_model(
         If a feature that is not pooled has no ``max_len``, or the model uses ids themselves.
     """
     place = find_checkpoint(checkpoint, best=True)
-    stored = stored_model(place, data, trust_recipe=trust_recipe)
-    if since is not None:
-        return write_change(target, place, find_earlier(place, since), stored.model, progress)
-    return write_model(target, place, stored.model, traced(stored.part, stored.model.inputs), progress)
-
-
-def stored_model(place: Directory, data: str | None = None, *, trust_recipe: bool = False) -> Stored:
-    """Build the model of a checkpoint, and load all but its tables."""
-    manifest = read_manifest(place)
-    recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
-    source = new_source(replace(recipe.data, path=data or recipe.data.path))
-    torch.manual_seed(recipe.train.seed)
-    with torch.device("cpu"), tables_on_meta():
-        model = new_model(recipe, source)
-    load_dense(place, model)
-    part = DensePart(model)
-    schema, kinds = source.schema, dict(id_kinds_of(manifest))
-    described = Model(
-        name=recipe.name,
-        labels=labels_of(recipe, source),
-        encoder={
-            "schema": schema.inputs.to_dict(),
-            "ids": "hash" if kinds else "raw",
-            "id_kinds": {column.name: kinds[column.name] for column in schema.sparse if column.name in kinds},
-        },
-        hash=HASH if kinds else None,
-        collections=part.collections,
-        state=part.state_dict(),
-        inputs=len(schema.dense),
-        dtype=dense_dtype(part),
-    )
-    return Stored(place, part, described)
+    earlier = None if since is None else find_earlier(place, since)
+    recipe = recipe_of(read_manifest(place), str(place), trusted=trust_recipe)
+    exporter = Exporter(recipe, new_source(replace(recipe.data, path=data or recipe.data.path)))
+    if earlier is not None:
+        return exporter.write_change(target, place, earlier, progress)
+    return exporter.write_model(target, place, progress)
 
 
 def described(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:

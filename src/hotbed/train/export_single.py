@@ -1,4 +1,4 @@
-"""Write the model of a checkpoint with its tables as one program, which needs torch only: ``hotbed export --single``."""
+"""Write the model of a checkpoint and its tables as one program that needs torch only: ``hotbed export --single``."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from hotbed.config import Recipe
 from hotbed.train.callbacks import BestSoFar
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.metrics import Metrics
+from hotbed.train.publish import Publisher
 from hotbed.train.trainer import Callback, Trainer
 
 _log = logging.getLogger("hotbed")
@@ -49,6 +50,8 @@ class KeepLast(Callback):
         Write while training goes on (see `save_checkpoint`); the last one is waited for.
     at_end
         Whether to save one when training is over.
+    publisher
+        What servers get of each; those it needs are not removed.
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class KeepLast(Callback):
         kept: Collection[int] = (),
         background: bool = True,
         at_end: bool = True,
+        publisher: Publisher | None = None,
     ) -> None:
         self._where, self._recipe, self._at_end = directory(where), recipe, at_end
+        self._publisher = publisher
         self._every, self._minutes = every, minutes
         self._keep_last, self._keep_every, self._background = keep_last, keep_every, background
         self._saved_at, self._own, self._kept = time.monotonic(), -1, frozenset(kept)
@@ -86,25 +91,37 @@ class KeepLast(Callback):
         """Save the final state."""
         if self._at_end or trainer.told_to_stop:
             self._save(trainer, background=False)
+        if self._recipe.train.publish is not None:
+            with trainer.saver.waited_for():
+                trainer.saver.finish()  # by all ranks
+                if self._publisher is not None:
+                    self._publisher.finish()
+                    self._remove_old(trainer.step)
 
     def _save(self, trainer: Trainer, *, background: bool) -> None:
         step = trainer.step
+        place = self._where / f"last-{step:08d}"
         trainer.saver.begin(
-            self._where / f"last-{step:08d}",
+            place,
             step,
             self._recipe,
             background=background,
-            then=partial(self._remove_old, step),
+            then=partial(self._saved, place),
             may_exist=step == self._own,  # it was saved already, or it is what was resumed from
         )
         self._saved_at, self._own = time.monotonic(), step
+
+    def _saved(self, place: Directory) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(place)
+        self._remove_old(step_of(place))
 
     def _remove_old(self, newest: int) -> None:
         """Remove what is older than the newest, of which this is the step, and is not to be kept."""
         found = {step: c for c in checkpoints_in(self._where, "last") if (step := step_of(c)) <= newest}
         older = [found[step] for step in sorted(found)[: -self._keep_last] if step not in self._kept]
         own = [c for c in older if self._keep_every is None or step_of(c) % self._keep_every]
-        remove_unneeded(self._where, [*own, *checkpoints_in(self._where, "best")[:-1]])
+        remove_unneeded(self._where, [*own, *checkpoints_in(self._where, "best")[:-1]], self._publisher)
 
 
 class KeepBest(Callback):
@@ -112,12 +129,20 @@ class KeepBest(Callback):
 
     Parameters
     ----------
-    where, recipe, background
+    where, recipe, background, publisher
         As in `KeepLast`.
     """
 
-    def __init__(self, where: str | Path | Directory, recipe: Recipe, *, background: bool = True) -> None:
+    def __init__(
+        self,
+        where: str | Path | Directory,
+        recipe: Recipe,
+        *,
+        background: bool = True,
+        publisher: Publisher | None = None,
+    ) -> None:
         self._where, self._recipe, self._background = directory(where), recipe, background
+        self._publisher = publisher
         self._best = BestSoFar(recipe.train.monitor)
         self._place: Directory | None = None
         self._is_best = False
@@ -141,8 +166,8 @@ class KeepBest(Callback):
         if self._is_best:
             self._is_best = False
             place = self._place = self._where / f"best-{trainer.step:08d}"
-            remove_old = partial(self._remove_old, place.name)
-            trainer.saver.begin(place, trainer.step, self._recipe, background=self._background, then=remove_old)
+            then = partial(self._saved, place)
+            trainer.saver.begin(place, trainer.step, self._recipe, background=self._background, then=then)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Load the best model; it stays as it is if there was no evaluation."""
@@ -164,12 +189,20 @@ class KeepBest(Callback):
         elif self._best.load_state_dict(state):
             self._place = place
 
-    def _remove_old(self, best: str) -> None:
-        remove_unneeded(self._where, [c for c in checkpoints_in(self._where, "best") if c.name != best])
+    def _saved(self, place: Directory) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(place)
+        others = [c for c in checkpoints_in(self._where, "best") if c.name != place.name]
+        remove_unneeded(self._where, others, self._publisher)
 
 
-def remove_unneeded(where: Directory, unwanted: Collection[Directory]) -> None:
-    """Remove checkpoints of a directory, but not the bases of those that stay; differences before their bases."""
+def remove_unneeded(where: Directory, unwanted: Collection[Directory], publisher: Publisher | None = None) -> None:
+    """Remove checkpoints of a directory, but not the bases of those that stay; differences before their bases.
+
+    What a publisher still reads, or compares the next checkpoint with, stays.
+    """
+    read = set[str]() if publisher is None else publisher.needed()
+    unwanted = [checkpoint for checkpoint in unwanted if checkpoint.name not in read]
     names = {checkpoint.name for checkpoint in unwanted}
     needed = {base_of(checkpoint) for checkpoint in checkpoints_in(where) if checkpoint.name not in names}
     for checkpoint in sorted(unwanted, key=lambda c: (base_of(c) is None, -step_of(c))):

@@ -25,9 +25,11 @@ from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.continuation import Continuation, OtherData
+from hotbed.train.export import Exporter
 from hotbed.train.hot_batches import HotSchedule
 from hotbed.train.measure import measure_numericals
 from hotbed.train.parallel import Ranks, model_parallel_batch
+from hotbed.train.publish import Publisher
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
@@ -192,7 +194,9 @@ def _fit(
     """Train, and show and keep what the recipe says; the signal that asked this process to stop, if one did."""
     ranks = trainer.ranks
     progress = ShowProgress(console) if ranks.is_first else Callback()
-    trainer.callbacks += [*_callbacks(recipe, run, _checkpoints(recipe, run), ranks, kept), progress]
+    checkpoints = _checkpoints(recipe, run)
+    publisher = _publisher(trainer, recipe, source, checkpoints)
+    trainer.callbacks += [*_callbacks(recipe, run, checkpoints, ranks, kept, publisher), progress]
     if isinstance(loader, HotColdLoader):
         trainer.callbacks.append(HotSchedule(loader, recipe.hot))
     with signals_to(trainer) as signals:
@@ -259,8 +263,25 @@ def _own_bad_ids(trainer: Trainer, recipe: Recipe) -> dict[str, int]:
     return {feature: count for feature, count in counts.items() if feature in own}
 
 
+def _publisher(trainer: Trainer, recipe: Recipe, source: Source, checkpoints: Directory) -> Publisher | None:
+    """What publishes the run's checkpoints, on the first rank, if the recipe says so."""
+    if recipe.train.publish is None:
+        return None
+    with trainer.ranks.together(f"publish to {recipe.train.publish}"):
+        if not trainer.ranks.is_first:
+            return None
+        made = Publisher(directory(recipe.train.publish), Exporter(recipe, source), recipe.train.publish_full_every)
+        made.begin(trainer.step, checkpoints)
+        return made
+
+
 def _callbacks(
-    recipe: Recipe, run: RunDirectory, place: Directory, ranks: Ranks, kept: Collection[int]
+    recipe: Recipe,
+    run: RunDirectory,
+    place: Directory,
+    ranks: Ranks,
+    kept: Collection[int],
+    publisher: Publisher | None,
 ) -> list[Callback]:
     train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
     callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
@@ -279,10 +300,11 @@ def _callbacks(
                 kept=kept,
                 background=background,
                 at_end=policy == "last",
+                publisher=publisher,
             )
         )
     if policy == "best":
-        callbacks.append(KeepBest(place, recipe, background=background))
+        callbacks.append(KeepBest(place, recipe, background=background, publisher=publisher))
     if enough is not None:
         callbacks.append(EarlyStop(enough, train.monitor))
     return callbacks
