@@ -39,6 +39,7 @@ from rich.table import Table
 from benchmarks.command import run
 from hotbed.data.encode import Encoder
 from hotbed.serve.format import ExportedModel
+from hotbed.serve.logs import json_logs
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Served, Server, listen
 from hotbed.train.report import environment
@@ -128,10 +129,9 @@ class PlainModel:
 def serve_plain(folder: Path) -> None:
     """Serve `PlainModel` until a signal; what the process for *plain* runs."""
     options = ServeOptions(port=0, access_log=False)
-    taken = listen(options)
-    server = Server([Served("serving", PlainModel(folder))], options, {"serving": 1.0}, taken)
-    print(json.dumps({"event": "ready", "port": server.port}), file=sys.stderr, flush=True)
-    server.run()
+    server = Server([Served("serving", PlainModel(folder))], options, {"serving": 1.0}, listen(options))
+    with json_logs(sys.stderr):
+        server.run()
 
 
 def started(side: str, folder: Path, cores: int) -> tuple[subprocess.Popen[str], int]:
@@ -199,7 +199,8 @@ async def open_loop(port: int, requests: Sequence[bytes], rate: float, seconds: 
     async def one(i: int) -> None:
         nonlocal failed
         streams = await free.get()
-        failed += not await ask(streams, requests[i % len(requests)])
+        scored = await ask(streams, requests[i % len(requests)])
+        failed += not scored
         latencies[i] = time.perf_counter() - start - times[i]
         free.put_nowait(streams)
 
