@@ -35,7 +35,9 @@ def kinds(served: ServedModel) -> set[type]:
     return {DenseStore if isinstance(store, DenseStore) else LazyStore for store in stores}
 
 
-@pytest.mark.parametrize("where", MEMORY)
+@pytest.mark.parametrize(
+    "where", ["mixed", "files", *(pytest.param(name, marks=pytest.mark.full) for name in ("memory", "no cache"))]
+)
 def test_scores_are_those_of_the_trained_model_through_all_changes(publisher: Publisher, where: str) -> None:
     served = ServedModel.open(publisher.export(), memory_bytes=MEMORY[where], threads=1)
     assert kinds(served) == {"memory": {DenseStore}, "mixed": {DenseStore, LazyStore}}.get(where, {LazyStore})
