@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
+from hotbed.data import Encoder, Schema, SparseColumn
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM, MLP, DCNv2, DLRMEnsemble, WideDeep
@@ -98,6 +99,7 @@ def described(model: nn.Module) -> tuple[Model, Any]:
     """What is exported of a model whose tables stay where they are, and its program."""
     part = DensePart(model)
     program = traced(part, 0)
-    schema = {"sparse": [{"name": f.name, "rows": 300} for _, f in part.features.values()], "labels": ["y"]}
-    given = {"encoder": {"schema": schema}, "hash": None, "collections": part.collections, "state": part.state_dict()}
+    columns = [SparseColumn(name=f.name, rows=300) for _, f in part.features.values()]
+    encoder = Encoder(Schema(sparse=tuple(columns), labels=("y",)), ids="raw")
+    given = {"encoder": encoder, "hash": None, "collections": part.collections, "state": part.state_dict()}
     return Model("m", ("y",), **given, inputs=0, dtype=torch.float32), program

@@ -131,7 +131,7 @@ class Publisher:
         return Model(
             name="planted",
             labels=tuple(f"label {i}" for i in range(len(columns) + 1)),
-            encoder=Encoder(Schema(sparse=columns).inputs, ids="raw").to_dict(),
+            encoder=Encoder(Schema(sparse=columns).inputs, ids="raw"),
             hash=None,
             collections={"embeddings": collection},
             state={"model.version": self.model.version.detach().clone()},

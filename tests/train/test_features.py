@@ -127,7 +127,7 @@ def test_a_run_learns_from_derived_inputs_and_uses_them_alike(tmp_path: Path) ->
     source = open_source(Recipe.from_stored(manifest.recipe or {}).data)
     take_features(source, manifest)
     assert source.encoder is not None
-    encoder = encoder_of(Recipe.from_stored(manifest.recipe or {}), source.schema, manifest)
+    encoder = encoder_of(Recipe.from_stored(manifest.recipe or {}), source, manifest)
     assert encoder.to_dict() == source.encoder.inputs.to_dict()
     rows = new.drop("label").to_dict(as_series=False)
     typed, stored = (

@@ -20,6 +20,7 @@ state is its base's and to no other. ``docs/serving.md`` describes every entry.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +36,8 @@ from typing_extensions import override
 
 from hotbed.checkpoint.row_ids import NO_ID as NO_ID
 from hotbed.checkpoint.storage import Directory, LocalDirectory, directory
-from hotbed.data import Schema
-from hotbed.errors import CheckpointError, DamagedError
+from hotbed.data import Encoder, Schema
+from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
 from hotbed.serve.schema import (
     DENSE,
     ROWS,
@@ -195,6 +196,27 @@ class ExportedModel(Published):
         found = directory(place)
         return cls(found, _manifest(ModelManifest, found), cache)
 
+    def encoder(self) -> Encoder:
+        """What turns raw rows into inputs, as in training.
+
+        Raises
+        ------
+        CheckpointError
+            If what the manifest says of it cannot be right, or a looked-up table is damaged.
+        """
+        from pyarrow import parquet
+
+        try:
+            tables = {
+                feature: parquet.read_table(io.BytesIO(self.read(file)))
+                for feature, file in self.manifest.lookups.items()
+            }
+            return Encoder.from_dict(self.manifest.encoder, tables)
+        except DamagedError:
+            raise
+        except (DataError, SpecError, KeyError, TypeError, ValueError, OSError) as error:
+            raise CheckpointError(f"{self}/{MANIFEST}: 'encoder' cannot be used: {error}") from None
+
     def collections(self) -> dict[str, tuple[list[Table], list[Feature]]]:
         """Tables and features of each embedding collection of the model, by its path; names are those inside of it."""
         found: dict[str, tuple[dict[str, Table], list[Feature]]] = {}
@@ -227,8 +249,6 @@ class ExportedModel(Published):
 
         A program is code: torch's loader may run what is in the file, so open only models whose origin is trusted.
         """
-        import io
-
         data = self.read(self.manifest.dense.file)
         try:
             return torch.export.load(io.BytesIO(data)).module()

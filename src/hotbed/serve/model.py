@@ -160,9 +160,7 @@ class ServedModel:
     def encoder(self) -> Encoder:
         """What makes batches of raw rows, as in training."""
         if self._encoder is None:
-            from hotbed.data.encode import Encoder
-
-            self._encoder = Encoder.from_dict(self._model.manifest.encoder)
+            self._encoder = self._model.encoder()
         return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ VERSION = 1
 MODEL = "hotbed-model"
 CHANGE = "hotbed-change"
 
-FilePath = Annotated[str, Field(pattern=r"^(tables/)?[\w%][\w.%~-]*$", max_length=300)]
-"""In the directory, or in its folder ``tables``."""
+FilePath = Annotated[str, Field(pattern=r"^((tables|lookups)/)?[\w%][\w.%~-]*$", max_length=300)]
+"""In the directory, or in its folders ``tables`` and ``lookups``."""
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -119,6 +119,8 @@ class ModelManifest(Entry):
     encoder
         How stored values become ids and numbers: the input columns as ``schema`` (`hotbed.data.Schema.to_dict`), and by
         column what its ids are.
+    lookups
+        By derived input, the file with keys and values that it is looked up in.
     hash
         How ids are hashed to rows, in words; None where they are rows.
     dense
@@ -137,6 +139,7 @@ class ModelManifest(Entry):
     written: Seconds
     labels: list[Text]
     encoder: dict[str, Any]
+    lookups: dict[Text, FilePath]
     hash: str | None
     dense: DenseEntry
     features: dict[Text, FeatureEntry]
@@ -212,6 +215,7 @@ def values_of(manifest: ModelManifest | ChangeManifest) -> dict[str, Any]:
 def _check_model(manifest: ModelManifest, where: str) -> None:
     """Raise `CheckpointError` unless tables, features and files fit each other."""
     named = {"'dense.file'": manifest.dense.file}
+    named |= {f"'lookups.{feature}'": file for feature, file in manifest.lookups.items()}
     for name, table in manifest.tables.items():
         named[f"'tables.{name}.file'"] = table.file
         if table.ids is not None:

@@ -31,6 +31,7 @@ from hotbed.checkpoint.schema import InitEntry
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory
+from hotbed.data import Encoder
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.serve.format import CHUNK_BYTES, MANIFEST
@@ -51,7 +52,7 @@ from hotbed.serve.schema import (
 
 WINDOW_BYTES = 64 << 20
 """Bytes of a table, as float32, that are in memory at once."""
-PROGRAM, TABLES = "dense.pt2", "tables"
+PROGRAM, TABLES, LOOKUPS = "dense.pt2", "tables", "lookups"
 
 Progress = Callable[[int, int], None]
 
@@ -64,8 +65,10 @@ class Model:
     ----------
     name
         Of the recipe.
-    labels, encoder, hash
+    labels, hash
         As `ModelManifest` has them.
+    encoder
+        What makes inputs of raw rows.
     collections
         By path; only what their tables and features are is looked at.
     state
@@ -76,7 +79,7 @@ class Model:
 
     name: str
     labels: tuple[str, ...]
-    encoder: Mapping[str, Any]
+    encoder: Encoder
     hash: str | None
     collections: Mapping[str, EmbeddingCollection]
     state: Mapping[str, Tensor]
@@ -143,13 +146,18 @@ def write_model(
             if ids is not None:
                 files.write(ids, _ids(name, manifest, stored, model.ttl_steps.get(name)))
             tables[name] = _table(saved, f"{file}.rows", ids)
+        lookups: dict[str, str] = {}
+        for feature, table in model.encoder.tables.items():
+            lookups[feature] = f"{LOOKUPS}/{_file_name(feature)}.parquet"
+            files.write(lookups[feature], [memoryview(_parquet(table))])
         made = ModelManifest(
             name=model.name,
             step=manifest.step,
             state=manifest.sha256,
             written=time.time(),
             labels=list(model.labels),
-            encoder=dict(model.encoder),
+            encoder=model.encoder.to_dict(),
+            lookups=lookups,
             hash=model.hash,
             dense=DenseEntry(
                 file=PROGRAM,
@@ -241,7 +249,8 @@ def _new(target: str | Path | Directory) -> Generator[_Files]:
     place = directory(target)
     names = place.names()
     if UNFINISHED in names and MANIFEST not in names:
-        (place / TABLES).remove_all()
+        for folder in (TABLES, LOOKUPS):
+            (place / folder).remove_all()
     make_directory(place)
     try:
         yield _Files(place)
@@ -275,6 +284,16 @@ def _ids(name: str, manifest: Manifest, files: TensorFiles, ttl_steps: int | Non
     rows = manifest.tables[name].spec.rows
     for first in range(0, rows, step := WINDOW_BYTES // 8):
         yield bytes_of(row_ids(name, range(first, min(first + step, rows)), manifest, files, ttl_steps))
+
+
+def _parquet(table: Any) -> Any:
+    """A `pyarrow.Table` as the bytes of a Parquet file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    stream = pa.BufferOutputStream()
+    parquet.write_table(table, stream)
+    return stream.getvalue()
 
 
 def _chunks_of(path: Path) -> Iterator[memoryview]:

@@ -24,7 +24,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.serve.schema import ChangeManifest, ModelManifest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
 from hotbed.train.build import new_model, new_source
-from hotbed.train.stored import id_kinds_of, labels_of, recipe_of
+from hotbed.train.stored import encoder_of, labels_of, recipe_of
 
 
 class Exporter:
@@ -52,7 +52,7 @@ class Exporter:
         normalization = normalization_of(model)
         if normalization is not None:
             normalization.assume_standard()  # until a checkpoint is loaded
-        self._recipe, self._schema = recipe, source.schema
+        self._recipe, self._source = recipe, source
         self._labels = labels_of(recipe, source)
         self._part = DensePart(model)
         self._program = traced(self._part, len(source.schema.dense))
@@ -80,19 +80,15 @@ class Exporter:
     def _loaded(self, checkpoint: Directory) -> Model:
         """All of a checkpoint's model but its rows."""
         manifest = load_dense(checkpoint, self._part.model)
-        kinds, schema = id_kinds_of(manifest), self._schema
+        encoder = encoder_of(self._recipe, self._source, manifest)
         return Model(
             name=self._recipe.name,
             labels=self._labels,
-            encoder={
-                "schema": schema.inputs.to_dict(),
-                "ids": "hash" if kinds else "raw",
-                "id_kinds": {column.name: kinds[column.name] for column in schema.sparse if column.name in kinds},
-            },
-            hash=HASH if kinds else None,
+            encoder=encoder,
+            hash=HASH if encoder.hashed else None,
             collections=self._part.collections,
             state=self._part.state_dict(),
-            inputs=len(schema.dense),
+            inputs=len(self._source.schema.dense),
             dtype=dense_dtype(self._part),
         )
 

@@ -126,8 +126,8 @@ def take_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
 
 
-def encoder_of(recipe: Recipe, schema: Schema, manifest: Manifest) -> Encoder:
-    """What turns raw rows into inputs of a checkpoint's model, without its data; files of lookups are read.
+def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
+    """What turns raw rows into inputs of a checkpoint's model; of the source only schema and looked-up tables count.
 
     Raises
     ------
@@ -136,7 +136,8 @@ def encoder_of(recipe: Recipe, schema: Schema, manifest: Manifest) -> Encoder:
     """
     given = recipe.data.source.init_args
     ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
-    encoder = Encoder(schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest))
+    tables = None if source.encoder is None else source.encoder.tables
+    encoder = Encoder(source.schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest), tables=tables)
     encoder.load_state(manifest.parts.get(FEATURES, {}))
     return encoder
 
