@@ -19,8 +19,9 @@ from hotbed.config import Recipe
 from hotbed.embed import plan_tables
 from hotbed.errors import RecipeError
 from hotbed.optim import Moment, SparseOptimizer
-from hotbed.plan.cost import Cost, rank_costs, tile_bytes
+from hotbed.plan.cost import Cost, CostModel, tile_bytes
 from hotbed.plan.tiling import Plan, Tile, extent
+from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 from hotbed.store.memory import available_bytes
 from hotbed.train.build import new_model, open_source
@@ -126,10 +127,7 @@ def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequenc
     """The plan of several ranks, and the bytes and load of each."""
     if plan.world_size == 1:
         return {}
-    costs = [Cost(0, 0.0)] * plan.world_size
-    for table in tables:
-        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=moments[table.name])
-        costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
+    costs = CostModel(Workload.of(tables, moments=moments), plan.world_size).ranks(plan).costs
     return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "load": cost.load} for cost in costs]}
 
 

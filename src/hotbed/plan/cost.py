@@ -1,12 +1,12 @@
 """Count what a plan costs: bytes of each memory, and the bytes or seconds of each rank in a training step.
 
-There is one model, `CostModel`, with two units. *With hardware* it counts bytes by `PARTS` of a step and divides them by
-rates: seconds. *Without*, its unit is ids × columns per sample of the global batch, where every id is a row of its own
+There is one model, `CostModel`, with two units. *With hardware* it counts bytes by `PARTS` of a step and divides them
+by rates: seconds. *Without*, its unit is ids × columns per sample of the global batch, where every id is a row of its own
 (nothing is known of the batch): a lookup is a third of it, an update two thirds, as Mudigere et al. (2021, arXiv
 2104.05158) count them. All formulas, with their units and sources: docs/planning.md.
 
-Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in those of all ``N``,
-``n`` ids of one rank's batch; ``c`` columns.
+Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in those of all
+``N``, ``n`` ids of one rank's batch; ``c`` columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from hotbed.ops.layout import BLOCK
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.tiling import Plan, Tier, Tile
@@ -54,10 +53,6 @@ class Cost(NamedTuple):
 
     nbytes: int
     load: float
-
-    def plus(self, other: Cost) -> Cost:
-        """The sum."""
-        return Cost(self.nbytes + other.nbytes, self.load + other.load)
 
 
 def tile_bytes(table: Table, tile: Tile, moments: Sequence[Moment] = ()) -> int:
@@ -174,8 +169,10 @@ class CostModel:
         self.wire_s, self.replica_s = (0.0, 0.0) if hardware is None else self._wire_seconds(hardware)
         """Seconds per byte that crosses between ranks of a group, and between replicas."""
         self._known: dict[tuple[object, ...], TileCost] = {}
+        self.memo: dict[object, Any] = {}
+        """What others have counted with it."""
 
-    def tile(self, tile: Tile, lanes: int = 1) -> TileCost:
+    def tile(self, tile: Tile, lanes: int = 1, readers: int | None = None) -> TileCost:
         """Cost of a tile; of strided ones whatever residue they have: rows of one stride count as alike.
 
         Parameters
@@ -184,15 +181,17 @@ class CostModel:
             The tile.
         lanes
             Into how many parts the columns of its rows are cut.
+        readers
+            How many ranks have copies; by default those of the tile.
         """
-        rows, wire = tile.rows, self.workload.wire.get(tile.table, "rows")
+        rows, copies = tile.rows, len(tile.readers) if readers is None else readers
         start = rows.start - rows.start % rows.step if rows.step > 1 else rows.start
-        key = (tile.table, start, rows.stop, rows.step, len(tile.cols), len(tile.readers), tile.tier, tile.cache_rows)
-        if (*key, lanes) not in self._known:
+        key = (tile.table, start, rows.stop, rows.step, len(tile.cols), copies, tile.tier, tile.cache_rows, lanes)
+        if key not in self._known:
             use = self.workload.by_table[tile.table]
-            counted = self._owner_and_others(use, tile, range(start, rows.stop, rows.step), lanes, wire == "pooled")
-            self._known[*key, lanes] = TileCost(*counted, self._prices(use, tile))
-        return self._known[*key, lanes]
+            counted = self._owner_and_others(use, tile, range(start, rows.stop, rows.step), lanes, copies)
+            self._known[key] = TileCost(*counted, self._prices(use, tile))
+        return self._known[key]
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
         """Cost of each rank; ``plan`` or any of its tables, with all of their tiles."""
@@ -202,35 +201,35 @@ class CostModel:
             lanes.setdefault(tile.table, set()).add(tile.cols)
         memory = {tier: np.zeros(self.world_size, dtype=np.int64) for tier in TIERS}
         counted, parts = np.zeros((2, self.world_size, len(PARTS)))
+        everyone = np.zeros((2, len(PARTS)))
         for tile in tiles:
             use = self.workload.by_table[tile.table]
             cost = self.tile(tile, len(lanes[tile.table]))
             counted[tile.owner] += cost.owner_bytes
             parts[tile.owner] += cost.owner
-            counted += cost.everyone_bytes
-            parts += cost.everyone
+            everyone += cost.everyone_bytes, cost.everyone
             memory[tile.tier][tile.owner] += tile_bytes(use.table, tile, use.moments)
             if tile.readers:
                 readers = list(tile.readers)
                 counted[readers] += cost.reader_bytes
                 parts[readers] += cost.reader
                 memory[tile.tier][readers] += tile_bytes(use.table, tile)
-        return RankCosts(memory, counted, parts)
+        return RankCosts(memory, counted + everyone[0], parts + everyone[1])
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def _owner_and_others(
-        self, use: TableUse, tile: Tile, rows: range, lanes: int, pooled: bool
+        self, use: TableUse, tile: Tile, rows: range, lanes: int, readers: int
     ) -> tuple[Array, Array, Array]:
         """Bytes of a tile by `PARTS`: for its owner, for a reader, for every rank."""
-        work, size, cols, readers = self.workload, self.world_size, len(tile.cols), len(tile.readers)
+        work, size, cols = self.workload, self.world_size, len(tile.cols)
         share = use.expected.share(rows) if self.hardware else len(rows) / use.table.rows
         lookups = use.ids * self.local_batch * share
-        asked, touched = (
-            (self._distinct(use, rows, 1), self._distinct(use, rows, size)) if self.hardware else (lookups, size * lookups)
-        )
+        asked, touched = lookups, size * lookups
+        if self.hardware:
+            asked, touched = self._distinct(use, rows, 1), self._distinct(use, rows, size)
         vectors = None
-        if pooled:
+        if work.wire.get(tile.table) == "pooled":
             asked = lookups  # every id goes to the owner, who pools those of a bag
             of_bag = use.ids / use.bags if use.bags else 0.0
             vectors = self.local_batch * use.bags * -np.expm1(of_bag * np.log1p(-min(share, 1 - 1e-12)))
@@ -303,8 +302,3 @@ class CostModel:
             seconds = 1 / interpolated(here.all_to_all[ranks], max(rows / self.world_size, 1.0))
         total = self.world_size * self.workload.replicas
         return seconds, inside if total <= here.ranks_per_node else across
-
-
-def fewest_columns(tables: Iterable[Table]) -> int:
-    """Columns that the narrowest part of any of these tables can have."""
-    return min((min(BLOCK, table.dim) for table in tables), default=BLOCK)

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -111,10 +112,15 @@ class Counted:
         return float(self._sums[rows - 1]) if rows else 0.0
 
 
+@lru_cache(maxsize=1 << 16)
+def _first_terms(n: int, exponent: float) -> float:
+    return sum(r**-exponent for r in range(1, n + 1))
+
+
 def _harmonic(n: int, exponent: float) -> float:
     """Σ r^−exponent for r = 1 … n, by Euler and Maclaurin beyond the first terms."""
     few = min(n, 1000)
-    total = sum(r**-exponent for r in range(1, few + 1))
+    total = _first_terms(few, exponent)
     if n > few:
         power = 1 - exponent
         total += math.log(n / few) if abs(power) < 1e-12 else (n**power - few**power) / power
@@ -144,10 +150,12 @@ class ExpectedRows:
 
     def distinct(self, rows: range, lookups: float) -> float:
         """How many of these rows are looked up, in a batch with so many lookups of the whole table."""
-        within = np.diff(self.edges.clip(rows.start, rows.stop)) / rows.step
-        return min(float((within * -np.expm1(-self.rates * lookups)).sum()), len(rows))
+        return min(float((self._within(rows) * -np.expm1(-self.rates * lookups)).sum()), len(rows))
 
     def share(self, rows: range) -> float:
         """Share of the table's lookups that these rows have."""
-        within = np.diff(self.edges.clip(rows.start, rows.stop)) / rows.step
-        return min(float((within * self.rates).sum()), 1.0)
+        return min(float((self._within(rows) * self.rates).sum()), 1.0)
+
+    def _within(self, rows: range) -> np.ndarray[Any, Any]:
+        """How many of these rows, taken for evenly spread, are between two edges."""
+        return np.diff(self.edges.clip(rows.start, rows.stop)) * (len(rows) / max(rows.stop - rows.start, 1))

@@ -1,4 +1,4 @@
-"""Say what a training step asks for: batches, how often tables are looked up, and the part of a model without tables."""
+"""Say what a training step asks for: samples, lookups of tables, and the part of a model without tables."""
 
 from __future__ import annotations
 
