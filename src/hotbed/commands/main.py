@@ -30,6 +30,7 @@ COMMANDS = {
     "predict": "Score new rows with a run's model.",
     "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
+    "doctor": "Say what hotbed finds on this machine and what is missing; measure it for the planner.",
     "bench": "Measure kernels, or training steps, against this machine's limits.",
     "completion": "Print a script by which a shell completes all this.",
 }
@@ -118,7 +119,8 @@ def _run(args: list[str]) -> int:
     for key, value in vars(parsed.as_flat()).items():
         if key.endswith(".json") and isinstance(value, str):
             check_json(value)
-    fit_threads()
+    if parsed.command != "doctor":  # which says what is wrong where torch cannot be imported
+        fit_threads()
     _module(parsed.command).run(parsed[parsed.command])
     return 0
 

@@ -10,12 +10,9 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import struct
-import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +29,12 @@ from hotbed.config import ParallelRecipe, Recipe
 from hotbed.data import Loader, write_synthetic_log
 from hotbed.data.prepare import prepare
 from hotbed.embed import collections_of
-from hotbed.errors import CommError, RecipeError
+from hotbed.errors import RecipeError
 from hotbed.files import read_yaml
 from hotbed.plan import Cut, make_plan
 from hotbed.train.build import build_trainer, open_source, tables_of
 from hotbed.train.callbacks import Callback
+from hotbed.train.local_ranks import run_local
 from hotbed.train.process_group import end_groups, process_group
 from hotbed.train.report import RunDirectory, environment, recipe_yaml, size
 from hotbed.train.trainer import Trainer
@@ -172,37 +170,9 @@ def _run(folder: Path, ranks: int, job: Mapping[str, Any]) -> list[dict[str, Any
         If one of them fails, with what it wrote.
     """
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    processes: list[subprocess.Popen[bytes]] = []
-    for rank in range(ranks):
-        place = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
-        argv = [sys.executable, "-m", "hotbed.commands.promise", json.dumps({**job, "folder": str(folder)})]
-        with (folder / f"rank{rank}.log").open("wb") as log:
-            processes.append(subprocess.Popen(argv, env=os.environ | place, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        failed = _first_failure(processes, -signal.SIGKILL if "save" in job else 0)
-    finally:
-        for process in processes:
-            process.kill()
-    if failed is not None:
-        text = (folder / f"rank{failed}.log").read_text(encoding="utf-8", errors="replace")
-        raise CommError(f"process {failed} of {ranks} ended with {processes[failed].returncode}: {text[-2000:]}")
+    argv = [sys.executable, "-m", "hotbed.commands.promise", json.dumps({**job, "folder": str(folder)})]
+    run_local(argv, ranks, folder, expected=-signal.SIGKILL if "save" in job else 0)
     return [] if "save" in job else json.loads((folder / "found.json").read_text(encoding="utf-8"))
-
-
-def _first_failure(processes: Sequence[subprocess.Popen[bytes]], expected: int) -> int | None:
-    """The first process that ends otherwise than expected; None once all have ended so."""
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code not in (None, expected):
-                return rank
-        if None not in codes:
-            return None
-        time.sleep(0.05)
 
 
 # -- one process of a world ----------------------------------------------------------------------------------------

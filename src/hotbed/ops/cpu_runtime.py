@@ -60,10 +60,15 @@ def _sources_hash() -> str:
     return digest.hexdigest()
 
 
-def _cache_dir() -> Path:
-    """In ``$NUMBA_CACHE_DIR`` or ``$XDG_CACHE_HOME/hotbed``; where that is read-only, a new temporary directory."""
+def cache_home() -> Path:
+    """Return where compiled kernels should be kept: ``$NUMBA_CACHE_DIR`` or ``$XDG_CACHE_HOME/hotbed``."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotbed"
-    home = Path(os.environ.get("NUMBA_CACHE_DIR") or home) / f"numba-{_sources_hash()}"
+    return Path(os.environ.get("NUMBA_CACHE_DIR") or home)
+
+
+def _cache_dir() -> Path:
+    """In `cache_home`; where that is read-only, a new temporary directory."""
+    home = cache_home() / f"numba-{_sources_hash()}"
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -174,6 +179,10 @@ class _SayOnce(numba_event.Listener):
 numba_event.register("numba:compile", _SayOnce())
 
 
+REENTRANT = ("omp", "tbb")
+"""Threading layers of Numba that two Python threads may enter at once."""
+
+
 def _openmp_available() -> bool:
     try:
         from numba.np.ufunc import omppool  # noqa: F401
@@ -185,13 +194,18 @@ def _openmp_available() -> bool:
 if numba.config.THREADING_LAYER == "default" and _openmp_available():
     numba.config.THREADING_LAYER = "omp"
 _turns: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-if numba.config.THREADING_LAYER not in ("omp", "tbb"):
+if numba.config.THREADING_LAYER not in REENTRANT:
     _turns = threading.Lock()
     _log.warning(
         "Numba's threading layer is '%s', which cannot be entered twice: kernels started by two threads take turns; "
         "install libgomp1 for OpenMP",
         numba.config.THREADING_LAYER,
     )
+
+
+def threading_layer() -> str:
+    """Return the name of the threading layer that Numba's kernels use."""
+    return str(numba.config.THREADING_LAYER)
 
 
 class _OpenMP:

@@ -1,17 +1,7 @@
-"""Describe machines in numbers: memories, links, arithmetic and fixed costs, from profiles that name their sources.
+"""Describe machines in numbers: memories, links, arithmetic and fixed costs.
 
-Profiles are YAML files: those in ``profiles/``, whose names `Hardware.load` knows, and a user's own, as ``hotbed doctor
---measure FILE`` writes them. Every figure says where it is from::
-
-    description: 8 × A100-40, 200 Gbit/s per GPU
-    sources:
-      gpu: NVIDIA A100 datasheet, https://…
-      neo: Mudigere et al. 2021, arXiv 2104.05158, appendix A
-    figures:
-      device_bytes: {value: 40 GB, source: gpu}
-      stream: {peak: 1555 GB/s, share: 0.84, source: [gpu, neo]}       # what is sold, and which share of it is reached
-      gather: {peak: 1555 GB/s, share: {128: 0.6, 512: 0.8}, source: neo}     # by bytes of a row
-    extends: a100-40                                                   # what is not said here is that profile's
+Figures come from profiles, which name a source for each (`hotbed.plan.profile_files`): built-in ones, and a user's own,
+as ``hotbed doctor --measure FILE`` writes them. Rates are what is reached, not what is sold.
 
 A machine is *nodes* of equal ranks. A rank has a device with memory of its own, or, where ``cores_shared``, the ranks
 of a node share its cores and memory: then the device's figures are those of the whole node.
@@ -20,19 +10,15 @@ of a node share its cores and memory: then the device's figures are those of the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.files import read_yaml
-from hotbed.plan.quantities import Dimension, parse
-
-PROFILES = Path(__file__).parent / "profiles"
-"""Where built-in profiles are."""
+from hotbed.plan.profile_files import COUNTS, DIMENSIONS, PROFILES, leaves, profiles, read_profile, scaled
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 """What matrix products are computed in."""
@@ -40,32 +26,8 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16")
 Curve = Mapping[int, float]
 """Rates by bytes: of a row, or of a message."""
 
-
-_DIMENSIONS: Mapping[str, Dimension] = {
-    "ranks_per_node": "number",
-    "cores_per_node": "number",
-    "device_bytes": "bytes",
-    "host_bytes": "bytes",
-    "disk_bytes": "bytes",
-    "stream": "bytes/s",
-    "gather": "bytes/s",
-    "scatter": "bytes/s",
-    "flops": "FLOP/s",
-    "host_stream": "bytes/s",
-    "host_link": "bytes/s",
-    "disk_read": "bytes/s",
-    "disk_latency": "s",
-    "node_link": "bytes/s",
-    "network": "bytes/s",
-    "network_efficiency": "number",
-    "oversubscription": "number",
-    "message_s": "s",
-    "launch_s": "s",
-    "all_to_all": "bytes/s",
-    "all_reduce": "bytes/s",
-    "price_per_hour": "number",
-}
-"""What each figure measures."""
+_LEAST = {"ranks_per_node": 1.0, "cores_per_node": 1.0, "oversubscription": 1.0}
+_MAY_BE_ZERO = ("disk_bytes", "disk_read", "disk_latency", "message_s", "launch_s", "price_per_hour")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +55,10 @@ class Hardware:
     stream: float
     """Of device memory, bytes read and written in order."""
     gather: Curve
-    """A lookup's, of rows at random, by bytes of a row: bytes of distinct rows read and of vectors written ÷ seconds."""
+    """Of a lookup of rows at random, by bytes of a row: bytes of rows read and of vectors written ÷ seconds."""
     scatter: Curve
-    """An update's, grouping included, by bytes of a row: bytes of gradients read, of rows and moments read and written ÷
-    seconds."""
+    """Of an update of rows at random, grouping included, by bytes of a row: bytes of gradients read, and of rows and
+    moments read and written ÷ seconds."""
     flops: Mapping[str, float]
     """Of large matrix products, by dtype: fp32, tf32, bf16, fp16."""
     host_stream: float
@@ -131,14 +93,15 @@ class Hardware:
     """Of a node, in the user's currency; no profile has one."""
 
     def __post_init__(self) -> None:
-        for name, dimension in _DIMENSIONS.items():
+        for name, dimension in DIMENSIONS.items():
             least = _LEAST.get(name, 0.0)
-            for key, value in _leaves(getattr(self, name)):
+            for key, value in leaves(getattr(self, name)):
                 where = f"{name}[{key}]" if key else name
                 if not math.isfinite(value) or value < least or (value == 0 and name not in _MAY_BE_ZERO):
                     limit = f"at least {least:g}" if least else "not negative" if name in _MAY_BE_ZERO else "above 0"
-                    raise RecipeError(f"{self.name}: {where} is {value:g} {_unit(dimension)}, must be {limit}")
-                if name in _COUNTS and value != int(value):
+                    unit = "" if dimension == "number" else f" {dimension}"
+                    raise RecipeError(f"{self.name}: {where} is {value:g}{unit}, must be {limit}")
+                if name in COUNTS and value != int(value):
                     raise RecipeError(f"{self.name}: {where} is {value:g}, must be a whole number")
         if self.network_efficiency > 1:
             raise RecipeError(f"{self.name}: network_efficiency is {self.network_efficiency:g}, must be at most 1")
@@ -181,16 +144,10 @@ class Hardware:
             If that cannot be.
         """
         try:
-            figures, sources, about = _read(values)
-            for key in figures:
-                if key not in _FIGURES:
-                    raise ValueError(f"figures has the unknown key '{key}'{did_you_mean(key, _FIGURES)}")
-            if missing := [key for key in _REQUIRED if key not in figures]:
-                raise ValueError(f"figures lacks {', '.join(missing)}; add them, or `extends:` a built-in profile")
-            read: dict[str, Any] = {key: _figure(key, entry) for key, entry in figures.items()}
+            read = read_profile(values)
         except ValueError as error:
             raise RecipeError(f"{name}: {error}") from None
-        return cls(name=name, sources=tuple(f"{key}: {text}" for key, text in sources.items()), **about, **read)
+        return cls(name=name, **read)
 
     def with_(self, **changes: Any) -> Self:
         """Copy it with other figures, in units of the International System.
@@ -214,13 +171,13 @@ class Hardware:
         RecipeError
             If there is no such figure, or it cannot be.
         """
-        if figure not in _DIMENSIONS:
-            raise RecipeError(f"hardware has no figure '{figure}' to scale{did_you_mean(figure, _DIMENSIONS)}")
+        if figure not in DIMENSIONS:
+            raise RecipeError(f"hardware has no figure '{figure}' to scale{did_you_mean(figure, DIMENSIONS)}")
         value = getattr(self, figure)
         if value is None:
             raise RecipeError(f"{self.name}: {figure} is not set, so it cannot be scaled; set it first")
-        scaled = _scaled(value, factor)
-        return replace(self, **{figure: round(scaled) if figure in _COUNTS else scaled})
+        changed = scaled(value, factor)
+        return replace(self, **{figure: round(changed) if figure in COUNTS else changed})
 
     def gather_rate(self, row_bytes: float) -> float:
         """Bytes/s of rows of so many bytes, read at random."""
@@ -229,11 +186,6 @@ class Hardware:
     def scatter_rate(self, row_bytes: float) -> float:
         """Bytes/s of rows of so many bytes, read and written at random."""
         return interpolated(self.scatter, row_bytes)
-
-
-def profiles() -> list[str]:
-    """Names of the built-in profiles."""
-    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 
 def interpolated(curve: Curve, at: float) -> float:
@@ -254,147 +206,3 @@ def interpolated(curve: Curve, at: float) -> float:
             share = math.log(at / low) / math.log(high / low)
             return low_rate + share * (high_rate - low_rate)
     return points[-1][1]
-
-
-# -- reading -------------------------------------------------------------------------------------------------------
-
-_FIGURES = [*_DIMENSIONS, "cores_shared"]
-_REQUIRED = [
-    f.name for f in fields(Hardware) if f.name in _DIMENSIONS and f.default is MISSING and f.default_factory is MISSING
-]
-_COUNTS = ("ranks_per_node", "cores_per_node", "device_bytes", "host_bytes", "disk_bytes")
-_LEAST = {"ranks_per_node": 1.0, "cores_per_node": 1.0, "oversubscription": 1.0}
-_MAY_BE_ZERO = ("disk_bytes", "disk_read", "disk_latency", "message_s", "launch_s", "price_per_hour")
-_BY_BYTES = ("gather", "scatter")
-_BY_RANKS = ("all_to_all", "all_reduce")
-_TOP = {"description": str, "sources": dict, "measured": bool, "figures": dict, "extends": str}
-_ENTRY = ("value", "peak", "share", "source", "spread")
-
-
-def _read(values: object) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
-    """Split a file into its figures, its sources, and what else it says, with those of what it extends."""
-    if not isinstance(values, dict):
-        raise ValueError(f"is {type(values).__name__}, must be a mapping with {', '.join(_TOP)}")
-    found = cast("dict[str, Any]", values)
-    for key, value in found.items():
-        if key not in _TOP:
-            raise ValueError(f"has the unknown key '{key}'{did_you_mean(str(key), _TOP)}")
-        if not isinstance(value, _TOP[key]):
-            raise ValueError(f"{key} is {value!r}, must be a {_TOP[key].__name__}")
-    figures: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    about: dict[str, Any] = {}
-    if (extends := found.get("extends")) is not None:
-        if extends not in profiles():
-            raise ValueError(
-                f"extends is '{extends}', must be one of {', '.join(profiles())}{did_you_mean(extends, profiles())}"
-            )
-        figures, sources, about = _read(_profile(extends))
-    own: dict[str, str] = {str(key): str(text) for key, text in found.get("sources", {}).items()}
-    changed: dict[str, Any] = found.get("figures", {})
-    _check_sources(changed, sources | own)
-    about = about | {key: found[key] for key in ("description", "measured") if key in found}
-    return figures | changed, sources | own, about
-
-
-@cache
-def _profile(name: str) -> Any:
-    return read_yaml(PROFILES / f"{name}.yaml")
-
-
-def _check_sources(figures: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    for key, entry in figures.items():
-        named = entry.get("source", []) if isinstance(entry, dict) else []
-        for source in cast("Sequence[object]", named if isinstance(named, list) else [named]):
-            if source not in sources:
-                raise ValueError(
-                    f"figures.{key}.source is {source!r}, which `sources` does not explain"
-                    f"{did_you_mean(str(source), sources)}"
-                )
-
-
-def _figure(key: str, entry: Any) -> Any:
-    """Read a figure: plain, or a mapping with its source."""
-    about = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {"value": entry}
-    if not about.keys() & _ENTRY and about:  # a plain curve
-        about = {"value": about}
-    if unknown := [k for k in about if k not in _ENTRY]:
-        raise ValueError(f"figures.{key} has the unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), _ENTRY)}")
-    if ("value" in about) == ("peak" in about) or ("peak" in about) != ("share" in about):
-        raise ValueError(f"figures.{key} must have either `value`, or `peak` and the `share` of it that is reached")
-    where = f"figures.{key}"
-    if key == "cores_shared":
-        if not isinstance(about.get("value"), bool):
-            raise ValueError(f"{where} is {about.get('value')!r}, must be true or false")
-        return about["value"]
-    dimension = _DIMENSIONS[key]
-    if "value" in about:
-        value = _quantities(where, key, about["value"], dimension)
-    else:
-        value = _reached(where, key, about["peak"], about["share"])
-    return round(value) if key in _COUNTS and value == round(value) else value
-
-
-def _quantities(where: str, key: str, value: Any, dimension: Dimension) -> Any:
-    """Read a number, or the curve or curves that this figure is."""
-    if key == "price_per_hour" and value is None:
-        return None
-    if key not in (*_BY_BYTES, *_BY_RANKS, "flops"):
-        return _quantity(where, value, dimension)
-    if not isinstance(value, dict):
-        by = {"flops": "dtype", "gather": "bytes of a row", "scatter": "bytes of a row"}.get(key, "number of ranks")
-        raise ValueError(f"{where} is {value!r}, must be a mapping by {by}")
-    entries = cast("dict[Any, Any]", value)
-    if key == "flops":
-        return {str(dtype): _quantity(f"{where}.{dtype}", v, dimension) for dtype, v in entries.items()}
-    for at in entries:
-        if isinstance(at, bool) or not isinstance(at, int) or at < 1:
-            raise ValueError(f"{where} has the key {at!r}, must be a whole number of at least 1")
-    if key in _BY_RANKS:
-        return {at: _quantities(f"{where}.{at}", "gather", curve, dimension) for at, curve in entries.items()}
-    return {at: _quantity(f"{where}.{at}", v, dimension) for at, v in entries.items()}
-
-
-def _reached(where: str, key: str, peak: Any, share: Any) -> Any:
-    """Multiply what is sold by the share of it that is reached; either may be by bytes of a row, or by dtype."""
-
-    def read(name: str, value: Any, dimension: Dimension) -> Any:
-        if isinstance(value, dict):
-            return _quantities(f"{where}.{name}", key, value, dimension)
-        return _quantity(f"{where}.{name}", value, dimension)
-
-    peaks, shares = read("peak", peak, _DIMENSIONS[key]), read("share", share, "number")
-    if too_large := [share for _, share in _leaves(shares) if not 0 < share <= 1]:
-        raise ValueError(f"{where}.share is {too_large[0]:g}, must be above 0 and at most 1")
-    if not isinstance(peaks, dict):
-        return _scaled(shares, peaks)
-    if not isinstance(shares, dict):
-        return _scaled(peaks, shares)
-    if differing := sorted(map(str, peaks.keys() ^ shares.keys())):
-        raise ValueError(f"{where} has {differing[0]} in only one of `peak` and `share`")
-    return {at: peaks[at] * shares[at] for at in peaks}
-
-
-def _quantity(where: str, value: object, dimension: Dimension) -> float:
-    try:
-        return parse(value, dimension)
-    except ValueError as error:
-        raise ValueError(f"{where} {error}") from None
-
-
-def _leaves(value: Any, key: str = "") -> list[tuple[str, float]]:
-    """The numbers of a figure, with where they are in it."""
-    if isinstance(value, Mapping):
-        entries = cast("Mapping[Any, Any]", value)
-        return [leaf for k, v in entries.items() for leaf in _leaves(v, f"{key}, {k}" if key else f"{k}")]
-    return [] if value is None else [(key, float(value))]
-
-
-def _scaled(value: Any, factor: float) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _scaled(v, factor) for key, v in cast("Mapping[Any, Any]", value).items()}
-    return value * factor
-
-
-def _unit(dimension: Dimension) -> str:
-    return "" if dimension == "number" else dimension

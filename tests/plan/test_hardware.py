@@ -1,0 +1,154 @@
+"""Hardware profiles: figures with units and sources; what cannot be is refused with the file, the key and the limit."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hotbed.errors import RecipeError
+from hotbed.plan.hardware import Hardware, interpolated
+from hotbed.plan.profile_files import DIMENSIONS, PROFILES, profiles
+from hotbed.plan.quantities import UNITS, parse, show
+
+FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "description", "sources", "measured"}
+SMALL: dict[str, Any] = {
+    "ranks_per_node": 2,
+    "device_bytes": "8 GB",
+    "host_bytes": "16 GiB",
+    "stream": "100 GB/s",
+    "gather": {64: "10 GB/s", 256: "30 GB/s"},
+    "scatter": {64: "5 GB/s"},
+    "flops": {"fp32": "1 TFLOP/s"},
+    "host_stream": 5e10,
+    "host_link": "10 GB/s",
+    "node_link": "20 GB/s",
+    "network": "100 Gbit/s",
+    "message_s": "5 us",
+    "launch_s": 0,
+    "cores_per_node": 4,
+}
+
+
+def write(folder: Path, figures: dict[str, Any], **top: Any) -> Path:
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump({"figures": figures, **top}))
+    return file
+
+
+@pytest.mark.parametrize("name", profiles())
+def test_every_figure_of_a_built_in_profile_has_a_source(name: str) -> None:
+    hardware = Hardware.load(name)
+    assert (hardware.name, hardware.price_per_hour, hardware.measured) == (name, None, False)
+    assert hardware.description
+    own = yaml.safe_load((PROFILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    for key, entry in own["figures"].items():
+        assert key == "cores_shared" or entry["source"], f"{name}: {key}"
+    assert {"gather", "stream", "flops"} <= own["figures"].keys() or "extends" in own
+    assert hardware.gather_rate(512) <= hardware.stream * 1.001
+    for source in own["sources"]:  # each explains a figure
+        assert any(text.startswith(f"{source}: ") for text in hardware.sources), source
+
+
+def test_figures_are_those_of_the_class() -> None:
+    assert DIMENSIONS.keys() | {"cores_shared"} == FIGURES
+
+
+def test_a_node_is_its_gpu_in_another_host() -> None:
+    amazon, dgx = Hardware.load("aws-p4d-24xlarge"), Hardware.load("a100-40")
+    assert amazon.gather == dgx.gather
+    assert amazon.network == 50e9 / 8 < dgx.network == 200e9 / 8
+    assert dgx.stream == pytest.approx(0.84 * 1555e9)
+    assert dgx.flops["bf16"] == pytest.approx(0.859 * 312e12)
+
+
+def test_a_file_may_have_plain_figures(tmp_path: Path) -> None:
+    hardware = Hardware.load(write(tmp_path, SMALL | {"all_to_all": {2: {4096: "1 GB/s"}}}))
+    assert hardware.host_bytes == 16 << 30
+    assert hardware.network == 12.5e9
+    assert hardware.message_s == pytest.approx(5e-6)
+    assert hardware.all_to_all == {2: {4096: 1e9}}
+    assert hardware.disk_bytes == 0
+    assert hardware.with_(price_per_hour=32.5).price_per_hour == 32.5
+
+
+def test_curves_are_linear_in_the_logarithm_and_flat_outside(tmp_path: Path) -> None:
+    hardware = Hardware.load(write(tmp_path, SMALL))
+    assert [hardware.gather_rate(n) for n in (4, 64, 128, 256, 4096)] == pytest.approx([10e9, 10e9, 20e9, 30e9, 30e9])
+    assert hardware.scatter_rate(512) == 5e9
+    assert interpolated({8: 1.0}, 100) == 1.0
+
+
+def test_figures_are_changed_for_sweeps(tmp_path: Path) -> None:
+    hardware = Hardware.load(write(tmp_path, SMALL))
+    assert hardware.with_(network=1e9).network == 1e9
+    assert hardware.scaled("gather", 2).gather == {64: 20e9, 256: 60e9}
+    assert hardware.scaled("device_bytes", 1 / 3).device_bytes == round(8e9 / 3)
+    with pytest.raises(RecipeError, match=r"hardware has no figure 'netwrok'; did you mean 'network'\?"):
+        hardware.with_(netwrok=1)
+    with pytest.raises(RecipeError, match="no figure 'name' to scale"):
+        hardware.scaled("name", 2)
+    with pytest.raises(RecipeError, match="price_per_hour is not set, so it cannot be scaled"):
+        hardware.scaled("price_per_hour", 2)
+    with pytest.raises(RecipeError, match=r"oversubscription is 0.5, must be at least 1"):
+        hardware.with_(oversubscription=0.5)
+
+
+@pytest.mark.parametrize(
+    ("figures", "top", "message"),
+    [
+        ({"stream": "fast"}, {}, r"figures.stream is 'fast', must be a number of bytes/s, .* like 1.3 TB/s"),
+        ({"stream": "10 GB"}, {}, "figures.stream is '10 GB', must be"),
+        ({"stream": "1.2.3 GB/s"}, {}, "figures.stream is '1.2.3 GB/s', must be"),
+        ({"stream": True}, {}, "figures.stream is True, must be"),
+        ({"stream": 0}, {}, "stream is 0 bytes/s, must be above 0"),
+        ({"launch_s": "-1 us"}, {}, "launch_s is -1e-06 s, must be not negative"),
+        ({"cores_per_node": 1.5}, {}, "cores_per_node is 1.5, must be a whole number"),
+        ({"network_efficiency": 2}, {}, "network_efficiency is 2, must be at most 1"),
+        ({"strem": 1}, {}, r"figures has the unknown key 'strem'; did you mean 'stream'\?"),
+        ({"stream": {"peak": "1 GB/s"}}, {}, "figures.stream must have either `value`, or `peak` and the `share`"),
+        ({"stream": {"peak": "1 GB/s", "share": 2}}, {}, "figures.stream.share is 2, must be above 0 and at most 1"),
+        ({"stream": {"value": 1, "src": "a"}}, {}, "figures.stream has the unknown key 'src'"),
+        ({"stream": {"value": 1, "source": "a"}}, {}, "figures.stream.source is 'a', which `sources` does not explain"),
+        ({"stream": {}}, {}, "figures.stream must have either"),
+        ({"gather": "1 GB/s"}, {}, "figures.gather is '1 GB/s', must be a mapping by bytes of a row"),
+        ({"gather": {}}, {}, "gather"),
+        ({"gather": {"wide": 1}}, {}, "figures.gather has the key 'wide', must be a whole number of at least 1"),
+        ({"gather": {64: 0}}, {}, r"gather\[64\] is 0 bytes/s, must be above 0"),
+        ({"gather": {"peak": {64: 1}, "share": {32: 1}}}, {}, "figures.gather has 32 in only one of"),
+        ({"flops": {"fp8": 1}}, {}, r"flops has 'fp8', must be of fp32, tf32, bf16, fp16"),
+        ({"all_to_all": {2: 5}}, {}, "figures.all_to_all.2 is 5, must be a mapping by"),
+        ({"cores_shared": 1}, {}, "figures.cores_shared is 1, must be true or false"),
+        ({}, {"extends": "a100-4"}, r"extends is 'a100-4', must be one of a100-40, .*; did you mean 'a100-40'\?"),
+        ({}, {"figurs": {}}, r"has the unknown key 'figurs'; did you mean 'figures'\?"),
+        ({}, {"sources": []}, "sources is \\[\\], must be a dict"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, figures: dict[str, Any], top: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as refused:
+        Hardware.load(write(tmp_path, SMALL | figures, **top))
+    assert "mine.yaml: " in str(refused.value)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"figures lacks ranks_per_node, cores_per_node, .*; add them, or `extends:`"):
+        Hardware.load(write(tmp_path, {"stream": 1}))
+    with pytest.raises(RecipeError, match=r"there is no hardware profile 'h10', .*; did you mean 'h100'\?"):
+        Hardware.load("h10")
+    (tmp_path / "list.yaml").write_text("[1]")
+    with pytest.raises(RecipeError, match=r"list.yaml: is list, must be a mapping"):
+        Hardware.load(tmp_path / "list.yaml")
+
+
+@pytest.mark.parametrize("dimension", [d for d in UNITS if UNITS[d]])
+@pytest.mark.parametrize("value", [3e-5, 0.5, 1.0, 999.0, 123456.0, 7.125e13])
+def test_a_quantity_that_is_shown_is_read_again(dimension: Any, value: float) -> None:
+    assert parse(show(value, dimension), dimension) == pytest.approx(value, rel=1e-3)
+
+
+def test_units() -> None:
+    assert parse("200 Gbit/s", "bytes/s") == 25e9
+    assert parse("1.5GiB", "bytes") == 1.5 * 2**30
+    assert parse(" 4 ms ", "s") == 4e-3
+    assert (show(1.6e12, "bytes/s"), show(5e-6, "s"), show(8, "number")) == ("1.6 TB/s", "5 us", "8")
