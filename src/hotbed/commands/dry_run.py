@@ -45,7 +45,7 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     tables.add_column("owners")
     for name, tiles in plan.by_table.items():
         rows, cols = extent(tiles)
-        tables.add_row(name, f"{rows:,} × {cols:,}", _cut(tiles), _owners(tiles))
+        tables.add_row(name, f"{rows:,} × {cols:,}", cut_of(tiles), owners_of(tiles))
     ranks = RichTable(title="Ranks", title_justify="left")
     for column in ("rank", "tiles", "memory"):
         ranks.add_column(column, justify="right")
@@ -58,7 +58,8 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     return Group(tables, ranks)
 
 
-def _cut(tiles: Sequence[Tile]) -> str:
+def cut_of(tiles: Sequence[Tile]) -> str:
+    """Say into what parts a table is cut, and how many ranks have copies."""
     row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
     parts: list[str] = []
     if len(row_cuts) > 1:
@@ -73,7 +74,8 @@ def _cut(tiles: Sequence[Tile]) -> str:
     return ", ".join(parts) or "whole"
 
 
-def _owners(tiles: Sequence[Tile]) -> str:
+def owners_of(tiles: Sequence[Tile]) -> str:
+    """Name the ranks that own a table's tiles."""
     owners = sorted({t.owner for t in tiles})
     if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
         return f"{owners[0]} … {owners[-1]}"

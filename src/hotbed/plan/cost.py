@@ -1,8 +1,8 @@
 """Count what a plan costs: bytes of each memory, and the bytes or seconds of each rank in a training step.
 
 There is one model, `CostModel`, with two units. *With hardware* it counts bytes by `PARTS` of a step and divides them
-by rates: seconds. *Without*, its unit is ids × columns per sample of the global batch, where every id is a row of its own
-(nothing is known of the batch): a lookup is a third of it, an update two thirds, as Mudigere et al. (2021, arXiv
+by rates: seconds. *Without*, its unit is ids × columns per sample of the global batch, where every id is a row of its
+own (nothing is known of the batch): a lookup is a third of it, an update two thirds, as Mudigere et al. (2021, arXiv
 2104.05158) count them. All formulas, with their units and sources: docs/planning.md.
 
 Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in those of all
@@ -199,7 +199,7 @@ class CostModel:
         lanes: dict[str, set[range]] = {}
         for tile in tiles:
             lanes.setdefault(tile.table, set()).add(tile.cols)
-        memory = {tier: np.zeros(self.world_size, dtype=np.int64) for tier in TIERS}
+        memory: dict[Tier, Array] = {tier: np.zeros(self.world_size, dtype=np.int64) for tier in TIERS}
         counted, parts = np.zeros((2, self.world_size, len(PARTS)))
         everyone = np.zeros((2, len(PARTS)))
         for tile in tiles:
