@@ -54,7 +54,7 @@ def connected(place: tuple[str, int]) -> socket.socket:
 def gloo(size: int, steps: int) -> dict[str, float]:
     """Every rank sends ``size`` bytes to every rank, ``WARMUP + steps`` times; seconds of the last ``steps``.
 
-    Once with ``all_to_all_single``, once with ``irecv`` and ``isend``, receives first. Gloo sends a message when the
+    Once with ``all_to_all_single``, once with `Link.exchange`: receives before sends. Gloo sends a message when the
     receiver has announced its buffer, and the announcement waits behind what the receiver itself is sending to that
     rank. ``all_to_all_single`` sends first: of two ranks, the one that comes later holds the other one up until its own
     message is through, so a link carries one direction at a time.
@@ -62,21 +62,19 @@ def gloo(size: int, steps: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    from hotbed.comm import Link
+
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     send = torch.full((ranks, size), rank, dtype=torch.uint8)
     received = torch.empty_like(send)
-    shifts = range(1, ranks)
+    link = Link()
 
     def all_to_all() -> None:
         dist.all_to_all_single(received, send)
 
     def receives_first() -> None:
-        work = [dist.irecv(received[(rank - i) % ranks], (rank - i) % ranks) for i in shifts]
-        work += [dist.isend(send[(rank + i) % ranks], (rank + i) % ranks) for i in shifts]
-        received[rank] = send[rank]
-        for one in filter(None, work):
-            one.wait()
+        link.exchange("bytes", list(send), list(received)).wait()
 
     def seconds(exchange: Callable[[], None]) -> float:
         received.fill_(255)

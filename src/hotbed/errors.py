@@ -4,7 +4,7 @@
 
     HotbedError
     ├── SpecError (ValueError)          a table, feature, schema or module argument that cannot be right
-    ├── RecipeError (ValueError)        a recipe or command-line argument
+    ├── RecipeError (ValueError)        a recipe, hardware profile or command-line argument
     ├── PlanError (ValueError)          a sharding plan that does not fit its tables, ranks or memory
     ├── BatchError (ValueError)         a batch that does not fit the features it is given to
     ├── DataError (ValueError)          a source file whose content is not what its format says
@@ -36,7 +36,7 @@ class SpecError(HotbedError, ValueError):
 
 
 class RecipeError(HotbedError, ValueError):
-    """A recipe or command-line argument that cannot be right."""
+    """A recipe, hardware profile or command-line argument that cannot be right."""
 
 
 class PlanError(HotbedError, ValueError):

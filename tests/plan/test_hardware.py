@@ -1,11 +1,15 @@
 """Hardware profiles: figures with units and sources; what cannot be is refused with the file, the key and the limit."""
 
+import contextlib
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotbed.errors import RecipeError
 from hotbed.plan.hardware import Hardware, interpolated
@@ -49,6 +53,16 @@ def test_every_figure_of_a_built_in_profile_has_a_source(name: str) -> None:
     assert hardware.gather_rate(512) <= hardware.stream * 1.001
     for source in own["sources"]:  # each explains a figure
         assert any(text.startswith(f"{source}: ") for text in hardware.sources), source
+
+
+def test_the_page_on_hardware_names_every_profile_and_figure() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+    for name in (*profiles(), *FIGURES):
+        assert f"`{name}`" in page, name
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    ours = Hardware.from_dict(yaml.safe_load(example), "the example")
+    assert (ours.price_per_hour, ours.network_efficiency, ours.oversubscription) == (31.5, 0.85, 2)
+    assert ours.gather == Hardware.load("aws-p5-48xlarge").gather
 
 
 def test_figures_are_those_of_the_class() -> None:
@@ -122,7 +136,11 @@ def test_figures_are_changed_for_sweeps(tmp_path: Path) -> None:
         ({"cores_shared": 1}, {}, "figures.cores_shared is 1, must be true or false"),
         ({}, {"extends": "a100-4"}, r"extends is 'a100-4', must be one of a100-40, .*; did you mean 'a100-40'\?"),
         ({}, {"figurs": {}}, r"has the unknown key 'figurs'; did you mean 'figures'\?"),
-        ({}, {"sources": []}, "sources is \\[\\], must be a dict"),
+        ({}, {"sources": []}, r"sources is \[\], must be a mapping of names to texts"),
+        ({}, {"description": None}, "description is None, must be text"),
+        ({7: 1}, {}, "figures has the unknown key '7'"),
+        ({"stream": {"value": 1, "source": [[]]}}, {}, r"figures.stream.source is \[\], which `sources`"),
+        ({"all_to_all": {"peak": {2: {4: 1}}, "share": 1}}, {}, "figures.all_to_all must have either"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, figures: dict[str, Any], top: dict[str, Any], message: str) -> None:
@@ -139,6 +157,17 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("[1]")
     with pytest.raises(RecipeError, match=r"list.yaml: is list, must be a mapping"):
         Hardware.load(tmp_path / "list.yaml")
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["1 GB/s", "a", "5 us", "", "fp32"])
+KEYS = st.sampled_from(["value", "peak", "share", "source", "fp32", 64, 2, 0, -1])
+ENTRIES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=3))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FIGURES)), ENTRIES), st.dictionaries(KEYS | st.just("extends"), ENTRIES))
+def test_whatever_a_file_holds_is_a_profile_or_one_error(figures: dict[str, Any], top: dict[Any, Any]) -> None:
+    with contextlib.suppress(RecipeError):
+        Hardware.from_dict({"figures": SMALL | figures, "sources": {"a": "b"}, **top}, "mine")
 
 
 @pytest.mark.parametrize("dimension", [d for d in UNITS if UNITS[d]])

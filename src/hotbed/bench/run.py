@@ -48,7 +48,7 @@ def bench(what: str, options: Mapping[str, Any], out: Console, progress: Console
         If an option cannot be right, or it does not fit into memory.
     """
     made = OPTIONS[what](**options)
-    with _stages(progress) as tell:
+    with stages(progress) as tell:
         found = bench_step(made, tell) if isinstance(made, StepOptions) else bench_ops(made, tell)
     result = {
         "command": f"bench {what}",
@@ -61,7 +61,7 @@ def bench(what: str, options: Mapping[str, Any], out: Console, progress: Console
 
 
 @contextmanager
-def _stages(console: Console) -> Generator[Callable[[str], None]]:
+def stages(console: Console) -> Generator[Callable[[str], None]]:
     """Show what is done now: on a terminal in one line, else in a line each.
 
     No thread redraws it, which would take time from what is measured.

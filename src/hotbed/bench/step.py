@@ -262,7 +262,7 @@ class _Roofline:
         self._gather = gather_limit(parts, options.pooling, moved.lookup)
         self._scatter = scatter_limit(parts, moments, moved.update)
         self._meter = Meter(model.embeddings.device, options.repeats)
-        self._matmuls = [self._fastest(_ways(a, b)) for a, b in _matmuls(options, model)]
+        self._matmuls = [self._fastest(ways_to_multiply(a, b)) for a, b in _matmuls(options, model)]
 
     def seconds(self) -> dict[str, float]:
         """Seconds of matrix products, of gathering rows, of scattering them."""
@@ -303,7 +303,7 @@ def _matmuls(options: StepOptions, model: DLRM) -> list[tuple[Tensor, Tensor]]:
     return products
 
 
-def _ways(a: Tensor, b: Tensor) -> list[Product]:
+def ways_to_multiply(a: Tensor, b: Tensor) -> list[Product]:
     """The product of two matrices, or of two batches of them, by torch, and where it can by oneDNN."""
     ways: list[Product] = [partial(torch.matmul, a, b, out=a @ b)]
     if a.dim() == 2 and a.is_cpu and a.dtype == torch.float32 and has_onednn_linear():

@@ -350,8 +350,8 @@ def write_json(path: str | None, value: Mapping[str, Any]) -> None:
         write_text(path, json_text(value))
 
 
-def check_json(path: str) -> None:
-    """Raise if ``--json`` names no file that could be written, before a command does its work."""
+def check_json(path: str, option: str = "--json") -> None:
+    """Raise if an option names no file that could be written, before a command does its work."""
     file = location(path)
     if isinstance(file, str):
         from hotbed.checkpoint.single_files import exists
@@ -360,11 +360,11 @@ def check_json(path: str) -> None:
         return
     there = next(parent for parent in file.absolute().parents if parent.exists())
     if not path or file.is_dir():
-        raise RecipeError(f"--json is {path!r}, which is a directory; give a file")
+        raise RecipeError(f"{option} is {path!r}, which is a directory; give a file")
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        raise RecipeError(f"--json is {path!r}, but no file can be written into {there} ({error.strerror})") from None
+        raise RecipeError(f"{option} is {path!r}, but no file can be written into {there} ({error.strerror})") from None
 
 
 def add_trust(parser: ArgumentParser) -> None:

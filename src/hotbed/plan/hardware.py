@@ -62,13 +62,13 @@ class Hardware:
     flops: Mapping[str, float]
     """Of large matrix products, by dtype: fp32, tf32, bf16, fp16."""
     host_stream: float
-    """Of a node's host memory."""
+    """Of a node's host memory, bytes read and written in order."""
     host_link: float
     """Between a rank's device and the host's memory, in one direction."""
     disk_read: float = 0.0
-    """Random reads from a node's disks, many at a time; 0 where there are none."""
+    """Random reads of 4 KiB from a node's disks, many at a time; 0 where there are none."""
     disk_latency: float = 0.0
-    """Of one random read."""
+    """Of one random read of 4 KiB."""
     node_link: float
     """What a rank sends to others of its node, in one direction."""
     network: float
@@ -84,7 +84,7 @@ class Hardware:
     all_to_all: Mapping[int, Curve] = field(default_factory=dict[int, Curve])
     """Measured, by ranks, then by bytes that a rank sends to each other one: bytes that it sends in all ÷ seconds."""
     all_reduce: Mapping[int, Curve] = field(default_factory=dict[int, Curve])
-    """Measured, by ranks, then by bytes of the tensor that is summed: these bytes ÷ seconds."""
+    """Measured, of dense gradients in rank order, by ranks, then by bytes of the tensor: these bytes ÷ seconds."""
     cores_per_node: int
     """Physical cores, or those that may be used."""
     cores_shared: bool = False

@@ -71,7 +71,13 @@ _OPTIONAL = (
 _FIGURES = (*DIMENSIONS, "cores_shared")
 _BY_BYTES = ("gather", "scatter")
 _BY_RANKS = ("all_to_all", "all_reduce")
-_TOP = {"description": str, "sources": dict, "measured": bool, "figures": dict, "extends": str}
+_TOP = {
+    "description": (str, "text"),
+    "sources": (dict, "a mapping of names to texts"),
+    "measured": (bool, "true or false"),
+    "figures": (dict, "a mapping"),
+    "extends": (str, "a built-in profile's name"),
+}
 _ENTRY = ("value", "peak", "share", "source", "spread")
 
 
@@ -91,7 +97,7 @@ def read_profile(values: object) -> dict[str, Any]:
     figures, sources, about = _read(values)
     for key in figures:
         if key not in _FIGURES:
-            raise ValueError(f"figures has the unknown key '{key}'{did_you_mean(key, _FIGURES)}")
+            raise ValueError(f"figures has the unknown key '{key}'{did_you_mean(str(key), _FIGURES)}")
     if missing := [key for key in _FIGURES if key not in figures and key not in _OPTIONAL]:
         raise ValueError(f"figures lacks {', '.join(missing)}; add them, or `extends:` a built-in profile")
     named = {source for entry in figures.values() for source in _sources(entry)}
@@ -107,8 +113,9 @@ def _read(values: object) -> tuple[dict[str, Any], dict[str, str], dict[str, Any
     for key, value in found.items():
         if key not in _TOP:
             raise ValueError(f"has the unknown key '{key}'{did_you_mean(str(key), _TOP)}")
-        if not isinstance(value, _TOP[key]):
-            raise ValueError(f"{key} is {value!r}, must be a {_TOP[key].__name__}")
+        kind, words = _TOP[key]
+        if not isinstance(value, kind):
+            raise ValueError(f"{key} is {value!r}, must be {words}")
     figures: dict[str, Any] = {}
     sources: dict[str, str] = {}
     about: dict[str, Any] = {}
@@ -133,7 +140,7 @@ def _profile(name: str) -> Any:
 def _check_sources(figures: Mapping[str, Any], sources: Mapping[str, str]) -> None:
     for key, entry in figures.items():
         for source in _sources(entry):
-            if source not in sources:
+            if not isinstance(source, str) or source not in sources:
                 raise ValueError(
                     f"figures.{key}.source is {source!r}, which `sources` does not explain"
                     f"{did_you_mean(str(source), sources)}"
@@ -153,7 +160,8 @@ def _figure(key: str, entry: Any) -> Any:
         about = {"value": about}
     if unknown := [k for k in about if k not in _ENTRY]:
         raise ValueError(f"figures.{key} has the unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), _ENTRY)}")
-    if ("value" in about) == ("peak" in about) or ("peak" in about) != ("share" in about):
+    reached = "peak" in about and key not in _BY_RANKS
+    if ("value" in about) == reached or ("peak" in about) != ("share" in about):
         raise ValueError(f"figures.{key} must have either `value`, or `peak` and the `share` of it that is reached")
     where = f"figures.{key}"
     if key == "cores_shared":
