@@ -46,7 +46,7 @@ def test_a_plan_is_shown_and_written(recipe: Path, capsys: pytest.CaptureFixture
     plan = Plan.from_json(file.read_text())
     assert plan.world_size == 4 and plan.to_dict() == found["plan"]
     assert found["gap"] >= -1e-9 and found["load_s"] >= found["bound_s"] > 0
-    assert len(found["ranks"]) == 4 and found["others_step_s"]["table"] >= found["step_s"]["step"] * 0.99
+    assert len(found["ranks"]) == 4 and found["others_step_s"]["table"] >= found["step_s"]["step"] * 0.99  # no copies
     shown = capsys.readouterr().out
     assert "users" in shown and "above the lower bound of" in shown and "the recipe's own plan table:" in shown
 

@@ -46,7 +46,7 @@ class Bound:
 
 
 def lower_bound(model: CostModel, fixed: Mapping[str, Cut], overflow: int = 0, tier: Tier = "host") -> Bound:
-    """Bound the busiest rank's load.
+    """Bound the busiest rank's load, without copies of rows or with them and what their exchanges take.
 
     Parameters
     ----------
@@ -59,29 +59,36 @@ def lower_bound(model: CostModel, fixed: Mapping[str, Cut], overflow: int = 0, t
     tier
         Where they go.
     """
+    without = _bound(model, fixed, overflow, tier, copies=False)
+    with_copies = _bound(model, fixed, overflow, tier, copies=True)
+    with_copies = replace(with_copies, average=with_copies.average + model.copies_s)
+    return min(without, with_copies, key=lambda bound: bound.load)
+
+
+def _bound(model: CostModel, fixed: Mapping[str, Cut], overflow: int, tier: Tier, *, copies: bool) -> Bound:
     size = model.world_size
     totals, everyone = 0.0, 0.0
     smallest: dict[str, Form] = {}
     for use in model.workload.uses:
         name = use.table.name
-        forms = [form_of(use, fixed[name], model)] if name in fixed else _forms(use, 1, model)
+        forms = [form_of(use, fixed[name], model)] if name in fixed else _forms(use, 1, model, copies)
         totals += min(form.total for form in forms)
         everyone += min(form.everyone for form in forms)
         smallest[name] = min(forms, key=lambda form: form.largest)
     for name, form in smallest.items():  # which are smaller where rows are cut; only large ones can bind
         if name not in fixed and form.largest + everyone > totals / size:
-            smallest[name] = min([form, *_forms(form.use, 0, model)], key=lambda form: form.largest)
+            smallest[name] = min([form, *_forms(form.use, 0, model, copies)], key=lambda form: form.largest)
     last = max(smallest, key=lambda name: smallest[name].largest, default="")
     piece = smallest[last].largest if smallest else 0.0
     extra = _overflow_load(model, overflow, tier) if overflow else 0.0
     return Bound(totals / size, extra / size, piece + everyone, last)
 
 
-def _forms(use: TableUse, rows: int, model: CostModel) -> list[Form]:
+def _forms(use: TableUse, rows: int, model: CostModel, copies: bool) -> list[Form]:
     """A table with so many row parts, cut by columns or not, with copies or without."""
-    copied = [False, True] if model.world_size > 1 else [False]
+    copied = [False, True] if model.world_size > 1 and copies else [False]
     cuts = [Cut(rows, cols, copy) for cols in column_parts(use) for copy in copied]
-    return [form_of(use, cut, model) for cut in (*cuts, *hot_prefix(use, rows, model))]
+    return [form_of(use, cut, model) for cut in (*cuts, *(hot_prefix(use, rows, model) if copies else ()))]
 
 
 def _overflow_load(model: CostModel, overflow: int, tier: Tier) -> float:

@@ -93,7 +93,9 @@ def column_parts(use: TableUse) -> list[int]:
     return [*(2**i for i in range(units.bit_length()) if 2**i < units), units]
 
 
-def form_for(use: TableUse, most_load: float, most_bytes: float, room: float, model: CostModel) -> Form:
+def form_for(
+    use: TableUse, most_load: float, most_bytes: float, room: float, model: CostModel, *, copies: bool
+) -> Form:
     """Choose the cheapest form of a table whose tiles are no larger; or that with the smallest tiles.
 
     Parameters
@@ -106,12 +108,16 @@ def form_for(use: TableUse, most_load: float, most_bytes: float, room: float, mo
         Bytes that a rank has for rows, of which copies may take a hundredth.
     model
         What tiles cost.
+    copies
+        Whether ranks may have copies of rows.
     """
     whole = form_of(use, Cut(), model)
     needed = math.ceil(max(whole.largest / most_load, whole.tile_bytes / most_bytes) * (1 - 1e-9))
     needed = min(max(needed, 1), model.world_size)
     forms = [whole, *(form_of(use, cut, model) for cut in _cuts(use, needed, model))]
-    if model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:
+    if copies:
+        forms += [form_of(use, cut, model) for cut in hot_prefix(use, _rows(use, needed, model), model)]
+    if copies and model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:
         forms += [form_of(use, Cut(rows=rows, replicated=True), model) for rows in {1, _rows(use, needed, model)}]
     fitting = [f for f in forms if f.is_even or (f.largest <= most_load and f.tile_bytes <= most_bytes)]
     if fitting:
@@ -128,7 +134,6 @@ def _cuts(use: TableUse, needed: int, model: CostModel) -> Iterator[Cut]:
         yield Cut(rows=rows, cols=min(columns, -(-needed // rows)))
     if needed > 1 and columns > 1:
         yield Cut(cols=min(columns, needed))
-    yield from hot_prefix(use, rows, model)
 
 
 def hot_prefix(use: TableUse, rows: int, model: CostModel) -> Iterator[Cut]:

@@ -45,6 +45,9 @@ PARTS = (
 """What a step does for tables. `Traffic`'s words are used where bytes cross between ranks."""
 LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS = range(len(PARTS))
 
+EXCHANGES_OF_COPIES = 3
+"""Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
+
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
@@ -192,6 +195,21 @@ class CostModel:
             counted = self._owner_and_others(use, tile, range(start, rows.stop, rows.step), lanes, copies)
             self._known[key] = TileCost(*counted, self._prices(use, tile))
         return self._known[key]
+
+    @property
+    def copies_s(self) -> float:
+        """Fixed seconds of a step in which any table has copies: its own exchanges, with a message to each rank."""
+        return 0.0 if self.hardware is None else self._exchange_s * EXCHANGES_OF_COPIES
+
+    @property
+    def sums_s(self) -> float:
+        """Fixed seconds of a step in which rows are cut into columns whose sums are exchanged."""
+        return 0.0 if self.hardware is None else self._exchange_s
+
+    @property
+    def _exchange_s(self) -> float:
+        assert self.hardware is not None
+        return (self.world_size - 1) * self.hardware.message_s
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
         """Cost of each rank; ``plan`` or any of its tables, with all of their tiles."""

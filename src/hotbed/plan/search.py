@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -59,8 +60,9 @@ class Found:
 
     @property
     def load(self) -> float:
-        """Of the busiest rank: seconds, or ids × columns without hardware."""
-        return float(self.costs.load.max())
+        """Of the busiest rank, with exchanges that not every plan has: seconds; ids × columns without hardware."""
+        fixed = _fixed_load(self.plan.tiles, self.model)
+        return float(self.costs.load.max()) + fixed
 
     @property
     def gap(self) -> float:
@@ -160,7 +162,9 @@ def search(
         forms.append(chosen)
         try:
             placement = _placed(chosen, model, None if overflow else limits.device)
-            found.append(_in_memories(placement, model, limits, slower) if overflow else _Candidate.of(placement))
+            found.append(
+                _in_memories(placement, model, limits, slower) if overflow else _Candidate.of(placement, model)
+            )
         except PlanError as error:
             errors.append(error)
             continue
@@ -184,15 +188,19 @@ class _Candidate:
     count: int
     tiles: Callable[[], list[Tile]]
     method: str = "heuristics"
+    fixed: float = 0.0
+    """Load of exchanges that copies or sums over columns take."""
 
     @classmethod
-    def of(cls, placement: Placement) -> _Candidate:
+    def of(cls, placement: Placement, model: CostModel) -> _Candidate:
         count = sum(len(part.rows) for part, _ in placement.parts)
-        return cls(placement.loads, placement.nbytes, count, placement.tiles)
+        first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
+        fixed = _fixed_load(first, model)
+        return cls(placement.loads, placement.nbytes, count, placement.tiles, fixed=fixed)
 
     @property
     def load(self) -> float:
-        return float(self.loads.max())
+        return float(self.loads.max()) + self.fixed
 
     def is_even(self, bound: Bound) -> bool:
         """Whether looking further is not worth it."""
@@ -210,11 +218,11 @@ def _forms(
     mean_bytes = max(sum(form.nbytes for form in whole) / model.world_size, 1.0)
     seen: set[tuple[Cut, ...]] = set()
     most_bytes = min(mean_bytes * LEVELS[-2], np.inf if overflow else limits.device)
-    for level in LEVELS:
+    for copies, level in product((False, True), LEVELS):
         chosen = {
             use.table.name: given[use.table.name]
             if use.table.name in given
-            else form_for(use, mean_load * level, most_bytes, limits.device, model)
+            else form_for(use, mean_load * level, most_bytes, limits.device, model, copies=copies)
             for use in uses
         }
         cuts = tuple(form.cut for form in chosen.values())
@@ -250,7 +258,8 @@ def _in_memories(placement: Placement, model: CostModel, limits: Limits, slower:
             f"the fullest {'rank' if tier == 'device' else 'node'} would have {gib(nbytes)} more than the "
             f"{gib(limits.room[tier])} of its {tier}; use narrower rows, or more ranks"
         )
-    return _Candidate(costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles))
+    fixed = _fixed_load(placed.tiles, model)
+    return _Candidate(costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed)
 
 
 def _by_milp(
@@ -277,7 +286,15 @@ def _by_milp(
         np.add.at(loads, owners, form.costs[0].owner)
         np.add.at(nbytes, owners, form.costs[0].nbytes)
         parts += zip(form.parts[0].split(), owners, strict=True)
-    return [replace(_Candidate.of(Placement(tuple(parts), loads, nbytes)), method="mixed integer program")]
+    return [replace(_Candidate.of(Placement(tuple(parts), loads, nbytes), model), method="mixed integer program")]
+
+
+def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
+    """Load of exchanges that not every plan has: of copies, and of sums over columns."""
+    uses = model.workload.by_table
+    copies = any(tile.readers for tile in tiles)
+    sums = any(len(tile.cols) < uses[tile.table].table.dim and uses[tile.table].row_sums for tile in tiles)
+    return model.copies_s * copies + model.sums_s * sums
 
 
 def _best(found: Sequence[_Candidate]) -> _Candidate:

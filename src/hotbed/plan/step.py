@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from hotbed.plan.cost import COPIES, PARTS, REPLICAS, SUMS, CostModel, RankCosts
+from hotbed.plan.cost import COPIES, EXCHANGES_OF_COPIES, PARTS, REPLICAS, SUMS, CostModel, RankCosts
 from hotbed.plan.hardware import interpolated
 from hotbed.plan.tiling import Plan
 
 EXCHANGES = 4
 """Of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
-EXCHANGES_OF_COPIES = 3
-"""Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
 LAUNCHES = 12
 """Kernels of an arena in a step: grouping and looking up, sums per row, update; counted in the code of a GPU's step."""
 
