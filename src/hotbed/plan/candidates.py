@@ -94,7 +94,7 @@ def column_parts(use: TableUse) -> list[int]:
 
 
 def form_for(
-    use: TableUse, most_load: float, most_bytes: float, room: float, model: CostModel, *, copies: bool
+    use: TableUse, most_load: float, most_bytes: float, room: float, model: CostModel, *, copies: bool, columns: bool
 ) -> Form:
     """Choose the cheapest form of a table whose tiles are no larger; or that with the smallest tiles.
 
@@ -110,11 +110,13 @@ def form_for(
         What tiles cost.
     copies
         Whether ranks may have copies of rows.
+    columns
+        Whether columns may be cut.
     """
     whole = form_of(use, Cut(), model)
     needed = math.ceil(max(whole.largest / most_load, whole.tile_bytes / most_bytes) * (1 - 1e-9))
     needed = min(max(needed, 1), model.world_size)
-    forms = [whole, *(form_of(use, cut, model) for cut in _cuts(use, needed, model))]
+    forms = [whole, *(form_of(use, cut, model) for cut in _cuts(use, needed, model) if columns or cut.cols == 1)]
     if copies:
         forms += [form_of(use, cut, model) for cut in hot_prefix(use, _rows(use, needed, model), model)]
     if copies and model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:

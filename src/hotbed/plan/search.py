@@ -218,11 +218,11 @@ def _forms(
     mean_bytes = max(sum(form.nbytes for form in whole) / model.world_size, 1.0)
     seen: set[tuple[Cut, ...]] = set()
     most_bytes = min(mean_bytes * LEVELS[-2], np.inf if overflow else limits.device)
-    for copies, level in product((False, True), LEVELS):
+    for copies, columns, level in product((False, True), (False, True), LEVELS):
         chosen = {
             use.table.name: given[use.table.name]
             if use.table.name in given
-            else form_for(use, mean_load * level, most_bytes, limits.device, model, copies=copies)
+            else form_for(use, mean_load * level, most_bytes, limits.device, model, copies=copies, columns=columns)
             for use in uses
         }
         cuts = tuple(form.cut for form in chosen.values())
