@@ -213,7 +213,7 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
             {"replicas": 2, "reader": "owners"},
             "parallel.reader is 'owners' and parallel.replicas is 2, but owners read for one group only",
         ),
-        ("parallel", {"paln": "row"}, "unknown key 'parallel.paln'; parallel may have plan, dense"),
+        ("parallel", {"paln": "row"}, "unknown key 'parallel.paln'; parallel may have plan, hardware, dense"),
         ("parallel", {"paln": "row"}, "did you mean 'plan'?"),
         ("parallel", "row", "parallel is 'row', must be a mapping"),
     ],

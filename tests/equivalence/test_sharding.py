@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hotbed.plan import Cut, Plan, make_plan
+from hotbed.plan.hardware import Hardware
 from hotbed.specs import Table
 from tests.matrix import full
 from tests.ranks import Ranks
@@ -40,6 +41,8 @@ WHOLE = tuple(replace(t, dtype="fp32", fp32_rows=0) for t in TABLES)
 def plan(name: str, size: int, tables: tuple[Table, ...] = TABLES) -> Plan:
     if name.startswith("pooled"):
         return make_plan(tables, size, name.removeprefix("pooled "), wire="pooled")
+    if name == "auto":
+        return make_plan(tables, size, "auto", hardware=Hardware.load("a100-40"), batch_size=64)
     return make_plan(tables, size, SCHEMES[name])
 
 
@@ -84,7 +87,7 @@ def combinations() -> list[Any]:
 def test_all_plans_give_the_same_bits(ranks: Ranks, size: int, kind: str, optimizer: str):
     rule, options = OPTIMIZERS[optimizer]
     job = Job(None, steps=3, optimizer=rule, options=options, kind=kind)
-    jobs = {s: replace(job, plan=plan(s, size)) for s in (*SCHEMES, "pooled table", "pooled column")}
+    jobs = {s: replace(job, plan=plan(s, size)) for s in (*SCHEMES, "auto", "pooled table", "pooled column")}
     found = results(ranks, size, jobs)
     for scheme in jobs:
         assert not differing(found[scheme], found["table"]), scheme

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hotbed.plan import Plan, Tile
-from hotbed.plan.cost import step_traffic
+from hotbed.plan.traffic import step_traffic
 
 ROWS, DIM = 100, 32
 

@@ -42,13 +42,6 @@ def recipe(**sections: Any) -> Recipe:
 @pytest.mark.parametrize(
     ("scheme", "tables", "ranks", "message"),
     [
-        (
-            "column",
-            NARROW,
-            2,
-            "no table is cut into columns: they have at most 16 columns, and parts are multi",
-        ),
-        ("grid", NARROW, 2, "use plan row or table, or raise data.dim to at least 32"),
         ("column", WIDE, 2, r"1 of 2 tables are too narrow to be cut into columns (a)"),
         ("table", NARROW, 4, "gives no row of any table to 2 of 4 ranks (2, 3); plan row gives all of them some"),
         ("row", NARROW, 1, "parallel.plan is row, but each plan is for one process, in which nothing is cut"),

@@ -19,8 +19,9 @@ from hotbed.config import Recipe
 from hotbed.embed import plan_tables
 from hotbed.errors import RecipeError
 from hotbed.optim import Moment, SparseOptimizer
-from hotbed.plan.cost import Cost, rank_costs, tile_bytes
+from hotbed.plan.cost import Cost, CostModel, tile_bytes
 from hotbed.plan.tiling import Plan, Tile, extent
+from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 from hotbed.store.memory import available_bytes
 from hotbed.train.build import new_model, open_source
@@ -44,7 +45,7 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     tables.add_column("owners")
     for name, tiles in plan.by_table.items():
         rows, cols = extent(tiles)
-        tables.add_row(name, f"{rows:,} × {cols:,}", _cut(tiles), _owners(tiles))
+        tables.add_row(name, f"{rows:,} × {cols:,}", cut_of(tiles), owners_of(tiles))
     ranks = RichTable(title="Ranks", title_justify="left")
     for column in ("rank", "tiles", "memory"):
         ranks.add_column(column, justify="right")
@@ -57,7 +58,8 @@ def plan_view(plan: Plan, costs: Sequence[Cost]) -> Group:
     return Group(tables, ranks)
 
 
-def _cut(tiles: Sequence[Tile]) -> str:
+def cut_of(tiles: Sequence[Tile]) -> str:
+    """Say into what parts a table is cut, and how many ranks have copies."""
     row_cuts, col_cuts = {t.rows for t in tiles}, {t.cols for t in tiles}
     parts: list[str] = []
     if len(row_cuts) > 1:
@@ -72,7 +74,8 @@ def _cut(tiles: Sequence[Tile]) -> str:
     return ", ".join(parts) or "whole"
 
 
-def _owners(tiles: Sequence[Tile]) -> str:
+def owners_of(tiles: Sequence[Tile]) -> str:
+    """Name the ranks that own a table's tiles."""
     owners = sorted({t.owner for t in tiles})
     if len(owners) > 2 and owners == list(range(owners[0], owners[-1] + 1)):
         return f"{owners[0]} … {owners[-1]}"
@@ -128,10 +131,7 @@ def _of_ranks(plan: Plan, tables: Sequence[Table], moments: Mapping[str, Sequenc
     """The plan of several ranks, and the bytes and load of each."""
     if plan.world_size == 1:
         return {}
-    costs = [Cost(0, 0.0)] * plan.world_size
-    for table in tables:
-        more = rank_costs(plan.by_table[table.name], [table], plan.world_size, moments=moments[table.name])
-        costs = [cost.plus(added) for cost, added in zip(costs, more, strict=True)]
+    costs = CostModel(Workload.of(tables, moments=moments), plan.world_size).ranks(plan).costs
     return {"plan": plan.to_dict(), "ranks": [{"bytes": cost.nbytes, "load": cost.load} for cost in costs]}
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "init": "Draft a recipe for Parquet, CSV or TSV files.",
     "prepare": "Turn raw Criteo logs into a dataset.",
     "pack": "Choose hot rows, and split a dataset into hot and cold samples.",
+    "plan": "Search for the fastest plan of a recipe's tables, on hardware that need not be here.",
     "train": "Train and test by a recipe.",
     "daily": "Train a model every day, after evaluating it on the day.",
     "tune": "Search learning rates, dims and dropout of a recipe on its valid split.",
@@ -104,7 +105,7 @@ def make_parser() -> Parser:
         version=release(),
         epilog="hotbed COMMAND --help shows arguments; --debug shows tracebacks.",
     )
-    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "daily", "tune"), RecipeParser)
+    kinds = dict.fromkeys(COMMANDS, Parser) | dict.fromkeys(("train", "daily", "tune", "plan"), RecipeParser)
     parser.add_commands(
         {name: kinds[name](partial(_add_arguments, name), description=COMMANDS[name]) for name in kinds}
     )

@@ -27,7 +27,8 @@ from hotbed.errors import RecipeError
 from hotbed.locations import local, location
 from hotbed.optim import Moment
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.tiers import Counted, Popularity, hot_rows
+from hotbed.plan.popularity import Counted, Popularity
+from hotbed.plan.tiers import hot_rows
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.train.build import new_model, new_source, tables_of

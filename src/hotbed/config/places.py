@@ -7,7 +7,7 @@ sections ``parallel`` and ``memory`` extend, so that it can be given these whole
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hotbed.config.component import at_least, one_of
 from hotbed.errors import HotbedError, RecipeError, SpecError
@@ -68,8 +68,13 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanChoice:
-    plan: str = "table"
-    """Sharding scheme of the tables, such as row (an unknown name is answered with all), or a plan's JSON file."""
+    plan: str | dict[str, Any] = "table"
+    """Sharding scheme of the tables, such as row (an unknown name is answered with all), ``auto``: the plan that is
+    found to be fastest; or schemes by table name or pattern (``{users: row, "*": auto}``; a scheme may be given by the
+    fields of a `hotbed.Cut`); or a JSON or YAML file with a plan, or with schemes by table."""
+    hardware: str | None = None
+    """For plan ``auto``: the machine, a built-in profile's name or a file of hotbed doctor --measure; by default what
+    this one seems to be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +105,10 @@ class ParallelRecipe(ParallelOptions, _PlanChoice):  # keys are in the order of 
             at_least("parallel.ranks_per_node", self.ranks_per_node, 1)
         if not self.plan:
             raise RecipeError("parallel.plan is empty; give a scheme like table or row, or a plan's file")
+        if not isinstance(self.plan, str | dict):
+            raise RecipeError(
+                f"parallel.plan is {self.plan!r}, must be a scheme like table or row, schemes by table, or a file"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

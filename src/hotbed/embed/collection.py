@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -30,6 +31,8 @@ from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
 from hotbed.plan import Cut, Plan, make_plan
+from hotbed.plan.here import hardware_here
+from hotbed.plan.placement import AUTO
 from hotbed.specs import ANY_ID, Feature, Table
 from hotbed.store import Storage
 from hotbed.torch_hooks import untraced
@@ -341,15 +344,21 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
 
     A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
     `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. The number of ids
-    per table, where ``options`` do not give it, is one per sample and feature.
+    per table, where ``options`` do not give it, is one per sample and feature; ``"auto"`` is for the machine that this
+    is, where they do not give ``hardware``.
     """
     names = names_in_plans(model)
     own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
     given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
-    schemes = {name: own.get(path, of_others) for (path, _), name in names.items()} | dict(given)
+    schemes = {name: own.get(path, of_others) for (path, _), name in names.items()}
+    for name in schemes:
+        schemes[name] = next((given[k] for k in (name, *given) if k in given and fnmatchcase(name, k)), schemes[name])
+    schemes |= {key: s for key, s in given.items() if not any(fnmatchcase(n, key) for n in schemes)}  # to be refused
     collections = collections_of(model).items()
     ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
     options.setdefault("ids", ids)
+    if AUTO in schemes.values() and "hardware" not in options:
+        options["hardware"] = hardware_here(next(iter(collections_of(model).values())).device)
     return make_plan(plan_tables(model), world_size, schemes, **options)
 
 

@@ -1,81 +1,135 @@
-"""Place tiles on ranks, so that the busiest rank has as little load as can be.
+"""Place items on ranks, so that the busiest rank has as little load as can be, and memory is as even as that allows.
 
-Two heuristics, of which the better result is kept. *Greedy*: items in order of falling load, each to the place with the
-least load that has room for it. *Karmarkar-Karp*, k-way: every item starts as a partition (itself, nothing, …); again
-and again the two partitions with the largest spread are merged, the fullest set of one with the emptiest of the other,
-so that large differences cancel; then items move from places that overflow.
+Heuristics, of which the best result is kept. *Greedy*: items in order of falling load, or of the larger of load and
+bytes as shares of all, each to the least loaded place that has room for it. *Karmarkar-Karp*, k-way, where items and
+places are few: every item starts as a partition (itself, nothing, …); again and again the two partitions with the
+largest spread are merged, the fullest set of one with the emptiest of the other, so that large differences cancel; then
+items move from places that overflow. *Local moves* end both: items move from the busiest place, or change places with
+those of others; then the same for bytes, where no load rises above the busiest one's.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from itertools import count
+from typing import Any, NamedTuple
 
-from hotbed.errors import PlanError
-from hotbed.plan.cost import Cost, gib
+import numpy as np
 
+Array = np.ndarray[Any, Any]
 
-def place(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None, names: Sequence[str]) -> list[int]:
-    """Choose a place for each item.
-
-    Parameters
-    ----------
-    items
-        What each item costs its place.
-    start
-        What each place has already.
-    capacity
-        Bytes that a place can hold, or None: any number.
-    names
-        What to call the items in an error.
-
-    Raises
-    ------
-    PlanError
-        If neither heuristic finds room for an item.
-    """
-    greedy = _greedy(items, start, capacity)
-    repaired = _repaired(_karmarkar_karp(items, start), items, start, capacity)
-    possible = [chosen for chosen in (greedy, repaired) if isinstance(chosen, list)]
-    if isinstance(greedy, tuple) and repaired is None:
-        stuck, missing = greedy
-        raise PlanError(
-            f"{names[stuck]} needs {gib(items[stuck].nbytes)}, {gib(missing)} more than any rank has left of its "
-            f"{gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
-        )
-    return min(possible, key=lambda chosen: busiest(chosen, items, start))
+_MOST_DIFFERENCES = 40_000
+"""Items × places up to which Karmarkar-Karp is tried: its time grows with them."""
+_MOST_SCORES = 4_000_000
+"""Items × places up to which both kinds of greedy are tried."""
+_MOST_MOVES = 400
+_OTHERS = 4
+"""Least loaded places that a local move looks at."""
+_NEARLY = 1 + 1e-9
 
 
-def busiest(chosen: Sequence[int], items: Sequence[Cost], start: Sequence[Cost]) -> float:
-    """Load of the place that has most."""
-    totals = [cost.load for cost in start]
-    for item, at in zip(items, chosen, strict=True):
-        totals[at] += item.load
-    return max(totals)
+class Placed(NamedTuple):
+    """A place for each item, and what the places have then."""
+
+    chosen: Array
+    loads: Array
+    nbytes: Array
+    method: str
+
+    @property
+    def worth(self) -> tuple[float, int]:
+        """Load of the busiest place, and bytes of the fullest; the least is best."""
+        return float(self.loads.max()), int(self.nbytes.max())
 
 
-def _greedy(items: Sequence[Cost], start: Sequence[Cost], capacity: int | None) -> list[int] | tuple[int, int]:
-    """A place for each item; or the item that fits nowhere, and the bytes it lacks."""
-    loads = list(start)
-    chosen = [0] * len(items)
-    for i in sorted(range(len(items)), key=lambda i: (-items[i].load, -items[i].nbytes, i)):
-        fitting = [p for p, load in enumerate(loads) if capacity is None or load.nbytes + items[i].nbytes <= capacity]
-        if not fitting:
-            return i, min(load.nbytes for load in loads) + items[i].nbytes - (capacity or 0)
-        chosen[i] = min(fitting, key=lambda p: (loads[p].load, loads[p].nbytes, p))
-        loads[chosen[i]] = loads[chosen[i]].plus(items[i])
+def best_placement(
+    loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, capacity: int | None
+) -> Placed | tuple[int, int]:
+    """Place items as arrays; or return the item that fits nowhere and the bytes that it lacks."""
+    limit = np.iinfo(np.int64).max if capacity is None else capacity
+    found: list[Placed] = []
+    stuck: tuple[int, int] | None = None
+    for greedy in (_greedy, _greedy_by_need):
+        if greedy is _greedy_by_need and found and len(loads) * len(start_loads) > _MOST_SCORES:
+            break
+        chosen = greedy(loads, nbytes, start_loads, start_bytes, limit)
+        if isinstance(chosen, tuple):
+            stuck = stuck or chosen
+        else:
+            found.append(_placed(chosen, loads, nbytes, start_loads, start_bytes, limit, "greedy"))
+    if len(loads) * len(start_loads) <= _MOST_DIFFERENCES:
+        repaired = _repaired(_karmarkar_karp(loads, start_loads), loads, nbytes, start_loads, start_bytes, limit)
+        if repaired is not None:
+            found.append(_placed(repaired, loads, nbytes, start_loads, start_bytes, limit, "Karmarkar-Karp"))
+    if not found:
+        assert stuck is not None
+        return stuck
+    return min(found, key=lambda placed: placed.worth)
+
+
+def _placed(
+    chosen: Array, loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int, method: str
+) -> Placed:
+    chosen = chosen.copy()
+    totals, held = start_loads.copy(), start_bytes.copy()
+    np.add.at(totals, chosen, loads)
+    np.add.at(held, chosen, nbytes)
+    if len(loads):
+        _level(chosen, loads, nbytes, totals, held, limit)
+        _level(chosen, nbytes, loads, held, totals, float(totals.max()) * _NEARLY)
+    return Placed(chosen, totals, held, method)
+
+
+def _greedy(loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int) -> Array | tuple[int, int]:
+    """A place for each item, by falling load; or the item that fits nowhere, and the bytes it lacks."""
+    chosen = np.zeros(len(loads), dtype=np.int64)
+    heap = [
+        (load, held, p) for p, (load, held) in enumerate(zip(start_loads.tolist(), start_bytes.tolist(), strict=True))
+    ]
+    heapq.heapify(heap)
+    sizes, weights = nbytes.tolist(), loads.tolist()
+    for i in np.lexsort((np.arange(len(loads)), -nbytes, -loads)).tolist():
+        full: list[tuple[float, int, int]] = []
+        while heap and heap[0][1] + sizes[i] > limit:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return i, min(held for _, held, _ in full) + sizes[i] - limit
+        load, held, at = heap[0]
+        chosen[i] = at
+        heapq.heapreplace(heap, (load + weights[i], held + sizes[i], at))
+        for place in full:
+            heapq.heappush(heap, place)
     return chosen
 
 
-def _karmarkar_karp(items: Sequence[Cost], start: Sequence[Cost]) -> list[int]:
+def _greedy_by_need(
+    loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int
+) -> Array | tuple[int, int]:
+    """The same by the larger of load and bytes, as shares of all: where memory is what is short."""
+    totals, held = start_loads.copy(), start_bytes.copy()
+    chosen = np.zeros(len(loads), dtype=np.int64)
+    load_unit, byte_unit = (1 / max(float(x.sum() + s.sum()), 1e-300) for x, s in ((loads, totals), (nbytes, held)))
+    need = np.maximum(loads * load_unit, nbytes * byte_unit)
+    for i in np.lexsort((np.arange(len(loads)), -nbytes, -loads, -need)).tolist():
+        score = np.maximum((totals + loads[i]) * load_unit, (held + nbytes[i]) * byte_unit)
+        score[held > limit - nbytes[i]] = np.inf
+        at = int(score.argmin())
+        if score[at] == np.inf:
+            return i, int(held.min() + nbytes[i] - limit)
+        chosen[i] = at
+        totals[at] += loads[i]
+        held[at] += nbytes[i]
+    return chosen
+
+
+def _karmarkar_karp(loads: Array, start_loads: Array) -> Array:
     """A place for each item, whatever fits."""
-    places = len(start)
+    places = len(start_loads)
     ticket = count()  # makes ties repeatable
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for i, item in enumerate(items):
-        sets = [(item.load, [i]), *((0.0, list[int]()) for _ in range(places - 1))]
-        heapq.heappush(heap, (-item.load, next(ticket), sets))
+    for i, load in enumerate(loads.tolist()):
+        sets = [(load, [i]), *((0.0, list[int]()) for _ in range(places - 1))]
+        heapq.heappush(heap, (-load, next(ticket), sets))
     while len(heap) > 1:
         (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)  # sets in order of falling load
         merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
@@ -83,38 +137,70 @@ def _karmarkar_karp(items: Sequence[Cost], start: Sequence[Cost]) -> list[int]:
         least = merged[-1][0]
         merged = [(load - least, members) for load, members in merged]
         heapq.heappush(heap, (-merged[0][0], next(ticket), merged))
-    chosen = [0] * len(items)
+    chosen = np.zeros(len(loads), dtype=np.int64)
     if heap:
-        idle_first = sorted(range(places), key=lambda p: start[p].load)
+        idle_first = np.argsort(start_loads, kind="stable")
         for (_, members), at in zip(heap[0][2], idle_first, strict=True):
-            for i in members:
-                chosen[i] = at
+            chosen[members] = at
     return chosen
 
 
 def _repaired(
-    chosen: list[int], items: Sequence[Cost], start: Sequence[Cost], capacity: int | None
-) -> list[int] | None:
+    chosen: Array, loads: Array, nbytes: Array, start_loads: Array, start_bytes: Array, limit: int
+) -> Array | None:
     """Move items from places that overflow to the least busy ones with room, those with little load first.
 
     None where that does not suffice.
     """
-    if capacity is None:
-        return chosen
-    chosen = list(chosen)
-    loads = list(start)
-    for item, at in zip(items, chosen, strict=True):
-        loads[at] = loads[at].plus(item)
-    for full in range(len(loads)):
-        for i in sorted((i for i, at in enumerate(chosen) if at == full), key=lambda i: (items[i].load, i)):
-            if loads[full].nbytes <= capacity:
+    chosen = chosen.copy()
+    totals, held = start_loads.copy(), start_bytes.copy()
+    np.add.at(totals, chosen, loads)
+    np.add.at(held, chosen, nbytes)
+    for full in np.flatnonzero(held > limit):
+        here = np.flatnonzero(chosen == full)
+        for i in here[np.argsort(loads[here], kind="stable")]:
+            if held[full] <= limit:
                 break
-            room = [p for p, load in enumerate(loads) if p != full and load.nbytes + items[i].nbytes <= capacity]
-            if room:
-                to = min(room, key=lambda p: (loads[p].load, p))
+            room = np.flatnonzero(held <= limit - nbytes[i])
+            room = room[room != full]
+            if len(room):
+                to = room[totals[room].argmin()]
                 chosen[i] = to
-                loads[to] = loads[to].plus(items[i])
-                loads[full] = Cost(loads[full].nbytes - items[i].nbytes, loads[full].load - items[i].load)
-        if loads[full].nbytes > capacity:
+                for sums, values in ((totals, loads), (held, nbytes)):
+                    sums[to] += values[i]
+                    sums[full] -= values[i]
+        if held[full] > limit:
             return None
     return chosen
+
+
+def _level(chosen: Array, values: Array, others: Array, sums: Array, other_sums: Array, limit: float) -> None:
+    """Lower the largest of ``sums``, of ``values``, by moves and changes of places that keep ``other_sums`` ≤ limit.
+
+    All but ``values`` and ``others`` are changed in place.
+    """
+    for _ in range(_MOST_MOVES):
+        top = int(sums.argmax())
+        here = np.flatnonzero((chosen == top) & (values > 0))
+        best: tuple[float, int, int, int] | None = None
+        for low in np.argsort(sums, kind="stable")[:_OTHERS].tolist():
+            there = np.flatnonzero(chosen == low)
+            back = np.concatenate([[-1], there])  # −1: nothing comes back
+            given = values[here][:, None] - np.where(back < 0, 0, values[back])[None]
+            moved = others[here][:, None] - np.where(back < 0, 0, others[back])[None]
+            after = np.maximum(sums[top] - given, sums[low] + given)
+            allowed = (given > 0) & (other_sums[low] + moved <= limit) & (other_sums[top] - moved <= limit)
+            after = np.where(allowed, after, np.inf)
+            if after.size:
+                at = int(after.argmin())
+                if best is None or after.flat[at] < best[0]:
+                    best = (float(after.flat[at]), low, int(here[at // len(back)]), int(back[at % len(back)]))
+        if best is None or best[0] * _NEARLY >= sums[top]:
+            return
+        _, low, item, returned = best
+        for i, source, target in ((item, top, low), (returned, low, top)):
+            if i >= 0:
+                chosen[i] = target
+                for total, of in ((sums, values), (other_sums, others)):
+                    total[source] -= of[i]
+                    total[target] += of[i]

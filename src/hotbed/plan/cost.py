@@ -1,24 +1,54 @@
-"""Count what a plan costs: bytes and load of each tile, and what crosses the wire in a training step.
+"""Count what a plan costs: bytes of each memory, and the bytes or seconds of each rank in a training step.
 
-*Bytes*: rows, and for the owner the optimizer's moments. *Load* per sample of the global batch: ids that fall into the
-tile × its columns, which is what lookups and updates move. An update moves twice what a lookup does, as Mudigere et al.
-(2021, arXiv 2104.05158) count it. The owner does both; where ranks hold copies, each looks up its own samples. Ids are
-taken to fall evenly on the rows of a table: hot rows are busier than that, which nothing here knows.
+There is one model, `CostModel`, with two units. *With hardware* it counts bytes by `PARTS` of a step and divides them
+by rates: seconds. *Without*, its unit is ids × columns per sample of the global batch, where every id is a row of its
+own (nothing is known of the batch): a lookup is a third of it, an update two thirds, as Mudigere et al. (2021, arXiv
+2104.05158) count them. All formulas, with their units and sources: docs/planning.md.
+
+Notation, per step: ``N`` ranks of a group; ``u`` distinct rows of a tile in one rank's batch, ``U`` in those of all
+``N``, ``n`` ids of one rank's batch; ``c`` columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
 
-from hotbed.ops.layout import BLOCK
-from hotbed.ops.rows import Codec, encoded_bytes
+import numpy as np
+
 from hotbed.optim import Moment
-from hotbed.plan.tiling import Plan, Tile, count_common
+from hotbed.plan.hardware import Hardware, interpolated
+from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.plan.traffic import message_of, sums_bytes
+from hotbed.plan.workload import TableUse, Workload
 from hotbed.specs import Table, row_bytes
+
+Array = np.ndarray[Any, Any]
 
 LOOKUP_SHARE = 1 / 3
 """Share of the load of an id that is its lookup; the rest is its update."""
+
+PARTS = (
+    "lookup",  # rows that the owner, or a reader, reads
+    "pooling",  # of what arrived, and of gradients on their way back; the same on all ranks
+    "ids",
+    "rows",
+    "gradients",
+    "update",
+    "copies",  # updated rows, to readers
+    "sums",  # over columns, between the owners of a row
+    "host",  # rows to and from the host's memory
+    "disk",
+    "replicas",  # averages
+)
+"""What a step does for tables. `Traffic`'s words are used where bytes cross between ranks."""
+LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS = range(len(PARTS))
+
+EXCHANGES_OF_COPIES = 3
+"""Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
+
+TIERS: tuple[Tier, ...] = get_args(Tier)
 
 
 class Cost(NamedTuple):
@@ -26,10 +56,6 @@ class Cost(NamedTuple):
 
     nbytes: int
     load: float
-
-    def plus(self, other: Cost) -> Cost:
-        """The sum."""
-        return Cost(self.nbytes + other.nbytes, self.load + other.load)
 
 
 def tile_bytes(table: Table, tile: Tile, moments: Sequence[Moment] = ()) -> int:
@@ -49,121 +75,248 @@ def table_bytes(table: Table, moments: Sequence[Moment] = ()) -> int:
     return tile_bytes(table, Tile(table.name, range(table.rows), range(table.dim), 0), moments)
 
 
-def tile_load(table: Table, tile: Tile, ids: float = 1.0) -> float:
-    """Expected ids of a sample that fall into a tile × its columns; ``ids`` per sample for the whole table."""
-    return ids * len(tile.rows) / table.rows * len(tile.cols)
-
-
-def rank_costs(
-    tiles: Sequence[Tile],
-    tables: Sequence[Table],
-    world_size: int,
-    *,
-    ids: Mapping[str, float] | None = None,
-    moments: Sequence[Moment] = (),
-) -> list[Cost]:
-    """Cost of each rank.
-
-    Parameters
-    ----------
-    tiles
-        Tiles of a plan.
-    tables
-        The tables they are of.
-    world_size
-        Number of ranks.
-    ids
-        By table, mean ids per sample; 1 where not given.
-    moments
-        Of the optimizer's rule.
-    """
-    by_name = {t.name: t for t in tables}
-    costs = [Cost(0, 0.0)] * world_size
-    for tile in tiles:
-        table = by_name[tile.table]
-        load = tile_load(table, tile, (ids or {}).get(tile.table, 1.0))
-        lookup = LOOKUP_SHARE * load / len(tile.ranks)
-        update = (1 - LOOKUP_SHARE) * load
-        costs[tile.owner] = costs[tile.owner].plus(Cost(tile_bytes(table, tile, moments), lookup + update))
-        for reader in tile.readers:
-            costs[reader] = costs[reader].plus(Cost(tile_bytes(table, tile), lookup))
-    return costs
-
-
-def gib(nbytes: int) -> str:
+def gib(nbytes: float) -> str:
     """Bytes for a message."""
     return f"{nbytes / 2**30:,.3g} GiB"
 
 
-SLOT_BYTES = 8
-"""Of an id on the wire."""
+@dataclass(frozen=True)
+class TileCost:
+    """What a tile costs: its owner, each of its readers, and every rank; by `PARTS`, in bytes and in the model's unit.
 
+    Attributes
+    ----------
+    owner_bytes, reader_bytes, everyone_bytes
+        ``[parts]``.
+    owner, reader, everyone
+        ``[parts]``, in seconds, or in ids × columns.
+    """
 
-class Traffic(NamedTuple):
-    """Bytes that a rank sends to others in a step."""
-
-    ids: float
-    rows: float
-    gradients: float
-    copies: float
-    """Updated rows, to the ranks that read copies of them."""
-    sums: float
-    """Sums over columns, between the owners of a row's parts."""
-    dense: float
+    owner_bytes: Array
+    reader_bytes: Array
+    everyone_bytes: Array
+    prices: Array
 
     @property
-    def total(self) -> float:
-        """All of it."""
-        return sum(self)
+    def owner(self) -> Array:  # noqa: D102
+        return self.owner_bytes * self.prices
+
+    @property
+    def reader(self) -> Array:  # noqa: D102
+        return self.reader_bytes * self.prices
+
+    @property
+    def everyone(self) -> Array:  # noqa: D102
+        return self.everyone_bytes * self.prices
 
 
-def step_traffic(
-    plan: Plan,
-    distinct: Mapping[str, float],
-    *,
-    touched: Mapping[str, float] | None = None,
-    dense_values: int = 0,
-    row_sums: int = 0,
-    forward: Codec = "fp32",
-    backward: Codec = "fp32",
-) -> list[Traffic]:
-    """Bytes that each rank sends in a training step, without the counts that go ahead and without framing.
+@dataclass(frozen=True)
+class RankCosts:
+    """What a plan costs each of ``N`` ranks.
 
-    Ids are taken to fall evenly on the rows of a table.
+    Attributes
+    ----------
+    memory
+        By tier, bytes of rows and moments ``[N]``.
+    parts_bytes, parts
+        ``[N, parts]``: bytes, and seconds or ids × columns, of each of `PARTS`.
+    """
+
+    memory: Mapping[Tier, Array]
+    parts_bytes: Array
+    parts: Array
+
+    @property
+    def load(self) -> Array:
+        """Sum over parts ``[N]``."""
+        return self.parts.sum(1)
+
+    @property
+    def nbytes(self) -> Array:
+        """Sum over tiers ``[N]``."""
+        return np.sum(list(self.memory.values()), axis=0)
+
+    @property
+    def imbalance(self) -> float:
+        """Load of the busiest rank ÷ the mean."""
+        mean = float(self.load.mean())
+        return float(self.load.max()) / mean if mean else 1.0
+
+    @property
+    def costs(self) -> list[Cost]:
+        """By rank."""
+        return [Cost(int(nbytes), float(load)) for nbytes, load in zip(self.nbytes, self.load, strict=True)]
+
+
+class CostModel:
+    """Count what tiles cost under a workload.
 
     Parameters
     ----------
-    plan
-        Where tiles are; all tables with the wire format ``"rows"``.
-    distinct
-        By table, distinct rows of one rank's batch.
-    touched
-        By table, distinct rows of all ranks' batches together; needed where ranks read copies or rows are cut.
-    dense_values
-        Number of dense parameters, whose gradients are averaged.
-    row_sums
-        How often the optimizer sums over the columns of a row: row-wise AdaGrad once.
-    forward, backward
-        Codecs of rows and of gradients.
+    workload
+        What a step does.
+    world_size
+        Ranks of a group: of a plan.
+    hardware
+        The machine, for seconds; without it the unit is ids × columns per sample.
     """
-    size = plan.world_size
-    rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}
-    sent = [[0.0] * 5 for _ in range(size)]
-    for tile in plan.tiles:
-        share = len(tile.rows) / rows[tile.table]
-        units, cols = distinct[tile.table] * share, len(tile.cols)
-        for rank in range(size):
-            if rank == tile.owner:
-                continue
-            sent[rank][0] += units * SLOT_BYTES
-            sent[rank][2] += units * encoded_bytes(backward, cols)
-            if rank not in tile.readers:
-                sent[tile.owner][1] += units * encoded_bytes(forward, cols)
-        changed = (touched or distinct)[tile.table] * share
-        sent[tile.owner][3] += len(tile.readers) * changed * (SLOT_BYTES + 4 * cols)
-        for other in plan.by_table[tile.table] if row_sums else ():
-            if other.owner != tile.owner:
-                share = count_common(tile.rows, other.rows) / rows[tile.table]
-                sent[tile.owner][4] += row_sums * (touched or distinct)[tile.table] * share * 4 * -(-cols // BLOCK)
-    dense = 2 * (size - 1) / size * 4 * dense_values
-    return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]
+
+    def __init__(self, workload: Workload, world_size: int, hardware: Hardware | None = None) -> None:
+        self.workload, self.world_size, self.hardware = workload, world_size, hardware
+        ranks = world_size * workload.replicas
+        self.local_batch = workload.batch_size / ranks
+        """Samples of a rank."""
+        self.ranks_on_node = 1 if hardware is None else min(hardware.ranks_per_node, ranks)
+        self.cores_share = self.ranks_on_node if hardware is not None and hardware.cores_shared else 1
+        """Ranks that compute on the same cores."""
+        self.wire_s, self.replica_s = (0.0, 0.0) if hardware is None else self._wire_seconds(hardware)
+        """Seconds per byte that crosses between ranks of a group, and between replicas."""
+        self._known: dict[tuple[object, ...], TileCost] = {}
+        self.memo: dict[object, Any] = {}
+        """What others have counted with it."""
+
+    def tile(self, tile: Tile, lanes: int = 1, readers: int | None = None) -> TileCost:
+        """Cost of a tile; of strided ones whatever residue they have: rows of one stride count as alike.
+
+        Parameters
+        ----------
+        tile
+            The tile.
+        lanes
+            Into how many parts the columns of its rows are cut.
+        readers
+            How many ranks have copies; by default those of the tile.
+        """
+        rows, copies = tile.rows, len(tile.readers) if readers is None else readers
+        start = rows.start - rows.start % rows.step if rows.step > 1 else rows.start
+        key = (tile.table, start, rows.stop, rows.step, len(tile.cols), copies, tile.tier, tile.cache_rows, lanes)
+        if key not in self._known:
+            use = self.workload.by_table[tile.table]
+            counted = self._owner_and_others(use, tile, range(start, rows.stop, rows.step), lanes, copies)
+            self._known[key] = TileCost(*counted, self._prices(use, tile))
+        return self._known[key]
+
+    @property
+    def copies_s(self) -> float:
+        """Fixed seconds of a step in which any table has copies: its own exchanges, with a message to each rank."""
+        return 0.0 if self.hardware is None else self._exchange_s * EXCHANGES_OF_COPIES
+
+    @property
+    def sums_s(self) -> float:
+        """Fixed seconds of a step in which rows are cut into columns whose sums are exchanged."""
+        return 0.0 if self.hardware is None else self._exchange_s
+
+    @property
+    def _exchange_s(self) -> float:
+        assert self.hardware is not None
+        return (self.world_size - 1) * self.hardware.message_s
+
+    def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
+        """Cost of each rank; ``plan`` or any of its tables, with all of their tiles."""
+        tiles = list(plan.tiles if isinstance(plan, Plan) else plan)
+        lanes: dict[str, set[range]] = {}
+        for tile in tiles:
+            lanes.setdefault(tile.table, set()).add(tile.cols)
+        memory: dict[Tier, Array] = {tier: np.zeros(self.world_size, dtype=np.int64) for tier in TIERS}
+        counted, parts = np.zeros((2, self.world_size, len(PARTS)))
+        everyone = np.zeros((2, len(PARTS)))
+        for tile in tiles:
+            use = self.workload.by_table[tile.table]
+            cost = self.tile(tile, len(lanes[tile.table]))
+            counted[tile.owner] += cost.owner_bytes
+            parts[tile.owner] += cost.owner
+            everyone += cost.everyone_bytes, cost.everyone
+            memory[tile.tier][tile.owner] += tile_bytes(use.table, tile, use.moments)
+            if tile.readers:
+                readers = list(tile.readers)
+                counted[readers] += cost.reader_bytes
+                parts[readers] += cost.reader
+                memory[tile.tier][readers] += tile_bytes(use.table, tile)
+        return RankCosts(memory, counted + everyone[0], parts + everyone[1])
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def _owner_and_others(
+        self, use: TableUse, tile: Tile, rows: range, lanes: int, readers: int
+    ) -> tuple[Array, Array, Array]:
+        """Bytes of a tile by `PARTS`: for its owner, for a reader, for every rank."""
+        work, size, cols = self.workload, self.world_size, len(tile.cols)
+        share = use.expected.share(rows) if self.hardware else len(rows) / use.table.rows
+        lookups = use.ids * self.local_batch * share
+        asked, touched = lookups, size * lookups
+        if self.hardware:
+            asked, touched = self._distinct(use, rows, 1), self._distinct(use, rows, size)
+        vectors = None
+        if work.wire.get(tile.table) == "pooled":
+            asked = lookups  # every id goes to the owner, who pools those of a bag
+            of_bag = use.ids / use.bags if use.bags else 0.0
+            vectors = self.local_batch * use.bags * -np.expm1(of_bag * np.log1p(-min(share, 1 - 1e-12)))
+        message = message_of(
+            cols, asked, touched, vectors=vectors, forward=work.forward_codec, backward=work.backward_codec
+        )
+        one = tile_bytes(use.table, tile) / len(tile.rows)
+        record = tile_bytes(use.table, tile, use.moments) / len(tile.rows)
+        others = size - 1 - readers
+        owner, reader, everyone = np.zeros((3, len(PARTS)))
+        owner[LOOKUP] = (others + 1) * asked * (one + 4 * cols)
+        reader[LOOKUP] = asked * (one + 4 * cols)
+        everyone[POOLING] = 2 * (lookups + asked) * 4 * cols
+        owner[IDS] = (size - 1) * message.ids
+        owner[ROWS] = others * message.rows
+        owner[GRADIENTS] = (size - 1) * message.gradients
+        owner[UPDATE] = size * (asked if vectors is None else lookups) * 4 * cols + 2 * touched * record
+        owner[COPIES] = readers * message.copies
+        reader[COPIES] = message.copies
+        owner[SUMS] = (lanes - 1) * use.row_sums * sums_bytes(cols, touched)
+        if tile.tier != "device" and self.hardware:
+            cached = rows[: tile.cache_rows]
+            missed = touched - (self._distinct(use, cached, size) if cached else 0.0)
+            owner[DISK if tile.tier == "disk" else HOST] = 2 * missed * record
+        if work.replicas > 1 and self.hardware:
+            changed = self._distinct(use, rows, size * work.replicas * work.sync_every)
+            values = 4 * cols + record - one
+            owner[REPLICAS] = 2 * (work.replicas - 1) / work.replicas * changed * values / work.sync_every
+        return owner, reader, everyone
+
+    def _distinct(self, use: TableUse, rows: range, batches: int) -> float:
+        """Expected distinct rows in so many ranks' batches."""
+        return use.expected.distinct(rows, use.ids * self.local_batch * batches)
+
+    # -- prices ----------------------------------------------------------------------------------------------------
+
+    def _prices(self, use: TableUse, tile: Tile) -> Array:
+        """Seconds, or ids × columns, of a byte of each of `PARTS`."""
+        cols = len(tile.cols)
+        one = tile_bytes(use.table, tile) / len(tile.rows)
+        record = tile_bytes(use.table, tile, use.moments) / len(tile.rows)
+        found = np.zeros(len(PARTS))
+        if self.hardware is None:
+            found[LOOKUP] = LOOKUP_SHARE * cols / (one + 4 * cols)
+            found[UPDATE] = (1 - LOOKUP_SHARE) * cols / (4 * cols + 2 * record)
+            return found
+        here = self.hardware
+        found[LOOKUP] = self.cores_share / here.gather_rate(one)
+        found[POOLING] = self.cores_share / here.gather_rate(4 * cols)
+        found[UPDATE] = self.cores_share / here.scatter_rate(record)
+        for part in (IDS, ROWS, GRADIENTS, COPIES, SUMS):
+            found[part] = self.wire_s
+        found[HOST] = max(1 / here.host_link, self.ranks_on_node / here.host_stream)
+        found[DISK] = self.ranks_on_node / here.disk_read if here.disk_read else 0.0
+        found[REPLICAS] = self.replica_s
+        return found
+
+    def _wire_seconds(self, here: Hardware) -> tuple[float, float]:
+        """Seconds per byte: of an all-to-all in a group of neighbours, and of an exchange between groups."""
+        across = here.oversubscription / (here.network * here.network_efficiency)
+        inside = 1 / here.node_link
+        if self.world_size == 1:
+            return 0.0, inside if self.workload.replicas <= here.ranks_per_node else across
+        near = min(here.ranks_per_node, self.world_size) - 1
+        # Both kinds of link carry at once what goes over them.
+        seconds = max(near / (self.world_size - 1) * inside, (1 - near / (self.world_size - 1)) * across)
+        if here.all_to_all:
+            ranks = min(here.all_to_all, key=lambda n: abs(n - self.world_size))
+            rows = sum(self._distinct(use, range(use.table.rows), 1) * 4 * use.table.dim for use in self.workload.uses)
+            seconds = 1 / interpolated(here.all_to_all[ranks], max(rows / self.world_size, 1.0))
+        total = self.world_size * self.workload.replicas
+        return seconds, inside if total <= here.ranks_per_node else across

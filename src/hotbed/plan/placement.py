@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast, get_args
 
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
-from hotbed.plan.balance import place
-from hotbed.plan.cost import Cost, gib, rank_costs, tile_bytes, tile_load
-from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat, column_unit
+from hotbed.plan.cost import CostModel
+from hotbed.plan.parts import in_order, parts_of, place_parts
+from hotbed.plan.tiling import Plan, Tier, WireFormat, column_unit
+from hotbed.plan.workload import Workload
 from hotbed.specs import Table, is_int
 
 
@@ -65,38 +65,24 @@ SCHEMES: Mapping[str, Cut] = {
 }
 """The schemes by name; "dp" is data-parallel. To add one, list it here: nothing else knows their names."""
 
+AUTO = "auto"
+"""In the place of a scheme: whatever the search finds (`hotbed.plan.search`)."""
 
-@dataclass(frozen=True)
-class _Part:
-    """Row parts of one column part: they go to ranks that follow each other."""
-
-    table: Table
-    rows: tuple[range, ...]
-    cols: range
-    replicated: bool
-    tier: Tier = "device"
-    cache_rows: int = 0
-
-    def tiles(self, first: int, world_size: int) -> list[Tile]:
-        """Its tiles, with the first on this rank."""
-        found: list[Tile] = []
-        for i, rows in enumerate(self.rows):
-            owner = (first + i) % world_size
-            readers = tuple(r for r in range(world_size) if r != owner) if self.replicated else ()
-            cache_rows = 0 if self.tier == "device" else self.cache_rows
-            found.append(Tile(self.table.name, rows, self.cols, owner, readers, self.tier, cache_rows))
-        return found
+Scheme = str | Cut
+Schemes = Scheme | Mapping[str, Scheme]
+"""For all tables; or by table, by name or pattern."""
 
 
 def make_plan(
     tables: Sequence[Table],
     world_size: int,
-    schemes: str | Cut | Mapping[str, str | Cut] = "table",
+    schemes: Schemes = "table",
     *,
     ids: Mapping[str, float] | None = None,
-    moments: Sequence[Moment] = (),
+    moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
     capacity_bytes: int | None = None,
     wire: WireFormat | Mapping[str, WireFormat] = "rows",
+    **search: Any,
 ) -> Plan:
     """Cut tables and place the tiles so that the busiest rank has as little load as can be found.
 
@@ -107,108 +93,127 @@ def make_plan(
     world_size
         Number of ranks.
     schemes
-        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"`` or a `Cut` for all tables, or one by table; tables
-        that are not named are not cut.
+        ``"table"``, ``"row"``, ``"column"``, ``"grid"``, ``"dp"``, ``"auto"`` or a `Cut` for all tables; or one by
+        table, whose keys may be patterns (``{"users": "row", "*": "auto"}``); tables that are not named are not cut.
+        ``"auto"`` searches for the cut that makes a step fastest, see `hotbed.plan.search`.
     ids
         By table, mean ids per sample, which is what decides the load of a tile (see `hotbed.plan.cost`); 1 by default.
     moments
-        Moments that the optimizer keeps beside the rows: ``optimizer.rule.moments``.
+        Moments that the optimizer keeps beside the rows, for all tables or by table: ``optimizer.rule.moments``.
     capacity_bytes
-        What a rank can hold.
+        What a rank can hold in its device's memory; with ``"auto"`` by default what the hardware has.
     wire
         What crosses the wire, for all tables or by table; see `Plan`.
+    **search
+        With ``"auto"``: what `hotbed.plan.search.plan_of` takes, such as ``batch_size`` and ``hardware``.
 
     Raises
     ------
     PlanError
-        If a scheme or table is unknown, or no placement is found that fits.
+        If a scheme or table is unknown, no table can be cut as a scheme says, or no placement is found that fits.
     """
-    ids = ids or {}
     if not is_int(world_size) or world_size < 1:
         raise PlanError(f"world_size is {world_size!r}, must be an integer of at least 1")
-    known = {t.name: t for t in tables}
-    for what, named in (("schemes", schemes if isinstance(schemes, Mapping) else {}), ("ids", ids)):
-        for name in named:
-            if name not in known:
-                raise PlanError(f"{what} name a table '{name}', which the model has not{did_you_mean(name, known)}")
-    for name, mean in ids.items():
-        if not (math.isfinite(mean) and mean >= 0):
-            raise PlanError(f"ids of table '{name}' are {mean} per sample, must be finite and at least 0")
-    parts: list[_Part] = []
-    for table in tables:
-        scheme = schemes.get(table.name, "table") if isinstance(schemes, Mapping) else schemes
-        parts += _parts(table, _cut_of(scheme), world_size)
-    tiles: list[Tile] = []
-    loads = [Cost(0, 0.0)] * world_size
-    several = [p for p in parts if len(p.rows) > 1 or p.replicated]
-    for part in sorted(several, key=lambda p: -_work(p, ids)):
-        own = part.tiles(_best_start(part, loads, ids, moments, capacity_bytes), world_size)
-        added = rank_costs(own, [part.table], world_size, ids=ids, moments=moments)
-        loads = [load.plus(more) for load, more in zip(loads, added, strict=True)]
-        tiles += own
-    single = [p for p in parts if p not in several]
-    costs = [Cost(tile_bytes(p.table, p.tiles(0, world_size)[0], moments), _work(p, ids)) for p in single]
-    names = [f"table '{p.table.name}', columns {p.cols.start} … {p.cols.stop - 1}," for p in single]
-    for part, rank in zip(single, place(costs, loads, capacity_bytes, names), strict=True):
-        tiles += part.tiles(rank, world_size)
-    for rank, load in enumerate(rank_costs(tiles, tables, world_size, ids=ids, moments=moments)):
-        if capacity_bytes is not None and load.nbytes > capacity_bytes:
-            raise PlanError(
-                f"rank {rank} would hold {gib(load.nbytes)}, {gib(load.nbytes - capacity_bytes)} more than its "
-                f"{gib(capacity_bytes)}; copy fewer rows, cut into more parts, use narrower rows, or more ranks"
-            )
-    order = {t.name: i for i, t in enumerate(tables)}
-    tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start))
-    by_table: Mapping[str, WireFormat] = {}
-    if isinstance(wire, Mapping):
-        by_table = wire
-    elif wire != "rows":
-        by_table = dict.fromkeys(known, wire)
-    return Plan(world_size, tuple(tiles), by_table)
+    cuts = cuts_of(tables, schemes)
+    by_table: Mapping[str, WireFormat] = wire if isinstance(wire, Mapping) else {}
+    if not isinstance(wire, Mapping) and wire != "rows":
+        by_table = dict.fromkeys((t.name for t in tables), wire)
+    if any(cut == AUTO for cut in cuts.values()):
+        from hotbed.plan.search import plan_of  # which searches by what is here
+
+        return plan_of(
+            tables, world_size, cuts, ids=ids, moments=moments, capacity_bytes=capacity_bytes, wire=by_table, **search
+        )
+    if search:
+        raise TypeError(f"make_plan() takes '{next(iter(search))}' with the scheme 'auto' only")
+    given = cast("dict[str, Cut]", cuts)
+    refuse_uncut(tables, given, world_size)
+    model = CostModel(Workload.of(tables, ids=ids, moments=moments), world_size)
+    parts = [part for table in tables for part in parts_of(table, given[table.name], world_size)]
+    return Plan(world_size, in_order(place_parts(parts, model, capacity_bytes).tiles(), tables), by_table)
 
 
-def _cut_of(scheme: str | Cut) -> Cut:
-    if isinstance(scheme, Cut):
-        return scheme
-    if scheme not in SCHEMES:
-        raise PlanError(f"no scheme {scheme!r}; use {', '.join(SCHEMES)} or a Cut{did_you_mean(str(scheme), SCHEMES)}")
-    return SCHEMES[scheme]
+def cuts_of(tables: Iterable[Table], schemes: Schemes) -> dict[str, Cut | Literal["auto"]]:
+    """Return the cut of each table, or ``"auto"``; the first key that matches a table counts.
 
-
-def _parts(table: Table, cut: Cut, world_size: int) -> list[_Part]:
-    """Parts of a table, hot rows first."""
-    unit = column_unit(table)
-    units = -(-table.dim // unit)
-    count = min(cut.cols or world_size, units)
-    bounds = [min(units * i // count * unit, table.dim) for i in range(count + 1)]
-    hot = min(cut.hot_rows, table.rows)
-    found: list[_Part] = []
-    if hot:
-        found.append(_Part(table, (range(hot),), range(table.dim), replicated=True))
-    step = min(cut.rows or world_size, world_size)
-    rows = tuple(range(first, table.rows, step) for first in range(hot, min(hot + step, table.rows)))
-    if rows:
-        columns = [range(a, b) for a, b in pairwise(bounds)]
-        found += [_Part(table, rows, cols, cut.replicated, cut.tier, cut.cache_rows) for cols in columns]
+    Raises
+    ------
+    PlanError
+        If a scheme is none, or a key matches no table.
+    """
+    names = [t.name for t in tables]
+    if not isinstance(schemes, Mapping):
+        cut = _cut_of(schemes)
+        return dict.fromkeys(names, cut)
+    cuts: dict[str, Cut | Literal["auto"]] = {key: _cut_of(scheme) for key, scheme in schemes.items()}
+    for key in cuts:
+        if not any(key == name or fnmatchcase(name, key) for name in names):
+            raise PlanError(f"schemes name a table '{key}', which the model has not{did_you_mean(key, names)}")
+    found: dict[str, Cut | Literal["auto"]] = {}
+    for name in names:
+        matching = [key for key in (name, *cuts) if key in cuts and fnmatchcase(name, key)]
+        found[name] = cuts[matching[0]] if matching else Cut()
     return found
 
 
-def _best_start(
-    part: _Part, loads: Sequence[Cost], ids: Mapping[str, float], moments: Sequence[Moment], capacity: int | None
-) -> int:
-    """The rank from which on a part of several tiles fits, and leaves the busiest of its owners with the least load."""
-    world_size, step = len(loads), len(part.rows)
-    starts = range(0, world_size, step) if world_size % step == 0 else range(world_size)
-    share = _work(part, ids) / step
-    nbytes = tile_bytes(part.table, part.tiles(0, world_size)[0], moments)
-
-    def burden(first: int) -> tuple[bool, float, int]:
-        owners = [loads[(first + i) % world_size] for i in range(step)]
-        most = max(load.nbytes for load in owners) + nbytes
-        return capacity is not None and most > capacity, max(load.load for load in owners) + share, most
-
-    return min(starts, key=burden)
+def _cut_of(scheme: Scheme) -> Cut | Literal["auto"]:
+    if isinstance(scheme, Cut):
+        return scheme
+    if scheme == AUTO:
+        return "auto"
+    if scheme not in SCHEMES:
+        raise PlanError(
+            f"no scheme {scheme!r}; use {', '.join(SCHEMES)}, {AUTO} or a Cut"
+            f"{did_you_mean(str(scheme), [*SCHEMES, AUTO])}"
+        )
+    return SCHEMES[scheme]
 
 
-def _work(part: _Part, ids: Mapping[str, float]) -> float:
-    return sum(tile_load(part.table, t, ids.get(part.table.name, 1.0)) for t in part.tiles(0, len(part.rows)))
+def schemes_from(values: Mapping[str, Any], where: str) -> dict[str, Scheme]:
+    """Read schemes by table as files have them: a scheme's name, or the fields of a `Cut`.
+
+    >>> schemes_from({"users": "row", "items": {"rows": 2, "cols": 2}, "*": "auto"}, "plan.yaml")
+    {'users': 'row', 'items': Cut(rows=2, cols=2, ...), '*': 'auto'}
+
+    Raises
+    ------
+    PlanError
+        If an entry is neither; ``where`` says in the message where it is.
+    """
+    known = [f.name for f in fields(Cut)]
+    found: dict[str, Scheme] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            for key in cast("Mapping[str, Any]", value):
+                if key not in known:
+                    raise PlanError(
+                        f"{where}: a cut of table '{name}' has no '{key}'; it has {', '.join(known)}"
+                        f"{did_you_mean(str(key), known)}"
+                    )
+            found[str(name)] = Cut(**cast("Mapping[str, Any]", value))
+        elif isinstance(value, str):
+            found[str(name)] = value
+        else:
+            raise PlanError(
+                f"{where}: table '{name}' has {value!r}, must be one of {', '.join(SCHEMES)}, {AUTO}, or the fields "
+                f"of a cut ({', '.join(known)})"
+            )
+    return found
+
+
+def refuse_uncut(tables: Iterable[Table], cuts: Mapping[str, Cut], world_size: int) -> None:
+    """Raise `PlanError` if a cut is to cut columns, and all tables that have it are too narrow."""
+    by_cut: dict[Cut, list[Table]] = {}
+    for table in tables:
+        if table.name in cuts and cuts[table.name].cols != 1 and not cuts[table.name].replicated:
+            by_cut.setdefault(cuts[table.name], []).append(table)
+    narrow = next((ts for ts in by_cut.values() if all(t.dim <= column_unit(t) for t in ts)), None)
+    if world_size == 1 or narrow is None:
+        return
+    table = max(narrow, key=lambda t: t.dim / column_unit(t))
+    unit = column_unit(table)
+    raise PlanError(
+        f"table '{table.name}' of {table.dim} {table.dtype} columns cannot be cut by columns: parts are multiples of "
+        f"{unit} columns, so that sums keep their order, and tables of at least {unit + 1} columns can be cut; cut it "
+        "by rows, or raise its dim"
+    )

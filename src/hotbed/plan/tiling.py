@@ -60,6 +60,7 @@ WireFormat = Literal["rows", "pooled"]
 
 
 _MOST_ROWS = 2**63 - 1
+_TIERS = get_args(Tier)
 
 
 @dataclass(frozen=True)
@@ -93,24 +94,27 @@ class Tile:
     cache_rows: int = 0
 
     def __post_init__(self) -> None:
-        here = f"a tile of table '{self.table}'"
         object.__setattr__(self, "readers", tuple(self.readers))
-        if not all(is_int(r) for r in (self.owner, *self.readers)):
-            raise PlanError(f"{here} has owner {self.owner!r} and readers {self.readers!r}; ranks are integers")
+        if problem := self._problem():
+            raise PlanError(f"a tile of table '{self.table}' has {problem}")
+
+    def _problem(self) -> str | None:
+        """What is wrong with it; plans have 100,000 tiles and more, in which usually nothing is."""
+        if not all(map(is_int, (self.owner, *self.readers))):
+            return f"owner {self.owner!r} and readers {self.readers!r}; ranks are integers"
         if len(self.rows) == 0 or self.rows.start < 0 or self.rows.step < 1:
-            raise PlanError(f"{here} has rows {self.rows}, must be a rising range of at least one row")
+            return f"rows {self.rows}, must be a rising range of at least one row"
         if len(self.cols) == 0 or self.cols.start < 0 or self.cols.step != 1:
-            raise PlanError(f"{here} has columns {self.cols}, must be a range of at least one column without a step")
-        if self.owner < 0 or any(r < 0 for r in self.readers):
-            raise PlanError(f"{here} has owner {self.owner} and readers {self.readers}; ranks start at 0")
-        if list(self.readers) != sorted(set(self.readers) - {self.owner}):
-            raise PlanError(
-                f"{here} has readers {self.readers}; name each rank once, ascending, and not the owner {self.owner}"
-            )
-        if self.tier not in get_args(Tier):
-            raise PlanError(f"{here} has tier {self.tier!r}, must be one of {', '.join(get_args(Tier))}")
+            return f"columns {self.cols}, must be a range of at least one column without a step"
+        if self.owner < 0 or (self.readers and min(self.readers) < 0):
+            return f"owner {self.owner} and readers {self.readers}; ranks start at 0"
+        if self.readers and list(self.readers) != sorted(set(self.readers) - {self.owner}):
+            return f"readers {self.readers}; name each rank once, ascending, and not the owner {self.owner}"
+        if self.tier not in _TIERS:
+            return f"tier {self.tier!r}, must be one of {', '.join(_TIERS)}"
         if not is_int(self.cache_rows) or self.cache_rows < 0:
-            raise PlanError(f"{here} has cache_rows {self.cache_rows!r}, must be an integer of at least 0")
+            return f"cache_rows {self.cache_rows!r}, must be an integer of at least 0"
+        return None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -152,9 +156,10 @@ class Plan:
         if not is_int(self.world_size) or self.world_size < 1:
             raise PlanError(f"world_size is {self.world_size!r}, must be an integer of at least 1")
         for tile in self.tiles:
-            if tile.ranks[-1] >= self.world_size:
+            last = max(tile.owner, tile.readers[-1]) if tile.readers else tile.owner
+            if last >= self.world_size:
                 raise PlanError(
-                    f"a tile of table '{tile.table}' is placed on rank {tile.ranks[-1]}, but world_size is "
+                    f"a tile of table '{tile.table}' is placed on rank {last}, but world_size is "
                     f"{self.world_size}: ranks are 0 … {self.world_size - 1}"
                 )
         for table, tiles in self.by_table.items():

@@ -14,9 +14,7 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from hotbed.batch import Batch
@@ -28,7 +26,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import tile_bytes
-from hotbed.plan.tiers import Popularity, Zipf
+from hotbed.plan.popularity import ExpectedRows, Popularity, Zipf
 from hotbed.plan.tiling import Tile
 from hotbed.specs import Table
 from hotbed.train.build import new_model, tables_of, trainer_of
@@ -113,7 +111,7 @@ class Forecast:
             precision = "bf16" if bf16_instructions(device) else "fp32"
         self._trace = _Trace(replace(recipe, train=replace(recipe.train, precision=precision)), source, self._sample)
         self._popularity = self._read_popularity()
-        self._rates_of: dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = {}
+        self._expected: dict[str, ExpectedRows] = {}
 
     def of_rank(self, rank: int) -> RankMemory:
         """Bytes of one rank at its peak: while it trains, or while it evaluates."""
@@ -186,19 +184,10 @@ class Forecast:
 
     def _touched(self, tile: Tile, samples: int) -> float:
         """Expected rows of a tile that so many samples look up."""
-        edges, rates = self._rates(tile.table)
-        within = np.diff(edges.clip(tile.rows.start, tile.rows.stop)) / tile.rows.step
-        lookups = rates * self._ids_per_sample(tile.table) * samples
-        return min(float((within * -np.expm1(-lookups)).sum()), len(tile.rows))
-
-    def _rates(self, table: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Cut a table's rows where popularity has halved a few times; return cuts, and each row's share of lookups."""
-        if table not in self._rates_of:
-            rows, whole = self._tables[table].rows, self._popularity[table]
-            edges = sorted({0, rows, *(min(int(2 ** (i / 4)), rows) for i in range(4 * rows.bit_length()))})
-            accesses = np.array([whole.accesses(edge) for edge in edges])
-            self._rates_of[table] = np.array(edges), np.diff(accesses) / np.diff(edges) / max(accesses[-1], 1e-300)
-        return self._rates_of[table]
+        if tile.table not in self._expected:
+            rows = self._tables[tile.table].rows
+            self._expected[tile.table] = ExpectedRows(rows, self._popularity[tile.table])
+        return self._expected[tile.table].distinct(tile.rows, self._ids_per_sample(tile.table) * samples)
 
     def _ids_per_sample(self, table: str) -> float:
         """Ids of a table in a sample, counted in the first ones; of a name in plans that has a path, by its end."""

@@ -17,7 +17,6 @@ from hotbed.config.validation import checkpoint_policy
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes
 from hotbed.plan.placement import SCHEMES, Cut
-from hotbed.plan.tiling import column_unit
 from hotbed.specs import Table
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -50,7 +49,7 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     """
     ranks = 1 if plan is None else plan.world_size * recipe.parallel.replicas
     return [
-        *_of_the_plan(recipe, plan, tables),
+        *_of_the_plan(recipe, plan),
         *_of_ranks(recipe, ranks),
         *_of_memory(recipe, plan, device),
         *_of_training(recipe),
@@ -58,8 +57,9 @@ def idle_settings(recipe: Recipe, plan: Plan | None, tables: Sequence[Table], de
     ]
 
 
-def _of_the_plan(recipe: Recipe, plan: Plan | None, tables: Sequence[Table]) -> Iterator[str]:
-    scheme = recipe.parallel.plan
+def _of_the_plan(recipe: Recipe, plan: Plan | None) -> Iterator[str]:
+    given = recipe.parallel.plan
+    scheme = given if isinstance(given, str) else "by table"
     if plan is None or plan.world_size == 1:
         if scheme in SCHEMES and SCHEMES[scheme] != Cut():
             yield (
@@ -69,14 +69,7 @@ def _of_the_plan(recipe: Recipe, plan: Plan | None, tables: Sequence[Table]) -> 
         return
     cut_by_columns = SCHEMES[scheme].cols != 1 if scheme in SCHEMES else False
     whole = [name for name, tiles in plan.by_table.items() if len({t.cols for t in tiles if not t.readers}) <= 1]
-    if cut_by_columns and len(whole) == len(plan.by_table):
-        widest = max(tables, key=lambda table: table.dim / column_unit(table))
-        yield (
-            f"parallel.plan is {scheme}, but no table is cut into columns: they have at most {widest.dim} columns, and "
-            f"parts are multiples of {column_unit(widest)}; use plan row or table, or raise data.dim to at least "
-            f"{2 * column_unit(widest)}"
-        )
-    elif cut_by_columns and whole:
+    if cut_by_columns and whole:
         yield (
             f"parallel.plan is {scheme}, but {len(whole)} of {len(plan.by_table)} tables are too narrow to be cut into "
             f"columns ({', '.join(whole[:3])}{' …' * (len(whole) > 3)})"

@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hotbed.batch import Batch
-from hotbed.checkpoint.single_files import read_limited
 from hotbed.comm import Link
-from hotbed.config import ParallelRecipe, Recipe
+from hotbed.config import Recipe
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.replicas import check_replicas
-from hotbed.errors import CommError, HotbedError, PlanError, RecipeError
+from hotbed.errors import CommError, HotbedError, RecipeError
 from hotbed.jagged import ModelParallelInput
 from hotbed.optim import Moment
-from hotbed.parsing import TextError
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes
 from hotbed.plan.placement import SCHEMES
@@ -35,6 +33,7 @@ from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
+from hotbed.train.recipe_plan import is_searched, plan_or_schemes
 from hotbed.train.table_file import read_hot_rows, read_skew
 
 
@@ -214,7 +213,7 @@ def refuse_impossible(recipe: Recipe, tables: Sequence[Table], device: torch.dev
 def needs_a_plan(recipe: Recipe) -> bool:
     """Whether a model has to be distributed: over several processes, or over memories."""
     several = dist.is_available() and dist.is_initialized()
-    plan = _plan_or_scheme(recipe.parallel)
+    plan = plan_or_schemes(recipe.parallel)
     outside = recipe.memory.tier != "device" or recipe.hot.rows is not None
     return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
 
@@ -222,12 +221,16 @@ def needs_a_plan(recipe: Recipe) -> bool:
 def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
     parallel, memory = recipe.parallel, recipe.memory
-    plan = _plan_or_scheme(parallel)
+    plan = plan_or_schemes(parallel)
     if world_size > 1:
         check_replicas(world_size, parallel)
     size = max(world_size // parallel.replicas, 1)
     if recipe.hot.rows is not None:
         return _plan_of_hot_rows(model, recipe, size, recipe.hot.rows)
+    if is_searched(plan):
+        from hotbed.train.plan_search import searched  # which needs metrics, and these this file
+
+        return searched(model, recipe, size).plan
     if not isinstance(plan, Plan):
         plan = plan_for(model, size, plan)
     if memory.tier == "device":
@@ -251,7 +254,7 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
 def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: str) -> Plan:
     """The first rows of each table are on all ranks, the others cut by the recipe's scheme, in the recipe's memory."""
     scheme, memory = recipe.parallel.plan, recipe.memory
-    if scheme not in SCHEMES:
+    if not isinstance(scheme, str) or scheme not in SCHEMES:
         raise RecipeError(
             f"hot.rows is set, so parallel.plan must be a scheme ({', '.join(SCHEMES)}) for the other rows, not the "
             f"plan {scheme}; leave one of them out"
@@ -259,17 +262,3 @@ def _plan_of_hot_rows(model: nn.Module, recipe: Recipe, world_size: int, file: s
     hot = read_hot_rows(file, {table.name: table.rows for table in plan_tables(model)})
     cuts = {name: replace(SCHEMES[scheme], hot_rows=rows, tier=memory.tier) for name, rows in hot.items()}
     return with_cache(plan_for(model, world_size, cuts), memory.cache_rows, memory.cached_tiers)
-
-
-def _plan_or_scheme(parallel: ParallelRecipe) -> Plan | str:
-    return parallel.plan if parallel.plan in SCHEMES else read_plan(parallel.plan)
-
-
-def read_plan(file: str) -> Plan:
-    """A plan's JSON file; a `PlanError` says what else a plan can be."""
-    try:
-        return Plan.from_json(read_limited(file))
-    except FileNotFoundError:
-        raise PlanError(f"there is no plan {file}; give a JSON file, or a scheme: {', '.join(SCHEMES)}") from None
-    except TextError as error:
-        raise PlanError(f"plan {file} {error}; give another file") from None

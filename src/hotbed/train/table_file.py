@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from hotbed.checkpoint.single_files import read_limited
 from hotbed.errors import DataError
 from hotbed.parsing import TextError, parse_json
-from hotbed.plan.tiers import Curve
+from hotbed.plan.popularity import Curve
 from hotbed.specs import is_int
 
 T = TypeVar("T")

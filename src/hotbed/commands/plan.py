@@ -1,0 +1,163 @@
+"""Search for the fastest plan of a recipe's tables, on hardware that need not be here: ``hotbed plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from hotbed.checkpoint.single_files import write_text
+from hotbed.commands.arguments import add_json, add_recipe, check_json, console, recipe_of, write_json
+from hotbed.commands.dry_run import cut_of, owners_of
+from hotbed.config import Recipe
+from hotbed.errors import PlanError, RecipeError
+from hotbed.plan import Plan
+from hotbed.plan.cost import TIERS
+from hotbed.plan.search import Found
+from hotbed.plan.step import estimate_step, parts_of_busiest
+from hotbed.plan.tiling import extent
+from hotbed.train.build import new_model, open_source
+from hotbed.train.plan_search import searched
+from hotbed.train.recipe_plan import plan_or_schemes
+from hotbed.train.report import size
+
+_MOST_RANKS = 16
+"""Ranks that are shown one by one."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the recipe's options, and the machine."""
+    parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--key value …]"
+    add_recipe(parser)
+    parser.add_argument("--hardware", type=str | None, help="Built-in profile or a file; short for parallel.hardware.")
+    parser.add_argument("--ranks", type=int, default=1, help="Processes, of all replicas together.")
+    parser.add_argument("--replicas", type=int | None, help="Short for --parallel.replicas.")
+    parser.add_argument("--out", type=str | None, help="File to write the plan to, for --plan of hotbed train.")
+    add_json(parser)
+
+
+def run(parsed: Namespace) -> None:
+    """Search, and show what was found."""
+    values: dict[str, Any] = parsed.as_dict()
+    hardware, ranks, replicas, out, json = (
+        values.pop(name) for name in ("hardware", "ranks", "replicas", "out", "json")
+    )
+    recipe = recipe_of(values)
+    if hardware is not None:
+        recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=hardware))
+    if replicas is not None:
+        recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
+    if out is not None:
+        check_json(out)
+    found, others = found_plan(recipe, ranks)
+    if out is not None:
+        write_text(out, found.plan.to_json())
+    print_plan(console(), found, others)
+    write_json(json, as_dict(found, others))
+
+
+def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
+    """The plan that the search finds, and the step's seconds under the recipe's own scheme, if that has another name.
+
+    Schemes by table in ``parallel.plan`` are kept; tables without one are searched for.
+
+    Raises
+    ------
+    RecipeError
+        If the number of ranks cannot be.
+    PlanError
+        If no plan fits.
+    """
+    count = recipe.parallel.replicas
+    if ranks < 1 or ranks % count:
+        raise RecipeError(f"--ranks is {ranks}, must be a multiple of parallel.replicas {count}, and at least 1")
+    source = open_source(recipe.data)
+    with torch.device("meta"):
+        model = new_model(recipe, source)
+    given = plan_or_schemes(recipe.parallel)
+    if isinstance(given, Plan):
+        raise PlanError(f"parallel.plan is {recipe.parallel.plan}, a whole plan: there is nothing to search for")
+    schemes = {**given, "*": given.get("*", "auto")} if isinstance(given, Mapping) else {"*": "auto"}
+    found = searched(model, recipe, ranks // count, schemes, source)
+    others: dict[str, float] = {}
+    if isinstance(given, str) and given != "auto":
+        try:
+            own = searched(model, recipe, ranks // count, given, source)
+            others[given] = estimate_step(own.plan, own.costs, own.model).seconds
+        except PlanError:
+            others[given] = float("inf")
+    return found, others
+
+
+def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
+    """What was found, for ``--json``."""
+    costs, limits = found.costs, found.limits
+    return {
+        "plan": found.plan.to_dict(),
+        "step_s": estimate_step(found.plan, costs, found.model).to_dict(),
+        "load_s": found.load,
+        "bound_s": found.bound.load,
+        "bound": found.bound.binds,
+        "gap": found.gap,
+        "imbalance": costs.imbalance,
+        "method": found.method,
+        "busiest_rank_s": parts_of_busiest(costs),
+        "ranks": [
+            {"load_s": float(load), "bytes": {tier: int(costs.memory[tier][rank]) for tier in TIERS}}
+            for rank, load in enumerate(costs.load)
+        ],
+        "room_bytes": dict(limits.room),
+        "beside_bytes": dict(limits.beside),
+        "others_step_s": {name: seconds if seconds < float("inf") else None for name, seconds in others.items()},
+    }
+
+
+def print_plan(to: Console, found: Found, others: dict[str, float]) -> None:
+    """Print tables with their cuts, ranks with their bytes and load, and how good the plan is."""
+    costs, plan = found.costs, found.plan
+    tables = RichTable(title="Tables", title_justify="left")
+    for column in ("table", "rows × columns", "cut", "owners", "memory"):
+        tables.add_column(column, justify="right" if "×" in column else "left")
+    for name, tiles in plan.by_table.items():
+        rows, cols = extent(tiles)
+        tiers = " + ".join(tier for tier in TIERS if any(t.tier == tier for t in tiles))
+        tables.add_row(name, f"{rows:,} × {cols:,}", cut_of(tiles), owners_of(tiles), tiers)
+    to.print(tables)
+    order = costs.load.argsort()[::-1].tolist()
+    shown = range(plan.world_size)
+    if plan.world_size > _MOST_RANKS:
+        shown = [order[0], order[len(order) // 2], order[-1], int(costs.nbytes.argmax())]
+    ranks = RichTable(title="Ranks" if len(shown) == plan.world_size else "Ranks: busiest, median, idlest, fullest")
+    for column in ("rank", "load", *TIERS):
+        ranks.add_column(column, justify="right")
+    for rank in shown:
+        ranks.add_row(
+            str(rank), f"{costs.load[rank] * 1e3:,.4g} ms", *(size(int(costs.memory[tier][rank])) for tier in TIERS)
+        )
+    to.print(ranks)
+    step = estimate_step(plan, costs, found.model)
+    parts = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts_of_busiest(costs).items())
+    samples = found.model.workload.batch_size / step.seconds
+    to.print(
+        f"step: {step.seconds * 1e3:,.4g} ms, {samples:,.0f} samples/s; tables {step.tables * 1e3:.3g}, dense "
+        f"{step.dense * 1e3:.3g}, messages {step.messages * 1e3:.3g}, launches {step.launches * 1e3:.3g} ms",
+        soft_wrap=True,
+    )
+    to.print(f"busiest rank (ms): {parts}", soft_wrap=True)
+    to.print(
+        f"load: max/mean {costs.imbalance:.3f}; {found.gap:.1%} above the lower bound of "
+        f"{found.bound.load * 1e3:,.4g} ms ({found.bound.binds}); found by {found.method}",
+        soft_wrap=True,
+    )
+    most = int(costs.memory["device"].max())
+    beside = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.beside.items() if nbytes)
+    room = size(found.limits.device)
+    to.print(f"device memory: rows {size(most)} of {room} per rank; beside: {beside}", soft_wrap=True)
+    for name, seconds in others.items():
+        does = f"{seconds * 1e3:,.4g} ms" if seconds < float("inf") else "does not fit"
+        to.print(f"the recipe's own plan {name}: {does}")

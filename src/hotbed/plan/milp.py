@@ -1,0 +1,102 @@
+"""Choose forms and places at once, as a mixed integer program that HiGHS solves: best where tables and ranks are few.
+
+Tiles of a form are alike, so what is chosen is how many of them each rank has: ``n[f, r]`` (integers), whether a form
+is used ``y[f]`` (0 or 1), and the load of the busiest rank ``z``::
+
+    minimize z + ε Σ y[f] · tiles[f]       where  Σ_f of a table y[f] = 1,   Σ_r n[f, r] = y[f] · tiles[f],
+    Σ_f n[f, r] · load[f] + y[f] · everyone[f] ≤ z,  Σ_f n[f, r] · bytes[f] ≤ room     for every rank r
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from hotbed.plan.candidates import Form
+
+MOST_VARIABLES = 600
+"""Up to which it is tried."""
+MOST_NODES = 200
+"""Of the search tree: a limit that, unlike one of time, gives the same plan on every machine."""
+GAP = 1e-3
+
+
+def is_available() -> bool:
+    """Whether scipy is installed."""
+    return find_spec("scipy") is not None
+
+
+def solve(
+    forms: Mapping[str, Sequence[Form]], size: int, room: int, time_limit_s: float
+) -> list[tuple[Form, list[int]]] | None:
+    """The form of each table, and the owner of each of its tiles; None where nothing was found within the limits.
+
+    Parameters
+    ----------
+    forms
+        By table, those that it may have; of one part each, whose tiles are alike, and without copies.
+    size
+        Ranks.
+    room
+        Bytes of each.
+    time_limit_s
+        Seconds after which the search is given up, with nothing found.
+    """
+    from scipy.optimize import (  # pyright: ignore[reportMissingImports]  # an extra
+        Bounds,
+        LinearConstraint,
+        milp,
+    )
+    from scipy.sparse import coo_matrix  # pyright: ignore[reportMissingImports]
+
+    flat = [form for of_table in forms.values() for form in of_table]
+    count = len(flat)
+    unit = max(sum(max(f.total for f in of_table) for of_table in forms.values()) / size, 1e-300)
+    most_bytes = max(*(f.tile_bytes for f in flat), 1)
+
+    def number(form: int, rank: int) -> int:
+        return count + form * size + rank
+
+    z = count * (1 + size)
+    entries: list[tuple[int, int, float]] = []  # row, column, value
+    low: list[float] = []
+    high: list[float] = []
+
+    def row(values: Sequence[tuple[int, float]], least: float, most: float) -> None:
+        entries.extend((len(low), column, value) for column, value in values)
+        low.append(least)
+        high.append(most)
+
+    first = 0
+    for of_table in forms.values():
+        row([(first + i, 1.0) for i in range(len(of_table))], 1, 1)
+        first += len(of_table)
+    for i, form in enumerate(flat):
+        row([*((number(i, r), 1.0) for r in range(size)), (i, -float(form.tiles))], 0, 0)
+    for r in range(size):
+        loads = [(number(i, r), f.largest / unit) for i, f in enumerate(flat)]
+        row([*loads, *((i, f.everyone / unit) for i, f in enumerate(flat)), (z, -1.0)], -np.inf, 0)
+        nbytes = [(number(i, r), f.tile_bytes / most_bytes) for i, f in enumerate(flat)]
+        row(nbytes, -np.inf, room / most_bytes)
+    rows, columns, values = zip(*entries, strict=True)
+    tiles = [form.tiles for form in flat]
+    cost = np.concatenate([np.array(tiles) * 1e-6 / sum(tiles), np.zeros(count * size), [1.0]])
+    upper = np.concatenate([np.ones(count), np.repeat(tiles, size), [np.inf]])
+    result: Any = milp(
+        cost,
+        constraints=LinearConstraint(coo_matrix((values, (rows, columns)), shape=(len(low), z + 1)).tocsr(), low, high),
+        integrality=np.concatenate([np.ones(z), [0.0]]),
+        bounds=Bounds(np.zeros(z + 1), upper),
+        options={"node_limit": MOST_NODES, "time_limit": time_limit_s, "mip_rel_gap": GAP},
+    )
+    if result.x is None or (result.status == 1 and "ime" in result.message):  # a limit of time is no result
+        return None
+    chosen: list[tuple[Form, list[int]]] = []
+    for i, form in enumerate(flat):
+        if result.x[i] > 0.5:
+            owners = [r for r in range(size) for _ in range(round(result.x[number(i, r)]))]
+            chosen.append((form, owners))
+    return chosen

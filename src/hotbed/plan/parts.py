@@ -1,0 +1,202 @@
+"""Cut tables into parts, and choose ranks for them: `Part`, `parts_of` a cut, `place_parts`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotbed.errors import PlanError
+from hotbed.plan.balance import Placed, best_placement
+from hotbed.plan.cost import CostModel, gib, tile_bytes
+from hotbed.plan.tiling import Tier, Tile, column_unit
+from hotbed.specs import Table
+
+if TYPE_CHECKING:
+    from hotbed.plan.placement import Cut
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Row parts of one column part of a table: they go to ranks that follow each other.
+
+    Attributes
+    ----------
+    lanes
+        Into how many parts the columns of its rows are cut.
+    """
+
+    table: Table
+    rows: tuple[range, ...]
+    cols: range
+    lanes: int = 1
+    replicated: bool = False
+    tier: Tier = "device"
+    cache_rows: int = 0
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"table '{self.table.name}', columns {self.cols.start} … {self.cols.stop - 1},"
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What its cost depends on: parts of one shape cost the same."""
+        rows = self.rows[0]
+        residue = rows.start if rows.step == 1 or self.table.fp32_rows else 0
+        return (
+            *(self.table.name, len(self.rows), len(rows), rows.stop, rows.step, residue),
+            *(len(self.cols), self.lanes, self.replicated, self.tier, self.cache_rows),
+        )
+
+    def tiles(self, first: int, world_size: int) -> list[Tile]:
+        """Its tiles, with the first on this rank."""
+        found: list[Tile] = []
+        for i, rows in enumerate(self.rows):
+            owner = (first + i) % world_size
+            readers = (*range(owner), *range(owner + 1, world_size)) if self.replicated else ()
+            cache_rows = 0 if self.tier == "device" else self.cache_rows
+            found.append(Tile(self.table.name, rows, self.cols, owner, readers, self.tier, cache_rows))
+        return found
+
+    def split(self) -> list[Part]:
+        """Its row parts, each by itself."""
+        return [
+            Part(self.table, (r,), self.cols, self.lanes, self.replicated, self.tier, self.cache_rows)
+            for r in self.rows
+        ]
+
+
+def parts_of(table: Table, cut: Cut, world_size: int) -> list[Part]:
+    """Parts of a table, hot rows first."""
+    unit = column_unit(table)
+    units = -(-table.dim // unit)
+    count = min(cut.cols or world_size, units)
+    bounds = [min(units * i // count * unit, table.dim) for i in range(count + 1)]
+    hot = min(cut.hot_rows, table.rows)
+    found: list[Part] = []
+    if hot:
+        found.append(Part(table, (range(hot),), range(table.dim), replicated=True))
+    step = min(cut.rows or world_size, world_size)
+    rows = tuple(range(first, table.rows, step) for first in range(hot, min(hot + step, table.rows)))
+    if rows:
+        found += [
+            Part(table, rows, range(a, b), count, cut.replicated, cut.tier, cut.cache_rows) for a, b in pairwise(bounds)
+        ]
+    return found
+
+
+def in_order(tiles: Sequence[Tile], tables: Sequence[Table]) -> tuple[Tile, ...]:
+    """Tiles in the order of tables, columns and rows."""
+    order = {t.name: i for i, t in enumerate(tables)}
+    return tuple(sorted(tiles, key=lambda t: (order[t.table], t.cols.start, t.rows.start)))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Parts with the rank of their first tile, and what each rank has then."""
+
+    parts: tuple[tuple[Part, int], ...]
+    loads: Array
+    nbytes: Array
+
+    def tiles(self) -> list[Tile]:
+        """List all tiles."""
+        return [tile for part, first in self.parts for tile in part.tiles(first, len(self.loads))]
+
+
+def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -> Placement:
+    """Choose ranks for parts: for those of several tiles, or with copies, first; then for single tiles by `balance`.
+
+    Raises
+    ------
+    PlanError
+        If there is no room for a part.
+    """
+    world_size = model.world_size
+    loads, nbytes = np.zeros(world_size), np.zeros(world_size, dtype=np.int64)
+    known: dict[tuple[object, ...], PartCost] = {}
+    costs = [known.setdefault(key, known.get(key) or part_cost(p, model)) for p in parts for key in [p.shape]]
+    placed: list[tuple[Part, int]] = []
+    several = [i for i, p in enumerate(parts) if len(p.rows) > 1 or p.replicated]
+    for i in sorted(several, key=lambda i: -costs[i].owner * len(parts[i].rows)):
+        part, cost = parts[i], costs[i]
+        count = len(part.rows)
+        loads += count * cost.reader
+        nbytes += count * cost.copy_bytes
+        load, size = cost.owner - cost.reader, cost.nbytes - cost.copy_bytes
+        first = _best_start(count, load, size, loads, nbytes, capacity)
+        owners = (first + np.arange(count)) % world_size
+        loads[owners] += load
+        nbytes[owners] += size
+        placed.append((part, first))
+    if capacity is not None and nbytes.max() > capacity:
+        rank = int(nbytes.argmax())
+        raise PlanError(
+            f"rank {rank} would hold {gib(nbytes[rank])}, {gib(nbytes[rank] - capacity)} more than its "
+            f"{gib(capacity)}; copy fewer rows, cut into more parts, use narrower rows, or more ranks"
+        )
+    single = [i for i, p in enumerate(parts) if len(p.rows) == 1 and not p.replicated]
+    item_loads = np.array([costs[i].owner for i in single])
+    item_bytes = np.array([costs[i].nbytes for i in single], dtype=np.int64)
+    result = best_placement(item_loads, item_bytes, loads, nbytes, capacity)
+    if not isinstance(result, Placed):
+        stuck, missing = result
+        raise PlanError(
+            f"{parts[single[stuck]].name} needs {gib(item_bytes[stuck])}, {gib(missing)} more than any rank has left "
+            f"of its {gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
+        )
+    placed += [(parts[i], rank) for i, rank in zip(single, result.chosen.tolist(), strict=True)]
+    everyone = sum(cost.everyone * len(part.rows) for part, cost in zip(parts, costs, strict=True))
+    return Placement(tuple(placed), result.loads + everyone, result.nbytes)
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What each tile of a part costs: as the first one, which has most rows.
+
+    Attributes
+    ----------
+    owner, reader, everyone
+        Load of the owner, of a rank that has a copy, and of every rank besides.
+    nbytes, copy_bytes
+        Of the owner, and of a rank that has a copy.
+    """
+
+    owner: float
+    reader: float
+    everyone: float
+    nbytes: int
+    copy_bytes: int
+
+
+def part_cost(part: Part, model: CostModel) -> PartCost:
+    """Cost of one tile of a part."""
+    cache_rows = 0 if part.tier == "device" else part.cache_rows
+    tile = Tile(part.table.name, part.rows[0], part.cols, 0, (), part.tier, cache_rows)
+    readers = (model.world_size - 1) * part.replicated
+    cost = model.tile(tile, part.lanes, readers)
+    nbytes = tile_bytes(part.table, tile, model.workload.by_table[part.table.name].moments)
+    copied = tile_bytes(part.table, tile) if part.replicated else 0
+    owner, everyone = float(cost.owner_bytes @ cost.prices), float(cost.everyone_bytes @ cost.prices)
+    reader = float(cost.reader_bytes @ cost.prices) if part.replicated else 0.0
+    return PartCost(owner, reader, everyone, nbytes, copied)
+
+
+def _best_start(count: int, load: float, nbytes: int, loads: Array, held: Array, capacity: int | None) -> int:
+    """The rank from which on so many tiles fit, and leave the busiest of their owners with the least load."""
+    world_size = len(loads)
+    step = count if world_size % count == 0 else 1
+
+    def largest(values: Array) -> Array:
+        around = np.concatenate([values, values[: count - 1]])
+        return np.lib.stride_tricks.sliding_window_view(around, count)[::step].max(1)
+
+    most = largest(held) + nbytes
+    overflow = most > capacity if capacity is not None else np.zeros(len(most), dtype=bool)
+    return int(np.lexsort((most, largest(loads) + load, overflow))[0]) * step

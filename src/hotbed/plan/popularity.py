@@ -1,0 +1,161 @@
+"""Say how often rows of a table are accessed, by law or by counts, and expect how many distinct ones that makes.
+
+Lookups of a row are taken for a Poisson process: in a batch with ``n`` lookups of a table, a row with the share ``p``
+of them is looked up at all with probability ``1 − exp(−n p)``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_CUTS_PER_OCTAVE = 4
+
+
+class Popularity(Protocol):
+    """How often rows of a table are accessed, which are numbered by falling popularity."""
+
+    def rows_above(self, accesses: float) -> int:
+        """How many rows have at least so many accesses per sample."""
+        ...
+
+    def accesses(self, rows: int) -> float:
+        """Accesses per sample of the first rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Zipf:
+    """Row ``r`` (from 1) is accessed ``ids · r^−exponent / Σ r^−exponent`` times per sample.
+
+    Parameters
+    ----------
+    rows
+        Rows of the table.
+    exponent
+        Of Zipf's law, above 0.
+    ids
+        Ids per sample.
+    """
+
+    rows: int
+    exponent: float = 1.05
+    ids: float = 1.0
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        first = self.ids / _harmonic(self.rows, self.exponent)
+        if accesses <= first * self.rows**-self.exponent:
+            return self.rows
+        return int((first / accesses) ** (1 / self.exponent))
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        return self.ids * _harmonic(rows, self.exponent) / _harmonic(self.rows, self.exponent)
+
+
+class Curve:
+    """Rows of which is known how many accesses the first ones have, for some numbers of them.
+
+    Parameters
+    ----------
+    rows
+        Numbers of first rows, rising; the last is all of them.
+    accesses
+        Accesses per sample of so many. Between two numbers rows are taken for alike.
+    """
+
+    def __init__(self, rows: Sequence[int], accesses: Sequence[float]) -> None:
+        self._rows, self._accesses = [0, *rows], [0.0, *accesses]
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        found = 0
+        for (a, b), (before, after) in zip(pairwise(self._rows), pairwise(self._accesses), strict=True):
+            if b > a and (after - before) / (b - a) >= accesses:
+                found = b
+        return found
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        i = max(bisect_left(self._rows, rows), 1)
+        share = (rows - self._rows[i - 1]) / max(self._rows[i] - self._rows[i - 1], 1)
+        return self._accesses[i - 1] + share * (self._accesses[i] - self._accesses[i - 1])
+
+
+class Counted:
+    """Rows that were counted.
+
+    Parameters
+    ----------
+    counts
+        Accesses of each row ``[R]``, in the order of rows. Where they rise a row counts as often as a later one, so
+        that rows that are not in order of popularity are not taken for what they are not.
+    samples
+        How many samples they are of.
+    """
+
+    def __init__(self, counts: Tensor, samples: int) -> None:
+        falling = counts.double().flip(0).cummax(0).values.flip(0) / samples
+        self._rising = -falling
+        self._sums = counts.double().cumsum(0) / samples
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        return int(torch.searchsorted(self._rising, -accesses, right=True))
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        return float(self._sums[rows - 1]) if rows else 0.0
+
+
+@lru_cache(maxsize=1 << 16)
+def _first_terms(n: int, exponent: float) -> float:
+    return sum(r**-exponent for r in range(1, n + 1))
+
+
+def _harmonic(n: int, exponent: float) -> float:
+    """Σ r^−exponent for r = 1 … n, by Euler and Maclaurin beyond the first terms."""
+    few = min(n, 1000)
+    total = _first_terms(few, exponent)
+    if n > few:
+        power = 1 - exponent
+        total += math.log(n / few) if abs(power) < 1e-12 else (n**power - few**power) / power
+        total += (n**-exponent - few**-exponent) / 2
+        total += exponent * (few ** (-exponent - 1) - n ** (-exponent - 1)) / 12
+    return total
+
+
+class ExpectedRows:
+    """Expected numbers of distinct rows of a table that batches look up.
+
+    Parameters
+    ----------
+    rows
+        Of the table.
+    popularity
+        Of its rows.
+    """
+
+    def __init__(self, rows: int, popularity: Popularity) -> None:
+        cuts = {int(2 ** (i / _CUTS_PER_OCTAVE)) for i in range(_CUTS_PER_OCTAVE * rows.bit_length())}
+        self.edges: np.ndarray[Any, Any] = np.array(sorted({0, rows, *(cut for cut in cuts if cut < rows)}))
+        """Rows where popularity is taken anew; between two, rows are alike."""
+        accesses = np.array([popularity.accesses(int(edge)) for edge in self.edges])
+        self.rates: np.ndarray[Any, Any] = np.diff(accesses) / np.diff(self.edges) / max(accesses[-1], 1e-300)
+        """Share of the table's lookups that each row has, between two edges."""
+
+    def distinct(self, rows: range, lookups: float) -> float:
+        """How many of these rows are looked up, in a batch with so many lookups of the whole table."""
+        return min(float((self._within(rows) * -np.expm1(-self.rates * lookups)).sum()), len(rows))
+
+    def share(self, rows: range) -> float:
+        """Share of the table's lookups that these rows have."""
+        return min(float((self._within(rows) * self.rates).sum()), 1.0)
+
+    def _within(self, rows: range) -> np.ndarray[Any, Any]:
+        """How many of these rows, taken for evenly spread, are between two edges."""
+        return np.diff(self.edges.clip(rows.start, rows.stop)) * (len(rows) / max(rows.stop - rows.start, 1))

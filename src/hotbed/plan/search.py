@@ -1,0 +1,304 @@
+"""Search for the plan whose busiest rank has least to do: how each table is cut, and which rank owns which tile.
+
+Tables are cut finer and finer, only those of which a tile has more than a share of a rank's mean load (`LEVELS`), or a
+sixteenth of its mean memory; for each share the tiles are placed (`balance`); where tables and ranks are few, a mixed
+integer program chooses forms and places at once (`milp`). Of the plans whose busiest ranks are within half a percent of
+the best, those with the most even memory count, and of these the one with the fewest tiles. What is found is held
+against a lower bound (`bound`).
+
+Everything is deterministic: the same tables, ranks and hardware give the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+import numpy as np
+
+from hotbed.errors import PlanError
+from hotbed.optim import Moment
+from hotbed.plan import milp
+from hotbed.plan.bound import Bound, lower_bound
+from hotbed.plan.candidates import Form, form_for, form_of
+from hotbed.plan.cost import CostModel, RankCosts, gib
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.limits import Limits, limits_of, refuse_too_large
+from hotbed.plan.parts import Array, Part, Placement, in_order, place_parts
+from hotbed.plan.placement import Cut, refuse_uncut
+from hotbed.plan.popularity import Popularity
+from hotbed.plan.tiers import place_in_tiers
+from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
+from hotbed.plan.workload import Workload
+from hotbed.specs import Table
+
+LEVELS = (np.inf, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+"""Largest tile, as a share of a rank's mean load."""
+WORTHWHILE = 1.01
+"""How far from the bound the best plan of the heuristics must be, that the mixed integer program is tried."""
+CLOSE = 1.002
+"""A plan whose busiest rank is so near to the bound, and whose memory is even, ends the search."""
+ALIKE_LOAD, ALIKE_BYTES = 1.005, 1.05
+"""Plans whose busiest or fullest ranks differ by less count as equal."""
+BATCH_PER_RANK = 1024
+"""Samples that a rank has of a step, where nobody says."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, and how good it is."""
+
+    plan: Plan
+    model: CostModel
+    costs: RankCosts
+    bound: Bound
+    limits: Limits
+    method: str
+    """What placed the tiles."""
+
+    @property
+    def load(self) -> float:
+        """Of the busiest rank, with exchanges that not every plan has: seconds; ids × columns without hardware."""
+        fixed = _fixed_load(self.plan.tiles, self.model)
+        return float(self.costs.load.max()) + fixed
+
+    @property
+    def gap(self) -> float:
+        """By which share the busiest rank has more to do than the bound."""
+        return self.load / self.bound.load - 1 if self.bound.load else 0.0
+
+
+def plan_of(
+    tables: Sequence[Table],
+    world_size: int,
+    cuts: Mapping[str, Cut | Literal["auto"]],
+    *,
+    ids: Mapping[str, float] | None = None,
+    moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
+    popularity: Mapping[str, Popularity] | None = None,
+    wire: Mapping[str, WireFormat] | None = None,
+    capacity_bytes: int | None = None,
+    batch_size: int | None = None,
+    hardware: Hardware | None = None,
+    tiers: Sequence[Tier] = ("device",),
+) -> Plan:
+    """Search for a plan, for `make_plan`.
+
+    Parameters
+    ----------
+    tables, world_size, ids, moments, wire, capacity_bytes
+        As `make_plan` has them.
+    cuts
+        By table; ``"auto"`` where it is searched for.
+    popularity
+        By table, of its rows; Zipf's law by default.
+    batch_size
+        Samples of a step over all ranks; 1,024 per rank by default.
+    hardware
+        The machine; without it load is ids × columns.
+    tiers
+        Memories that rows may be in.
+    """
+    work = Workload.of(
+        tables,
+        ids=ids,
+        moments=moments,
+        popularity=popularity,
+        wire=wire or {},
+        batch_size=batch_size or BATCH_PER_RANK * world_size,
+    )
+    fixed = {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)}
+    return search(work, world_size, hardware, fixed=fixed, capacity_bytes=capacity_bytes, tiers=tiers).plan
+
+
+def search(
+    workload: Workload,
+    world_size: int,
+    hardware: Hardware | None = None,
+    *,
+    fixed: Mapping[str, Cut] | None = None,
+    capacity_bytes: int | None = None,
+    tiers: Sequence[Tier] = ("device",),
+    milp_s: float = 20.0,
+) -> Found:
+    """Search for the best plan.
+
+    Parameters
+    ----------
+    workload
+        What a step does.
+    world_size
+        Ranks of a group: those of one replica.
+    hardware
+        The machine; without it load is ids × columns.
+    fixed
+        By table, the cut that it must have.
+    capacity_bytes
+        Of device memory per rank; by default what the hardware leaves for rows.
+    tiers
+        Memories that rows may be in.
+    milp_s
+        Seconds that the mixed integer program may take before it is given up; 0: it is not tried.
+
+    Raises
+    ------
+    PlanError
+        If there is too little memory; the message says how much, and what would help.
+    """
+    fixed = dict(fixed or {})
+    tables = [use.table for use in workload.uses]
+    refuse_uncut(tables, fixed, world_size)
+    model = CostModel(workload, world_size, hardware)
+    limits = limits_of(model, capacity_bytes)
+    overflow = refuse_too_large(model, limits, tiers)
+    slower: list[Tier] = [tier for tier in tiers if tier != "device"]
+    bound = lower_bound(model, fixed, overflow, slower[0] if slower else "host")
+    found: list[_Candidate] = []
+    errors: list[PlanError] = []
+    forms: list[dict[str, Form]] = []
+    for chosen in _forms(model, fixed, bound, limits, overflow):
+        forms.append(chosen)
+        try:
+            placement = _placed(chosen, model, None if overflow else limits.device)
+            found.append(
+                _in_memories(placement, model, limits, slower) if overflow else _Candidate.of(placement, model)
+            )
+        except PlanError as error:
+            errors.append(error)
+            continue
+        if found[-1].is_even(bound):
+            break
+    if not overflow and not (found and min(f.load for f in found) <= WORTHWHILE * bound.load):
+        found += _by_milp(forms, fixed, model, limits, milp_s)
+    if not found:
+        raise errors[0]
+    best = _best(found)
+    plan = Plan(world_size, in_order(best.tiles(), tables), dict(workload.wire))
+    return Found(plan, model, model.ranks(plan), bound, limits, best.method)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A plan before its tiles are made: what each rank has, and how many tiles there will be."""
+
+    loads: Array
+    nbytes: Array
+    count: int
+    tiles: Callable[[], list[Tile]]
+    method: str = "heuristics"
+    fixed: float = 0.0
+    """Load of exchanges that copies or sums over columns take."""
+
+    @classmethod
+    def of(cls, placement: Placement, model: CostModel) -> _Candidate:
+        count = sum(len(part.rows) for part, _ in placement.parts)
+        first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
+        fixed = _fixed_load(first, model)
+        return cls(placement.loads, placement.nbytes, count, placement.tiles, fixed=fixed)
+
+    @property
+    def load(self) -> float:
+        return float(self.loads.max()) + self.fixed
+
+    def is_even(self, bound: Bound) -> bool:
+        """Whether looking further is not worth it."""
+        return self.load <= CLOSE * bound.load and self.nbytes.max() <= ALIKE_BYTES * self.nbytes.mean()
+
+
+def _forms(
+    model: CostModel, fixed: Mapping[str, Cut], bound: Bound, limits: Limits, overflow: int
+) -> Iterator[dict[str, Form]]:
+    """Forms of all tables, by how large tiles may be; each combination once."""
+    uses = model.workload.uses
+    given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
+    whole = [form_of(use, Cut(), model) for use in uses]
+    mean_load = max(bound.load - sum(form.everyone for form in whole), 1e-300)
+    mean_bytes = max(sum(form.nbytes for form in whole) / model.world_size, 1.0)
+    seen: set[tuple[Cut, ...]] = set()
+    most_bytes = min(mean_bytes * LEVELS[-2], np.inf if overflow else limits.device)
+    for copies, columns, level in product((False, True), (False, True), LEVELS):
+        chosen = {
+            use.table.name: given[use.table.name]
+            if use.table.name in given
+            else form_for(use, mean_load * level, most_bytes, limits.device, model, copies=copies, columns=columns)
+            for use in uses
+        }
+        cuts = tuple(form.cut for form in chosen.values())
+        if cuts not in seen:
+            seen.add(cuts)
+            yield chosen
+
+
+def _placed(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) -> Placement:
+    """Place forms; of those with fewer row parts than ranks every tile by itself."""
+    parts = [
+        part
+        for form in chosen.values()
+        for own in form.parts
+        for part in (own.split() if 1 < len(own.rows) < model.world_size and not own.replicated else [own])
+    ]
+    return place_parts(parts, model, capacity)
+
+
+def _in_memories(placement: Placement, model: CostModel, limits: Limits, slower: Sequence[Tier]) -> _Candidate:
+    """Put rows that the devices do not hold into slower memories, the most popular ones into the fastest."""
+    tables = [use.table for use in model.workload.uses]
+    plan = Plan(model.world_size, in_order(placement.tiles(), tables))
+    budgets: dict[Tier, int] = {"device": limits.device}
+    budgets |= {tier: limits.per_rank(tier) for tier in slower[:-1]}
+    known = {use.table.name: use.popularity for use in model.workload.uses if use.popularity is not None}
+    moments = {use.table.name: use.moments for use in model.workload.uses}
+    placed = place_in_tiers(plan, tables, budgets, slower[-1], popularity=known, moments=moments)
+    costs = model.ranks(placed)
+    if over := limits.over(costs):
+        tier, nbytes = next(iter(over.items()))
+        raise PlanError(
+            f"the fullest {'rank' if tier == 'device' else 'node'} would have {gib(nbytes)} more than the "
+            f"{gib(limits.room[tier])} of its {tier}; use narrower rows, or more ranks"
+        )
+    fixed = _fixed_load(placed.tiles, model)
+    return _Candidate(costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed)
+
+
+def _by_milp(
+    forms: Sequence[Mapping[str, Form]], fixed: Mapping[str, Cut], model: CostModel, limits: Limits, seconds: float
+) -> list[_Candidate]:
+    """Choose among all forms that were tried, of one part each and without copies, if every table has one."""
+    if not milp.is_available() or seconds <= 0 or model.world_size == 1 or fixed:
+        return []
+    options: dict[str, list[Form]] = {use.table.name: [] for use in model.workload.uses}
+    for chosen in forms:
+        for name, form in chosen.items():
+            if len(form.parts) == 1 and not form.parts[0].replicated and form not in options[name]:
+                options[name].append(form)
+    variables = sum(map(len, options.values())) * (model.world_size + 1)
+    if not all(options.values()) or variables > milp.MOST_VARIABLES:
+        return []
+    solved = milp.solve(options, model.world_size, limits.device, seconds)
+    if solved is None:
+        return []
+    loads, nbytes = np.zeros(model.world_size), np.zeros(model.world_size, dtype=np.int64)
+    parts: list[tuple[Part, int]] = []
+    for form, owners in solved:
+        loads += form.everyone
+        np.add.at(loads, owners, form.costs[0].owner)
+        np.add.at(nbytes, owners, form.costs[0].nbytes)
+        parts += zip(form.parts[0].split(), owners, strict=True)
+    return [replace(_Candidate.of(Placement(tuple(parts), loads, nbytes), model), method="mixed integer program")]
+
+
+def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
+    """Load of exchanges that not every plan has: of copies, and of sums over columns."""
+    uses = model.workload.by_table
+    copies = any(tile.readers for tile in tiles)
+    sums = any(len(tile.cols) < uses[tile.table].table.dim and uses[tile.table].row_sums for tile in tiles)
+    return model.copies_s * copies + model.sums_s * sums
+
+
+def _best(found: Sequence[_Candidate]) -> _Candidate:
+    """Choose by load, then memory, then number of tiles."""
+    alike = [f for f in found if f.load <= ALIKE_LOAD * min(other.load for other in found)]
+    alike = [f for f in alike if f.nbytes.max() <= ALIKE_BYTES * min(int(other.nbytes.max()) for other in alike)]
+    return min(alike, key=lambda f: (f.count, f.load))

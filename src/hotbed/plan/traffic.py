@@ -1,0 +1,134 @@
+"""Count the bytes that each rank sends in a training step, under a plan and for numbers of distinct rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hotbed.ops.layout import BLOCK
+from hotbed.ops.rows import Codec, encoded_bytes
+from hotbed.plan.tiling import Plan, count_common
+
+SLOT_BYTES = 8
+"""Of an id on the wire."""
+
+
+class Message(NamedTuple):
+    """Bytes that two ranks exchange for a tile which one of them owns.
+
+    Attributes
+    ----------
+    ids, gradients
+        To the owner.
+    rows
+        From it, before the step; ranks that have a copy need none.
+    copies
+        From it, after the update, to ranks that have a copy.
+    """
+
+    ids: float
+    rows: float
+    gradients: float
+    copies: float
+
+
+def message_of(
+    cols: int, asked: float, touched: float, *, vectors: float | None = None, forward: Codec, backward: Codec
+) -> Message:
+    """Bytes between an owner and one other rank.
+
+    Parameters
+    ----------
+    cols
+        Columns of the tile.
+    asked
+        Ids that the other rank asks for: distinct rows of its batch, with the wire format ``"rows"``.
+    touched
+        Rows that the batches of all ranks update.
+    vectors
+        Vectors that come for them; default: one for each.
+    forward, backward
+        Codecs of rows and of gradients.
+    """
+    count = asked if vectors is None else vectors
+    return Message(
+        asked * SLOT_BYTES,
+        count * encoded_bytes(forward, cols),
+        count * encoded_bytes(backward, cols),
+        touched * (SLOT_BYTES + 4 * cols),
+    )
+
+
+def sums_bytes(cols: int, touched: float) -> float:
+    """Bytes of one sum over the columns of each touched row, as they go to the owner of other columns."""
+    return touched * 4 * -(-cols // BLOCK)
+
+
+class Traffic(NamedTuple):
+    """Bytes that a rank sends to others in a step."""
+
+    ids: float
+    rows: float
+    gradients: float
+    copies: float
+    """Updated rows, to the ranks that read copies of them."""
+    sums: float
+    """Sums over columns, between the owners of a row's parts."""
+    dense: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def step_traffic(
+    plan: Plan,
+    distinct: Mapping[str, float],
+    *,
+    touched: Mapping[str, float] | None = None,
+    dense_values: int = 0,
+    row_sums: int = 0,
+    forward: Codec = "fp32",
+    backward: Codec = "fp32",
+) -> list[Traffic]:
+    """Bytes that each rank sends in a training step, without the counts that go ahead and without framing.
+
+    Ids are taken to fall evenly on the rows of a table: the numbers of distinct rows are given.
+
+    Parameters
+    ----------
+    plan
+        Where tiles are; all tables with the wire format ``"rows"``.
+    distinct
+        By table, distinct rows of one rank's batch.
+    touched
+        By table, distinct rows of all ranks' batches together; needed where ranks read copies or rows are cut.
+    dense_values
+        Number of dense parameters, whose gradients are averaged.
+    row_sums
+        How often the optimizer sums over the columns of a row: row-wise AdaGrad once.
+    forward, backward
+        Codecs of rows and of gradients.
+    """
+    size = plan.world_size
+    rows = {table: max(tile.rows[-1] + 1 for tile in tiles) for table, tiles in plan.by_table.items()}
+    sent = [[0.0] * 5 for _ in range(size)]
+    for tile in plan.tiles:
+        share, cols = len(tile.rows) / rows[tile.table], len(tile.cols)
+        changed = (touched or distinct)[tile.table] * share
+        message = message_of(cols, distinct[tile.table] * share, changed, forward=forward, backward=backward)
+        for rank in range(size):
+            if rank == tile.owner:
+                continue
+            sent[rank][0] += message.ids
+            sent[rank][2] += message.gradients
+            if rank not in tile.readers:
+                sent[tile.owner][1] += message.rows
+        sent[tile.owner][3] += len(tile.readers) * message.copies
+        for other in plan.by_table[tile.table] if row_sums else ():
+            if other.owner != tile.owner:
+                common = count_common(tile.rows, other.rows) / rows[tile.table]
+                sent[tile.owner][4] += row_sums * sums_bytes(cols, (touched or distinct)[tile.table] * common)
+    dense = 2 * (size - 1) / size * 4 * dense_values
+    return [Traffic(ids, moved, back, copies, sums, dense) for ids, moved, back, copies, sums in sent]

@@ -1,0 +1,135 @@
+"""Say what a training step asks for: samples, lookups of tables, and the part of a model without tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hotbed.config.places import Codec
+from hotbed.errors import PlanError, did_you_mean
+from hotbed.optim import Moment
+from hotbed.plan.popularity import ExpectedRows, Popularity, Zipf
+from hotbed.plan.tiling import WireFormat
+from hotbed.specs import Table, is_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableUse:
+    """A table, and what a step asks of it."""
+
+    table: Table
+    ids: float = 1.0
+    """Mean ids per sample."""
+    bags: float = 1.0
+    """Features that look it up; for the wire format ``"pooled"``."""
+    moments: tuple[Moment, ...] = ()
+    """What the optimizer keeps beside its rows."""
+    popularity: Popularity | None = None
+    """Of its rows; Zipf's law with exponent 1.05 where it is not known."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.ids) and self.ids >= 0):
+            raise PlanError(
+                f"ids of table '{self.table.name}' are {self.ids} per sample, must be finite and at least 0"
+            )
+
+    @property
+    def row_sums(self) -> int:
+        """How often its rule sums over the columns of a row: once for each moment that a row has one of."""
+        return sum(moment.per == "row" for moment in self.moments)
+
+    @cached_property
+    def expected(self) -> ExpectedRows:
+        """Expected numbers of distinct rows."""
+        return ExpectedRows(self.table.rows, self.popularity or Zipf(self.table.rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePart:
+    """The part of a model without tables; figures are of one sample where they say so."""
+
+    parameters: int = 0
+    flops: float = 0.0
+    """Floating-point operations of a forward pass, per sample; a backward pass has twice as many."""
+    dtype: str = "fp32"
+    """What its products are computed in: fp32, tf32, bf16, fp16."""
+    activation_bytes: float = 0.0
+    """What a step keeps in the device's memory for backward, per sample."""
+    input_bytes: float = 0.0
+    """What is copied to the device, per sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a training step does, wherever rows are."""
+
+    uses: tuple[TableUse, ...]
+    batch_size: int = 1
+    """Samples of a step, over all ranks of all replicas."""
+    replicas: int = 1
+    sync_every: int = 1
+    """Steps between averages of replicas."""
+    forward_codec: Codec = "fp32"
+    backward_codec: Codec = "fp32"
+    wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
+    dense: DensePart = DensePart()
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "replicas", "sync_every"):
+            value = getattr(self, name)
+            if not is_int(value) or value < 1:
+                raise PlanError(f"{name} is {value!r}, must be an integer of at least 1")
+
+    @cached_property
+    def by_table(self) -> dict[str, TableUse]:
+        """Uses by the table's name."""
+        return {use.table.name: use for use in self.uses}
+
+    @classmethod
+    def of(
+        cls,
+        tables: Iterable[Table],
+        *,
+        ids: Mapping[str, float] | None = None,
+        moments: Sequence[Moment] | Mapping[str, Sequence[Moment]] = (),
+        popularity: Mapping[str, Popularity] | None = None,
+        **options: object,
+    ) -> Workload:
+        """Make it of tables; what is known of each is given by name.
+
+        Parameters
+        ----------
+        tables
+            All tables of a model.
+        ids
+            By table, mean ids per sample; 1 where not given.
+        moments
+            Of the optimizer's rule, for all tables or by table.
+        popularity
+            By table.
+        **options
+            Other fields.
+
+        Raises
+        ------
+        PlanError
+            If something is given for a table that is not there, or cannot be.
+        """
+        known = {t.name: t for t in tables}
+        by_table = moments if isinstance(moments, Mapping) else dict.fromkeys(known, moments)
+        for what, named in (("ids", ids), ("moments", by_table), ("popularity", popularity)):
+            for name in named or ():
+                if name not in known:
+                    raise PlanError(f"{what} name a table '{name}', which the model has not{did_you_mean(name, known)}")
+        uses = tuple(
+            TableUse(
+                table=table,
+                ids=(ids or {}).get(name, 1.0),
+                moments=tuple(by_table.get(name, ())),
+                popularity=(popularity or {}).get(name),
+            )
+            for name, table in known.items()
+        )
+        return cls(uses=uses, **options)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,151 @@
+"""Search for a recipe's plan: what its steps ask for, on which machine, within which memories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hotbed.config import Recipe
+from hotbed.embed import collections_of, plan_tables
+from hotbed.embed.collection import names_in_plans
+from hotbed.errors import PlanError
+from hotbed.nn.layers import DotInteraction
+from hotbed.plan import Plan
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.here import hardware_here
+from hotbed.plan.placement import Cut, Schemes, cuts_of
+from hotbed.plan.search import Found, search
+from hotbed.plan.tiling import Tier
+from hotbed.plan.workload import DensePart, Workload
+from hotbed.train.numerics import resolve_device
+from hotbed.train.parameter_groups import moments_by_table
+from hotbed.train.recipe_plan import plan_or_schemes
+from hotbed.train.table_file import read_skew
+
+if TYPE_CHECKING:
+    from hotbed.data import Source
+
+BACKWARD_KEEPS = 2
+"""Vectors per output of a layer that a step keeps: what backward needs, and the gradient."""
+
+
+def searched(
+    model: nn.Module, recipe: Recipe, size: int, schemes: Schemes | None = None, source: Source | None = None
+) -> Found:
+    """Search for the plan of a group of ``size`` ranks.
+
+    Parameters
+    ----------
+    model
+        The recipe's, perhaps on ``meta``.
+    recipe
+        ``parallel.hardware`` is the machine; rows may be in the device's memory, and in those up to ``memory.tier``.
+    size
+        Ranks of the plan.
+    schemes
+        Others than the recipe's.
+    source
+        By which ids per sample are counted; without it there is one per feature.
+
+    Raises
+    ------
+    PlanError
+        If no plan fits.
+    """
+    given = plan_or_schemes(recipe.parallel) if schemes is None else schemes
+    if isinstance(given, Plan):
+        raise PlanError("there is nothing to search for: parallel.plan is a whole plan")
+    cuts = cuts_of(plan_tables(model), with_own_schemes(model, given))
+    return search(
+        workload_of(model, recipe, size, source),
+        size,
+        hardware_of(recipe),
+        fixed={name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
+        capacity_bytes=recipe.memory.device_bytes or None,
+        tiers=tiers_of(recipe),
+    )
+
+
+def with_own_schemes(model: nn.Module, schemes: Schemes) -> Schemes:
+    """Give collections for which a model has schemes of its own these, unless tables are named."""
+    own: Mapping[str, str] = getattr(model, "schemes", {})
+    if isinstance(schemes, Mapping) or not own:
+        return schemes
+    return {name: own.get(path, schemes) for (path, _), name in names_in_plans(model).items()}
+
+
+def hardware_of(recipe: Recipe) -> Hardware:
+    """The machine that a recipe names, or this one."""
+    named = recipe.parallel.hardware
+    return hardware_here(resolve_device(recipe.train.device)) if named is None else Hardware.load(named)
+
+
+def tiers_of(recipe: Recipe) -> tuple[Tier, ...]:
+    """Memories that rows may be in."""
+    order: tuple[Tier, ...] = ("device", "host", "disk")
+    return order[: order.index(recipe.memory.tier) + 1]
+
+
+def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | None = None) -> Workload:
+    """What a step of a recipe does, in a group of ``size`` ranks."""
+    tables, parallel, memory = plan_tables(model), recipe.parallel, recipe.memory
+    rows = {table.name: table.rows for table in tables}
+    return Workload.of(
+        tables,
+        ids=_ids(model, recipe, source),
+        moments=moments_by_table(model, recipe),
+        popularity=None if memory.skew is None else read_skew(memory.skew, rows),
+        batch_size=recipe.train.batch_size,
+        replicas=parallel.replicas,
+        sync_every=parallel.sync_every,
+        forward_codec=parallel.forward_codec,
+        backward_codec=parallel.backward_codec,
+        dense=dense_part(model, recipe, source),
+    )
+
+
+def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, float]:
+    """Ids per sample of each table: of its features, counted in the first chunk of a source."""
+    per_feature: dict[str, float] = {}
+    if source is not None:
+        chunk = source.read(recipe.data.train_split, 0)
+        sparse = chunk.sparse
+        per_feature = {name: len(sparse[name].values) / max(len(chunk), 1) for name in sparse.names}
+    names, found = names_in_plans(model), dict.fromkeys((t.name for t in plan_tables(model)), 0.0)
+    for path, collection in collections_of(model).items():
+        for feature in collection.features:
+            found[names[path, feature.table]] += per_feature.get(feature.name, 1.0)
+    return found
+
+
+def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None) -> DensePart:
+    """Count the part of a model without tables, in closed form.
+
+    A weight of two dims or more is used once per sample: two operations. A dot interaction of ``n`` vectors of ``D``
+    columns takes ``2 n² D``. Kept for backward are the outputs of layers, the looked-up vectors and the interaction's.
+    """
+    parameters = list(model.parameters())
+    flops = 2.0 * sum(p.numel() for p in parameters if p.dim() >= 2)
+    values = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            values += module.out_features
+        elif isinstance(module, DotInteraction):
+            flops += 2.0 * module.vectors**2 * module.dim
+            values += module.width
+    for collection in collections_of(model).values():
+        values += sum(collection.tables[f.table].dim for f in collection.features)
+    narrow = recipe.train.precision == "bf16"
+    if recipe.train.precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
+        narrow = not hardware_of(recipe).cores_shared
+    dense, labels = (0, 1) if source is None else (source.schema.dense_features, len(source.schema.labels))
+    ids = sum(len(c.features) for c in collections_of(model).values())
+    return DensePart(
+        parameters=sum(p.numel() for p in parameters),
+        flops=flops,
+        dtype="bf16" if narrow else "fp32",
+        activation_bytes=BACKWARD_KEEPS * values * (2 if narrow else 4),
+        input_bytes=4.0 * (dense + labels) + 8.0 * ids,
+    )

@@ -1,0 +1,44 @@
+"""Read what a recipe's ``parallel.plan`` says: a scheme, schemes by table, or a file with these or a whole plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from hotbed.checkpoint.single_files import read_limited, read_yaml
+from hotbed.config import ParallelRecipe
+from hotbed.errors import PlanError
+from hotbed.parsing import TextError
+from hotbed.plan import Plan
+from hotbed.plan.placement import AUTO, SCHEMES, Schemes, schemes_from
+
+
+def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
+    """What ``parallel.plan`` says: a scheme for all tables, schemes by table, or a file with these or a plan."""
+    if isinstance(parallel.plan, dict):
+        return schemes_from(parallel.plan, "parallel.plan")
+    return parallel.plan if parallel.plan in (*SCHEMES, AUTO) else read_plan(parallel.plan)
+
+
+def is_searched(plan: Plan | Schemes) -> bool:
+    """Whether any table has the scheme ``"auto"``."""
+    return not isinstance(plan, Plan) and AUTO in (plan.values() if isinstance(plan, Mapping) else [plan])
+
+
+def read_plan(file: str) -> Plan | Schemes:
+    """A plan's file, or one with schemes by table, in JSON or YAML; a `PlanError` says what else a plan can be."""
+    try:
+        text = read_limited(file)
+    except FileNotFoundError:
+        raise PlanError(
+            f"there is no plan {file}; give a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
+        ) from None
+    except TextError as error:
+        raise PlanError(f"plan {file} {error}; give another file") from None
+    if not file.endswith((".yaml", ".yml")) and b'"tiles"' in text:
+        return Plan.from_json(text)
+    values = read_yaml(file)
+    if not isinstance(values, dict):
+        raise PlanError(f"plan {file} holds {type(values).__name__}, must be a plan, or schemes by table")
+    found = cast("dict[str, Any]", values)
+    return Plan.from_dict(found) if {"tiles", "world_size"} & found.keys() else schemes_from(found, file)

@@ -1,0 +1,97 @@
+"""``hotbed plan``: a plan for machines that are not here, which hotbed train takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotbed.commands.main import main
+from hotbed.plan import Plan
+
+RECIPE = """
+name: planned
+data:
+  source: {class_path: hotbed.data.ZipfSource, init_args: {train_samples: 512, test_samples: 64}}
+  path: rows.json
+  dim: 32
+  test_split: null
+  shuffle: false
+model: {class_path: hotbed.nn.DLRM, init_args: {bottom: [16, 32], top: [16, 1]}}
+dense_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+sparse_optimizer: {class_path: hotbed.optim.RowWiseAdagrad, init_args: {lr: 0.1}}
+train: {batch_size: 128, steps: 2, device: cpu}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": {"users": 5000, "items": 300, "shops": 3}}))
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE.replace("rows.json", str(tmp_path / "rows.json")))
+    return file
+
+
+def planned(recipe: Path, *options: str) -> dict[str, Any]:
+    out = recipe.parent / "figures.json"
+    assert main(["plan", str(recipe), "--hardware", "a100-40", "--json", str(out), *options]) == 0
+    return json.loads(out.read_text())
+
+
+def test_a_plan_is_shown_and_written(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    file = recipe.parent / "plan.json"
+    found = planned(recipe, "--ranks", "4", "--out", str(file))
+    plan = Plan.from_json(file.read_text())
+    assert plan.world_size == 4 and plan.to_dict() == found["plan"]
+    assert found["gap"] >= -1e-9 and found["load_s"] >= found["bound_s"] > 0
+    assert len(found["ranks"]) == 4 and found["others_step_s"]["table"] >= found["step_s"]["step"] * 0.99  # no copies
+    shown = capsys.readouterr().out
+    assert "users" in shown and "above the lower bound of" in shown and "the recipe's own plan table:" in shown
+
+
+def test_schemes_by_table_are_kept(recipe: Path):
+    schemes = recipe.parent / "schemes.yaml"
+    schemes.write_text("users: row\n")
+    found = planned(recipe, "--ranks", "3", "--plan", str(schemes))
+    assert [t["rows"] for t in found["plan"]["tiles"] if t["table"] == "users"] == [[k, 5000, 3] for k in range(3)]
+    recipe.write_text(recipe.read_text() + "parallel: {plan: {users: {cols: 2}}}\n")
+    found = planned(recipe, "--ranks", "2")
+    assert sorted(t["cols"] for t in found["plan"]["tiles"] if t["table"] == "users") == [[0, 16], [16, 32]]
+
+
+def test_many_ranks_in_replicas_are_summed_up(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    found = planned(recipe, "--ranks", "64", "--replicas", "2")
+    assert found["plan"]["world_size"] == 32 and "replicas" in found["busiest_rank_s"]
+    assert "busiest, median, idlest, fullest" in capsys.readouterr().out
+
+
+def test_a_recipe_trains_with_plan_auto(recipe: Path):
+    assert main(["train", str(recipe), "--plan", "auto", "--out", str(recipe.parent / "runs")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "5", "--replicas", "2"], "--ranks is 5, must be a multiple of parallel.replicas 2"),
+        (["--ranks", "0"], "--ranks is 0, must be a multiple of parallel.replicas 1, and at least 1"),
+        (["--ranks", "2", "--hardware", "a100"], "there is no hardware profile 'a100'"),
+        (["--ranks", "2", "--plan", "{file}"], "there is nothing to search for"),
+        (["--ranks", "2", "--plan", "{list}"], "list.yaml holds list, must be a plan, or schemes by table"),
+        (["--ranks", "2", "--memory.device_bytes", "1000", "--memory.tier", "host"], None),
+    ],
+)
+def test_what_cannot_be_is_said(
+    recipe: Path, options: list[str], message: str | None, capsys: pytest.CaptureFixture[str]
+):
+    whole, listed = recipe.parent / "whole.json", recipe.parent / "list.yaml"
+    whole.write_text(json.dumps({"world_size": 1, "tiles": []}))
+    listed.write_text("- users\n")
+    given = [option.format(file=whole, list=listed) for option in options]
+    status = main(["plan", str(recipe), "--hardware", "a100-40", *given])
+    if message is None:
+        assert status == 0
+        return
+    assert status == 2
+    assert message in capsys.readouterr().err

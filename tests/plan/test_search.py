@@ -1,0 +1,185 @@
+"""The search: plans that cover, fit, are near the bound and the same every time; costs that rise with what is done."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotbed.errors import PlanError
+from hotbed.optim import RowWiseAdagrad
+from hotbed.plan import Cut, make_plan, milp
+from hotbed.plan.candidates import form_of
+from hotbed.plan.cost import CostModel
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.limits import limits_of
+from hotbed.plan.placement import schemes_from
+from hotbed.plan.search import search
+from hotbed.plan.workload import DensePart, Workload
+from hotbed.specs import Table
+
+A100 = Hardware.load("a100-40")
+T0 = (
+    *(227605432, 39061, 17296, 7425, 20266, 4, 7123, 1544, 64, 130229467, 3067956, 405283, 11, 2209, 11939, 155, 4),
+    *(977, 15, 292775614, 40790948, 187188510, 590152, 12974, 109, 37),
+)
+"""Rows of Criteo 1TB, all values: 421 GiB with 128 float32 columns."""
+
+
+def criteo(**options: Any) -> Workload:
+    tables = [Table(f"C{i}", rows, 128) for i, rows in enumerate(T0, 1)]
+    return Workload.of(tables, moments=RowWiseAdagrad.rule.moments, **{"batch_size": 65536, **options})
+
+
+@st.composite
+def workloads(draw: st.DrawFn, most_tables: int = 6) -> Workload:
+    tables = [
+        Table(f"t{i}", draw(st.integers(1, 5000)), draw(st.sampled_from([4, 16, 32, 64, 128, 144])))
+        for i in range(draw(st.integers(1, most_tables)))
+    ]
+    ids = {t.name: draw(st.floats(0, 20)) for t in tables}
+    return Workload.of(tables, ids=ids, moments=RowWiseAdagrad.rule.moments, batch_size=draw(st.integers(1, 4096)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(workloads(), st.integers(1, 9), st.booleans())
+def test_plans_cover_the_tables_and_are_no_better_than_the_bound(work: Workload, ranks: int, with_hardware: bool):
+    found = search(work, ranks, A100 if with_hardware else None)
+    found.plan.check([use.table for use in work.uses])  # a Plan covers each table exactly, or cannot be made
+    assert found.load >= found.bound.load * (1 - 1e-9)
+    assert search(work, ranks, A100 if with_hardware else None).plan == found.plan
+
+
+@settings(max_examples=30, deadline=None)
+@given(workloads(), st.integers(1, 5), st.integers(1, 2_000_000))
+def test_capacity_holds_or_the_error_says_how_much_is_missing(work: Workload, ranks: int, capacity: int):
+    try:
+        found = search(work, ranks, capacity_bytes=capacity)
+    except PlanError as error:
+        assert "more than" in str(error) or "too few; cheapest ways out: " in str(error)
+        return
+    assert found.costs.memory["device"].max() <= capacity
+
+
+@settings(max_examples=15, deadline=None)
+@given(workloads(most_tables=3), st.integers(2, 3))
+def test_no_assignment_of_whole_tables_is_better(work: Workload, ranks: int):
+    model = CostModel(work, ranks, A100)
+    loads = [form_of(use, Cut(), model).largest for use in work.uses]
+    everyone = sum(form_of(use, Cut(), model).everyone for use in work.uses)
+    best = min(
+        max(sum(x for x, at in zip(loads, chosen, strict=True) if at == r) for r in range(ranks))
+        for chosen in itertools.product(range(ranks), repeat=len(loads))
+    )
+    assert search(work, ranks, A100).load <= (best + everyone) * 1.006  # plans within half a percent count as equal
+
+
+@settings(max_examples=40, deadline=None)
+@given(workloads(most_tables=2), st.integers(1, 16), st.sampled_from(["batch", "ids", "dim"]))
+def test_cost_does_not_fall_where_more_is_done(work: Workload, ranks: int, what: str):
+    (use, *others) = work.uses
+    if what == "batch":
+        more = replace(work, batch_size=2 * work.batch_size)
+    elif what == "ids":
+        more = replace(work, uses=(replace(use, ids=2 * use.ids), *others))
+    else:
+        wider = replace(use.table, dim=use.table.dim + 16)
+        more = replace(work, uses=(replace(use, table=wider), *others))
+    flat = A100.with_(gather={64: 1e12}, scatter={64: 1e12})  # by which wider rows are read no faster
+
+    def cost(of: Workload) -> np.ndarray:
+        plan = make_plan([u.table for u in of.uses], ranks)
+        return np.sort(CostModel(of, ranks, flat).ranks(plan).parts.sum(0))
+
+    assert (cost(more) >= cost(work) * (1 - 1e-9)).all()
+
+
+def test_all_values_of_criteo_on_eight_ranks_of_80_gb():
+    found = search(criteo(), 8, Hardware.load("a100-80"))
+    assert found.costs.imbalance <= 1.02
+    assert found.gap <= 0.02
+    assert found.costs.nbytes.max() <= 1.06 * found.costs.nbytes.mean()
+    assert not limits_of(found.model).over(found.costs)
+
+
+def test_what_makes_tables_too_large_is_said_with_ways_out():
+    with pytest.raises(PlanError) as caught:
+        search(criteo(), 8, A100.with_(device_bytes=48 * 10**9))
+    said = str(caught.value)
+    assert said.startswith("rows and moments take 424 GiB, and 8 ranks have ")
+    missing = said.split("for them: ")[1].split(" too few")[0]
+    assert f"memory.tier host for the coldest {missing}; memory.tier disk for" in said
+    assert said.endswith("bf16 rows, which take 210 GiB less; 3 more ranks")
+    small = A100.with_(device_bytes=10**9)
+    with pytest.raises(PlanError, match=r"0\.931 GiB of device memory, .* beside rows \(activations .*lower the batch"):
+        search(criteo(dense=DensePart(activation_bytes=1e6)), 8, small)
+
+
+def test_rows_that_devices_cannot_hold_are_in_slower_memory_the_popular_ones_not():
+    found = search(criteo(), 8, A100, tiers=("device", "host"))
+    tiers = {tile.tier for tile in found.plan.tiles}
+    assert tiers == {"device", "host"}
+    assert all(t.rows.start > 1000 for t in found.plan.tiles if t.tier == "host")
+    assert not found.limits.over(found.costs)
+    assert found.costs.imbalance <= 1.02 and found.bound.memory > 0
+
+
+def test_tables_may_have_schemes_of_their_own_and_the_others_are_searched_for():
+    tables = [Table("users", 1000, 64), Table("items", 5000, 64), Table("shops", 10, 64)]
+    plan = make_plan(tables, 4, {"users": "row", "i*": Cut(cols=2), "*": "auto"}, hardware=A100, batch_size=4096)
+    assert [t.rows for t in plan.by_table["users"]] == [range(k, 1000, 4) for k in range(4)]
+    assert {t.cols for t in plan.by_table["items"]} == {range(32), range(32, 64)}
+    assert "shops" in plan.by_table
+    with pytest.raises(TypeError, match="takes 'batch_size' with the scheme 'auto' only"):
+        make_plan(tables, 4, "row", batch_size=4)
+
+
+def test_thousands_of_ranks_are_planned():
+    """The tables of few rows, which are cut into few tiles, make a row-wise plan of them uneven."""
+    found = search(criteo(), 1024, A100)
+    rows = make_plan([use.table for use in found.model.workload.uses], 1024, "row")
+    assert found.load <= found.model.ranks(rows).load.max() * 1.005
+    assert found.plan.world_size == 1024
+
+
+@pytest.mark.skipif(not milp.is_available(), reason="needs scipy: pip install 'hotbed[plan]'")
+@pytest.mark.parametrize("loads", [(8, 7, 6, 5, 4), (9, 7, 7, 5, 3, 3), (1,)])
+def test_the_integer_program_finds_the_best_placement(loads: tuple[int, ...]):
+    tables = [Table(f"t{i}", 10, 16) for i in range(len(loads))]
+    work = Workload.of(tables, ids={t.name: float(x) for t, x in zip(tables, loads, strict=True)})
+    model = CostModel(work, 2)
+    solved = milp.solve({u.table.name: [form_of(u, Cut(), model)] for u in work.uses}, 2, 1 << 40, 60.0)
+    assert solved is not None
+    totals = np.zeros(2)
+    for (form, owners), load in zip(solved, loads, strict=True):
+        assert len(owners) == form.tiles == 1
+        totals[owners] += load
+    assert totals.max() == -(-sum(loads) // 2) or len(loads) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"users": {"row": 2}}, "plan.yaml: a cut of table 'users' has no 'row'; .* did you mean 'rows'"),
+        ({"users": 3}, "plan.yaml: table 'users' has 3, must be one of table, row, .*, auto, or the fields of a cut"),
+        ({"users": {"rows": -1}}, "a cut has rows -1"),
+    ],
+)
+def test_what_is_no_scheme_is_refused(values: dict[str, Any], message: str):
+    with pytest.raises(PlanError, match=message):
+        schemes_from(values, "plan.yaml")
+
+
+def test_tables_that_are_too_narrow_to_be_cut_by_columns_are_said():
+    message = r"table 't' of 16 fp32 columns cannot be cut by columns: parts are multiples of 16 .* at least 17 columns"
+    with pytest.raises(PlanError, match=message):
+        make_plan([Table("t", 100, 16)], 2, "column")
+    with pytest.raises(PlanError, match="multiples of 128 columns"):
+        make_plan([Table("t", 100, 128, dtype="int8"), Table("u", 9, 64)], 2, {"t": "column", "*": "auto"})
+    assert len(make_plan([Table("t", 100, 16)], 1, "column").tiles) == 1
+    assert len(make_plan([Table("t", 100, 16), Table("u", 9, 64)], 2, "column").tiles) == 3
