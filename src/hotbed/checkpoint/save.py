@@ -40,7 +40,7 @@ from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tensor_files import UNFINISHED, Array, FileWriter, is_left_by_attempts, make_directory
 from hotbed.comm import Link
-from hotbed.errors import CheckpointError
+from hotbed.errors import CheckpointError, CommError
 from hotbed.store import RowStore
 
 LAST_PATIENCE_S = 5.0
@@ -244,6 +244,10 @@ class Saving:
         OSError
             If this one could not.
         """
+        if self._thread is not None and self._rank != 0:
+            self._thread.join()
+        if self._size > 1:
+            self._meet()
         if self._thread is not None:
             self._thread.join()
         own = self._error is not None and not isinstance(self._error, OtherRankError)
@@ -256,6 +260,14 @@ class Saving:
             raise CheckpointError(
                 f"{self.path} was not saved: rank {failed[0]} could not write its files; its own output says why"
             )
+
+    def _meet(self) -> None:
+        """Wait until the other ranks have written; the first does not look for reports of one that has ended."""
+        try:
+            _failed(self._link, False)
+        except CommError:
+            self.abandon()
+            raise
 
     def _may_remove(self) -> bool:
         """Whether the place is known to be this run's still."""
