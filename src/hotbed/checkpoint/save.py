@@ -264,7 +264,7 @@ class Saving:
     def _meet(self) -> None:
         """Wait until the other ranks have written; the first does not look for reports of one that has ended."""
         try:
-            _failed(self._link, False)
+            failed_ranks(self._link, False)
         except CommError:
             self.abandon()
             raise

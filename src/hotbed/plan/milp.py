@@ -85,11 +85,16 @@ def solve(
     tiles = [form.tiles for form in flat]
     cost = np.concatenate([np.array(tiles) * 1e-6 / sum(tiles), np.zeros(count * size), [1.0]])
     upper = np.concatenate([np.ones(count), np.repeat(tiles, size), [np.inf]])
+    matrix: Any = coo_matrix((values, (rows, columns)), shape=(len(low), z + 1)).tocsr()
+    lower: Any = low  # scipy's own types say float, where its documentation has arrays
+    higher: Any = high
+    most: Any = upper
+    least: Any = np.zeros(z + 1)
     result: Any = milp(
         cost,
-        constraints=LinearConstraint(coo_matrix((values, (rows, columns)), shape=(len(low), z + 1)).tocsr(), low, high),
+        constraints=LinearConstraint(matrix, lower, higher),
         integrality=np.concatenate([np.ones(z), [0.0]]),
-        bounds=Bounds(np.zeros(z + 1), upper),
+        bounds=Bounds(least, most),
         options={"node_limit": MOST_NODES, "time_limit": time_limit_s, "mip_rel_gap": GAP},
     )
     if result.x is None or (result.status == 1 and "ime" in result.message):  # a limit of time is no result
