@@ -221,7 +221,7 @@ def write(place: Path, rows: int) -> None:
     schema = hb.Schema(sparse=tuple(SparseColumn(name=name, rows=rows) for name in collection.tables))
     manifest = ModelManifest(
         name="rows", step=0, state="0" * 64, written=time.time(), labels=["y"], hash=None,
-        encoder=Encoder(schema.inputs, ids="raw").to_dict(),
+        encoder=Encoder(schema.inputs, ids="raw").to_dict(), lookups={},
         dense=DenseEntry(file="dense.pt2", inputs=0, dtype=None), features=features, tables=tables, files=files,
     )  # fmt: skip
     (place / MANIFEST).write_text(json.dumps(values_of(manifest)), encoding="utf-8")

@@ -16,7 +16,7 @@ from hotbed.errors import PlanError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.parsing import MOST_DEPTH, TextError, parse_json, parse_yaml, read_limited
 from hotbed.plan import Plan
-from hotbed.train.parallel import read_plan
+from hotbed.train.recipe_plan import read_plan
 
 EXAMPLES = int(os.environ.get("HOTBED_FUZZ", "50"))
 Fuzz = settings(max_examples=EXAMPLES)
@@ -90,7 +90,7 @@ def test_json_that_is_refused(text: str | bytes, message: str, tmp_path: Path) -
     assert message in str(caught.value)
     (tmp_path / "plan.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(PlanError) as refused:
-        read_plan(tmp_path / "plan.json")
+        read_plan(str(tmp_path / "plan.json"))
     assert message in str(refused.value)
 
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(TextError, match="is longer than 1,000 bytes"):
         read_limited(tmp_path / "long", 1000)
     with pytest.raises(PlanError, match=r"plan .*long is longer than 67,108,864 bytes; give another file"):
-        read_plan(tmp_path / "long")
+        read_plan(str(tmp_path / "long"))
 
 
 Plain = st.recursive(

@@ -38,7 +38,9 @@ def test_bash_completes(typed: str, offered: list[str], script: str, tmp_path: P
     (tmp_path / "runs").mkdir()
     words = ["hotbed", *typed.split()]
     ask = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _shtab_hotbed; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    file = tmp_path.parent / f"{tmp_path.name}.bash"  # longer than an argument may be
+    file.write_text(f"{script}\n{ask}")
+    done = subprocess.run(["bash", str(file)], cwd=tmp_path, check=True, capture_output=True, text=True)
     assert sorted(done.stdout.split()) == offered
 
 

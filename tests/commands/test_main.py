@@ -28,7 +28,7 @@ REAL_LOG = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_110k.t
 
 
 LIGHT = (
-    *("demo", "init", "train", "daily", "tune", "eval", "predict", "export"),
+    *("demo", "init", "train", "daily", "tune", "eval", "predict", "export", "serve", "plan"),
     *("checkpoint", "checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench", "completion", "doctor"),
 )
 """Commands whose help needs no torch; that of the others shows arguments of functions that do."""
@@ -84,7 +84,7 @@ def test_help_of_train_describes_the_recipe(capsys: Output) -> None:
     [
         (
             ["trian"],
-            "there is no command 'trian'; there are demo, init, prepare, pack, train, daily, tune, eval, predict,",
+            "there is no command 'trian'; there are demo, init, prepare, pack, plan, train, daily, tune, eval,",
         ),
         (["trian"], "; did you mean 'train'?"),
         (["bench", "opps"], "no command 'bench opps'; there are bench ops, bench step; did you mean 'bench ops'?"),

@@ -157,7 +157,7 @@ def test_a_dry_run_shows_the_plan_of_several_ranks(
 def test_a_plan_that_there_is_not_is_said_in_one_process(recipe: Path, tmp_path: Path, capsys: Output) -> None:
     for options in ([], ["--dry_run"]):
         message = refused(["train", str(recipe), "--plan", "tabel", *options], capsys)
-        assert "there is no plan tabel; give a JSON file, or a scheme: table, row, column" in message
+        assert "there is no plan tabel; give a JSON or YAML file, or a scheme: table, row, column" in message
     file = tmp_path / "plan.json"
     made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
     file.write_text(make_plan(tables_of(open_source(made.data), made.data), 2, "row").to_json())

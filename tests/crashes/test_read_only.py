@@ -60,7 +60,7 @@ def test_a_directory_that_may_not_be_written_to_is_named(
 
 
 def test_checkpoints_that_may_not_be_read_are_named(run: Path, capsys: Output) -> None:
-    (file,) = (run / "checkpoints").glob("last-00000004/model.safetensors")
+    (file,) = (run / "checkpoints").glob("last-00000004/model-*.safetensors")
     file.chmod(0)
     try:
         with obeying_permissions():

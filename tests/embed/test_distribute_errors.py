@@ -185,7 +185,7 @@ REFUSED: Mapping[str, tuple[Callable[[dist.ProcessGroup], object], type[HotbedEr
     "an unknown scheme": (
         lambda group: hb.distribute(one_table(), "rows", group=group),
         PlanError,
-        "no scheme 'rows'; use table, row, column, grid, dp or a Cut; did you mean 'row'?",
+        "no scheme 'rows'; use table, row, column, grid, dp, auto or a Cut; did you mean 'row'?",
     ),
     "an optimizer that is there already": (
         lambda group: optimized_before(group, by_hand=False),

@@ -157,8 +157,8 @@ def test_a_plan_that_there_is_not(launcher: Launcher, recipe: Path, tmp_path: Pa
         assert started.wait() == [2, 2]
     for rank in range(2):
         assert started.error(rank) == (
-            f"hotbed: error: rank {rank}: there is no plan tabel; give a JSON file, or a scheme: table, row, column, "
-            f"grid, dp"
+            f"hotbed: error: rank {rank}: there is no plan tabel; give a JSON or YAML file, or a scheme: table, row, "
+            f"column, grid, dp, auto"
         )
         assert "Traceback" not in started.text(rank, "err")
         assert started.text(rank, "out") == ""

@@ -82,7 +82,7 @@ class _Connection(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or self._in_message:
             return False
         cycle.keep_alive = False
-        return self.scheme == "http"
+        return True
 
     @override
     def on_message_begin(self) -> None:

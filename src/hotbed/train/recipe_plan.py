@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from hotbed.checkpoint.single_files import read_limited, read_yaml
+from hotbed.checkpoint.single_files import read_limited
 from hotbed.config import ParallelRecipe
 from hotbed.errors import PlanError
-from hotbed.parsing import TextError
+from hotbed.parsing import TextError, parse_json, parse_yaml
 from hotbed.plan import Plan
 from hotbed.plan.placement import AUTO, SCHEMES, Schemes, schemes_from
 
@@ -29,15 +29,13 @@ def read_plan(file: str) -> Plan | Schemes:
     """A plan's file, or one with schemes by table, in JSON or YAML; a `PlanError` says what else a plan can be."""
     try:
         text = read_limited(file)
+        values = parse_yaml(text.decode()) if file.endswith((".yaml", ".yml")) else parse_json(text)
     except FileNotFoundError:
         raise PlanError(
             f"there is no plan {file}; give a JSON or YAML file, or a scheme: {', '.join(SCHEMES)}, {AUTO}"
         ) from None
-    except TextError as error:
+    except (TextError, ValueError) as error:
         raise PlanError(f"plan {file} {error}; give another file") from None
-    if not file.endswith((".yaml", ".yml")) and b'"tiles"' in text:
-        return Plan.from_json(text)
-    values = read_yaml(file)
     if not isinstance(values, dict):
         raise PlanError(f"plan {file} holds {type(values).__name__}, must be a plan, or schemes by table")
     found = cast("dict[str, Any]", values)
