@@ -94,7 +94,7 @@ GOOD: dict[str, Make] = {
     "pandas' index": written("log.parquet", **{"__index_level_0__": np.arange(N), "Unnamed: 0": np.arange(N)}),
     "polars' types": written(
         "log.parquet",
-        cat=pa.array(RNG.choice(["a", "b"], N)).dictionary_encode(),
+        cat=pa.array(RNG.choice(["a", "b"], N)).cast(pa.dictionary(pa.uint32(), pa.large_string())),
         u=RNG.integers(0, 9, N).astype(np.uint64),
         at=pa.array(np.arange(N), pa.timestamp("ns", "UTC")),
         took=pa.array(np.arange(N), pa.duration("ms")),

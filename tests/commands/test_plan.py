@@ -51,6 +51,18 @@ def test_a_plan_is_shown_and_written(recipe: Path, capsys: pytest.CaptureFixture
     assert "users" in shown and "above the lower bound of" in shown and "the recipe's own plan table:" in shown
 
 
+def test_device_memory_is_the_machines_or_less(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    planned(recipe, "--ranks", "2")
+    whole = capsys.readouterr().out.partition("device memory: ")[2]
+    assert "memory.device_bytes" not in whole
+    recipe.write_text(recipe.read_text() + "memory: {tier: host, device_bytes: 1048576}\n")
+    planned(recipe, "--ranks", "2")
+    assert "of 1.0 MiB per rank (the recipe's memory.device_bytes); beside" in capsys.readouterr().out
+    recipe.write_text(recipe.read_text().replace("1048576", str(10**15)))  # no machine gets larger by it
+    planned(recipe, "--ranks", "2")
+    assert capsys.readouterr().out.partition("device memory: ")[2] == whole
+
+
 def test_schemes_by_table_are_kept(recipe: Path):
     schemes = recipe.parent / "schemes.yaml"
     schemes.write_text("users: row\n")

@@ -104,6 +104,9 @@ class ByValue(nn.Module):
 def test_what_cannot_be_exported_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"ByValue cannot be traced: .*; its forward must not branch on values"):
         traced(plain_model(ByValue()), SCHEMA)
+    quoted = Schema(sparse=(SparseColumn(name="it's", rows=50),))
+    with pytest.raises(CheckpointError, match=r"column \"it's\" has a quote in its name, .*; rename it"):
+        traced(plain_model(model_of("DLRM")), quoted)
     table = Table("t", 9, 8)
     for feature in (Feature("f", "t", pooling="none"), Feature("f", "t", max_len=3, on_too_long="truncate")):
         with pytest.raises(SpecError, match=r"feature 'f' has pooling '.*' and max_len .*; only pooled features"):

@@ -91,7 +91,7 @@ FORMS = [
     Table("int8", 300, 130, dtype="int8", fp32_rows=33),
     Table("fp8", 300, 5, dtype="fp8"),
     Table("wide", 300, 5, dtype="int8", fp32_rows=300),
-    Table("a/b ü", 300, 3, dtype="int8"),
+    Table('a/b "ü\'s" 9%27', 300, 3, dtype="int8"),
 ]
 
 

@@ -118,7 +118,11 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
         ([model, "--poll_s", "0"], "--poll_s is 0.0, must be above 0"),
         ([model, "--device", "tpu"], "--device is 'tpu', must be cpu or cuda"),
         ([model, "--host", "0.0.0.0"], "--host is 0.0.0.0, where others can ask, but there is no token"),
-        ([model, "--token_file", str(tmp_path / "none")], "No such file or directory"),
+        (
+            [model, "--token_file", str(tmp_path / "none")],
+            "none cannot be read (No such file or directory); give a file",
+        ),
+        ([model, "--redis", "cache:6379"], "'cache:6379' is no address of Redis; give redis://HOST:PORT/DATABASE"),
         ([model, "--max_batch_rows", "0"], "--max_batch_rows is 0, must be above 0"),
     ]:
         assert message in refused(["serve", "--port", "0", *argv], capsys), argv

@@ -57,7 +57,7 @@ def run(parsed: Namespace) -> None:
     found, others = found_plan(recipe, ranks)
     if out is not None:
         write_text(out, found.plan.to_json())
-    print_plan(console(), found, others)
+    print_plan(console(), found, others, recipe.memory.device_bytes)
     write_json(json, as_dict(found, others))
 
 
@@ -117,7 +117,7 @@ def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def print_plan(to: Console, found: Found, others: dict[str, float]) -> None:
+def print_plan(to: Console, found: Found, others: dict[str, float], device_bytes: int | None) -> None:
     """Print tables with their cuts, ranks with their bytes and load, and how good the plan is."""
     costs, plan = found.costs, found.plan
     tables = RichTable(title="Tables", title_justify="left")
@@ -156,8 +156,10 @@ def print_plan(to: Console, found: Found, others: dict[str, float]) -> None:
     )
     most = int(costs.memory["device"].max())
     beside = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in found.limits.beside.items() if nbytes)
-    room = size(found.limits.device)
-    to.print(f"device memory: rows {size(most)} of {room} per rank; beside: {beside}", soft_wrap=True)
+    room = f"{size(found.limits.device)} per rank"
+    if found.limits.device == device_bytes:
+        room += " (the recipe's memory.device_bytes)"
+    to.print(f"device memory: rows {size(most)} of {room}; beside: {beside}", soft_wrap=True)
     for name, seconds in others.items():
         does = f"{seconds * 1e3:,.4g} ms" if seconds < float("inf") else "does not fit"
         to.print(f"the recipe's own plan {name}: {does}")

@@ -64,6 +64,7 @@ def run(parsed: Namespace) -> None:
         raise RecipeError(f"--device is {device!r}, must be cpu or cuda")
     try:
         from hotbed.serve.logs import json_logs
+        from hotbed.serve.redis_records import check_address
         from hotbed.serve.server import Served, Server, listen
         from hotbed.serve.shares import Shares, parse_shares
     except ImportError as error:
@@ -71,6 +72,8 @@ def run(parsed: Namespace) -> None:
             f"hotbed serve needs more libraries ({error}); pip install 'hotbed[serve]' installs them"
         ) from None
 
+    if redis is not None:
+        check_address(redis)
     memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
     rows = {"memory_bytes": memory_bytes, "redis": redis, "device": device}
     with listen(options) as taken, json_logs(sys.stderr), ExitStack() as opened:

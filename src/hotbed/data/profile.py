@@ -296,9 +296,8 @@ def _of_numbers(values: arrow.Array, *, of_floats: bool) -> dict[str, Any]:
 
 def _value_auc(column: pa.ChunkedArray, numbers: arrow.Array | None, labels: arrow.Array) -> float:
     """AUC of a score per row: of values that are met often the mean label in other rows, else the number itself."""
-    codes = pc.dictionary_encode(column).combine_chunks() if not pa.types.is_dictionary(column.type) else None
-    if codes is None:
-        codes = column.unify_dictionaries().combine_chunks()
+    values = pc.cast(column, column.type.value_type) if pa.types.is_dictionary(column.type) else column
+    codes = pc.dictionary_encode(values).combine_chunks()
     indices = pc.fill_null(codes.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64) + 1
     count = int(indices.max(initial=0)) + 1
     if numbers is not None and count > len(labels) // 20:

@@ -11,11 +11,13 @@ same bits.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
+from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +63,7 @@ class DensePart(nn.Module):
     def features(self) -> dict[str, tuple[str, Feature]]:
         """By name of the vectors, the path of the collection and the feature."""
         found = ((path, f) for path, collection in self.collections.items() for f in collection.features)
-        return {_name(path, feature.name): (path, feature) for path, feature in found}
+        return {vectors_name(path, feature.name): (path, feature) for path, feature in found}
 
     @override
     def forward(
@@ -119,11 +121,12 @@ class GivenEmbeddings(nn.Module):
         for dim in dict.fromkeys(table.dim for table in self.tables.values()):
             of_dim = [f for f in self.features if f.is_pooled and self.tables[f.table].dim == dim]
             if of_dim:
-                stacked = torch.stack([cast(Tensor, ids.vectors[_name(self.path, f.name)]) for f in of_dim], dim=1)
-                found.add_pooled([f.name for f in of_dim], stacked, None)
+                given = [cast(Tensor, ids.vectors[vectors_name(self.path, f.name)]) for f in of_dim]
+                found.add_pooled([f.name for f in of_dim], torch.stack(given, dim=1), None)
         for feature in self.features:
             if not feature.is_pooled:
-                found.given[feature.name] = cast("tuple[Tensor, Tensor]", ids.vectors[_name(self.path, feature.name)])
+                sequence = ids.vectors[vectors_name(self.path, feature.name)]
+                found.given[feature.name] = cast("tuple[Tensor, Tensor]", sequence)
         return found
 
 
@@ -288,5 +291,10 @@ def dense_dtype(model: nn.Module) -> torch.dtype:
     return torch.float64
 
 
-def _name(path: str, feature: str) -> str:
-    return f"{path}.{feature}".lstrip(".")
+def vectors_name(path: str, feature: str) -> str:
+    """How programs call the vectors of a feature of the collection at a path.
+
+    torch writes names into the code of a program without escaping them, so what could end a string there, a quote, is
+    percent-encoded: columns may have any name.
+    """
+    return re.sub(r"""[%'"\\\x00-\x1f\x7f]""", lambda found: quote(found[0]), f"{path}.{feature}".lstrip("."))

@@ -41,8 +41,14 @@ def traced(model: PlainModel, schema: Schema) -> torch.export.ExportedProgram:
     Raises
     ------
     CheckpointError
-        If torch cannot trace it.
+        If torch cannot trace it, or has no way to call a column by its name.
     """
+    for column in schema.sparse:
+        if "'" in column.name or '"' in column.name:  # torch writes names into the program's code as they are
+            raise CheckpointError(
+                f"column {column.name!r} has a quote in its name, which a program of torch cannot have as an input; "
+                "rename it in the data and train again, or export in parts (hotbed export RUN DIR)"
+            )
     size = 4
     samples = torch.export.Dim("samples", min=1)
     ids: dict[str, Ids] = {}

@@ -82,7 +82,9 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None) -> Limits:
         "rows in exchange": int(EXCHANGE_COPIES * exchanged * (size - 1) / size),
         "runtime": int(RUNTIME_SHARE * whole),
     }
-    left = whole - sum(beside.values()) if capacity_bytes is None else capacity_bytes
+    left = whole - sum(beside.values())
+    if capacity_bytes is not None:
+        left = min(left, capacity_bytes)
     if left <= 0:
         most = max(beside, key=lambda what: beside[what])
         raise PlanError(

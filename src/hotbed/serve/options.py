@@ -115,13 +115,19 @@ class ServeOptions:
         Raises
         ------
         RecipeError
-            If it is too short, or has other characters than a header may have; if there is none, and the address is
-            not this machine's own.
+            If it cannot be read, is too short, or has other characters than a header may have; if there is none, and
+            the address is not this machine's own.
         """
         if self.token_file is not None:
             where = f"the token in --token_file {self.token_file}"
-            with Path(self.token_file).open("rb") as stream:
-                text = stream.read(_LONGEST_TOKEN_FILE).decode("latin-1").strip()
+            try:
+                with Path(self.token_file).open("rb") as stream:
+                    text = stream.read(_LONGEST_TOKEN_FILE).decode("latin-1").strip()
+            except OSError as error:
+                raise RecipeError(
+                    f"--token_file {self.token_file} cannot be read ({error.strerror}); give a file, made with: "
+                    "openssl rand -hex 32"
+                ) from None
         else:
             where, text = f"the token in {TOKEN_VARIABLE}", environment.get(TOKEN_VARIABLE)
         if text is not None and (len(text) < _SHORTEST_TOKEN or not all("!" <= c <= "~" for c in text)):

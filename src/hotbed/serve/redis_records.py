@@ -216,6 +216,12 @@ class _ClusterClient:
         return self._cluster.pipeline()
 
 
+def check_address(address: str) -> None:
+    """Refuse what is no address of Redis; whether one answers there is found out when it is used."""
+    if not re.match(r"(redis|rediss|redis\+cluster|unix)://", address):
+        raise StoreError(f"'{shown(address)}' is no address of Redis; give redis://HOST:PORT/DATABASE or unix://PATH")
+
+
 def client(address: str) -> Any:
     """Make a client, which connects when it is used first.
 
@@ -224,8 +230,7 @@ def client(address: str) -> Any:
     StoreError
         If the address is none of Redis, or the package ``redis`` is not installed.
     """
-    if not re.match(r"(redis|rediss|redis\+cluster|unix)://", address):
-        raise StoreError(f"'{shown(address)}' is no address of Redis; give redis://HOST:PORT/DATABASE or unix://PATH")
+    check_address(address)
     try:
         import redis
     except ImportError:

@@ -126,7 +126,8 @@ class ModelManifest(Entry):
     dense
         The dense program.
     features
-        By name, the vectors that the program takes: ``COLLECTION.FEATURE``, in order.
+        By name, the vectors that the program takes: ``COLLECTION.FEATURE``, in order; see
+        `hotbed.nn.dense_part.vectors_name`.
     tables
         By name: ``COLLECTION.TABLE``.
     files

@@ -34,6 +34,7 @@ from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, ma
 from hotbed.data import Encoder
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
+from hotbed.nn.dense_part import vectors_name
 from hotbed.serve.format import CHUNK_BYTES, MANIFEST
 from hotbed.serve.schema import (
     DENSE,
@@ -319,7 +320,7 @@ def _table(saved: SavedTable, file: str, ids: str | None) -> TableEntry:
 
 def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, FeatureEntry]:
     return {
-        _joined(path, feature.name): FeatureEntry(
+        vectors_name(path, feature.name): FeatureEntry(
             collection=path,
             feature=feature.name,
             table=_joined(path, feature.table),
@@ -334,7 +335,7 @@ def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, Featu
 
 
 def _joined(path: str, name: str) -> str:
-    """How checkpoints call a table, and programs a feature, of the collection at a path."""
+    """How checkpoints call a table of the collection at a path."""
     return f"{path}.{name}".lstrip(".")
 
 
