@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hotbed.batch import Batch
 from hotbed.data.hashing import hash_integers, rows_of
+from hotbed.data.zipf_source import Zipf
 from hotbed.embed import EmbeddingCollection
 from hotbed.nn import DLRM
 from hotbed.specs import Feature, Table
@@ -72,9 +73,8 @@ def steps_of(scores: Mapping[str, float]) -> set[int]:
 
 def sample_rows(count: int, ids: int, seed: int) -> pl.DataFrame:
     """Draw rows without labels; ids are Zipf-distributed with exponent 1.05."""
-    random = np.random.default_rng(seed)
-    ends = np.cumsum(np.arange(1, ids + 1, dtype=np.float64) ** -1.05)
-    columns: dict[str, Any] = {f"c{i}": np.searchsorted(ends, random.random(count) * ends[-1]) for i in range(SPARSE)}
+    random, law, counters = np.random.default_rng(seed), Zipf(ids, 1.05), np.arange(count, dtype=np.uint64)
+    columns: dict[str, Any] = {f"c{i}": law.draw((seed, i), counters) for i in range(SPARSE)}
     columns |= {name: random.integers(0, IDS, count) for name in PLANTED}
     return pl.DataFrame(columns | {"price": random.lognormal(size=count)})
 
