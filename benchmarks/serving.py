@@ -160,14 +160,14 @@ def started(side: str, folder: Path, cores: int) -> tuple[subprocess.Popen[str],
 # -- the load ------------------------------------------------------------------------------------------------------
 
 
-async def ask(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], request: bytes) -> bool:
-    """Send a request on a connection, and read the answer; whether it has scores."""
+async def ask(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], request: bytes) -> bytes:
+    """Send a request on a connection, and read the answer; nothing if it has no scores."""
     reader, writer = streams
     writer.write(request)
     head = await reader.readuntil(b"\r\n\r\n")
     length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-    await reader.readexactly(length)
-    return head.startswith(b"HTTP/1.1 200")
+    body = await reader.readexactly(length)
+    return body if head.startswith(b"HTTP/1.1 200") else b""
 
 
 async def closed_loop(port: int, requests: Sequence[bytes], seconds: float, connections: int) -> float:

@@ -184,7 +184,8 @@ def sampled(process: subprocess.Popen[bytes], folder: Path, seconds: float, ever
         if done and start is None:
             start = time.monotonic()
         if start is not None:
-            now = {"at": time.monotonic() - start, "done": done, **used_by(process.pid, folder)}
+            now = {"at": time.monotonic() - start, "done": done, **used_by(process.pid)}
+            now["disk"] += disk(folder / "runs") + disk(folder / "rows")
             work_s = reference_s()
             usual_s = work_s if usual_s is None else min(usual_s, work_s)
             if before is not None:
@@ -219,8 +220,8 @@ def samples_of(folder: Path) -> int:
     return 0
 
 
-def used_by(pid: int, folder: Path) -> Record:
-    """What a process and its descendants use, and the bytes on disk of the run, rows in unlinked files with them."""
+def used_by(pid: int) -> Record:
+    """What a process and its descendants use; on disk, files without names, in which rows are."""
     used = dict.fromkeys(("rss", "anonymous", "pss", "open_files", "threads", "cpu_s"), 0.0)
     unlinked: dict[tuple[int, int], int] = {}
     for each in family(pid):
@@ -240,7 +241,7 @@ def used_by(pid: int, folder: Path) -> Record:
                     if str(file.readlink()).endswith(" (deleted)"):
                         of = file.stat()
                         unlinked[of.st_dev, of.st_ino] = 512 * of.st_blocks
-    return {**used, "disk": disk(folder / "runs") + disk(folder / "rows") + sum(unlinked.values())}
+    return {**used, "disk": sum(unlinked.values())}
 
 
 def family(pid: int) -> list[int]:
@@ -270,11 +271,13 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
     return float(np.median((v[second] - v[first]) / (t[second] - t[first])))
 
 
-def flatness(samples: Sequence[Mapping[str, float]]) -> dict[str, dict[str, Any]]:
+def flatness(
+    samples: Sequence[Mapping[str, float]], curves: Mapping[str, Curve] | None = None
+) -> dict[str, dict[str, Any]]:
     """By curve: its median, its change per hour, what that may be, and whether it is."""
     settled = [sample for sample in samples if sample["at"] >= samples[-1]["at"] * WARM_UP]
     found: dict[str, dict[str, Any]] = {}
-    for name, curve in CURVES.items():
+    for name, curve in (CURVES if curves is None else curves).items():
         values = [sample[name] * curve.scale for sample in settled]
         middle = float(np.median(values))
         per_hour = 3600 * slope([sample["at"] for sample in settled], values)

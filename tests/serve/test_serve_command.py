@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +14,7 @@ import pytest
 from hotbed.commands.main import main
 from tests.commands.cases import Output, refused, train
 from tests.serve.clients import LONG_S
-from tests.serve.clients import Client as AnyClient
+from tests.serve.processes import running
 from tests.train.numbers import POSITIVE, recipe_of_numbers
 
 
@@ -29,31 +24,6 @@ class Exported(NamedTuple):
     model: Path
     rows: pl.DataFrame
     scores: list[float]
-
-
-class Running(AnyClient):
-    """A server in a process of its own."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stderr is not None
-        self.process = process
-        for line in process.stderr:
-            said = json.loads(line)
-            if said["event"] == "ready":
-                break
-        self.host, self.port = said["host"], said["port"]
-
-
-@contextmanager
-def running(*args: object) -> Generator[Running]:
-    command = [sys.executable, "-m", "hotbed", "serve", *map(str, args)]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    ) as process:
-        try:
-            yield Running(process)
-        finally:
-            process.kill()
 
 
 @pytest.fixture(name="exported", scope="module")

@@ -37,6 +37,7 @@ from typing_extensions import override
 from hotbed.checkpoint.row_ids import NO_ID as NO_ID
 from hotbed.checkpoint.storage import Directory, LocalDirectory, directory
 from hotbed.data import Encoder, Schema
+from hotbed.data.derived import Lookup
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
 from hotbed.serve.schema import (
     DENSE,
@@ -206,6 +207,11 @@ class ExportedModel(Published):
         """
         from pyarrow import parquet
 
+        for derived in self.schema.derived:
+            if isinstance(derived, Lookup) and derived.name not in self.manifest.lookups:
+                raise CheckpointError(
+                    f"{self}/{MANIFEST}: 'lookups' has no table for feature '{derived.name}'; export the model again"
+                )
         try:
             tables = {
                 feature: parquet.read_table(io.BytesIO(self.read(file)))

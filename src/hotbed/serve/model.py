@@ -66,6 +66,8 @@ class ServedModel:
         When that was published, in seconds since 1970.
     labels
         What the columns of scores are.
+    encoder
+        What makes batches of raw rows, as in training.
     tables
         The rows.
     """
@@ -80,6 +82,7 @@ class ServedModel:
         threads: int | None,
     ) -> None:
         self._model, self.tables, self._redis = model, tables, redis
+        self.encoder: Encoder = model.encoder()
         manifest = model.manifest
         self.name, self.labels = manifest.name, tuple(manifest.labels)
         self.step, self.state, self.written = manifest.step, manifest.state, manifest.written
@@ -89,7 +92,6 @@ class ServedModel:
         }
         lookups = dict(tables.collections)
         self._scorer = Scorer(self._dense(model), lookups, features, device=device, threads=threads)
-        self._encoder: Encoder | None = None
         self._turn = threading.Lock()
         """Held by a batch, and by a swap."""
         self._waiting = threading.Event()
@@ -155,13 +157,6 @@ class ServedModel:
             backend=backend,
         )
         return cls(model, tables, redis=redis, device=target, threads=threads)
-
-    @property
-    def encoder(self) -> Encoder:
-        """What makes batches of raw rows, as in training."""
-        if self._encoder is None:
-            self._encoder = self._model.encoder()
-        return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,199 @@
+"""Protects that a server beside training scores as `hotbed predict` does by the newest checkpoint, to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from hotbed.checkpoint import find_checkpoint, read_manifest
+from hotbed.commands.main import main
+from hotbed.errors import CheckpointError, DamagedError
+from hotbed.serve.format import ExportedModel
+from tests.commands.cases import Output, refused, train
+from tests.serve.clients import LONG_S
+from tests.serve.processes import Running, running
+from tests.train.test_features import features, log, write_recipe
+
+ROWS = 60
+SAVING = ("--train.checkpoint_every", "3", "--train.checkpoint_in_background", "false")
+
+
+def rows_of(folder: Path) -> list[Mapping[str, Any]]:
+    """New rows, with users, items and numbers that training has not seen, and missing values."""
+    new = log(ROWS, seed=1).drop("label")
+    new = new.with_columns(item=pl.when(pl.int_range(pl.len()) % 7 == 0).then(None).otherwise("item"))
+    new = new.with_columns(user=pl.when(pl.int_range(pl.len()) % 11 == 0).then(None).otherwise("user"))
+    new.write_parquet(folder / "new.parquet")
+    return new.to_dicts()
+
+
+def predicted(run: Path, folder: Path) -> tuple[int, list[float]]:
+    """The step of a run's newest checkpoint, and what `hotbed predict` says by it."""
+    out = folder / "scores.parquet"
+    out.unlink(missing_ok=True)
+    assert main(["predict", str(run), str(folder / "new.parquet"), "--out", str(out), "--device", "cpu"]) == 0
+    return read_manifest(find_checkpoint(run)).step, pl.read_parquet(out)["score"].to_list()
+
+
+def applied(client: Running, kind: str) -> int:
+    lines = client.ask("GET", "/metrics").body.decode().splitlines()
+    return sum(int(float(x.split()[-1])) for x in lines if x.startswith("hotbed_versions_applied") and kind in x)
+
+
+def test_it_follows_from_version_to_version_and_begins_again_with_the_newest(tmp_path: Path) -> None:
+    recipe, published, rows = write_recipe(tmp_path, 1200), tmp_path / "published", rows_of(tmp_path)
+    to_place = (*SAVING, "--train.publish", str(published))
+    status, _, run = train(recipe, *to_place, "--train.steps", "3")
+    assert status == 0
+    step, scores = predicted(run, tmp_path)
+    items = tmp_path / "items.parquet"
+    items.rename(tmp_path / "hidden")  # servers have looked-up tables of the exported model
+    with running(published, "--port", 0, "--poll_s", 0.05) as client:
+        answer = client.answer_of(step, rows)
+        assert (answer["scores"], answer["version"]) == (scores, str(step))
+        (tmp_path / "hidden").rename(items)
+        assert train(recipe, *to_place, "--train.steps", "9", "--resume", "auto")[0] == 0
+        step, scores = predicted(run, tmp_path)
+        items.rename(tmp_path / "hidden")
+        assert step == 9
+        answer = client.answer_of(step, rows)
+        assert (answer["scores"], answer["version"]) == (scores, "9")
+        assert [client.score(row)[0] for row in rows[:3]] == scores[:3]
+        assert applied(client, "change") >= 1
+        client.process.kill()
+        client.process.wait(LONG_S)
+    with running(published, "--port", 0) as client:
+        answer = client.answer_of(step, rows)
+        assert (answer["scores"], answer["version"]) == (scores, "9")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("memory", [(), ("--memory_gib", "0.00002")], ids=["memory", "files"])
+def test_a_server_is_asked_and_killed_while_another_process_trains(tmp_path: Path, memory: tuple[str, ...]) -> None:
+    recipe, published, rows = write_recipe(tmp_path, 3000), tmp_path / "published", rows_of(tmp_path)
+    more = ("--train.publish_full_every", "3", "--train.epochs", "20", "--train.keep_last", "100")
+    argv = ["train", str(recipe), "--out", str(tmp_path / "runs"), *SAVING, "--train.publish", str(published), *more]
+    answers: dict[int, list[float]] = {}
+    with subprocess.Popen([sys.executable, "-m", "hotbed", *argv], stdout=subprocess.DEVNULL) as training:
+        while not list(published.glob("*/manifest.json")):
+            assert training.poll() is None
+        for _ in range(3):
+            with running(published, "--port", 0, "--poll_s", 0.05, *memory) as client:
+                first = last = int(client.answer_of(0, rows)["version"])
+                while training.poll() is None and last < first + 60:
+                    answer = client.answer_of(last, rows)  # never of an earlier one
+                    last = int(answer["version"])
+                    assert answers.setdefault(last, answer["scores"]) == answer["scores"]
+                client.process.kill()
+        assert training.wait(LONG_S * 10) == 0
+    (run,) = (tmp_path / "runs" / "features").iterdir()
+    step, scores = predicted(run, tmp_path)
+    with running(published, "--port", 0, "--poll_s", 0.05, *memory) as client:
+        assert client.answer_of(step, rows)["scores"] == scores
+    assert len(answers) > 5
+    for checkpoint in (run / "checkpoints").glob("last-*"):
+        step, scores = predicted(checkpoint, tmp_path)
+        assert answers.get(step, scores) == scores
+
+
+@pytest.fixture(name="exported", scope="module")
+def _exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's exported model with derived inputs, and the table that it was trained with beside it."""
+    folder = tmp_path_factory.mktemp("lookups")
+    status, _, run = train(write_recipe(folder, 600), "--train.steps", "2")
+    assert status == 0
+    assert main(["export", str(run), str(folder / "model")]) == 0
+    return folder
+
+
+def test_an_exported_encoder_needs_no_file_beside_it(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(exported.parent)
+    model = ExportedModel.open(exported / "model")
+    looked_up = ["kind", "price", "seen_kinds"]
+    assert sorted(p.name for p in (exported / "model" / "lookups").iterdir()) == [f"{n}.parquet" for n in looked_up]
+    encoder = model.encoder()
+    assert [d.name for d in encoder.schema.derived] == [f["name"] for f in features(exported / "items.parquet")]
+    assert len(encoder.boundaries["age_group"]) == 7
+    batch = encoder.batch(
+        encoder.table({"user": [1, 2], "item": ["i3", "new"], "age": [31, None], "seen": [["i1"], []]})
+    )
+    assert batch.sparse["kind"].values[0] > 0
+    assert batch.sparse["kind"].values[1] == 0  # an item that the table does not have
+    assert torch.equal(batch.sparse["age_group"].values[1:], torch.tensor([0]))
+    assert batch.sparse["user_kind"].values[1] == 0
+
+
+def damaged(exported: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of the exported model, and its table of kinds."""
+    model = tmp_path / "model"
+    shutil.copytree(exported / "model", model)
+    return model, model / "lookups" / "kind.parquet"
+
+
+def test_a_damaged_lookup_is_refused(exported: Path, tmp_path: Path, capsys: Output) -> None:
+    model, file = damaged(exported, tmp_path)
+    whole = file.read_bytes()
+    for content, message in (
+        (whole[:40] + bytes([whole[40] ^ 1]) + whole[41:], "lookups/kind.parquet is damaged (its SHA-256 is not"),
+        (whole[:-1], f"lookups/kind.parquet has {len(whole) - 1:,} bytes, its manifest says {len(whole):,}"),
+        (None, "lookups/kind.parquet is gone; copy the directory again"),
+    ):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(DamagedError) as caught:
+            ExportedModel.open(model).encoder()
+        assert message in str(caught.value)
+        assert message in refused(["serve", str(model), "--port", "0"], capsys)
+
+
+def rewrite(model: Path, content: bytes | None = None, **changes: Any) -> None:
+    """Change a manifest, and the table of kinds with its size and hash in it."""
+    from hashlib import sha256
+
+    values = json.loads((model / "manifest.json").read_text()) | changes
+    if content is not None:
+        (model / "lookups" / "kind.parquet").write_bytes(content)
+        entry = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+        values["files"]["lookups/kind.parquet"] = entry
+    (model / "manifest.json").write_text(json.dumps(values))
+
+
+def parquet_of(table: pa.Table) -> bytes:
+    stream = pa.BufferOutputStream()
+    parquet.write_table(table, stream)
+    return stream.getvalue().to_pybytes()
+
+
+def test_a_lookup_that_is_not_the_one_of_training_is_refused(exported: Path, tmp_path: Path, capsys: Output) -> None:
+    original = json.loads((exported / "model" / "manifest.json").read_text())
+    table = parquet.read_table(exported / "model" / "lookups" / "kind.parquet")
+    without = {name: file for name, file in original["lookups"].items() if name != "kind"}
+    for number, (content, changes, message) in enumerate(
+        [
+            (b"no parquet", {}, "'encoder' cannot be used: "),
+            (parquet_of(table.slice(1)), {}, "has changed since the model was trained: it had 40 keys"),
+            (parquet_of(table.rename_columns(["key", "other"])), {}, "'encoder' cannot be used: "),
+            (parquet_of(pa.concat_tables([table, table])), {}, "'encoder' cannot be used: "),
+            (None, {"lookups": without}, "'lookups' has no table for feature 'kind'; export the model again"),
+            (None, {"lookups": {**original["lookups"], "kind": "../items.parquet"}}, "'lookups.kind' is '../items"),
+            (None, {"lookups": {**original["lookups"], "kind": "lookups/x.parquet"}}, "which 'files' does not list"),
+        ]
+    ):
+        model, _ = damaged(exported, tmp_path / str(number))
+        rewrite(model, content, **changes)
+        with pytest.raises(CheckpointError) as caught:
+            ExportedModel.open(model).encoder()
+        assert message in str(caught.value), number
+        assert message in refused(["serve", str(model), "--port", "0"], capsys), number
