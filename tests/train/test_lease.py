@@ -352,3 +352,14 @@ def test_a_lock_of_a_host_that_died_is_waited_for(
         fcntl.flock(other, fcntl.LOCK_EX)
         lock(place).__enter__()
     os.close(other)
+
+
+def test_a_lock_whose_file_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", full)
+        lock(directory(tmp_path)).__enter__()
+    with lock(directory(tmp_path)):  # the descriptor that had it is closed
+        assert owner_of(directory(tmp_path))["pid"] == os.getpid()

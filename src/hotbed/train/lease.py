@@ -104,34 +104,41 @@ class FileLock(DirectoryLock):
 
     @override
     def __enter__(self) -> Self:
-        import fcntl
-
         self.where.make()
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._acquire(descriptor)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"name": self._name, **owners.me()}).encode(), 0)
+        except BaseException:  # also Ctrl-C while it waits
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        return self
+
+    def _acquire(self, descriptor: int) -> None:
+        """Take the lock, waiting for another host's if need be."""
+        import fcntl
+
         end: float | None = None
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     _log.warning("%s keeps no locks (%s): a run that begins there ends this one", self.where, error)
-                    break
+                    return
                 owner = owners.parsed(os.pread(descriptor, 10_000, 0))
                 whose = owners.belongs(self.where, owner)
                 if end is None and owners.is_of_another_system(owner):
                     end = time.monotonic() + self.PATIENCE_S
                     _log.warning("%s; waiting %.0f s for its lock to end", whose, self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
-                    os.close(descriptor)
                     raise CheckpointError(
                         f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
                     ) from None
                 time.sleep(1)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"name": self._name, **owners.me()}).encode(), 0)
-        self._descriptor = descriptor
-        return self
 
     @override
     def __exit__(self, *_: object) -> None:
