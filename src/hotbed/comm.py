@@ -280,7 +280,7 @@ class Link:
         on_host = values.device.type == "cpu"
         group = self.group if on_host else self.gpu_group
         # The source cannot tell which of several others has failed.
-        peer = source if self.rank != source or self.size == 1 else 1 - source if self.size == 2 else None
+        peer = source if self.rank != source or self.size == 1 else None
 
         def start() -> dist.Work | None:
             return dist.broadcast(values, group=group, group_src=source, async_op=True)
@@ -342,6 +342,7 @@ class Link:
         return Handle(result, work, lambda error, peer: self._explained(what, error, peer))
 
     def _explained(self, what: str, error: Exception, peer: int | None = None) -> CommError:
+        peer = 1 - self.rank if peer is None and self.size == 2 else peer  # there is only one other
         who = "another rank" if peer is None else f"rank {self._names[peer]}"
         explained = CommError(
             f"{self.here}: the exchange of {what} failed; {who} has ended or not answered in time, its own output "

@@ -22,6 +22,8 @@ from tests.crashes.points import DEATH
 How = Literal["kill", "stop", "slow"]
 FILES = "files of a checkpoint"
 """No exchange, but what others wait for too: that a rank writes its files."""
+LAST_FILES = "files of the last checkpoint"
+"""The same while nothing is trained beside it."""
 SLOW_S = 3.0
 
 
@@ -113,6 +115,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gradients of replicas": ("--parallel.replicas", "2", "--parallel.exact", "true"),
     "the checkpoint's token": ROW,
     FILES: ROW,
+    LAST_FILES: (*ROW, "--train.checkpoint_every", "1000000"),
     "whether the checkpoint was written": ROW,
 }
 """Every kind of exchange, and what two ranks must be told so that they have it."""
@@ -155,7 +158,8 @@ class Ended:
 
 def end_of(commands: Any, folder: Path, args: Sequence[str], exchange: str, how: How, number: int = 3) -> Ended:
     """Run a command in two ranks, to the second of which something happens, and see how they end."""
-    fault = Fault(exchange.removesuffix(GRID), how, number)
+    # There is only one checkpoint, of few files, if it is the last.
+    fault = Fault(FILES, how, 1) if exchange == LAST_FILES else Fault(exchange.removesuffix(GRID), how, number)
     ended = commands.run((*args, *settings_of(exchange)), folder, 2, fault=fault)
     note = folder / DEATH
     seconds = ended["started"] + ended["ended"][0] - json.loads(note.read_text())["at"] if note.exists() else None

@@ -154,7 +154,6 @@ def test_an_owner_that_is_known_to_have_ended_is_not_waited_for(
     ended.wait()
     here = {"system": owners.system()}
     dead = [{**here, "pid": ended.pid}, {"released": True}, {**here, "pid": os.getpid()}]
-    dead.append({"job": "job-7", "restarts": 1})
     if Path("/proc/self/stat").exists():
         dead.append({**here, "pid": os.getppid(), "started": "1"})  # the number is another process's now
     for owner in dead:
@@ -171,7 +170,12 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
     alive: dict[str, list[dict[str, Any]]] = {
         "none": [{"job": "none", "restarts": 1}],  # what torchrun says where it was given no name
         # Another job of this name, or an agent that counts otherwise; and what an older release has written.
-        "job-7": [{"job": "job-8", "restarts": 1}, here, {}, *({"job": "job-7", "restarts": n} for n in (2, 3, None))],
+        "job-7": [
+            {"job": "job-8", "restarts": 1},
+            here,
+            {},
+            *({"job": "job-7", "restarts": n} for n in (1, 2, 3, None)),
+        ],
     }
     for job, them in alive.items():
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
@@ -179,11 +183,43 @@ def test_an_owner_that_may_live_is_waited_for_or_refused(store: Directory, monke
             write(store, **owner)
             with Lease(store):
                 pass
-    assert len(waited) == 7
+    assert len(waited) == 8
     monkeypatch.undo()
     write(store, system=owners.system(), pid=os.getppid())
     with pytest.raises(CheckpointError, match=rf"belongs to process {os.getppid()} on elsewhere .*which is running"):
         Lease(store).__enter__()
+
+
+def test_an_earlier_attempt_of_a_job_is_waited_for_as_long_as_a_renewal_takes(
+    store: Directory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    write(store, job="job-7", restarts=1, time_to_live_s=2, system="another")
+    with Lease(store):
+        assert owner_of(store)["pid"] == os.getpid()
+    assert "waiting up to 1 s" in caplog.text
+    assert ".owner.json was not renewed for 1 s and is taken over" in caplog.text
+
+
+def test_a_live_job_of_the_same_name_elsewhere_keeps_its_directory(
+    store: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    write(store, job="job-7", restarts=1, time_to_live_s=6, system="another", number=1)
+    read, looks = type(store).read_tagged, list[str]()
+
+    def renewed(place: Directory, name: str) -> Any:
+        looks.append(name)
+        if len(looks) == 2:  # after the first look, while it is waited for
+            write(store, job="job-7", restarts=1, time_to_live_s=6, system="another", number=2)
+        return read(place, name)
+
+    monkeypatch.setattr(type(store), "read_tagged", renewed)
+    with pytest.raises(CheckpointError, match="which is running"):
+        Lease(store).__enter__()
+    assert len(looks) == 2
 
 
 def test_of_many_that_start_at_once_one_has_it(store: Directory) -> None:
@@ -352,3 +388,14 @@ def test_a_lock_of_a_host_that_died_is_waited_for(
         fcntl.flock(other, fcntl.LOCK_EX)
         lock(place).__enter__()
     os.close(other)
+
+
+def test_a_lock_whose_file_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "pwrite", full)
+        lock(directory(tmp_path)).__enter__()
+    with lock(directory(tmp_path)):  # the descriptor that had it is closed
+        assert owner_of(directory(tmp_path))["pid"] == os.getpid()

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hotbed.checkpoint import checkpoints_in, load_checkpoint, read_manifest, verify_checkpoint
+from hotbed.checkpoint import checkpoints_in, directory, load_checkpoint, read_manifest, verify_checkpoint
+from hotbed.checkpoint.storage import LocalDirectory
 from hotbed.data import Loader
-from hotbed.train import Callback, Metrics, Trainer
+from hotbed.errors import CommError
+from hotbed.train import Callback, Metrics, Trainer, checkpointing
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.lease import OWNER
 from hotbed.train.retention import KeepBest, KeepLast
@@ -148,3 +150,32 @@ def test_the_best_checkpoint_is_restored_on_all_ranks(ranks: Ranks, tmp_path: Pa
         assert found["names"][0] == []
         assert all(len(names) == 1 for names in found["names"][1:])  # one at any moment
         assert found["names"][-1] == [f"best-{step:08d}"]
+
+
+def refused(group: Group, folder: Path, when: str) -> str:
+    """What a rank says when the first one's store fails at this moment."""
+
+    def fail(*_: object) -> None:
+        raise OSError("the store does not answer")
+
+    trainer = make_trainer(group, "row")
+    where = directory(folder)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if when == "remove":
+                patch.setattr(checkpointing, "_remove_unfinished", fail)
+            trainer.saver.lock(where, remove_unfinished=True)
+            patch.setattr(LocalDirectory, "has", fail)
+            trainer.saver.begin(where / "last-00000001", 1, RECIPE, background=False, may_exist=True)
+    except (OSError, CommError) as error:
+        return str(error)
+    finally:
+        trainer.saver.release()
+    return "nothing"
+
+
+@pytest.mark.parametrize(("when", "what"), [("remove", "use"), ("look", "look at")])
+def test_what_the_first_rank_cannot_look_at_ends_all(ranks: Ranks, tmp_path: Path, when: str, what: str) -> None:
+    first, *others = ranks.run(3, refused, tmp_path, when)
+    assert first == "the store does not answer"
+    assert all(said.startswith(f"rank 0 cannot {what} {tmp_path}") for said in others), others

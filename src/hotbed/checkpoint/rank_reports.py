@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -21,7 +22,21 @@ from hotbed.comm import Link
 from hotbed.errors import CheckpointError
 
 PATIENCE_S = 600.0
-"""How long the first rank waits for another that has written no further file."""
+"""How long the first rank waits for another that has written no further file, and for any once it has failed itself."""
+LAST_PATIENCE_S = 5.0
+"""How long the first rank waits for the others' reports once training has failed."""
+SAY_S = 0.25
+"""Seconds between two messages of ranks that wait for a checkpoint; an exchange may take longer than that."""
+
+
+class State(IntEnum):
+    """How far a rank is with its files of a checkpoint."""
+
+    WRITING = 0
+    WRITTEN = 1
+    FAILED = 2
+    GIVEN_UP = 3
+    """The first rank has failed, and waits no longer for others that still write."""
 
 
 class OtherRankError(CheckpointError):
@@ -44,13 +59,18 @@ class RankReports:
 
     Attributes
     ----------
-    deadline
-        When the first rank gives up in any case, by the monotonic clock.
+    failed
+        Ranks that are known to have failed, for whose reports the first does not wait.
     """
 
     def __init__(self, place: Directory, token: str, attempt: str, rank: int, size: int) -> None:
         self._place, self._token, self._attempt, self._rank, self._size = place, token, attempt, rank, size
-        self.deadline = float("inf")
+        self._deadline = float("inf")
+        self.failed: Set[int] = frozenset()
+
+    def hurry(self) -> None:
+        """Wait no longer for ranks that may be gone."""
+        self._deadline = time.monotonic() + LAST_PATIENCE_S
 
     def name(self, rank: int) -> str:
         """Name a rank's report."""
@@ -84,10 +104,11 @@ class RankReports:
         name = self.name(rank)
         start = seen = time.monotonic()
         written = 0
-        while time.monotonic() < min(seen + PATIENCE_S, self.deadline):
+        while time.monotonic() < min(seen + PATIENCE_S, self._deadline):
             count = sum(file.startswith(f"tables-{rank:05d}-") for file in self._place.names())
             if count != written:
                 seen, written = time.monotonic(), count
+            failed = rank in self.failed  # asked before the report, which is written first
             if self._place.has(name):
                 report = schema.parsed(self._place.read(name, MOST_BYTES), f"{self._place}/{name}")
                 if report.get("token") == self._token:
@@ -95,6 +116,8 @@ class RankReports:
                     if "error" in report:
                         raise OtherRankError(f"{self._place} was not saved: rank {rank} failed: {report['error']}")
                     return report
+            if failed:
+                raise OtherRankError(f"{self._place} was not saved: rank {rank} failed; its own output says why")
             time.sleep(min(0.02 + (time.monotonic() - start) / 20, 1.0))
         waited = time.monotonic() - start
         raise CheckpointError(
@@ -128,11 +151,9 @@ def from_first(link: Link | None, first: Callable[[], str]) -> str:
     return came
 
 
-def failed_ranks(link: Link | None, failed: bool) -> list[int]:
-    """List the ranks that failed; all must call this."""
+def exchange_states(link: Link | None, own: State) -> list[State]:
+    """List how far each rank is; all must call this."""
     if link is None:
-        return [0] if failed else []
-    flags = link.all_gather(
-        "whether the checkpoint was written", torch.tensor([int(failed)], device=link.device)
-    ).wait()
-    return [rank for rank, flag in enumerate(flags.flatten().tolist()) if flag]
+        return [own]
+    states = link.all_gather("whether the checkpoint was written", torch.tensor([own], device=link.device)).wait()
+    return [State(state) for state in states.flatten().tolist()]

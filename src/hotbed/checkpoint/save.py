@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hotbed.checkpoint.blocks import Entry
@@ -34,7 +35,15 @@ from hotbed.checkpoint.contents import (
 )
 from hotbed.checkpoint.differential import Baseline, changed_since
 from hotbed.checkpoint.manifest import MANIFEST, Base, Manifest, SavedTile, write_manifest
-from hotbed.checkpoint.rank_reports import OtherRankError, RankReports, failed_ranks, from_first
+from hotbed.checkpoint.rank_reports import (
+    PATIENCE_S,
+    SAY_S,
+    OtherRankError,
+    RankReports,
+    State,
+    exchange_states,
+    from_first,
+)
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.checkpoint.states import Stateful, states_of
 from hotbed.checkpoint.storage import Directory, directory
@@ -43,8 +52,6 @@ from hotbed.comm import Link
 from hotbed.errors import CheckpointError, CommError
 from hotbed.store import RowStore
 
-LAST_PATIENCE_S = 5.0
-"""How long the first rank waits for the others' reports once training has failed."""
 ATTEMPT_DIGITS = 8
 
 _log = logging.getLogger("hotbed")
@@ -145,10 +152,11 @@ def save_checkpoint(
         check,
     )
     saving.started_s = time.perf_counter() - started
-    if background:
+    if background or link is not None:
         saving.start()
     else:
         saving.run()
+    if not background:
         saving.wait()
     return saving
 
@@ -196,7 +204,7 @@ class Saving:
         self._error: BaseException | None = None
         self.nbytes = 0
         self.seconds = 0.0
-        self.started_s = 0.0
+        self.started_s = self._ended = 0.0
 
     @property
     def stalled_s(self) -> float:  # noqa: D102
@@ -222,13 +230,15 @@ class Saving:
         return Baseline(self._place, self._token, self._sha256, self._manifest.tables)
 
     def start(self) -> None:
-        """Write in a thread."""
+        """Write in a thread, which leaves this one free to notice ranks that have ended."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the thread has another stream
         self._thread = threading.Thread(target=self.run, name="hotbed-checkpoint", daemon=True)
         self._thread.start()
 
     def abandon(self) -> None:
         """Where training has failed: write what is under way, but wait no longer for ranks that may be gone."""
-        self._reports.deadline = time.monotonic() + LAST_PATIENCE_S
+        self._reports.hurry()
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -244,16 +254,11 @@ class Saving:
         OSError
             If this one could not.
         """
-        if self._thread is not None and self._rank != 0:
-            self._thread.join()
-        if self._size > 1:
-            self._meet()
-        if self._thread is not None:
-            self._thread.join()
-        own = self._error is not None and not isinstance(self._error, OtherRankError)
-        failed = failed_ranks(self._link, own)
-        if failed and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
-            self._remove_files()  # nobody writes there any more
+        states = self._meet()
+        failed = [rank for rank, state in enumerate(states) if state in (State.FAILED, State.GIVEN_UP)]
+        over = State.WRITING not in states  # nobody writes there any more
+        if failed and over and self._rank == 0 and self._may_remove() and not self._place.has(MANIFEST):
+            self._remove_files()
         if self._error is not None:
             raise self._error
         if failed:
@@ -261,13 +266,31 @@ class Saving:
                 f"{self.path} was not saved: rank {failed[0]} could not write its files; its own output says why"
             )
 
-    def _meet(self) -> None:
-        """Wait until the other ranks have written; the first does not look for reports of one that has ended."""
+    def _meet(self) -> list[State]:
+        """Wait until all ranks have written, or the first has given up; how it went, by rank.
+
+        Ranks tell each other again and again that they still write: a slow one is waited for, and one that has ended is
+        noticed, for whose report the first then does not look any longer.
+        """
+        states = [State.WRITING]
         try:
-            failed_ranks(self._link, False)
+            while State.WRITING in states and State.GIVEN_UP not in states:
+                if self._thread is not None:
+                    self._thread.join(SAY_S)
+                states = exchange_states(self._link, self._state())
+                self._reports.failed = {rank for rank, state in enumerate(states) if state is State.FAILED}
         except CommError:
             self.abandon()
             raise
+        return states
+
+    def _state(self) -> State:
+        if self._thread is not None and self._thread.is_alive():
+            return State.WRITING
+        if self._rank == 0 and self._error is not None and time.monotonic() > self._ended + PATIENCE_S:
+            return State.GIVEN_UP
+        own = self._error is not None and not isinstance(self._error, OtherRankError)
+        return State.FAILED if own else State.WRITTEN
 
     def _may_remove(self) -> bool:
         """Whether the place is known to be this run's still."""
@@ -304,7 +327,8 @@ class Saving:
                 self._snapshot.close()
             self._owned, self._tensors, self._changed = [], {}, None
             self.seconds = time.perf_counter() - start
-        if self._thread is not None and self._error is None:
+            self._ended = time.monotonic()
+        if self._snapshot is not None and self._error is None:
             _log.info("%s: %.1f s, training held up for %.2f s", self.path, self.seconds, self.stalled_s)
 
     def _write_files(self) -> tuple[dict[str, Entry], dict[str, list[SavedTile]]]:

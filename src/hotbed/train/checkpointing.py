@@ -74,8 +74,8 @@ class Saver:
         with self._ranks.together(f"use {where}"):
             if self._ranks.is_first and where.path not in self._locks:
                 self._locks[where.path] = lock(where).__enter__()
-        if remove_unfinished and self._ranks.is_first:
-            _remove_unfinished(where, self._locks[where.path])
+            if self._ranks.is_first and remove_unfinished:
+                _remove_unfinished(where, self._locks[where.path])
 
     def check(self) -> None:
         """Raise `NotOursError` if a directory that is locked was taken over by another run."""
@@ -118,8 +118,10 @@ class Saver:
             start = time.perf_counter()
             self.finish()
             self._waited_s = time.perf_counter() - start
-            (exists,) = self._ranks.add(may_exist and self._ranks.is_first and place.has(MANIFEST))
-            if exists:
+            exists = False
+            with self._ranks.together(f"look at {place}"):
+                exists = may_exist and self._ranks.is_first and place.has(MANIFEST)
+            if any(self._ranks.add(exists)):
                 return
             check = partial(_check, tuple(self._locks.values()))  # as they are now, also after `release`
             with self._ranks.together(f"write to {place}"):

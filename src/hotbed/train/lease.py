@@ -11,8 +11,9 @@ object store has no locks. There the file ``.owner.json`` is a lease (`Lease`):
 4. An owner that finds another's lease has lost: its training ends, and it publishes nothing. It looks at each renewal,
    before it begins to write a checkpoint, before it removes anything, and last before it writes the manifest.
 
-The owner is known to have ended where it was a process of this system with another one's number now, or none; and where
-it was of the same job of torchrun and that has started processes again since: before it does, it ends all of them.
+The owner is known to have ended where it was a process of this system with another one's number now, or none. Where it
+seems to be of the same job of torchrun, which has started processes again since and ended all before it did, the wait
+is only as long as a renewal takes (`RENEWAL`): another cluster may have a job of this name, whose owner lives.
 
 Between the last look and the manifest another run can take over, if this process is stopped for the time to live just
 there; a conditional write is tried for less than that (`hotbed.locations.CONDITIONAL_S`). Each attempt to save a
@@ -45,6 +46,9 @@ OWNER = ".owner.json"
 """File that names the process which writes into a directory."""
 TIME_TO_LIVE_S = 60.0
 """Seconds that a lease holds without being renewed."""
+RENEWAL = 0.4
+"""Share of the time to live within which an owner that lives has renewed its lease: more than the third after which it
+does."""
 _LOOKS = 30
 """Looks per time to live, of one who waits for it to end."""
 
@@ -104,34 +108,41 @@ class FileLock(DirectoryLock):
 
     @override
     def __enter__(self) -> Self:
-        import fcntl
-
         self.where.make()
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._acquire(descriptor)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"name": self._name, **owners.me()}).encode(), 0)
+        except BaseException:  # also Ctrl-C while it waits
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        return self
+
+    def _acquire(self, descriptor: int) -> None:
+        """Take the lock, waiting for another host's if need be."""
+        import fcntl
+
         end: float | None = None
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                return
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                     _log.warning("%s keeps no locks (%s): a run that begins there ends this one", self.where, error)
-                    break
+                    return
                 owner = owners.parsed(os.pread(descriptor, 10_000, 0))
                 whose = owners.belongs(self.where, owner)
                 if end is None and owners.is_of_another_system(owner):
                     end = time.monotonic() + self.PATIENCE_S
                     _log.warning("%s; waiting %.0f s for its lock to end", whose, self.PATIENCE_S)
                 if end is None or time.monotonic() > end:
-                    os.close(descriptor)
                     raise CheckpointError(
                         f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
                     ) from None
                 time.sleep(1)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"name": self._name, **owners.me()}).encode(), 0)
-        self._descriptor = descriptor
-        return self
 
     @override
     def __exit__(self, *_: object) -> None:
@@ -255,11 +266,12 @@ class Lease(DirectoryLock):
         refused = f"{whose}, which is running; choose another train.checkpoint_dir, or end that run"
         if owner.get("system") == owners.system():
             raise CheckpointError(refused)
-        seconds = owners.time_to_live(owner, self._seconds)
+        live = owners.time_to_live(owner, self._seconds)
+        seconds = live * RENEWAL if owners.seems_of_an_earlier_attempt(owner) else live
         start = time.monotonic()
         _log.warning("%s; waiting up to %.0f s to see whether that run lives", whose, seconds)
         while time.monotonic() - start < seconds:
-            time.sleep(seconds / _LOOKS)
+            time.sleep(live / _LOOKS)
             found = self.where.read_tagged(OWNER)
             if found is None or owners.parsed(found.content).get("released"):
                 return

@@ -74,11 +74,9 @@ def is_of_another_system(owner: Mapping[str, Any]) -> bool:
 
 
 def has_ended(owner: Mapping[str, Any]) -> bool:
-    """Whether an owner is known to have ended: as a process of this system, or as an earlier attempt of this job."""
+    """Whether an owner is known to have ended, as a process of this system."""
     if owner.get("name") in HELD:
         return False
-    if _is_of_an_earlier_attempt(owner):
-        return True
     pid = owner.get("pid")
     if owner.get("system") != system() or not isinstance(pid, int):
         return False
@@ -93,11 +91,11 @@ def has_ended(owner: Mapping[str, Any]) -> bool:
     return pid == os.getpid() or (None not in there and there[0] != there[1])
 
 
-def _is_of_an_earlier_attempt(owner: Mapping[str, Any]) -> bool:
-    """Whether an owner was of this job of torchrun before it started processes again, which ends all that there were.
+def seems_of_an_earlier_attempt(owner: Mapping[str, Any]) -> bool:
+    """Whether an owner may be of this job of torchrun before it started processes again, which ended all of them.
 
-    Agents count for themselves, so an earlier attempt may have a count that is not lower: its owner is waited for. A
-    job that goes by the same name elsewhere, and has not been started again, is not taken for an earlier attempt.
+    Agents count for themselves, so an earlier attempt may have a count that is not lower. And another cluster may have
+    a live job of this name, which was started again less often: an owner that renews its lease lives.
     """
     job, then, now = os.environ.get("TORCHELASTIC_RUN_ID"), owner.get("restarts"), _restarts()
     if job in (None, "none") or owner.get("job") != job:  # "none": torchrun without --rdzv-id
