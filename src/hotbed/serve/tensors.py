@@ -113,7 +113,12 @@ def input_metadata(columns: Sequence[RawColumn]) -> list[dict[str, Any]]:
 
 
 def read_tensors(
-    body: bytes, header_length: str | None, columns: Sequence[RawColumn], outputs: Sequence[str], max_rows: int
+    body: bytes,
+    header_length: str | None,
+    columns: Sequence[RawColumn],
+    outputs: Sequence[str],
+    max_rows: int,
+    max_json_bytes: int,
 ) -> InferRequest:
     """Read a body of ``POST …/infer``.
 
@@ -127,6 +132,8 @@ def read_tensors(
         What the model takes and gives.
     max_rows
         Rows at most.
+    max_json_bytes
+        Bytes of the JSON object at most.
 
     Raises
     ------
@@ -134,6 +141,13 @@ def read_tensors(
         If it is not of the protocol, or the tensors are not what the model takes.
     """
     length = _header_length(header_length, len(body))
+    if length > max_json_bytes:
+        raise RequestError(
+            f"{HEADER_LENGTH} is {length:,}, at most {max_json_bytes:,} bytes of JSON are taken (--max_json_bytes); "
+            "send values as binary data",
+            413,
+            "too_large",
+        )
     try:
         values = parse_json(body[:length])
     except TextError as error:
