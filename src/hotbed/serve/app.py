@@ -159,12 +159,12 @@ class Application:
     async def _infer(self, request: Request) -> Response:
         name, batcher = self._chosen(request)
         outputs = output_names(batcher.model.labels)
-        length, most = request.headers.get(HEADER_LENGTH), self._options.max_request_rows
-        async with self._bodies.read(request, binary=length is not None) as body:
+        header, most = request.headers.get(HEADER_LENGTH), self._options.max_request_rows
+        async with self._bodies.read(request, binary=header is not None) as body:
 
             def read() -> tuple[pa.RecordBatch, str | None, Mapping[str, bool]]:
                 columns = batcher.model.encoder.columns()
-                found = read_tensors(body, length, columns, outputs, most, self._bodies.most_json)
+                found = read_tensors(body, header, columns, outputs, most, self._bodies.most_json)
                 return record_batch(found.columns, columns), found.id, found.outputs
 
             deadline = self._deadline()
