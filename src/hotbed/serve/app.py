@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotbed.errors import HotbedError, RequestError, did_you_mean
+from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
 from hotbed.serve.bodies import Bodies
@@ -107,7 +107,8 @@ class Application:
         return _json({"live": True})
 
     async def _ready(self, request: Request) -> Response:
-        return _json({"ready": not self.draining}, 503 if self.draining else 200)
+        ready = not self.draining and not any(of.model.is_broken for of in self._routes.batchers.values())
+        return _json({"ready": ready}, 200 if ready else 503)
 
     async def _model(self, request: Request) -> Response:
         name, batcher = self._chosen(request)
@@ -123,8 +124,9 @@ class Application:
         )
 
     async def _model_ready(self, request: Request) -> Response:
-        name, _ = self._chosen(request)
-        return _json({"name": name, "ready": not self.draining}, 503 if self.draining else 200)
+        name, batcher = self._chosen(request)
+        ready = not self.draining and not batcher.model.is_broken
+        return _json({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def _text(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
@@ -222,10 +224,10 @@ class Application:
                 self._reading -= 1
         except TimeoutError:
             raise self._late() from None
-        except RequestError:
-            raise
-        except HotbedError as error:
+        except (DataError, SpecError, BatchError) as error:
             raise RequestError(str(error), 400, "rows") from None
+        except Exception as error:
+            raise explained(error) from None
 
     async def _scored(self, request: Request, batcher: Batcher, rows: pa.RecordBatch, deadline: float) -> Scored:
         request.state.rows = rows.num_rows

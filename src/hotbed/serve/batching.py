@@ -45,6 +45,11 @@ class ScoringModel(Protocol):
         ...
 
     @property
+    def is_broken(self) -> bool:
+        """Whether no version is whole, so that no request can be scored until one is taken over."""
+        ...
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Labels, in the order of the columns of scores."""
         ...
