@@ -69,6 +69,7 @@ class FakeModel:
         self, step: int = 100, labels: tuple[str, ...] = ("label",), columns: Sequence[Column] = COLUMNS
     ) -> None:
         self.step, self.state, self.labels, self.encoder = step, "0" * 64, labels, FakeEncoder(columns)
+        self.is_broken = False
         self.go = threading.Event()
         self.go.set()
         self.entered = threading.Semaphore(0)
@@ -95,7 +96,7 @@ class FakeModel:
 
 
 class FakeFollower:
-    staleness_s = 1.5
+    staleness_s, behind_s = 1.5, 0.25
 
     def counters(self) -> dict[str, dict[str, float]]:
         return {"applied": {"change": 2.0}, "refused": {"gap": 1.0}}

@@ -196,7 +196,7 @@ def test_a_token_is_asked_for() -> None:
     with serving(token=TOKEN) as client:
         for given_ in (None, "Bearer", f"Bearer {TOKEN}x", f"bearer {TOKEN}", f"Basic {TOKEN}", "Bearer \xff"):
             headers = {} if given_ is None else {"Authorization": given_}
-            for path in ("/score", "/metrics", "/v2", "/nowhere"):
+            for path in ("/score", "/metrics", "/v2", "/v2/models/clicks/ready", "/nowhere"):
                 answer = client.ask("POST" if path == "/score" else "GET", path, [ROW], headers)
                 assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
                 assert "a token is needed: send Authorization" in answer.json["error"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -197,3 +198,27 @@ def test_rows_that_cannot_be_read_are_an_error_of_their_requests_alone(publisher
     with file.open("r+b") as stream:
         stream.write(whole)
     assert served.score_batch(batch)[0].tobytes() == scores_of(publisher.model, batch).tobytes()
+
+
+def test_counters_can_be_read_while_features_are_counted_for_the_first_time(publisher: Publisher) -> None:
+    served = ServedModel.open(publisher.export(), threads=1)
+    counts = next(iter(served.tables.collections.values())).bad_ids
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def count() -> None:
+        while not stop.is_set():
+            for i in range(500):
+                counts[f"feature {i}"] += 1
+            counts.clear()
+
+    counting = threading.Thread(target=count)
+    sys.setswitchinterval(1e-5)
+    counting.start()
+    try:
+        for _ in range(300):
+            assert len(served.counters()["bad_ids"]) <= 500
+    finally:
+        stop.set()
+        counting.join()
+        sys.setswitchinterval(interval)
+        served.close()

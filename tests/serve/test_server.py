@@ -14,13 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
-from hotbed.errors import RecipeError, StoppedError
+from hotbed.errors import CheckpointError, RecipeError, StoppedError, StoreError
 from hotbed.serve.logs import json_logs
 from hotbed.serve.options import ServeOptions
 from hotbed.serve.server import Served, Server, listen
 from tests.serve.clients import LONG_S, ROW, Answer, Client, fake, request_bytes, rest_of, serving
-from tests.serve.fake_model import FakeFollower, FakeModel, score_of
+from tests.serve.fake_model import FakeEncoder, FakeFollower, FakeModel, score_of
 
 WANTED = score_of(ROW, 100)
 
@@ -199,9 +200,39 @@ def test_metrics_tell_what_happened() -> None:
         'hotbed_versions_applied_total{kind="change",model="clicks"} 2.0',
         'hotbed_versions_refused_total{model="clicks",reason="gap"} 1.0',
         'hotbed_staleness_seconds{model="clicks"} 1.5',
+        'hotbed_behind_seconds{model="clicks"} 0.25',
+        'hotbed_model_broken{model="clicks"} 0.0',
     ):
         assert line in text.splitlines()
     assert "process_resident_memory_bytes" in text
+
+
+def test_a_model_without_a_whole_version_is_not_ready() -> None:
+    model, other = FakeModel(), FakeModel()
+    with serving(fake(model), fake(other, "other")) as client:
+        for broken, status in ((True, 503), (False, 200)):
+            model.is_broken = broken
+            assert client.ask("GET", "/v2/health/ready").json == {"ready": not broken}
+            answer = client.ask("GET", "/v2/models/clicks/ready")
+            assert (answer.status, answer.json) == (status, {"name": "clicks", "ready": not broken})
+            assert client.ask("GET", "/v2/models/other/ready").status == 200
+            assert f'hotbed_model_broken{{model="clicks"}} {broken:.1f}' in client.ask("GET", "/metrics").body.decode()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(CheckpointError("/secret/path is damaged"), 500), (StoreError("/secret/path"), 503)]
+)
+def test_failures_of_ours_while_a_body_is_read_are_not_told(error: Exception, status: int) -> None:
+    class Encoder(FakeEncoder):
+        @override
+        def table(self, rows: Any, /) -> Any:
+            raise error
+
+    model = FakeModel()
+    model.encoder = Encoder()
+    with serving(fake(model)) as client:
+        answer = client.ask("POST", "/score", [ROW])
+    assert (answer.status, "secret" in answer.json["error"]) == (status, False)
 
 
 def test_logs_are_lines_of_json() -> None:

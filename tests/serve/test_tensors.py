@@ -144,6 +144,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"usr": {"shape": [2], "datatype": "INT8", "data": [1, 2]}},
         "input 'usr' is none that the model takes; did you mean 'user'",
     ),
+    (
+        {"tags.missing": {"shape": [2], "datatype": "BOOL", "data": [True, False]}},
+        "input 'tags.missing' is not taken, as lists have none; send a length of 0 in 'tags.lengths' where a list is",
+    ),
     ({"user": {"datatype": "INT65"}}, "inputs.0.datatype: Input should be 'BOOL'"),
     ({"user": {"shape": [-1]}}, "inputs.0.shape.0: Input should be greater than or equal to 0; it is -1"),
     ({"user": {"shape": [3]}}, "input 'user' has 2 values; its shape [3] needs 3"),

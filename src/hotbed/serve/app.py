@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hotbed.errors import HotbedError, RequestError, did_you_mean
+from hotbed.errors import BatchError, DataError, RequestError, SpecError, did_you_mean
 from hotbed.machine import release
 from hotbed.serve.batching import Batcher, Scored, explained
 from hotbed.serve.bodies import Bodies
@@ -43,6 +43,8 @@ from hotbed.serve.tensors import HEADER_LENGTH, input_metadata, output_names, re
 
 LOG = logging.getLogger("hotbed.serve")
 _INLINE_BYTES, _READERS = 32 << 10, 2
+_MOST_WAITING = 64
+"""Large bodies that are being read, or wait for it; what comes beyond that is answered 503."""
 _Result = TypeVar("_Result")
 
 
@@ -73,6 +75,7 @@ class Application:
         self._routes, self._options, self._metrics = routes, options, metrics
         self._bodies = Bodies(options)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="hotbed-read")
+        self._reading = 0
         self.draining = False
         version = "/versions/{version}"
         model = "/v2/models/{model}"
@@ -104,7 +107,8 @@ class Application:
         return _json({"live": True})
 
     async def _ready(self, request: Request) -> Response:
-        return _json({"ready": not self.draining}, 503 if self.draining else 200)
+        ready = not self.draining and not any(of.model.is_broken for of in self._routes.batchers.values())
+        return _json({"ready": ready}, 200 if ready else 503)
 
     async def _model(self, request: Request) -> Response:
         name, batcher = self._chosen(request)
@@ -120,8 +124,9 @@ class Application:
         )
 
     async def _model_ready(self, request: Request) -> Response:
-        name, _ = self._chosen(request)
-        return _json({"name": name, "ready": not self.draining}, 503 if self.draining else 200)
+        name, batcher = self._chosen(request)
+        ready = not self.draining and not batcher.model.is_broken
+        return _json({"name": name, "ready": ready}, 200 if ready else 503)
 
     async def _text(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
@@ -131,20 +136,21 @@ class Application:
             key, content_type = request.headers.get(KEY_HEADER), request.headers.get("content-type", "")
 
             def read() -> tuple[str, pa.RecordBatch | None, str | None]:
-                parsed = parse_rows(body, content_type)
+                parsed = parse_rows(body, content_type, self._options.max_request_rows)
                 name = self._routes.shares.choose(parsed.id if key is None else key)
                 encoder = self._routes.batchers[name].model.encoder
                 columns = encoder.columns()
                 values, rows = parsed.columns([c.name for c in columns], self._options.max_request_rows)
                 return name, record_batch(encoder.table(values), columns) if rows else None, parsed.id
 
-            name, rows, id_ = await self._read(len(body), read)
+            deadline = self._deadline()
+            name, rows, id_ = await self._read(len(body), read, deadline)
         batcher = self._routes.batchers[name]
         request.state.model = name
         answer: dict[str, Any] = {} if id_ is None else {"id": id_}
         if rows is None:
             return _json({**answer, "scores": [], "model": name, "version": str(batcher.model.step)})
-        scored = await self._scored(request, batcher, rows)
+        scored = await self._scored(request, batcher, rows, deadline)
         labels = batcher.model.labels
         scores = scored.scores.tolist()
         values = (
@@ -155,18 +161,19 @@ class Application:
     async def _infer(self, request: Request) -> Response:
         name, batcher = self._chosen(request)
         outputs = output_names(batcher.model.labels)
-        async with self._bodies.read(request) as body:
+        header, most = request.headers.get(HEADER_LENGTH), self._options.max_request_rows
+        async with self._bodies.read(request, binary=header is not None) as body:
 
             def read() -> tuple[pa.RecordBatch, str | None, Mapping[str, bool]]:
                 columns = batcher.model.encoder.columns()
-                length = request.headers.get(HEADER_LENGTH)
-                found = read_tensors(body, length, columns, outputs, self._options.max_request_rows)
+                found = read_tensors(body, header, columns, outputs, most, self._bodies.most_json)
                 return record_batch(found.columns, columns), found.id, found.outputs
 
-            rows, id_, wanted = await self._read(len(body), read)
+            deadline = self._deadline()
+            rows, id_, wanted = await self._read(len(body), read, deadline)
         if not rows.num_rows:
             raise RequestError("the request has no rows; its tensors must have at least one")
-        scored = await self._scored(request, batcher, rows)
+        scored = await self._scored(request, batcher, rows, deadline)
         version = request.path_params.get("version", str(scored.step))
         if version != str(scored.step):
             raise _other_version(name, version, scored.step)
@@ -193,31 +200,52 @@ class Application:
             raise _other_version(name, version, batcher.model.step)
         return name, batcher
 
-    async def _read(self, size: int, read: Callable[..., _Result], *args: object) -> _Result:
+    def _deadline(self) -> float:
+        """When a request whose last byte came now must be answered."""
+        return asyncio.get_running_loop().time() + self._options.timeout_s
+
+    async def _read(self, size: int, read: Callable[[], _Result], deadline: float) -> _Result:
         """Read a body: a small one here, a large one in a thread, so that others are answered meanwhile."""
         try:
             if size <= _INLINE_BYTES:
-                return read(*args)
-            return await asyncio.get_running_loop().run_in_executor(self._readers, read, *args)
-        except RequestError:
-            raise
-        except HotbedError as error:
-            raise RequestError(str(error), 400, "rows") from None
-
-    async def _scored(self, request: Request, batcher: Batcher, rows: pa.RecordBatch) -> Scored:
-        request.state.rows = rows.num_rows
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                return await batcher.submit(rows)
+                return read()
+            if self._reading >= _MOST_WAITING:
+                raise RequestError(
+                    f"{self._reading} large bodies are being read, at most {_MOST_WAITING} may; try again later",
+                    503,
+                    "busy",
+                    {"Retry-After": "1"},
+                )
+            self._reading += 1
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await asyncio.get_running_loop().run_in_executor(self._readers, read)
+            finally:
+                self._reading -= 1
         except TimeoutError:
-            raise RequestError(
-                f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later",
-                504,
-                "timeout",
-                {"Retry-After": "1"},
-            ) from None
+            raise self._late() from None
+        except (DataError, SpecError, BatchError) as error:
+            raise RequestError(str(error), 400, "rows") from None
         except Exception as error:
             raise explained(error) from None
+
+    async def _scored(self, request: Request, batcher: Batcher, rows: pa.RecordBatch, deadline: float) -> Scored:
+        request.state.rows = rows.num_rows
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await batcher.submit(rows)
+        except TimeoutError:
+            raise self._late() from None
+        except Exception as error:
+            raise explained(error) from None
+
+    def _late(self) -> RequestError:
+        return RequestError(
+            f"the scores took longer than {self._options.timeout_s:g} s (--timeout_s); try again later",
+            504,
+            "timeout",
+            {"Retry-After": "1"},
+        )
 
 
 class _Gate:

@@ -5,7 +5,7 @@ Requests wait in a queue of bounded rows. The thread takes as many whole request
 batch is full or its first request has waited long enough; what arrives while it computes is the next batch. So a
 request is scored by one call, thus by one version of the model, and the event loop never waits for a model.
 
-A batch that fails is scored request by request: the one that is at fault gets the error, the others get their scores.
+A batch that fails is halved until the requests at fault are alone: they get the error, the others get their scores.
 """
 
 # pyarrow ships no types.
@@ -42,6 +42,11 @@ class ScoringModel(Protocol):
     @property
     def state(self) -> str:
         """SHA-256 of the checkpoint that it came from."""
+        ...
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no version is whole, so that no request can be scored until one is taken over."""
         ...
 
     @property
@@ -200,7 +205,8 @@ class Batcher:
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            return [answer for entry in batch for answer in self._answers([entry])]
+            half = len(batch) // 2
+            return [answer for part in (batch[:half], batch[half:]) for answer in self._of_wanted(part)]
         answers, row = list[Scored | Exception](), 0
         for entry in batch:
             part = scores[row : row + entry.rows]
@@ -208,13 +214,19 @@ class Batcher:
             wrong = np.flatnonzero(~np.isfinite(part).all(1))
             answers.append(
                 NonFiniteError(
-                    f"the score of row {wrong[0]:,} is not a number; a numerical of this row is not finite or far "
+                    f"the score of row {wrong[0]:,} is not a number: a numerical of this row is not finite or far "
                     "beyond those of training"
                 )
                 if len(wrong)
                 else Scored(part, step)
             )
         return answers
+
+    def _of_wanted(self, batch: Sequence[_Waiting]) -> list[Scored | Exception]:
+        """Score a part of a batch that failed; where it fails for long, what was given up meanwhile is left out."""
+        wanted = [entry for entry in batch if not entry.answer.cancelled()]
+        answers = dict(zip(wanted, self._answers(wanted), strict=True)) if wanted else {}
+        return [answers.get(entry, TimeoutError()) for entry in batch]
 
     def _score(self, parts: Sequence[pa.RecordBatch]) -> Scored:
         columns = parts[0]
@@ -242,7 +254,8 @@ def explained(error: Exception) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DataError | SpecError | BatchError | NonFiniteError):
-        return RequestError(str(error), 400, "rows")
+        what, _, _ = str(error).rpartition("; ")  # what follows is advice to those who train
+        return RequestError(f"{what or error}; send other values, or leave such rows out", 400, "rows")
     details: dict[str, Any] = {"error_type": type(error).__name__}
     LOG.error("score_failed", extra={"details": details}, exc_info=error)
     if isinstance(error, StoreError):

@@ -22,8 +22,8 @@ class Bodies:
         self._options, self._buffered = options, 0
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncGenerator[bytes]:
-        """Receive a body, and count it until the block ends.
+    async def read(self, request: Request, *, binary: bool = False) -> AsyncGenerator[bytes]:
+        """Receive a body, and count it until the block ends; ``binary``: it is not all JSON, so it may be longer.
 
         Raises
         ------
@@ -31,8 +31,9 @@ class Bodies:
             413 where it is too long, 408 too slow, 503 too much beside others, 415 where it is compressed.
         """
         parts, size = list[bytes](), 0
+        most = self._options.max_body_bytes if binary else self.most_json
         try:
-            self._refuse(request)
+            self._refuse(request, most)
             async with asyncio.timeout(self._options.read_timeout_s):
                 more = True
                 while more:
@@ -41,11 +42,11 @@ class Bodies:
                         raise ClientDisconnect
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size <= self._options.max_body_bytes:
+                    if size <= most:
                         parts.append(part)
                         self._buffered += len(part)
                     elif not more or size > _MORE_THAT_IS_TAKEN * self._options.max_body_bytes:
-                        raise self._too_long(f"{'over ' if more else ''}{size:,}")
+                        raise self._too_long(f"{'over ' if more else ''}{size:,}", most)
                     if self._buffered > self._options.max_buffered_bytes:
                         raise RequestError(
                             f"bodies of all requests take {self._buffered:,} bytes, at most "
@@ -67,7 +68,12 @@ class Bodies:
         finally:
             self._buffered -= sum(map(len, parts))
 
-    def _refuse(self, request: Request) -> None:
+    @property
+    def most_json(self) -> int:
+        """Bytes of JSON that a body may have."""
+        return min(self._options.max_json_bytes, self._options.max_body_bytes)
+
+    def _refuse(self, request: Request, most: int) -> None:
         """Refuse by the head alone."""
         encoding = request.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
@@ -75,14 +81,17 @@ class Bodies:
                 f"the body is {encoding[:50]!r}; send it without Content-Encoding", 415, headers={"Connection": "close"}
             )
         length = request.headers.get("content-length", "0")
-        too_long = length.isdigit() and int(length) > self._options.max_body_bytes
+        too_long = length.isdigit() and int(length) > most
         if too_long and request.headers.get("expect", "").lower() == "100-continue":
-            raise self._too_long(f"{int(length):,}")  # the client has not sent it yet
+            raise self._too_long(f"{int(length):,}", most)  # the client has not sent it yet
 
-    def _too_long(self, length: str) -> RequestError:
+    def _too_long(self, length: str, most: int) -> RequestError:
+        if most == self._options.max_body_bytes:
+            limit = f"{most:,} are taken (--max_body_bytes); send several requests"
+        else:
+            limit = f"{most:,} of JSON are taken (--max_json_bytes); send several requests, or binary tensors"
         return RequestError(
-            f"the body has {length} bytes, at most {self._options.max_body_bytes:,} are taken (--max_body_bytes); send "
-            "several requests",
+            f"the body has {length} bytes, at most {limit}",
             413,
             "too_large",
             {"Connection": "close"},

@@ -95,7 +95,7 @@ class JsonRows:
         return columns, len(objects)
 
 
-def parse_rows(body: bytes, content_type: str) -> JsonRows:
+def parse_rows(body: bytes, content_type: str, max_rows: int) -> JsonRows:
     """Parse a body of ``POST /score``.
 
     A list of objects, one per row; ``{"rows": [...]}`` with the same; ``{"columns": {NAME: [...]}}``; or an object per
@@ -104,11 +104,12 @@ def parse_rows(body: bytes, content_type: str) -> JsonRows:
     Raises
     ------
     RequestError
-        If it is none of these.
+        If it is none of these, or has more lines than rows are taken.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind in LINES_TYPES:
         lines = [line for line in body.splitlines() if line.strip()]
+        refuse_many(len(lines), max_rows)  # before each is parsed
         return JsonRows(None, [_parsed(line, f"line {i:,}") for i, line in enumerate(lines)])
     if kind not in JSON_TYPES:
         raise RequestError(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import queue
+import threading
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
 from typing_extensions import override
 
 _LOGGERS = ("hotbed", "uvicorn")
 _WAITING_LINES = 10_000
+_WAIT_S = 5.0
 
 
 class JsonFormatter(logging.Formatter):
@@ -34,37 +37,73 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _Lines(QueueHandler):
-    """Puts records into a queue; where it is full, because nobody reads stderr, they are dropped and counted."""
+class _Lines(logging.Handler):
+    """Writes records by a thread; where they wait because nobody reads the stream, they are dropped and counted.
 
-    dropped = 0
+    A file is written without a lock of Python's, for which the end of the process would wait.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._records = queue.Queue[logging.LogRecord | None](_WAITING_LINES)
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="hotbed-log", daemon=True)
+        self._thread.start()
 
     @override
-    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        return record  # it stays in this process, with its traceback
+    def emit(self, record: logging.LogRecord) -> None:
+        self._put(record)
 
-    @override
-    def enqueue(self, record: logging.LogRecord) -> None:
+    def stop(self, wait_s: float) -> bool:
+        """Write what waits, for at most so long; whether all is written."""
+        while not self._put(None):
+            with contextlib.suppress(queue.Empty):
+                self._records.get_nowait()
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def write(self, line: str) -> None:
+        """Write a line."""
         try:
-            self.queue.put_nowait(record)
+            file = self._stream.fileno()
+        except OSError:  # of text in memory
+            self._stream.write(line + "\n")
+            return
+        rest = f"{line}\n".encode()
+        while rest:
+            rest = rest[os.write(file, rest) :]
+
+    def _put(self, record: logging.LogRecord | None) -> bool:
+        try:
+            self._records.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+            return False
+        return True
+
+    def _run(self) -> None:
+        formatter = JsonFormatter()
+        while (record := self._records.get()) is not None:
+            try:
+                self.write(formatter.format(record))
+            except Exception:  # the reader is gone; whoever logs must not fail for it
+                self.dropped += 1
 
 
 @contextmanager
 def json_logs(stream: TextIO) -> Generator[None]:
-    """Write what the server logs to a stream, line by line; its loggers are as before afterwards."""
-    target = logging.StreamHandler(stream)
-    target.setFormatter(JsonFormatter())
-    lines = _Lines(queue.Queue(_WAITING_LINES))
-    listener = QueueListener(lines.queue, target)
+    """Write what the server logs to a stream, line by line; its loggers are as before afterwards.
+
+    The end waits for a reader, but not for long.
+    """
+    lines = _Lines(stream)
     before = {name: (logging.getLogger(name).level, logging.getLogger(name).propagate) for name in _LOGGERS}
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         logger.addHandler(lines)
         logger.setLevel(logging.INFO if name == "hotbed" else logging.WARNING)
         logger.propagate = False
-    listener.start()
     try:
         yield
     finally:
@@ -73,6 +112,6 @@ def json_logs(stream: TextIO) -> Generator[None]:
             logger.removeHandler(lines)
             logger.setLevel(level)
             logger.propagate = propagate
-        listener.stop()
-        if lines.dropped:
-            print(json.dumps({"level": "warning", "event": "lines_dropped", "lines": lines.dropped}), file=stream)
+        if lines.stop(_WAIT_S) and lines.dropped:
+            with contextlib.suppress(OSError, ValueError):
+                lines.write(json.dumps({"level": "warning", "event": "lines_dropped", "lines": lines.dropped}))

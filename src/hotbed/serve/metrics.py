@@ -32,14 +32,20 @@ class ModelState:
         Rows that wait.
     counters
         By name, then by feature, table or reason ("" where it is not divided).
+    is_broken
+        Whether no version is whole, so that no request is scored.
     staleness_s
         Seconds since the version that scores was published; None where nothing is followed.
+    behind_s
+        Seconds since the version that scores was last the newest; None where nothing is followed.
     """
 
     step: int
     queued_rows: int
     counters: Mapping[str, Mapping[str, float]]
+    is_broken: bool
     staleness_s: float | None
+    behind_s: float | None
 
 
 class ServerMetrics:
@@ -113,12 +119,18 @@ class _States(Collector):
         step = GaugeMetricFamily("hotbed_model_step", "Training step of the version that scores.", labels=["model"])
         queue = GaugeMetricFamily("hotbed_queued_rows", "Rows that wait.", labels=["model"])
         stale = GaugeMetricFamily("hotbed_staleness_seconds", "Age of the version that scores.", labels=["model"])
+        behind = GaugeMetricFamily(
+            "hotbed_behind_seconds", "Since the version that scores was the newest.", labels=["model"]
+        )
+        broken = GaugeMetricFamily("hotbed_model_broken", "1 where no version is whole.", labels=["model"])
         counters = dict[str, CounterMetricFamily]()
         for name, state in self._models().items():
             step.add_metric([name], state.step)
             queue.add_metric([name], state.queued_rows)
-            if state.staleness_s is not None:
-                stale.add_metric([name], state.staleness_s)
+            broken.add_metric([name], state.is_broken)
+            for family, seconds in ((stale, state.staleness_s), (behind, state.behind_s)):
+                if seconds is not None:
+                    family.add_metric([name], seconds)
             for counter, values in state.counters.items():
                 labels = ["model", _OF.get(counter, "table")] if set(values) != {""} else ["model"]
                 family = counters.setdefault(
@@ -126,4 +138,4 @@ class _States(Collector):
                 )
                 for of, value in values.items():
                     family.add_metric([name, of][: len(labels)], value)
-        yield from (step, queue, stale, *counters.values())
+        yield from (step, queue, broken, stale, behind, *counters.values())

@@ -18,6 +18,7 @@ _POSITIVE = (
     "max_queue_rows",
     "max_request_rows",
     "max_body_bytes",
+    "max_json_bytes",
     "max_buffered_bytes",
     "max_connections",
     "timeout_s",
@@ -52,12 +53,14 @@ class ServeOptions:
         Rows of one request.
     max_body_bytes
         Bytes of a request's body.
+    max_json_bytes
+        Bytes of it that are JSON: parsing takes many times the time and memory that binary tensors take.
     max_buffered_bytes
         Bytes of all bodies together that are being received or wait to be read.
     max_connections
         Connections whose requests are answered; those beyond get 503, beyond twice as many they are closed at once.
     timeout_s
-        Seconds from a request's last byte until it is answered 504.
+        Seconds from a request's last byte until it is answered 504; reading its body counts.
     read_timeout_s
         Seconds in which a client must have sent the head of a request, then its body; and taken its answer.
     idle_timeout_s
@@ -82,6 +85,7 @@ class ServeOptions:
     max_queue_rows: int = 16_384
     max_request_rows: int = 16_384
     max_body_bytes: int = 16 << 20
+    max_json_bytes: int = 1 << 20
     max_buffered_bytes: int = 256 << 20
     max_connections: int = 1024
     timeout_s: float = 10.0

@@ -154,12 +154,12 @@ class ServedTables:
     @property
     def unknown_ids(self) -> Counter[str]:
         """By feature of a dynamic table, how many ids had no row so far; they are left out of their bags."""
-        return sum((c.unadmitted_ids for c in self.collections.values()), Counter())
+        return sum((c.unadmitted_ids.copy() for c in self.collections.values()), Counter())
 
     @property
     def bad_ids(self) -> Counter[str]:
         """By feature, how many ids were dropped or hashed so far."""
-        return sum((c.bad_ids for c in self.collections.values()), Counter())
+        return sum((c.bad_ids.copy() for c in self.collections.values()), Counter())
 
     @property
     def traffic(self) -> Traffic:

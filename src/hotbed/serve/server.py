@@ -40,6 +40,11 @@ class Following(Protocol):
         """Seconds since the version that scores was published."""
         ...
 
+    @property
+    def behind_s(self) -> float:
+        """Seconds since the version that scores was last seen to be the newest that is published."""
+        ...
+
     def counters(self) -> Mapping[str, Mapping[str, float]]:
         """Versions since the start: ``"applied"`` by kind, ``"refused"`` by reason."""
         ...
@@ -180,8 +185,14 @@ class Server:
             follower = served.follower
             versions = {} if follower is None else follower.counters()
             counters = {**served.model.counters(), **{f"versions_{key}": of for key, of in versions.items()}}
-            staleness = None if follower is None else follower.staleness_s
-            found[name] = ModelState(served.model.step, self._batchers[name].queued_rows, counters, staleness)
+            found[name] = ModelState(
+                served.model.step,
+                self._batchers[name].queued_rows,
+                counters,
+                served.model.is_broken,
+                staleness_s=None if follower is None else follower.staleness_s,
+                behind_s=None if follower is None else follower.behind_s,
+            )
         return found
 
 

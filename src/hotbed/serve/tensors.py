@@ -4,7 +4,7 @@
 A column of raw rows is a tensor of its name, ``[B]`` (or ``[B, 1]``), with B rows: BYTES for text, INT*, UINT* or BOOL
 for integers, and any of FP*, INT*, UINT* and BOOL for numbers. Lists are ``[B, k]``, or the values of all rows ``[N]``
 with a tensor ``NAME.lengths [B]``. A missing value is null in JSON, NaN in a number, or true in a tensor ``NAME.missing
-[B]`` of BOOL. Scores are FP64 ``[B]``, one output per label.
+[B]`` of BOOL; a missing list is one without values. Scores are FP64 ``[B]``, one output per label.
 """
 
 # pyarrow ships no types.
@@ -113,7 +113,12 @@ def input_metadata(columns: Sequence[RawColumn]) -> list[dict[str, Any]]:
 
 
 def read_tensors(
-    body: bytes, header_length: str | None, columns: Sequence[RawColumn], outputs: Sequence[str], max_rows: int
+    body: bytes,
+    header_length: str | None,
+    columns: Sequence[RawColumn],
+    outputs: Sequence[str],
+    max_rows: int,
+    max_json_bytes: int,
 ) -> InferRequest:
     """Read a body of ``POST …/infer``.
 
@@ -127,6 +132,8 @@ def read_tensors(
         What the model takes and gives.
     max_rows
         Rows at most.
+    max_json_bytes
+        Bytes of the JSON object at most.
 
     Raises
     ------
@@ -134,6 +141,13 @@ def read_tensors(
         If it is not of the protocol, or the tensors are not what the model takes.
     """
     length = _header_length(header_length, len(body))
+    if length > max_json_bytes:
+        raise RequestError(
+            f"{HEADER_LENGTH} is {length:,}, at most {max_json_bytes:,} bytes of JSON are taken (--max_json_bytes); "
+            "send values as binary data",
+            413,
+            "too_large",
+        )
     try:
         values = parse_json(body[:length])
     except TextError as error:
@@ -315,6 +329,11 @@ def _columns(tensors: dict[str, _Tensor], columns: Sequence[RawColumn], max_rows
             made[column.name] = _scalars(tensor, left.pop(f"{column.name}.missing", None))
     if left:
         name = next(iter(left))
+        if name.removesuffix(".missing") in {column.name for column in columns if column.is_list}:
+            raise RequestError(
+                f"input {shown(name)} is not taken, as lists have none; send a length of 0 in "
+                f"'{name.removesuffix('.missing')}.lengths' where a list is missing"
+            )
         known = [column.name for column in columns]
         raise RequestError(f"input {shown(name)} is none that the model takes{did_you_mean(name, known)}")
     rows = {name: len(array) for name, array in made.items()}

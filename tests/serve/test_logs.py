@@ -1,0 +1,68 @@
+"""Protects: a log that nobody reads holds neither requests nor the end of the process; what it lacks is counted."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hotbed.serve import logs
+from tests.serve.clients import LONG_S
+
+LOG = logging.getLogger("hotbed.serve")
+UNREAD = """
+import logging, sys
+from hotbed.serve import logs
+logs._WAIT_S, logs._WAITING_LINES = 0.1, 500
+with logs.json_logs(sys.stderr):
+    for _ in range({lines}):
+        logging.getLogger("hotbed.serve").info("x" * 1000)
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("lines", [300, 2000], ids=["waiting", "full"])
+def test_a_process_ends_though_nobody_reads_its_log(lines: int) -> None:
+    """A pipe takes 64 KB; the thread that writes the rest stands still."""
+    command = [sys.executable, "-c", UNREAD.format(lines=lines)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            assert process.wait(LONG_S) == 0
+        finally:
+            process.kill()
+        assert process.stdout is not None
+        assert process.stdout.read() == b"ended\n"
+
+
+def test_lines_that_find_no_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            assert go.wait(LONG_S)
+            return super().write(text)
+
+    stream = Slow()
+    monkeypatch.setattr(logs, "_WAITING_LINES", 5)
+    with logs.json_logs(stream):
+        for i in range(20):
+            LOG.info("line %d", i)
+        go.set()
+    *lines, last = map(json.loads, stream.getvalue().splitlines())
+    assert last["event"] == "lines_dropped"
+    assert 14 <= last["lines"] <= 16
+    assert lines[0]["event"] == "line 0"
+
+
+def test_a_reader_that_is_gone_disturbs_nobody() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with logs.json_logs(Gone()):
+        LOG.info("nobody reads this")
