@@ -16,7 +16,7 @@ from hotbed.batch import Batch
 from hotbed.checkpoint import directory, find_checkpoint, save_checkpoint
 from hotbed.checkpoint.differential import MOST_SHARE
 from hotbed.commands.main import main
-from hotbed.data import Loader, ParquetSource
+from hotbed.data import Encoder, Loader, ParquetSource, Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.jagged import Jagged
@@ -250,7 +250,16 @@ def test_models_of_all_kinds_are_exported(tmp_path: Path) -> None:
         with Scorer(part, dict(part.collections), part.features) as scorer:
             expected = scorer(batch)
         schema = {"sparse": [{"name": t.name, "rows": t.rows} for t in TABLES], "labels": ["y"]}
-        about = Model("m", ("y",), {"schema": schema}, None, part.collections, part.state_dict(), 2, torch.float32)
+        about = Model(
+            "m",
+            ("y",),
+            Encoder(Schema.from_dict(schema).inputs, ids="raw"),
+            None,
+            part.collections,
+            part.state_dict(),
+            2,
+            torch.float32,
+        )
         write_model(tmp_path / kind / "out", directory(tmp_path / kind / "c"), about, traced(part, 2))
         exported = ExportedModel.open(tmp_path / kind / "out")
         features = {

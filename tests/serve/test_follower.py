@@ -67,6 +67,18 @@ def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(publisher: Publi
     assert following.counters() == {"applied": {"change": 4.0, "model": 1.0}, "refused": {"gap": 1.0}}
 
 
+def test_changes_are_applied_when_the_model_below_them_is_gone(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    shutil.rmtree(publisher.published / "model-000000000010")
+    following = Follower(served, publisher.published, interval_s=0)
+    for seed in range(2):
+        publisher.step_on(seed)
+        following.look()
+    assert is_newest(served, publisher)
+    assert (following.applied, following.refused) == ({"change": 2}, {})
+    assert [column.name for column in served.encoder.columns()] == ["item", "user"]
+
+
 def test_a_refused_version_is_tried_again_at_growing_intervals(
     publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
 from hotbed.ops import BackendName
 from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.redis_records import RedisRecords
-from hotbed.serve.schema import StateEntry
+from hotbed.serve.schema import StateEntry, encoder_digest
 from hotbed.serve.scorer import Scorer
 from hotbed.serve.served_tables import ServedTables, same_tables
 
@@ -89,7 +91,7 @@ class ServedModel:
         }
         lookups = dict(tables.collections)
         self._scorer = Scorer(self._dense(model), lookups, features, device=device, threads=threads)
-        self._encoder: Encoder | None = None
+        self._encoder = model.encoder()
         self._turn = threading.Lock()
         """Held by a batch, and by a swap."""
         self._waiting = threading.Event()
@@ -158,9 +160,7 @@ class ServedModel:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes batches of raw rows, as in training."""
-        if self._encoder is None:
-            self._encoder = self._model.encoder()
+        """What makes batches of raw rows, as in training; a full model that is taken over may bring another one."""
         return self._encoder
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -175,16 +175,26 @@ class ServedModel:
         StoreError
             If rows of tables cannot be read.
         """
-        return self.score_batch(self.encoder.batch(columns))
+        with self._answering():
+            return self._scored(self._encoder.batch(columns))
 
     def score_batch(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
-        """Score rows that are encoded already; see `score`."""
+        """Score rows that are encoded already, by the `encoder` that is served; see `score`."""
+        with self._answering():
+            return self._scored(batch)
+
+    @contextmanager
+    def _answering(self) -> Generator[None]:
+        """Let one version answer: what is inside is encoded, looked up and computed by it."""
         if self._waiting.is_set():
             self._swapped.wait()
         with self._turn:
             if self._broken is not None:
                 raise StoreError(f"no version of {self.name} is whole: a change failed halfway ({self._broken})")
-            return self._scorer(batch.to(self._device)), self.step
+            yield
+
+    def _scored(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
+        return self._scorer(batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Totals since the model was opened, by metric, then by feature or kind; any thread may call this."""
@@ -223,10 +233,16 @@ class ServedModel:
                 raise RefusedError(f"{change} leads to step {self.step:,}, which is served already", "duplicate")
             if base.state != self.state:
                 raise RefusedError(*self._why_not_after(change, base.step))
+            if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
+                raise RefusedError(
+                    f"{change} is of a model that makes other inputs of rows (looked-up tables, boundaries or kinds of "
+                    "ids have changed); a full model brings them",
+                    "other_model",
+                )
             self.tables.stage(change)
             dense = self._dense(self._model)
             _load(dense, change)
-            self._swap(dense, sequence, change.manifest.written)
+            self._swap(dense, self._encoder, sequence, change.manifest.written)
 
     def take_over(self, model: ExportedModel, *, verify: bool = True) -> None:
         """Become the version of another export of this model; files that changes have made are freed.
@@ -249,10 +265,10 @@ class ServedModel:
             same_state = manifest.state == self.state and not self.is_broken
             self.tables.stage_model(model, same_state=same_state)
             version = StateEntry(step=manifest.step, state=manifest.state)
-            self._swap(self._dense(model), version, manifest.written)
+            self._swap(self._dense(model), model.encoder(), version, manifest.written)
             self._model = model
 
-    def _swap(self, dense: torch.nn.Module, version: StateEntry, written: float) -> None:
+    def _swap(self, dense: torch.nn.Module, encoder: Encoder, version: StateEntry, written: float) -> None:
         """Let what is staged answer, between two batches."""
         self._swapped.clear()
         self._waiting.set()
@@ -261,6 +277,7 @@ class ServedModel:
                 try:
                     self.tables.swap()
                     self._scorer.replace_dense(dense)
+                    self._encoder = encoder
                     self.step, self.state, self.written, self._broken = version.step, version.state, written, None
                 except BaseException as error:  # half of it may be there
                     self._broken = error

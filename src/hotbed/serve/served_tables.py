@@ -319,10 +319,15 @@ def _alike(tables: Sequence[Table], entries: dict[str, TableEntry], whole: dict[
 
 
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
-    """Whether another model has the same inputs, tables and outputs, so that it can take the place of one."""
+    """Whether another model has the same inputs, tables and outputs, so that it can take the place of one.
+
+    Looked-up tables and boundaries of derived inputs may be others, as may ids of columns whose kind was not known.
+    """
 
     def form(manifest: ModelManifest) -> object:
         tables = {n: (t.rows, t.dim, t.dtype, t.fp32_rows, t.ids is None) for n, t in manifest.tables.items()}
-        return tables, manifest.features, manifest.labels, manifest.encoder, manifest.hash, manifest.dense.inputs
+        encoder = manifest.encoder.get("schema"), manifest.encoder.get("ids")
+        return tables, manifest.features, manifest.labels, encoder, manifest.hash, manifest.dense.inputs
 
-    return form(own) == form(other)
+    kinds, others = (dict(manifest.encoder.get("id_kinds", {})) for manifest in (own, other))
+    return form(own) == form(other) and {**others, **kinds} == others

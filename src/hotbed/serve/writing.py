@@ -46,6 +46,7 @@ from hotbed.serve.schema import (
     ModelManifest,
     StateEntry,
     TableEntry,
+    encoder_digest,
     record_format,
     values_of,
 )
@@ -193,6 +194,7 @@ def write_change(
             base=StateEntry(step=old.step, state=old.sha256),
             sequence=StateEntry(step=new.step, state=new.sha256),
             written=time.time(),
+            encoder=encoder_digest(model.encoder.to_dict()),
             tables={name: CountEntry(**count) for name, count in found["tables"].items()},
             files=files.entries,
         )
