@@ -175,7 +175,10 @@ class ExportedModel(Published):
         self.manifest = manifest
         if not isinstance(columns := manifest.encoder.get("schema"), Mapping):
             raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' is missing, or no mapping of columns")
-        self.schema = Schema.from_dict(columns)
+        try:
+            self.schema = Schema.from_dict(columns)
+        except (SpecError, DataError) as error:
+            raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' cannot be used: {error}") from None
         self._program: bytes | None = None
 
     @classmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
 
     from hotbed.data.encode import Encoder
 
-Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable"]
+Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable", "failed"]
 """Why a version is refused.
 
 ``gap``: changes between are missing; ``duplicate``: it is served already; ``disorder``: of changes to an earlier
 version; ``other_model``: of another model, or one with other tables or inputs; ``damaged``: files that are not what was
-written; ``disk_full``: no room for changed rows; ``unreadable``: files that could not be read, now.
+written; ``disk_full``: no room for changed rows; ``unreadable``: files that could not be read, now; ``failed``: all
+else, as too little memory.
 """
 
 
@@ -219,8 +220,8 @@ class ServedModel:
 
     # -- versions --------------------------------------------------------------------------------------------------
 
-    def apply(self, change: ChangeSet) -> None:
-        """Become the version that a set of changes makes of this one.
+    def apply(self, change: ChangeSet, *, check: Callable[[], None] = lambda: None) -> None:
+        """Become the version that a set of changes makes of this one; ``check``: as in `take_over`.
 
         Raises
         ------
@@ -239,31 +240,42 @@ class ServedModel:
                     "ids have changed); a full model brings them",
                     "other_model",
                 )
-            self.tables.stage(change)
+            self.tables.stage(change, check)
             dense = self._dense(self._model)
             _load(dense, change)
             self._swap(dense, self._encoder, sequence, change.manifest.written)
 
-    def take_over(self, model: ExportedModel, *, verify: bool = True) -> None:
+    def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
         """Become the version of another export of this model; files that changes have made are freed.
 
-        Tables in memory are compared with it, and only rows that differ are swapped. ``verify``: as in `open`.
+        Tables in memory are compared with it, and only rows that differ are swapped.
+
+        Parameters
+        ----------
+        model
+            Of a later step, or written later by a run that went back.
+        verify
+            As in `open`.
+        check
+            Called now and then until the swap; what it raises gives the model up.
 
         Raises
         ------
         RefusedError
-            If it is of another model or an earlier step, or cannot be taken over; nothing has changed then.
+            If it is of another model, or of an earlier step and no later written, or cannot be taken over; nothing has
+            changed then.
         """
         manifest = model.manifest
         with self._changing, _Refusing(self, str(model)):
             if not same_tables(self._model.manifest, manifest):
                 raise RefusedError(f"{model} has other tables, inputs or labels than {self._model}", "other_model")
-            if manifest.step < self.step and not self.is_broken:
+            if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
                 raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
             if verify:
-                model.verify()
+                model.verify(lambda done, total: check())
             same_state = manifest.state == self.state and not self.is_broken
-            self.tables.stage_model(model, same_state=same_state)
+            self.tables.stage_model(model, same_state=same_state, check=check)
+            check()
             version = StateEntry(step=manifest.step, state=manifest.state)
             self._swap(self._dense(model), model.encoder(), version, manifest.written)
             self._model = model
@@ -275,7 +287,10 @@ class ServedModel:
         try:
             with self._turn:
                 try:
-                    self.tables.swap()
+                    try:
+                        self.tables.swap()
+                    except OSError:  # a disk may fail for a moment; what was swapped is swapped again
+                        self.tables.swap()
                     self._scorer.replace_dense(dense)
                     self._encoder = encoder
                     self.step, self.state, self.written, self._broken = version.step, version.state, written, None
