@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import hotbed as hb
 from hotbed.errors import CheckpointError
 from hotbed.serve import follower
 from hotbed.serve.follower import Follower, open_newest
+from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.model import ServedModel
 from tests.serve.published import Planted, Publisher, batch_of, scores_of
 
@@ -65,6 +68,147 @@ def test_changes_are_applied_in_order_and_a_model_bridges_a_gap(publisher: Publi
     following.look()
     assert is_newest(served, publisher)
     assert following.counters() == {"applied": {"change": 4.0, "model": 1.0}, "refused": {"gap": 1.0}}
+
+
+def test_changes_are_applied_when_the_model_below_them_is_gone(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    shutil.rmtree(publisher.published / "model-000000000010")
+    following = Follower(served, publisher.published, interval_s=0)
+    for seed in range(2):
+        publisher.step_on(seed)
+        following.look()
+    assert is_newest(served, publisher)
+    assert (following.applied, following.refused) == ({"change": 2}, {})
+    assert [column.name for column in served.encoder.columns()] == ["item", "user"]
+
+
+def test_a_run_that_went_back_is_followed(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    for seed in (1, 2):
+        publisher.step_on(seed)
+    following.look()
+    assert served.step == 30
+    for step in (20, 30):
+        shutil.rmtree(publisher.published / f"change-{step:012}")
+        shutil.rmtree(publisher.checkpoint(step))
+    publisher.step = 10
+    publisher.model.train_some(7, most_id=400)
+    publisher.save()
+    publisher.export()
+    following.look()
+    assert is_newest(served, publisher)
+    publisher.step_on(8)
+    following.look()
+    assert (served.step, is_newest(served, publisher)) == (30, True)
+    assert (following.applied, following.refused) == ({"change": 3, "model": 1}, {})
+
+
+def test_a_manifest_that_cannot_be_keeps_no_other_from_being_served(publisher: Publisher) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=60)
+    publisher.step_on(1)
+    publisher.export()
+    impossible = publisher.published / "model-000000000900"
+    shutil.copytree(publisher.published / "model-000000000020", impossible)
+    values = json.loads((impossible / "manifest.json").read_text())
+    values["encoder"]["schema"]["sparse"][0]["rows"] = -5
+    (impossible / "manifest.json").write_text(json.dumps({**values, "written": values["written"] + 9}))
+    assert open_newest(publisher.published, **OPTIONS).step == 20
+    for _ in range(3):
+        following.look()
+    assert is_newest(served, publisher)
+    assert following.refused == {"damaged": 2}  # once more after a version was taken over
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ZeroDivisionError("of a library"), OSError("no route")])
+def test_whatever_goes_wrong_is_counted_and_tried_later(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=60)
+    publisher.step_on(1)
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.tables, "stage", fails)
+        for _ in range(3):
+            following.look()
+    assert following.refused == {"unreadable" if isinstance(error, OSError) else "failed": 1}
+    following._retries.clear()
+    following.look()
+    assert is_newest(served, publisher)
+
+
+def test_a_model_that_broke_halfway_recovers_from_the_full_model_that_is_there(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    publisher.step_on(1)
+    following.look()
+    publisher.step_on(2)
+    swap, failures = served.tables.swap, [OSError("once")]
+
+    def fails() -> None:
+        swap()
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(served.tables, "swap", fails)
+    following.look()  # a disk that fails for a moment
+    assert (is_newest(served, publisher), following.refused) == (True, {})
+    failures += [OSError("and again"), OSError("twice")]
+    publisher.step_on(3)
+    following.look()
+    assert (is_newest(served, publisher), served.is_broken) == (True, False)
+    assert (following.applied, following.refused) == ({"change": 5, "model": 1}, {"unreadable": 1})
+
+
+def test_a_follower_that_is_closed_gives_up_what_it_stages(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    publisher.model.train_some(5)
+    publisher.save()
+    publisher.export()
+    begun = threading.Event()
+    verify = ExportedModel.verify
+
+    def waits(model: ExportedModel, progress: Callable[[int, int], None]) -> None:
+        begun.set()
+        assert following._stop.wait(120)
+        verify(model, progress)
+
+    monkeypatch.setattr(ExportedModel, "verify", waits)
+    following.start()
+    assert begun.wait(120)
+    following.close()
+    assert following._thread is not None
+    assert not following._thread.is_alive()
+    assert (served.step, following.applied, following.refused) == (10, {}, {})
+
+
+def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    for seed in range(3):
+        publisher.step_on(seed)
+    opened: list[str] = []
+    for kind in (ChangeSet, ExportedModel):
+
+        def opens(place: object, open: Callable[[object], object] = kind.open) -> object:
+            opened.append(str(place))
+            return open(place)
+
+        monkeypatch.setattr(kind, "open", opens)
+    for _ in range(3):
+        following.look()
+    assert is_newest(served, publisher)
+    assert len(opened) == len(set(opened))
 
 
 def test_a_refused_version_is_tried_again_at_growing_intervals(

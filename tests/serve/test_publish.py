@@ -4,19 +4,25 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 
 from hotbed.checkpoint import find_checkpoint, read_manifest
 from hotbed.checkpoint.storage import directory
+from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, RecipeError
+from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.train.build import new_source
 from hotbed.train.export import Exporter
-from hotbed.train.publish import Publisher
+from hotbed.train.predict import predict
+from hotbed.train.publish import WENT_BACK, Publisher
 from tests.commands.cases import Output, train
+from tests.commands.test_daily import write_day, write_recipe
 from tests.train.numbers import POSITIVE
 from tests.train.numbers import recipe_of_numbers as recipe_of
 
@@ -24,7 +30,7 @@ OPTIONS = ["--train.checkpoint", "last", "--train.checkpoint_every", "3", "--tra
 
 
 def published(place: Path) -> list[str]:
-    return sorted(path.name for path in place.iterdir())
+    return sorted(path.name for path in place.iterdir() if path.is_dir())
 
 
 def values_of(model: ExportedModel) -> dict[str, torch.Tensor]:
@@ -166,6 +172,74 @@ def test_what_is_published_while_runs_stop_fail_and_go_back(
     publisher.begin(12, directory(tmp_path / "elsewhere"))
     publish(publisher, last[15])
     assert published(place) == ["model-000000000012", "model-000000000015"]
+
+
+def test_a_run_that_went_back_begins_with_a_full_model_though_it_was_killed(
+    tmp_path: Path, run: Any, exporter: Exporter
+) -> None:
+    place = tmp_path / "published"
+    last = {step: run / f"last-{step:08d}" for step in (3, 6, 9, 12)}
+    publisher = Publisher(directory(place), exporter, 9)
+    publisher.begin(0, run)
+    publish(publisher, last[3], last[6], last[9])
+    for _ in range(2):  # killed before it has published anything
+        publisher = Publisher(directory(place), exporter, 9)
+        publisher.begin(6, run)
+        assert published(place) == ["change-000000000006", "model-000000000003"]
+    publish(publisher, last[9])
+    assert published(place) == ["change-000000000006", "model-000000000003", "model-000000000009"]
+    assert (place / WENT_BACK).exists()
+    publish(publisher, last[12])  # the first one past where servers may be
+    assert published(place) == ["model-000000000009", "model-000000000012"]
+    assert not (place / WENT_BACK).exists()
+
+
+def test_a_full_model_that_fails_does_not_keep_changes_from_going_on(
+    tmp_path: Path, run: Any, exporter: Exporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "published"
+    publisher = Publisher(directory(place), exporter, 1)
+    publisher.begin(0, run)
+    publish(publisher, run / "last-00000003")
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "hotbed"):
+        patched.setattr(Exporter, "write_model", _fails)
+        publish(publisher, run / "last-00000006", run / "last-00000009")
+    assert "no full model of 6 was published, only the change; the next one is tried: no space" in caplog.text
+    changes = ["change-000000000006", "change-000000000009"]
+    assert published(place) == [*changes, "model-000000000003"]
+    publish(publisher, run / "last-00000012")
+    assert published(place) == [*changes, "change-000000000012", "model-000000000003", "model-000000000012"]
+
+
+def test_a_looked_up_table_that_changed_is_published_in_a_full_model_and_served(tmp_path: Path) -> None:
+    def train_day(number: int, shift: int) -> None:
+        """The table gives each item another value on each day."""
+        write_day(tmp_path / "logs", number, samples=200)
+        pq.write_table(
+            pa.table({"id": list(range(20)), "category": [(i + shift) % 20 for i in range(20)]}),
+            tmp_path / "items.parquet",
+        )
+        options = ["--data", f"{tmp_path}/logs/day={{date}}", "--out", str(tmp_path / "out")]
+        assert main(["daily", str(recipe), *options, "--from", "2026-01-01", "--until", f"2026-01-0{number + 1}"]) == 0
+
+    recipe = write_recipe(tmp_path)
+    values = yaml.safe_load(recipe.read_text())
+    lookup = {"name": "category", "lookup": "item", "file": str(tmp_path / "items.parquet"), "key": "id"}
+    schema = values["data"]["source"]["init_args"]["schema"]
+    schema["features"] = [{**lookup, "value": "category", "rows": 50}]
+    values["train"] |= {"checkpoint_dir": str(tmp_path / "checkpoints"), "publish": str(tmp_path / "published")}
+    recipe.write_text(yaml.safe_dump(values))
+    train_day(0, 0)
+    served = open_newest(tmp_path / "published", threads=1)
+    following = Follower(served, tmp_path / "published")
+    train_day(1, 7)
+    following.look()
+    assert (following.applied, following.refused) == ({"model": 1}, {})
+    rows = pq.read_table(tmp_path / "logs" / "day=2026-01-02").select(["user", "item", "x"]).slice(0, 9)
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    predict(str(find_checkpoint(tmp_path / "checkpoints")), tmp_path / "rows.parquet", tmp_path / "scores.parquet")
+    wanted = pq.read_table(tmp_path / "scores.parquet")["score"].to_pylist()
+    assert served.score(rows)[0][:, 0].tolist() == wanted
 
 
 def _fails(*_: object, **__: object) -> None:

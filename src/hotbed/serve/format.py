@@ -176,7 +176,11 @@ class ExportedModel(Published):
         self.manifest = manifest
         if not isinstance(columns := manifest.encoder.get("schema"), Mapping):
             raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' is missing, or no mapping of columns")
-        self.schema = Schema.from_dict(columns)
+        try:
+            self.schema = Schema.from_dict(columns)
+        except (SpecError, DataError) as error:
+            raise CheckpointError(f"{place}/{MANIFEST}: 'encoder.schema' cannot be used: {error}") from None
+        self._program: bytes | None = None
 
     @classmethod
     def open(cls, place: str | Path | Directory, cache: Path | None = None) -> ExportedModel:
@@ -253,11 +257,13 @@ class ExportedModel(Published):
     def dense(self) -> nn.Module:
         """The dense program, as a module; each call makes one with parameters of its own.
 
+        Its file is read once and kept, for it may be removed while changes to this model go on.
         A program is code: torch's loader may run what is in the file, so open only models whose origin is trusted.
         """
-        data = self.read(self.manifest.dense.file)
+        if self._program is None:
+            self._program = self.read(self.manifest.dense.file)
         try:
-            return torch.export.load(io.BytesIO(data)).module()
+            return torch.export.load(io.BytesIO(self._program)).module()
         except Exception as error:  # whatever another release of torch meets in it
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CheckpointError(

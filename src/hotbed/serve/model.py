@@ -12,6 +12,8 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +27,7 @@ from hotbed.errors import CheckpointError, DamagedError, HotbedError, StoreError
 from hotbed.ops import BackendName
 from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.redis_records import RedisRecords
-from hotbed.serve.schema import StateEntry
+from hotbed.serve.schema import StateEntry, encoder_digest
 from hotbed.serve.scorer import Scorer
 from hotbed.serve.served_tables import ServedTables, same_tables
 
@@ -34,12 +36,13 @@ if TYPE_CHECKING:
 
     from hotbed.data.encode import Encoder
 
-Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable"]
+Reason = Literal["gap", "duplicate", "disorder", "other_model", "damaged", "disk_full", "unreadable", "failed"]
 """Why a version is refused.
 
 ``gap``: changes between are missing; ``duplicate``: it is served already; ``disorder``: of changes to an earlier
 version; ``other_model``: of another model, or one with other tables or inputs; ``damaged``: files that are not what was
-written; ``disk_full``: no room for changed rows; ``unreadable``: files that could not be read, now.
+written; ``disk_full``: no room for changed rows; ``unreadable``: files that could not be read, now; ``failed``: all
+else, as too little memory.
 """
 
 
@@ -66,8 +69,6 @@ class ServedModel:
         When that was published, in seconds since 1970.
     labels
         What the columns of scores are.
-    encoder
-        What makes batches of raw rows, as in training.
     tables
         The rows.
     """
@@ -82,7 +83,7 @@ class ServedModel:
         threads: int | None,
     ) -> None:
         self._model, self.tables, self._redis = model, tables, redis
-        self.encoder: Encoder = model.encoder()
+        self._encoder = model.encoder()
         manifest = model.manifest
         self.name, self.labels = manifest.name, tuple(manifest.labels)
         self.step, self.state, self.written = manifest.step, manifest.state, manifest.written
@@ -158,6 +159,11 @@ class ServedModel:
         )
         return cls(model, tables, redis=redis, device=target, threads=threads)
 
+    @property
+    def encoder(self) -> Encoder:
+        """What makes batches of raw rows, as in training; a full model that is taken over may bring another one."""
+        return self._encoder
+
     # -- requests --------------------------------------------------------------------------------------------------
 
     def score(self, columns: pa.RecordBatch | pa.Table) -> tuple[NDArray[np.float64], int]:
@@ -170,16 +176,26 @@ class ServedModel:
         StoreError
             If rows of tables cannot be read.
         """
-        return self.score_batch(self.encoder.batch(columns))
+        with self._answering():
+            return self._scored(self._encoder.batch(columns))
 
     def score_batch(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
-        """Score rows that are encoded already; see `score`."""
+        """Score rows that are encoded already, by the `encoder` that is served; see `score`."""
+        with self._answering():
+            return self._scored(batch)
+
+    @contextmanager
+    def _answering(self) -> Generator[None]:
+        """Let one version answer: what is inside is encoded, looked up and computed by it."""
         if self._waiting.is_set():
             self._swapped.wait()
         with self._turn:
             if self._broken is not None:
                 raise StoreError(f"no version of {self.name} is whole: a change failed halfway ({self._broken})")
-            return self._scorer(batch.to(self._device)), self.step
+            yield
+
+    def _scored(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
+        return self._scorer(batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
         """Totals since the model was opened, by metric, then by feature or kind; any thread may call this."""
@@ -204,8 +220,8 @@ class ServedModel:
 
     # -- versions --------------------------------------------------------------------------------------------------
 
-    def apply(self, change: ChangeSet) -> None:
-        """Become the version that a set of changes makes of this one.
+    def apply(self, change: ChangeSet, *, check: Callable[[], None] = lambda: None) -> None:
+        """Become the version that a set of changes makes of this one; ``check``: as in `take_over`.
 
         Raises
         ------
@@ -218,44 +234,65 @@ class ServedModel:
                 raise RefusedError(f"{change} leads to step {self.step:,}, which is served already", "duplicate")
             if base.state != self.state:
                 raise RefusedError(*self._why_not_after(change, base.step))
-            self.tables.stage(change)
+            if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
+                raise RefusedError(
+                    f"{change} is of a model that makes other inputs of rows (looked-up tables, boundaries or kinds of "
+                    "ids have changed); a full model brings them",
+                    "other_model",
+                )
+            self.tables.stage(change, check)
             dense = self._dense(self._model)
             _load(dense, change)
-            self._swap(dense, sequence, change.manifest.written)
+            self._swap(dense, self._encoder, sequence, change.manifest.written)
 
-    def take_over(self, model: ExportedModel, *, verify: bool = True) -> None:
+    def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
         """Become the version of another export of this model; files that changes have made are freed.
 
-        Tables in memory are compared with it, and only rows that differ are swapped. ``verify``: as in `open`.
+        Tables in memory are compared with it, and only rows that differ are swapped.
+
+        Parameters
+        ----------
+        model
+            Of a later step, or written later by a run that went back.
+        verify
+            As in `open`.
+        check
+            Called now and then until the swap; what it raises gives the model up.
 
         Raises
         ------
         RefusedError
-            If it is of another model or an earlier step, or cannot be taken over; nothing has changed then.
+            If it is of another model, or of an earlier step and no later written, or cannot be taken over; nothing has
+            changed then.
         """
         manifest = model.manifest
         with self._changing, _Refusing(self, str(model)):
             if not same_tables(self._model.manifest, manifest):
                 raise RefusedError(f"{model} has other tables, inputs or labels than {self._model}", "other_model")
-            if manifest.step < self.step and not self.is_broken:
+            if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
                 raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
             if verify:
-                model.verify()
+                model.verify(lambda done, total: check())
             same_state = manifest.state == self.state and not self.is_broken
-            self.tables.stage_model(model, same_state=same_state)
+            self.tables.stage_model(model, same_state=same_state, check=check)
+            check()
             version = StateEntry(step=manifest.step, state=manifest.state)
-            self._swap(self._dense(model), version, manifest.written)
+            self._swap(self._dense(model), model.encoder(), version, manifest.written)
             self._model = model
 
-    def _swap(self, dense: torch.nn.Module, version: StateEntry, written: float) -> None:
+    def _swap(self, dense: torch.nn.Module, encoder: Encoder, version: StateEntry, written: float) -> None:
         """Let what is staged answer, between two batches."""
         self._swapped.clear()
         self._waiting.set()
         try:
             with self._turn:
                 try:
-                    self.tables.swap()
+                    try:
+                        self.tables.swap()
+                    except OSError:  # a disk may fail for a moment; what was swapped is swapped again
+                        self.tables.swap()
                     self._scorer.replace_dense(dense)
+                    self._encoder = encoder
                     self.step, self.state, self.written, self._broken = version.step, version.state, written, None
                 except BaseException as error:  # half of it may be there
                     self._broken = error

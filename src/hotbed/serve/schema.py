@@ -6,6 +6,8 @@ agree with the tables, so that readers allocate no more than the files hold.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -156,11 +158,15 @@ class CountEntry(Entry):
 
 
 class ChangeManifest(Entry):
-    """All that ``manifest.json`` of a set of changes says: from which state to which, when written, and how much."""
+    """All that ``manifest.json`` of a set of changes says: from which state to which, when written, and how much.
+
+    ``encoder`` is the `encoder_digest` of both states: changes have rows and parameters, not what makes inputs.
+    """
 
     base: StateEntry
     sequence: StateEntry
     written: Seconds
+    encoder: Digest
     tables: dict[Text, CountEntry]
     files: dict[FilePath, FileEntry]
 
@@ -176,6 +182,14 @@ def record_format(spec: Table) -> RecordFormat:
     wide = spec.rows if spec.dtype == "fp32" else spec.fp32_rows
     dtype = TORCH_DTYPES[spec.dtype]
     return RecordFormat(spec.dim, dtype, has_wide=wide > 0, has_narrow=wide < spec.rows)
+
+
+def encoder_digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of what makes inputs of raw rows, looked-up tables and measured boundaries included.
+
+    ``values`` are those of `hotbed.data.Encoder.to_dict`.
+    """
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_of(kind: type[Manifest], data: bytes, where: str) -> Manifest:

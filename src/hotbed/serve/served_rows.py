@@ -64,8 +64,11 @@ class ServedRows(ABC):
         """Prepare records ``[n, record_bytes]`` of distinct slots ``[n]``; an `OSError` if the disk is full."""
 
     @abstractmethod
-    def stage_model(self, model: ExportedModel, *, same_rows: bool) -> None:
-        """Prepare to take the rows of another exported model; ``same_rows``: each slot's are those that it has."""
+    def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
+        """Prepare to take the rows of another exported model; ``same_rows``: each slot's are those that it has.
+
+        ``check`` is called for each chunk of rows.
+        """
 
     @abstractmethod
     def swap(self) -> None:
@@ -139,10 +142,11 @@ class ResidentRows(ServedRows):
         self._count += len(slots)
 
     @override
-    def stage_model(self, model: ExportedModel, *, same_rows: bool) -> None:
+    def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
         for number in () if same_rows else range(len(self.tables)):
             entry = self._entries[number]
             for slots, records in self._of(model, number):
+                check()
                 wide = wide_rows(entry, slots - self.arena.first_slots[number])
                 own, theirs = self._taken(number, slots), entry.records().stored(records, wide)
                 differs = torch.zeros(len(slots), dtype=torch.bool)
@@ -195,7 +199,7 @@ class FileRows(ServedRows):
         self._changed_slots.append(slots)
 
     @override
-    def stage_model(self, model: ExportedModel, *, same_rows: bool) -> None:
+    def stage_model(self, model: ExportedModel, *, same_rows: bool, check: Callable[[], None]) -> None:
         self.changed.stage_below(base_records(model, self.tables, self._redis))
         self._forgets_all = not same_rows
 

@@ -7,7 +7,7 @@ share the rest as caches over their files, in proportion to their bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -190,8 +190,8 @@ class ServedTables:
 
     # -- changes ---------------------------------------------------------------------------------------------------
 
-    def stage(self, change: ChangeSet) -> None:
-        """Prepare the rows that a set of changes has.
+    def stage(self, change: ChangeSet, check: Callable[[], None] = lambda: None) -> None:
+        """Prepare the rows that a set of changes has; ``check`` is called now and then, and may raise.
 
         Raises
         ------
@@ -205,6 +205,7 @@ class ServedTables:
                 raise DamagedError(f"{change} has rows of table '{name}', which this model has not")
         self._stage_ids(change)
         for table, deleted, ids, vectors in change.rows():
+            check()
             place, entry = self._places.get(table), self._entries[table]
             if place is None:  # no feature of the model looks it up
                 continue
@@ -237,16 +238,17 @@ class ServedTables:
         for table, gone in deleted.items():
             dynamic[table].stage(torch.cat(gone), torch.cat(upserted[table]))
 
-    def stage_model(self, model: ExportedModel, *, same_state: bool) -> None:
+    def stage_model(self, model: ExportedModel, *, same_state: bool, check: Callable[[], None] = lambda: None) -> None:
         """Prepare to take the rows of another exported model of these tables; ``same_state``: the very same rows.
 
-        Then files that changes have made are not needed any more.
+        Then files that changes have made are not needed any more. ``check`` is called now and then, and may raise.
         """
         for rows in self._arenas:
             # An id of a dynamic table may be in another row there.
             dynamic = any(self._is_dynamic(name) for name in rows.tables)
-            rows.stage_model(model, same_rows=same_state and not dynamic)
+            rows.stage_model(model, same_rows=same_state and not dynamic, check=check)
         for name, place in self._places.items():
+            check()
             ids = model.ids(name)
             if place.ids is not None and ids is not None:
                 place.ids.stage_ids(ids)
@@ -319,10 +321,15 @@ def _alike(tables: Sequence[Table], entries: dict[str, TableEntry], whole: dict[
 
 
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
-    """Whether another model has the same inputs, tables and outputs, so that it can take the place of one."""
+    """Whether another model has the same inputs, tables and outputs, so that it can take the place of one.
+
+    Looked-up tables and boundaries of derived inputs may be others, as may ids of columns whose kind was not known.
+    """
 
     def form(manifest: ModelManifest) -> object:
         tables = {n: (t.rows, t.dim, t.dtype, t.fp32_rows, t.ids is None) for n, t in manifest.tables.items()}
-        return tables, manifest.features, manifest.labels, manifest.encoder, manifest.hash, manifest.dense.inputs
+        encoder = manifest.encoder.get("schema"), manifest.encoder.get("ids")
+        return tables, manifest.features, manifest.labels, encoder, manifest.hash, manifest.dense.inputs
 
-    return form(own) == form(other)
+    kinds, others = (dict(manifest.encoder.get("id_kinds", {})) for manifest in (own, other))
+    return form(own) == form(other) and {**others, **kinds} == others

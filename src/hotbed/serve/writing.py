@@ -47,6 +47,7 @@ from hotbed.serve.schema import (
     ModelManifest,
     StateEntry,
     TableEntry,
+    encoder_digest,
     record_format,
     values_of,
 )
@@ -194,6 +195,7 @@ def write_change(
             base=StateEntry(step=old.step, state=old.sha256),
             sequence=StateEntry(step=new.step, state=new.sha256),
             written=time.time(),
+            encoder=encoder_digest(model.encoder.to_dict()),
             tables={name: CountEntry(**count) for name, count in found["tables"].items()},
             files=files.entries,
         )

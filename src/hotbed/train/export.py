@@ -19,12 +19,13 @@ from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.data.hashing import HASH
 from hotbed.embed import tables_on_meta
+from hotbed.errors import CheckpointError
 from hotbed.nn.dense_part import DensePart, dense_dtype, traced
 from hotbed.nn.normalization import normalization_of
-from hotbed.serve.schema import ChangeManifest, ModelManifest
+from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
 from hotbed.train.build import new_model, new_source
-from hotbed.train.stored import encoder_of, labels_of, recipe_of
+from hotbed.train.stored import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of
 
 
 class Exporter:
@@ -74,8 +75,21 @@ class Exporter:
         since: Directory,
         progress: Progress = lambda done, total: None,
     ) -> ChangeManifest:
-        """Write what has changed since an earlier checkpoint; see `hotbed.serve.writing.write_change`."""
+        """Write what has changed since an earlier checkpoint; see `hotbed.serve.writing.write_change`.
+
+        `CheckpointError` also if inputs were made otherwise then: changes have rows and parameters only.
+        """
+        new, old = read_manifest(checkpoint), read_manifest(since)
+        if (new.parts.get(FEATURES), id_kinds_of(new)) != (old.parts.get(FEATURES), id_kinds_of(old)):
+            raise CheckpointError(
+                f"{checkpoint} makes other inputs of rows than {since} (looked-up tables, boundaries or kinds of ids "
+                "have changed); leave --since out, so that a full model is written"
+            )
         return write_change(target, checkpoint, since, self._loaded(checkpoint), progress)
+
+    def encoder_digest(self, checkpoint: Directory) -> str:
+        """What changes to a checkpoint's model say of how its inputs are made."""
+        return encoder_digest(encoder_of(self._recipe, self._source, read_manifest(checkpoint)).to_dict())
 
     def _loaded(self, checkpoint: Directory) -> Model:
         """All of a checkpoint's model but its rows."""

@@ -7,6 +7,9 @@
 A thread writes them, one after the other. Where it takes longer than training needs from one checkpoint to the next, it
 goes on with the newest, so that servers get larger changes more seldom. What a change is made of, the last checkpoint
 that was published and the new one, is kept until it is written (`needed`).
+
+Where a run goes back, ``went-back.json`` has the step that servers may have been at. While it is there, only full
+models are written: servers take over one that was written later than what they serve, whatever its step.
 """
 
 from __future__ import annotations
@@ -18,16 +21,17 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from hotbed.checkpoint import MANIFEST, Directory, read_manifest
 from hotbed.checkpoint.manifest import step_of
 from hotbed.errors import CheckpointError, HotbedError
 from hotbed.serve.format import MOST_BYTES
-from hotbed.serve.schema import ChangeManifest, ModelManifest
+from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.export import Exporter
 
+WENT_BACK = "went-back.json"
 _NAME = re.compile(r"(model|change)-(\d{12,})")
 _log = logging.getLogger("hotbed")
 
@@ -41,8 +45,16 @@ class _Entry(NamedTuple):
 
     def state(self) -> str:
         """SHA-256 of the checkpoint's manifest, see `hotbed.serve.format`."""
-        values: dict[str, Any] = json.loads(self.place.read(MANIFEST, MOST_BYTES))
+        values = self._manifest()
         return str(values["state"] if self.kind == "model" else values["sequence"]["state"])
+
+    def encoder(self) -> str | None:
+        """Digest of what makes its inputs; None where a manifest does not say it."""
+        found = self._manifest().get("encoder")
+        return encoder_digest(cast("dict[str, Any]", found)) if self.kind == "model" else found
+
+    def _manifest(self) -> dict[str, Any]:
+        return json.loads(self.place.read(MANIFEST, MOST_BYTES))
 
 
 class Publisher:
@@ -69,7 +81,7 @@ class Publisher:
         self._next: Directory | None = None
         self._under_way: Directory | None = None
         self._last: tuple[str, Directory] | None = None  # state and checkpoint of what was published last
-        self._behind = -1  # step that servers may have been at before this run went back
+        self._behind: int | None = None  # step that servers may have been at before this run went back
         self._thread: threading.Thread | None = None
         self.records: list[dict[str, Any]] = []
 
@@ -97,10 +109,14 @@ class Publisher:
         for name in self._place.names():  # killed runs leave some without a manifest
             if _NAME.fullmatch(name) and not (self._place / name).has(MANIFEST):
                 (self._place / name).remove_all()
-        for entry in entries:
-            if entry.step > step:
-                self._behind = max(self._behind, entry.step)
-                remove_checkpoint(entry.place)
+        later = [entry for entry in entries if entry.step > step]
+        if self._place.has(WENT_BACK):
+            self._behind = int(json.loads(self._place.read(WENT_BACK, MOST_BYTES))["step"])
+        if later:
+            self._behind = max(self._behind or 0, *(entry.step for entry in later))
+            self._place.write(WENT_BACK, json.dumps({"step": self._behind}))  # before they go: this may be killed
+        for entry in later:
+            remove_checkpoint(entry.place)
         newest = next((entry for entry in reversed(entries) if entry.step <= step), None)
         if newest is None:
             return
@@ -153,13 +169,29 @@ class Publisher:
             self._note(state, checkpoint)
             return
         base = self._last[1] if self._last and newest and self._last[0] == newest.state() else None
-        if base is not None and step > self._behind:
-            self._timed("change", step, partial(self._exporter.write_change, checkpoint=checkpoint, since=base))
-        changes = sum(entry.kind == "change" for entry in entries[_last_model(entries) + 1 :])
-        if base is None or step <= self._behind or changes + 1 >= self._full_every:
-            self._timed("model", step, partial(self._exporter.write_model, checkpoint=checkpoint))
-            self._remove_old()
+        if base is None or newest is None or self._behind is not None or not self._has_encoder_of(newest, checkpoint):
+            self._write_model(checkpoint, step)
+            self._note(state, checkpoint)
+            if self._behind is not None and step > self._behind:
+                self._place.remove(WENT_BACK)
+                self._behind = None
+            return
+        self._timed("change", step, partial(self._exporter.write_change, checkpoint=checkpoint, since=base))
         self._note(state, checkpoint)
+        changes = sum(entry.kind == "change" for entry in entries[_last_model(entries) + 1 :])
+        if changes + 1 >= self._full_every:
+            try:
+                self._write_model(checkpoint, step)
+            except (HotbedError, OSError) as error:
+                _log.error("no full model of %s was published, only the change; the next one is tried: %s", step, error)
+
+    def _has_encoder_of(self, newest: _Entry, checkpoint: Directory) -> bool:
+        """Whether inputs are made as in what is published: changes have rows and parameters only."""
+        return newest.encoder() == self._exporter.encoder_digest(checkpoint)
+
+    def _write_model(self, checkpoint: Directory, step: int) -> None:
+        self._timed("model", step, partial(self._exporter.write_model, checkpoint=checkpoint))
+        self._remove_old()
 
     def _timed(self, kind: str, step: int, write: Callable[[Directory], ModelManifest | ChangeManifest]) -> None:
         place, start = self._place / f"{kind}-{step:012d}", time.perf_counter()
