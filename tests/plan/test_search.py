@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, make_plan, milp
-from hotbed.plan.candidates import form_of
+from hotbed.plan.candidates import form_of, hot_prefix
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
 from hotbed.plan.placement import schemes_from
+from hotbed.plan.popularity import Counted, Zipf
 from hotbed.plan.search import search
-from hotbed.plan.workload import DensePart, Workload
+from hotbed.plan.workload import DensePart, TableUse, Workload
 from hotbed.specs import Table
 
 A100 = Hardware.load("a100-40")
@@ -64,6 +66,98 @@ def test_capacity_holds_or_the_error_says_how_much_is_missing(work: Workload, ra
         assert "more than" in str(error) or "too few; cheapest ways out: " in str(error)
         return
     assert found.costs.memory["device"].max() <= capacity
+
+
+FIXED = st.sampled_from(
+    [
+        None,
+        Cut(rows=0),
+        Cut(rows=0, tier="host"),
+        Cut(cols=0, rows=2, tier="disk", cache_rows=9, hot_rows=3),
+        Cut(replicated=True),
+        Cut(hot_rows=10),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(workloads(), st.integers(1, 6), st.lists(FIXED, min_size=6, max_size=6), st.floats(0.1, 1.5), st.booleans())
+def test_with_cuts_of_their_own_and_slower_memory_plans_are_no_better_than_the_bound(
+    work: Workload, ranks: int, cuts: list[Cut | None], share: float, disk: bool
+):
+    fixed = {
+        u.table.name: cut for u, cut in zip(work.uses, cuts, strict=False) if cut and (u.table.dim > 16 or cut.cols)
+    }
+    capacity = int(sum(u.table.rows * u.table.dim * 4 for u in work.uses) / ranks * share) + 10_000
+    flash = A100.with_(disk_bytes=10**12, disk_read=1e9)
+    try:
+        found = search(
+            work, ranks, flash, fixed=fixed, capacity_bytes=capacity, tiers=("device", "host", "disk")[: 2 + disk]
+        )
+    except PlanError as error:
+        assert any(said in str(error) for said in ("more than", "too few; cheapest ", "cannot be cut by columns"))
+        return
+    found.plan.check([use.table for use in work.uses])
+    assert found.load >= found.bound.load * (1 - 1e-9)
+    assert not found.limits.over(found.costs)
+    for name, cut in fixed.items():
+        if cut.tier != "device":
+            others = {t.tier for t in found.plan.by_table[name] if t.rows.start >= cut.hot_rows}
+            assert others <= {cut.tier}
+
+
+def test_a_table_stays_in_the_memory_that_its_cut_says():
+    big, small = Table("big", 2_000_000_000, 64), Table("small", 1000, 64)
+    own = {"big": Cut(rows=0, tier="host", cache_rows=1000)}
+    for tiers in (("device",), ("device", "host")):
+        found = search(Workload.of([big, small], batch_size=8192), 8, A100, fixed=own, tiers=tiers)
+        assert {(t.tier, t.cache_rows) for t in found.plan.by_table["big"]} == {("host", 1000)}
+        assert {t.tier for t in found.plan.by_table["small"]} == {"device"}
+        assert found.gap >= -1e-9
+    with pytest.raises(PlanError, match=r"more than the .* of its host"):
+        search(Workload.of([big, small], batch_size=8192), 8, A100.with_(host_bytes=10**11), fixed=own)
+
+
+def test_rows_in_slower_memory_take_nothing_of_the_capacity():
+    table = Table("t", 1_000_000, 64)
+    assert {t.tier for t in make_plan([table], 2, Cut(rows=0, tier="host"), capacity_bytes=1 << 20).tiles} == {"host"}
+    with pytest.raises(PlanError, match="rank 0 would hold"):
+        make_plan([table], 2, Cut(rows=0), capacity_bytes=1 << 20)
+
+
+def test_tables_that_are_looked_up_more_stay_in_faster_memory_whatever_unit_popularity_has():
+    tables = [Table("a", 400_000, 64), Table("b", 400_000, 64)]
+    plans = [
+        search(
+            Workload.of(tables, ids={"a": 1.0, "b": 100.0}, batch_size=8192, popularity=popularity),
+            2,
+            A100,
+            capacity_bytes=52 << 20,
+            tiers=("device", "host"),
+        ).plan
+        for popularity in (None, {t.name: Zipf(t.rows) for t in tables}, {"b": Zipf(400_000, ids=7.0)})
+    ]
+    assert {t.tier for t in plans[0].by_table["b"]} == {"device"}
+    assert {t.tier for t in plans[0].by_table["a"]} == {"device", "host"}
+    assert plans[1] == plans[2] == plans[0]
+
+
+def test_hot_rows_are_the_same_whatever_unit_popularity_has():
+    table, ids = Table("t", 1_000_000, 64), 20.0
+    known = [Zipf(table.rows), Zipf(table.rows, ids=ids), Counted(torch.tensor([50, 3, 1, *[0] * 999_997]), samples=1)]
+    found: list[list[Cut]] = []
+    for popularity in known:
+        use = TableUse(table=table, ids=ids, popularity=popularity)
+        model = CostModel(Workload(uses=(use,), batch_size=8 * 1024), 8, A100)
+        found.append(list(hot_prefix(use, 8, model)))
+    assert found[0] == found[1] == list(hot_prefix(replace(use, popularity=None), 8, model))
+    (cut,) = found[0]
+    hot = cut.hot_rows  # of which a rank's 1,024 samples look each up 2.3 times, and the next one less
+    law = Zipf(table.rows, ids=ids)
+    assert (
+        (law.accesses(hot) - law.accesses(hot - 1)) * 1024 >= 2.3 > (law.accesses(hot + 1) - law.accesses(hot)) * 1024
+    )
+    assert found[2] == [Cut(rows=8, hot_rows=3)]
 
 
 @settings(max_examples=15, deadline=None)
@@ -153,7 +247,7 @@ def test_the_integer_program_finds_the_best_placement(loads: tuple[int, ...]):
     tables = [Table(f"t{i}", 10, 16) for i in range(len(loads))]
     work = Workload.of(tables, ids={t.name: float(x) for t, x in zip(tables, loads, strict=True)})
     model = CostModel(work, 2)
-    solved = milp.solve({u.table.name: [form_of(u, Cut(), model)] for u in work.uses}, 2, 1 << 40, 60.0)
+    solved = milp.solve({u.table.name: [form_of(u, Cut(), model)] for u in work.uses}, 2, 1 << 40)
     assert solved is not None
     totals = np.zeros(2)
     for (form, owners), load in zip(solved, loads, strict=True):

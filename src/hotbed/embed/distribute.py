@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import MemoryOptions, ParallelOptions
+from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
 from hotbed.embed.collection import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
@@ -127,7 +128,7 @@ def distribute(
         )
     base = OneRank() if alone else Link(group, timeout)
     check_replicas(base.size, parallel)
-    plan = _checked_plan(model, plan, base.size // parallel.replicas, parallel)
+    plan = _checked_plan(model, plan, base, parallel)
     if base.rank == 0:
         _warn_of_changed_results(plan, parallel)
     place = _place(model, device)
@@ -191,23 +192,29 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _checked_plan(
-    model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut], size: int, parallel: ParallelOptions
+    model: nn.Module, plan: Plan | str | Cut | Mapping[str, str | Cut], link: Link, parallel: ParallelOptions
 ) -> Plan:
-    """Make the plan for the ``size`` ranks of a group, or raise `PlanError` for one that does not fit them."""
-    if isinstance(plan, Plan):
-        if plan.world_size != size:
+    """Make the plan for the ranks of a group, the same on all, or raise `PlanError` for one that does not fit them."""
+    size = link.size // parallel.replicas
+    if not isinstance(plan, Plan) and is_searched(plan):
+        schemes = plan
+        plan = plan_of_first(link, lambda: plan_for(model, size, schemes))
+
+    def checked() -> Plan:
+        found = plan if isinstance(plan, Plan) else plan_for(model, size, plan)
+        if found.world_size != size:
             count = parallel.replicas
             has = f"this process group has {size}" if count == 1 else f"each of {count} replicas has {size}"
             raise PlanError(
-                f"the plan is for {plan.world_size} ranks, {has}; make a plan for {size}, or start as many processes"
+                f"the plan is for {found.world_size} ranks, {has}; make a plan for {size}, or start as many processes"
             )
-    else:
-        plan = plan_for(model, size, plan)
-    tables = plan_tables(model)
-    plan.check(tables)
-    if parallel.replicas > 1:
-        _refuse_replicas(tables)
-    return plan
+        tables = plan_tables(model)
+        found.check(tables)
+        if parallel.replicas > 1:
+            _refuse_replicas(tables)
+        return found
+
+    return agreed(link, checked)
 
 
 class Distributed(nn.Module):

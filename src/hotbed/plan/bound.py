@@ -8,7 +8,7 @@ when there is one part per rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,7 +45,13 @@ class Bound:
         return "the average over ranks" if self.memory == 0 else "the average, with rows in slower memory"
 
 
-def lower_bound(model: CostModel, fixed: Mapping[str, Cut], overflow: int = 0, tier: Tier = "host") -> Bound:
+def lower_bound(
+    model: CostModel,
+    fixed: Mapping[str, Cut],
+    overflow: int = 0,
+    tiers: Sequence[Tier] = ("host",),
+    staying: Collection[str] = (),
+) -> Bound:
     """Bound the busiest rank's load, without copies of rows or with them and what their exchanges take.
 
     Parameters
@@ -56,31 +62,33 @@ def lower_bound(model: CostModel, fixed: Mapping[str, Cut], overflow: int = 0, t
         By table, the cut that it must have.
     overflow
         Bytes of rows and moments that the devices cannot hold.
-    tier
-        Where they go.
+    tiers
+        Where they may go.
+    staying
+        Tables of which no row goes there.
     """
-    without = _bound(model, fixed, overflow, tier, copies=False)
-    with_copies = _bound(model, fixed, overflow, tier, copies=True)
+    extra = min(_overflow_load(model, overflow, tier, staying) for tier in tiers) if overflow > 0 else 0.0
+    without = _bound(model, fixed, extra, copies=False)
+    with_copies = _bound(model, fixed, extra, copies=True)
     with_copies = replace(with_copies, average=with_copies.average + model.copies_s)
     return min(without, with_copies, key=lambda bound: bound.load)
 
 
-def _bound(model: CostModel, fixed: Mapping[str, Cut], overflow: int, tier: Tier, *, copies: bool) -> Bound:
+def _bound(model: CostModel, fixed: Mapping[str, Cut], extra: float, *, copies: bool) -> Bound:
     size = model.world_size
     totals, everyone = 0.0, 0.0
     smallest: dict[str, Form] = {}
     for use in model.workload.uses:
         name = use.table.name
         forms = [form_of(use, fixed[name], model)] if name in fixed else _forms(use, 1, model, copies)
-        totals += min(form.total for form in forms)
-        everyone += min(form.everyone for form in forms)
+        totals += min(form.total * form.evenness for form in forms)
+        everyone += min(form.everyone * form.evenness for form in forms)
         smallest[name] = min(forms, key=lambda form: form.largest)
     for name, form in smallest.items():  # which are smaller where rows are cut; only large ones can bind
         if name not in fixed and form.largest + everyone > totals / size:
             smallest[name] = min([form, *_forms(form.use, 0, model, copies)], key=lambda form: form.largest)
     last = max(smallest, key=lambda name: smallest[name].largest, default="")
     piece = smallest[last].largest if smallest else 0.0
-    extra = _overflow_load(model, overflow, tier) if overflow else 0.0
     return Bound(totals / size, extra / size, piece + everyone, last)
 
 
@@ -91,10 +99,12 @@ def _forms(use: TableUse, rows: int, model: CostModel, copies: bool) -> list[For
     return [form_of(use, cut, model) for cut in (*cuts, *(hot_prefix(use, rows, model) if copies else ()))]
 
 
-def _overflow_load(model: CostModel, overflow: int, tier: Tier) -> float:
+def _overflow_load(model: CostModel, overflow: int, tier: Tier, staying: Collection[str]) -> float:
     """Least load, of all ranks together, of so many bytes in a slower memory."""
     loads, sizes = [np.zeros(0)], [np.zeros(0)]
     for use in model.workload.uses:
+        if use.table.name in staying:
+            continue
         load, nbytes = _by_popularity(use, model, tier)
         loads.append(load)
         sizes.append(nbytes)

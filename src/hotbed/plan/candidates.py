@@ -14,7 +14,6 @@ from functools import cached_property
 from hotbed.plan.cost import CostModel
 from hotbed.plan.parts import Part, PartCost, part_cost, parts_of
 from hotbed.plan.placement import Cut
-from hotbed.plan.popularity import Zipf
 from hotbed.plan.tiling import column_unit
 from hotbed.plan.workload import TableUse
 
@@ -62,6 +61,12 @@ class Form:
     def nbytes(self) -> int:
         """Bytes on all ranks."""
         return sum(len(p.rows) * (c.nbytes + (self.size - 1) * c.copy_bytes) for p, c in self._both)
+
+    @cached_property
+    def evenness(self) -> float:
+        """Rows of all tiles ÷ what they would be if each had as many as the first one of its part, as costs have it."""
+        counted = sum(len(part.rows) * len(part.rows[0]) for part in self.parts)
+        return sum(len(rows) for part in self.parts for rows in part.rows) / counted if counted else 1.0
 
     @property
     def is_even(self) -> bool:
@@ -141,7 +146,7 @@ def _cuts(use: TableUse, needed: int, model: CostModel) -> Iterator[Cut]:
 def hot_prefix(use: TableUse, rows: int, model: CostModel) -> Iterator[Cut]:
     """Cut a table by rows, with copies of those that nearly every rank's batch looks up; of which there may be none."""
     if model.hardware is not None and model.world_size > 1:
-        hot = (use.popularity or Zipf(use.table.rows)).rows_above(OFTEN / max(use.ids * model.local_batch, 1e-300))
+        hot = use.per_sample.rows_above(OFTEN / model.local_batch)
         if 0 < hot < use.table.rows:
             yield Cut(rows=rows, hot_rows=hot)
 

@@ -97,14 +97,18 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None) -> Limits:
     return Limits({tier: room[tier] for tier in TIERS}, on_node, beside)
 
 
-def refuse_too_large(model: CostModel, limits: Limits, tiers: Sequence[Tier]) -> int:
+def refuse_too_large(
+    model: CostModel, limits: Limits, tiers: Sequence[Tier], staying: Mapping[str, Mapping[Tier, int]]
+) -> int:
     """Return bytes of rows that the devices cannot hold; raise `PlanError` if no allowed tier holds them either.
 
-    The error says what binds, by how many bytes, and what would help.
+    The error says what binds, by how many bytes, and what would help. ``staying``: by table that nothing moves, what it
+    takes of each memory on all ranks together.
     """
     uses, size = model.workload.uses, model.world_size
-    total = sum(table_bytes(u.table, u.moments) for u in uses)
-    room = {tier: limits.per_rank(tier) * size for tier in tiers}
+    total = sum(table_bytes(u.table, u.moments) for u in uses if u.table.name not in staying)
+    taken = {tier: sum(nbytes.get(tier, 0) for nbytes in staying.values()) for tier in tiers}
+    room = {tier: max(limits.per_rank(tier) * size - taken[tier], 0) for tier in tiers}
     missing = total - sum(room.values())
     if missing <= 0:
         return max(total - room["device"], 0)

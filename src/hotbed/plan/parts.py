@@ -165,7 +165,7 @@ class PartCost:
     owner, reader, everyone
         Load of the owner, of a rank that has a copy, and of every rank besides.
     nbytes, copy_bytes
-        Of the owner, and of a rank that has a copy.
+        Of the device memory of the owner, and of a rank that has a copy.
     """
 
     owner: float
@@ -185,7 +185,8 @@ def part_cost(part: Part, model: CostModel) -> PartCost:
     copied = tile_bytes(part.table, tile) if part.replicated else 0
     owner, everyone = float(cost.owner_bytes @ cost.prices), float(cost.everyone_bytes @ cost.prices)
     reader = float(cost.reader_bytes @ cost.prices) if part.replicated else 0.0
-    return PartCost(owner, reader, everyone, nbytes, copied)
+    on_device = part.tier == "device"
+    return PartCost(owner, reader, everyone, nbytes * on_device, copied * on_device)
 
 
 def _best_start(count: int, load: float, nbytes: int, loads: Array, held: Array, capacity: int | None) -> int:

@@ -88,6 +88,22 @@ class Curve:
         return self._accesses[i - 1] + share * (self._accesses[i] - self._accesses[i - 1])
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A popularity with another number of accesses in all."""
+
+    popularity: Popularity
+    factor: float
+
+    def rows_above(self, accesses: float) -> int:  # noqa: D102
+        if accesses <= 0:
+            return self.popularity.rows_above(0.0)
+        return self.popularity.rows_above(accesses / self.factor) if self.factor > 0 else 0
+
+    def accesses(self, rows: int) -> float:  # noqa: D102
+        return self.factor * self.popularity.accesses(rows)
+
+
 class Counted:
     """Rows that were counted.
 

@@ -3,15 +3,16 @@
 Tables are cut finer and finer, only those of which a tile has more than a share of a rank's mean load (`LEVELS`), or a
 sixteenth of its mean memory; for each share the tiles are placed (`balance`); where tables and ranks are few, a mixed
 integer program chooses forms and places at once (`milp`). Of the plans whose busiest ranks are within half a percent of
-the best, those with the most even memory count, and of these the one with the fewest tiles. What is found is held
-against a lower bound (`bound`).
+the best, those with the most even memory count, of these the ones that launch the fewest kernels, and of these the one
+with the fewest tiles. What is found is held against a lower bound (`bound`).
 
-Everything is deterministic: the same tables, ranks and hardware give the same plan on every machine.
+Everything is deterministic, without a clock: the same tables, ranks and hardware give the same plan on every machine
+that has the same release of scipy, or none. Ranks do not rely on that: the first one searches for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -23,12 +24,13 @@ from hotbed.optim import Moment
 from hotbed.plan import milp
 from hotbed.plan.bound import Bound, lower_bound
 from hotbed.plan.candidates import Form, form_for, form_of
-from hotbed.plan.cost import CostModel, RankCosts, gib
+from hotbed.plan.cost import CostModel, RankCosts, gib, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import Limits, limits_of, refuse_too_large
 from hotbed.plan.parts import Array, Part, Placement, in_order, place_parts
 from hotbed.plan.placement import Cut, refuse_uncut
 from hotbed.plan.popularity import Popularity
+from hotbed.plan.step import arenas_of
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
@@ -121,7 +123,7 @@ def search(
     fixed: Mapping[str, Cut] | None = None,
     capacity_bytes: int | None = None,
     tiers: Sequence[Tier] = ("device",),
-    milp_s: float = 20.0,
+    integer_program: bool = True,
 ) -> Found:
     """Search for the best plan.
 
@@ -139,8 +141,8 @@ def search(
         Of device memory per rank; by default what the hardware leaves for rows.
     tiers
         Memories that rows may be in.
-    milp_s
-        Seconds that the mixed integer program may take before it is given up; 0: it is not tried.
+    integer_program
+        Whether a mixed integer program may be tried, where scipy is installed.
 
     Raises
     ------
@@ -152,9 +154,11 @@ def search(
     refuse_uncut(tables, fixed, world_size)
     model = CostModel(workload, world_size, hardware)
     limits = limits_of(model, capacity_bytes)
-    overflow = refuse_too_large(model, limits, tiers)
+    staying = _staying(model, fixed)
+    overflow = refuse_too_large(model, limits, tiers, staying)
     slower: list[Tier] = [tier for tier in tiers if tier != "device"]
-    bound = lower_bound(model, fixed, overflow, slower[0] if slower else "host")
+    pinned = frozenset(name for name in staying if fixed[name].tier != "device")
+    bound = lower_bound(model, fixed, overflow, slower or ["host"], staying)
     found: list[_Candidate] = []
     errors: list[PlanError] = []
     forms: list[dict[str, Form]] = []
@@ -163,15 +167,22 @@ def search(
         try:
             placement = _placed(chosen, model, None if overflow else limits.device)
             found.append(
-                _in_memories(placement, model, limits, slower) if overflow else _Candidate.of(placement, model)
+                _in_memories(placement, model, limits, slower if overflow else [], pinned)
+                if overflow or pinned
+                else _Candidate.of(placement, model)
             )
         except PlanError as error:
             errors.append(error)
             continue
         if found[-1].is_even(bound):
             break
-    if not overflow and not (found and min(f.load for f in found) <= WORTHWHILE * bound.load):
-        found += _by_milp(forms, fixed, model, limits, milp_s)
+    if (
+        integer_program
+        and not overflow
+        and not pinned
+        and not (found and min(f.load for f in found) <= WORTHWHILE * bound.load)
+    ):
+        found += _by_milp(forms, fixed, model, limits)
     if not found:
         raise errors[0]
     best = _best(found)
@@ -190,13 +201,22 @@ class _Candidate:
     method: str = "heuristics"
     fixed: float = 0.0
     """Load of exchanges that copies or sums over columns take."""
+    arenas: int = 0
+    """Of which each has kernels to launch, which the load does not count."""
 
     @classmethod
     def of(cls, placement: Placement, model: CostModel) -> _Candidate:
         count = sum(len(part.rows) for part, _ in placement.parts)
         first = [tile for part, at in placement.parts for tile in replace(part, rows=part.rows[:1]).tiles(at, 2)]
         fixed = _fixed_load(first, model)
-        return cls(placement.loads, placement.nbytes, count, placement.tiles, fixed=fixed)
+        return cls(
+            placement.loads,
+            placement.nbytes,
+            count,
+            placement.tiles,
+            fixed=fixed,
+            arenas=arenas_of(first, model.workload),
+        )
 
     @property
     def load(self) -> float:
@@ -242,15 +262,41 @@ def _placed(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) 
     return place_parts(parts, model, capacity)
 
 
-def _in_memories(placement: Placement, model: CostModel, limits: Limits, slower: Sequence[Tier]) -> _Candidate:
-    """Put rows that the devices do not hold into slower memories, the most popular ones into the fastest."""
+def _staying(model: CostModel, fixed: Mapping[str, Cut]) -> dict[str, dict[Tier, int]]:
+    """By table of which no row is moved to another memory, bytes of each memory on all ranks together.
+
+    These are tables that a cut puts into a slower memory, and those that it copies to all ranks.
+    """
+    found: dict[str, dict[Tier, int]] = {}
+    for name, cut in fixed.items():
+        if cut.tier == "device" and not cut.replicated:
+            continue
+        use = model.workload.by_table[name]
+        of_table: dict[Tier, int] = {}
+        for part in form_of(use, cut, model).parts:
+            tile = part.tiles(0, model.world_size)[0]
+            nbytes = tile_bytes(use.table, tile, use.moments) + len(tile.readers) * tile_bytes(use.table, tile)
+            of_table[part.tier] = of_table.get(part.tier, 0) + nbytes * len(part.rows)
+        found[name] = of_table
+    return found
+
+
+def _in_memories(
+    placement: Placement, model: CostModel, limits: Limits, slower: Sequence[Tier], pinned: Collection[str]
+) -> _Candidate:
+    """Put rows that the devices do not hold into slower memories, the most popular ones into the fastest.
+
+    Tables that are ``pinned`` stay in the memory that their cut says; with no slower memory given, all others, too.
+    """
     tables = [use.table for use in model.workload.uses]
     plan = Plan(model.world_size, in_order(placement.tiles(), tables))
-    budgets: dict[Tier, int] = {"device": limits.device}
-    budgets |= {tier: limits.per_rank(tier) for tier in slower[:-1]}
-    known = {use.table.name: use.popularity for use in model.workload.uses if use.popularity is not None}
-    moments = {use.table.name: use.moments for use in model.workload.uses}
-    placed = place_in_tiers(plan, tables, budgets, slower[-1], popularity=known, moments=moments)
+    placed = plan
+    if slower:
+        budgets: dict[Tier, int] = {"device": limits.device}
+        budgets |= {tier: limits.per_rank(tier) for tier in slower[:-1]}
+        known = {use.table.name: use.per_sample for use in model.workload.uses}
+        moments = {use.table.name: use.moments for use in model.workload.uses}
+        placed = place_in_tiers(plan, tables, budgets, slower[-1], popularity=known, moments=moments, keep=pinned)
     costs = model.ranks(placed)
     if over := limits.over(costs):
         tier, nbytes = next(iter(over.items()))
@@ -258,15 +304,17 @@ def _in_memories(placement: Placement, model: CostModel, limits: Limits, slower:
             f"the fullest {'rank' if tier == 'device' else 'node'} would have {gib(nbytes)} more than the "
             f"{gib(limits.room[tier])} of its {tier}; use narrower rows, or more ranks"
         )
-    fixed = _fixed_load(placed.tiles, model)
-    return _Candidate(costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed)
+    fixed, arenas = _fixed_load(placed.tiles, model), arenas_of(placed.tiles, model.workload)
+    return _Candidate(
+        costs.load, costs.nbytes, len(placed.tiles), lambda: list(placed.tiles), fixed=fixed, arenas=arenas
+    )
 
 
 def _by_milp(
-    forms: Sequence[Mapping[str, Form]], fixed: Mapping[str, Cut], model: CostModel, limits: Limits, seconds: float
+    forms: Sequence[Mapping[str, Form]], fixed: Mapping[str, Cut], model: CostModel, limits: Limits
 ) -> list[_Candidate]:
     """Choose among all forms that were tried, of one part each and without copies, if every table has one."""
-    if not milp.is_available() or seconds <= 0 or model.world_size == 1 or fixed:
+    if not milp.is_available() or model.world_size == 1 or fixed:
         return []
     options: dict[str, list[Form]] = {use.table.name: [] for use in model.workload.uses}
     for chosen in forms:
@@ -276,7 +324,7 @@ def _by_milp(
     variables = sum(map(len, options.values())) * (model.world_size + 1)
     if not all(options.values()) or variables > milp.MOST_VARIABLES:
         return []
-    solved = milp.solve(options, model.world_size, limits.device, seconds)
+    solved = milp.solve(options, model.world_size, limits.device)
     if solved is None:
         return []
     loads, nbytes = np.zeros(model.world_size), np.zeros(model.world_size, dtype=np.int64)
@@ -298,7 +346,7 @@ def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
 
 
 def _best(found: Sequence[_Candidate]) -> _Candidate:
-    """Choose by load, then memory, then number of tiles."""
+    """Choose by load, then memory, then the launches of a step, then number of tiles."""
     alike = [f for f in found if f.load <= ALIKE_LOAD * min(other.load for other in found)]
     alike = [f for f in alike if f.nbytes.max() <= ALIKE_BYTES * min(int(other.nbytes.max()) for other in alike)]
-    return min(alike, key=lambda f: (f.count, f.load))
+    return min(alike, key=lambda f: (f.arenas, f.count, f.load))

@@ -1,17 +1,20 @@
 """Estimate the time of a training step from what its ranks have to do.
 
-``T = max(T_forward + T_backward, input)``, with ``T_forward = lookup + exchange + dense``, ``T_backward = max(2 dense +
-exchange + update, all-reduce)``, after Mudigere et al. (2021, arXiv 2104.05158, §5), for the busiest rank. Nothing else
-is taken to overlap; stragglers, and exchanges that hide behind computing, are the simulator's.
+``T = max(tables + dense + messages + launches + max(all-reduce − 2/3 dense, 0), input)``: ``tables`` is the load of the
+busiest rank, ``dense`` forward and backward passes, of which backward, two thirds, hides the all-reduce. The overlap is
+that of Mudigere et al. (2021, arXiv 2104.05158, §5). Nothing else is taken to overlap: stragglers, and exchanges that
+hide behind computing, are not in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from hotbed.plan.cost import COPIES, EXCHANGES_OF_COPIES, PARTS, REPLICAS, SUMS, CostModel, RankCosts
 from hotbed.plan.hardware import interpolated
-from hotbed.plan.tiling import Plan
+from hotbed.plan.tiling import Plan, Tile
+from hotbed.plan.workload import Workload
 
 EXCHANGES = 4
 """Of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
@@ -53,23 +56,29 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     busiest = costs.parts[int(costs.load.argmax())]
     exchanges = EXCHANGES + EXCHANGES_OF_COPIES * bool(busiest[COPIES]) + bool(busiest[SUMS])
     messages = exchanges * (plan.world_size - 1) + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
-    kinds = {(len(t.cols), work.by_table[t.table].table.dtype, t.tier, bool(t.readers)) for t in plan.tiles}
     rate = here.flops.get(dense.dtype) or here.flops.get("fp32") or min(here.flops.values())
     nbytes = 4.0 * dense.parameters
     if here.all_reduce and ranks > 1:
         near = min(here.all_reduce, key=lambda n: abs(n - ranks))
         all_reduce = nbytes / interpolated(here.all_reduce[near], max(nbytes, 1.0))
     else:
-        inside = here.node_link if ranks <= here.ranks_per_node else here.network * here.network_efficiency
-        all_reduce = 2 * (ranks - 1) / ranks * nbytes / min(inside, here.node_link)
+        link = here.node_link
+        if ranks > here.ranks_per_node:
+            link = min(link, here.network * here.network_efficiency / here.oversubscription)
+        all_reduce = 2 * (ranks - 1) / ranks * nbytes / link
     return StepEstimate(
         tables=float(costs.load.max()),
         dense=3 * dense.flops * model.local_batch / rate * model.cores_share,
         messages=messages * here.message_s,
-        launches=LAUNCHES * len(kinds) * here.launch_s,
+        launches=LAUNCHES * arenas_of(plan.tiles, work) * here.launch_s,
         all_reduce=all_reduce,
         input=dense.input_bytes * model.local_batch / here.host_link,
     )
+
+
+def arenas_of(tiles: Iterable[Tile], work: Workload) -> int:
+    """Count the arenas of these tiles: those alike in width, dtype, memory and readers share kernels."""
+    return len({(len(t.cols), work.by_table[t.table].table.dtype, t.tier, bool(t.readers)) for t in tiles})
 
 
 def parts_of_busiest(costs: RankCosts) -> dict[str, float]:

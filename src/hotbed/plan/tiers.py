@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hotbed.errors import PlanError
@@ -27,6 +27,7 @@ def place_in_tiers(
     moments: Mapping[str, Sequence[Moment]] | None = None,
     cache_rows: int = 0,
     cached: Sequence[Tier] = ("host", "disk"),
+    keep: Collection[str] = (),
 ) -> Plan:
     """Cut a plan's tiles by popularity, and put the parts into memories of falling speed.
 
@@ -53,6 +54,8 @@ def place_in_tiers(
         Rows per rank of a cache before the slower memories.
     cached
         Which memories these are.
+    keep
+        Tables whose tiles stay where they are, with the caches that they have; what they take counts.
 
     Returns
     -------
@@ -73,34 +76,39 @@ def place_in_tiers(
     def nbytes(tile: Tile) -> int:
         return tile_bytes(by_name[tile.table], tile, (moments or {}).get(tile.table, ()))
 
+    def stays(tile: Tile) -> bool:
+        return bool(tile.readers) or tile.table in keep
+
     tiles: list[Tile] = []
     for rank in range(plan.world_size):
         own = [t for t in plan.tiles if t.owner == rank]
-        left = [t for t in own if not t.readers]
+        left = [t for t in own if not stays(t)]
         for tier, budget in budgets.items():
-            held = [t for t in plan.tiles if t.readers and t.tier == tier and (t.owner == rank or rank in t.readers)]
+            held = [t for t in plan.tiles if stays(t) and t.tier == tier and (t.owner == rank or rank in t.readers)]
             prefixes = _prefixes(left, by_name, known, nbytes, budget - sum(map(nbytes, held)))
             parts = [_split(tile, prefixes[tile.table]) for tile in left]
             tiles += [replace(head, tier=tier, cache_rows=0) for head, _ in parts if head is not None]
             left = [tail for _, tail in parts if tail is not None]
         tiles += [replace(tile, tier=rest, cache_rows=0) for tile in left]
-        tiles += [t for t in own if t.readers]
+        tiles += [t for t in own if stays(t)]
     order = {t.name: i for i, t in enumerate(tables)}
     tiles.sort(key=lambda t: (order[t.table], t.cols.start, t.rows.start, t.owner))
-    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows, cached)
+    return with_cache(replace(plan, tiles=tuple(tiles)), cache_rows, cached, keep)
 
 
-def with_cache(plan: Plan, cache_rows: int, cached: Sequence[Tier] = ("host", "disk")) -> Plan:
-    """The plan with so many rows of cache per rank before rows in these memories.
+def with_cache(
+    plan: Plan, cache_rows: int, cached: Sequence[Tier] = ("host", "disk"), keep: Collection[str] = ()
+) -> Plan:
+    """The plan with so many rows of cache per rank before rows in these memories, but for the tables to ``keep``.
 
     A rank's tiles share them: each counts for its share of the rank's rows there.
     """
     total = dict.fromkeys(range(plan.world_size), 0)
     for tile in plan.tiles:
-        total[tile.owner] += len(tile.rows) * (tile.tier in cached)
+        total[tile.owner] += len(tile.rows) * (tile.tier in cached and tile.table not in keep)
     tiles = [
         tile
-        if tile.tier not in cached
+        if tile.tier not in cached or tile.table in keep
         else replace(tile, cache_rows=min(-(-cache_rows * len(tile.rows) // total[tile.owner]), len(tile.rows)))
         for tile in plan.tiles
     ]

@@ -10,7 +10,7 @@ from functools import cached_property
 from hotbed.config.places import Codec
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
-from hotbed.plan.popularity import ExpectedRows, Popularity, Zipf
+from hotbed.plan.popularity import ExpectedRows, Popularity, Scaled, Zipf
 from hotbed.plan.tiling import WireFormat
 from hotbed.specs import Table, is_int
 
@@ -39,6 +39,14 @@ class TableUse:
     def row_sums(self) -> int:
         """How often its rule sums over the columns of a row: once for each moment that a row has one of."""
         return sum(moment.per == "row" for moment in self.moments)
+
+    @cached_property
+    def per_sample(self) -> Popularity:
+        """Popularity of its rows, with as many accesses per sample in all as there are `ids`."""
+        if self.popularity is None:
+            return Zipf(self.table.rows, ids=self.ids)
+        total = self.popularity.accesses(self.table.rows)
+        return Scaled(self.popularity, self.ids / total if total > 0 else 0.0)
 
     @cached_property
     def expected(self) -> ExpectedRows:

@@ -20,6 +20,7 @@ from hotbed.comm import Link
 from hotbed.config import Recipe
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
+from hotbed.embed.agreed_plan import is_searched, plan_of_first
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, RecipeError
 from hotbed.jagged import ModelParallelInput
@@ -33,7 +34,7 @@ from hotbed.specs import Table
 from hotbed.store.memory import refuse_too_many
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
-from hotbed.train.recipe_plan import is_searched, plan_or_schemes
+from hotbed.train.recipe_plan import plan_or_schemes
 from hotbed.train.table_file import read_hot_rows, read_skew
 
 
@@ -182,11 +183,20 @@ def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Mo
     """Distribute a model over all processes and memories, as a recipe says; unchanged where there is one of each."""
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    plan = planned(model, recipe, size)
+    timeout = timedelta(seconds=parallel.timeout_s)
+
+    def make() -> Plan:
+        return planned(model, recipe, size)
+
+    plan = plan_of_first(Link(None, timeout), make) if size > 1 and _is_of_this_machine(recipe) else make()
     if parallel.replicas == 1:
         _refuse_too_many(plan, plan_tables(model), moments_by_table(model, recipe), device)
-    timeout = timedelta(seconds=parallel.timeout_s)
     return distribute(model, plan, parallel, recipe.memory, device=device, timeout=timeout)
+
+
+def _is_of_this_machine(recipe: Recipe) -> bool:
+    """Whether ranks on unlike hosts could plan differently: a search depends on the machine."""
+    return recipe.hot.rows is None and is_searched(plan_or_schemes(recipe.parallel))
 
 
 def _refuse_too_many(

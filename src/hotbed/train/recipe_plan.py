@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 from hotbed.checkpoint.single_files import read_limited
@@ -18,11 +17,6 @@ def plan_or_schemes(parallel: ParallelRecipe) -> Plan | Schemes:
     if isinstance(parallel.plan, dict):
         return schemes_from(parallel.plan, "parallel.plan")
     return parallel.plan if parallel.plan in (*SCHEMES, AUTO) else read_plan(parallel.plan)
-
-
-def is_searched(plan: Plan | Schemes) -> bool:
-    """Whether any table has the scheme ``"auto"``."""
-    return not isinstance(plan, Plan) and AUTO in (plan.values() if isinstance(plan, Mapping) else [plan])
 
 
 def read_plan(file: str) -> Plan | Schemes:

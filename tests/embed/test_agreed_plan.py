@@ -1,0 +1,104 @@
+"""All ranks train by one plan: unlike hosts search for it once, and what differs is refused on all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hotbed as hb
+from hotbed.config import Recipe
+from hotbed.embed import plan_for
+from hotbed.errors import HotbedError
+from hotbed.plan import Plan
+from hotbed.train.parallel import distributed
+from tests.ranks import Ranks
+
+from .distributed_cases import SIZE, Model
+
+TABLES = [hb.Table(f"t{i}", rows, 64) for i, rows in enumerate((400_000, 300_000, 200_000, 500, 90, 50_000, 7_000))]
+
+
+def unlike(rank: int) -> None:
+    """Let this process seem to be on a host with as many ranks as nodes of other ranks have not."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + rank)
+
+
+def searched(group: dist.ProcessGroup, by_recipe: str | None) -> tuple[str, str]:
+    """The plan that this rank would find by itself, and the one that it trains by."""
+    unlike(dist.get_rank(group))
+    try:
+        model = hb.EmbeddingCollection(TABLES, [hb.Feature(t.name, t.name) for t in TABLES], device="meta")
+        own = plan_for(model, SIZE, "auto").to_json()
+        if by_recipe is None:
+            found = hb.distribute(model, "auto", device="cpu")
+        else:
+            found = distributed(
+                model, Recipe.from_dict(RECIPE | {"parallel": {"plan": by_recipe}}), torch.device("cpu")
+            )
+        dist.barrier()  # whose process groups end before others have joined them would be taken for gone
+        return own, found.plan.to_json()
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+
+
+RECIPE = {
+    "name": "test",
+    "data": {"path": "nowhere", "valid_split": "valid"},
+    "model": {"class_path": "hotbed.nn.DLRM"},
+    "dense_optimizer": {"class_path": "torch.optim.Adam"},
+    "sparse_optimizer": {"class_path": "hotbed.optim.SGD"},
+    "train": {"batch_size": 64, "device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("by_recipe", [None, "auto"])
+def test_ranks_on_unlike_hosts_train_by_the_plan_of_the_first(ranks: Ranks, by_recipe: str | None):
+    found = ranks.run(SIZE, searched, by_recipe)
+    trained_by = {plan for _, plan in found}
+    assert len(trained_by) == 1
+    if by_recipe is None:
+        assert trained_by == {found[0][0]}
+
+
+def refused(group: dist.ProcessGroup, file: str, kind: str) -> str:
+    """What is said where ranks have unlike plans."""
+    rank = dist.get_rank(group)
+    schemes = {"left.t": "row", "u": "row" if rank == 0 or kind != "differs" else "table"}
+    plan: object = schemes
+    if kind == "file":
+        plan = Plan.from_json(Path(f"{file}{rank}").read_text())
+    if kind == "one rank's is none" and rank == 1:
+        plan = {"nobody": "row"}
+    if kind == "nothing to be found":
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        plan = {"nobody": "auto"}
+    try:
+        hb.distribute(Model(), plan)  # type: ignore[arg-type]
+    except HotbedError as error:
+        return str(error)
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+    return ""
+
+
+def test_plans_that_differ_are_refused_on_all_ranks(ranks: Ranks, tmp_path: Path):
+    said = "ranks 1, 2 of 3 would train by another plan than rank 0; give all ranks the same plan (hotbed plan --out "
+    for error in ranks.run(SIZE, refused, "", "differs"):
+        assert error.startswith(said)
+    for rank, scheme in enumerate(("table", "table", "row")):
+        (tmp_path / f"plan{rank}").write_text(plan_for(Model(), SIZE, scheme).to_json())
+    for error in ranks.run(SIZE, refused, str(tmp_path / "plan"), "file"):
+        assert error.startswith("rank 2 of 3 would train by another plan than rank 0; ")
+
+
+def test_a_rank_without_a_plan_is_said_on_all(ranks: Ranks):
+    found = ranks.run(SIZE, refused, "", "one rank's is none")
+    assert "schemes name a table 'nobody'" in found[1]
+    assert found[0] == found[2] == "rank 1 cannot use the plan; its own output says why"
+    found = ranks.run(SIZE, refused, "", "nothing to be found")
+    assert "schemes name a table 'nobody'" in found[0]
+    assert found[1] == found[2] == "rank 0 could not find a plan; its own output says why"
