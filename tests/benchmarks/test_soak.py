@@ -48,7 +48,7 @@ def test_a_run_that_becomes_slower_is_not_flat_and_one_that_becomes_faster_is() 
 @pytest.mark.parametrize("rate", ["samples_per_s", "samples_per_cpu_s"])
 def test_rates_of_a_busy_machine_are_not_judged(rate: str) -> None:
     falling = {rate: [1000.0 - i / 2 for i in range(360)]}
-    assert flatness(hour(**falling))[rate]["flat"] is False
+    assert flatness(hour(1.0, **falling))[rate]["flat"] is False
     flat = flatness(hour(1.5, **falling))
     assert flat[rate]["flat"] is None
     assert flat["samples_per_work"]["flat"]
