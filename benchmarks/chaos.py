@@ -5,7 +5,8 @@
 Points are uniform over the counted operations of a phase; a phase that several workloads have is shared between them. A
 run that finished before its point does not count, and another is drawn. *Lost* is everything that was not as promised
 (docs/fault-tests.md); its folders are kept. With ``--json``, a file that is there is gone on with, by the seed that it
-names, and is written after every point, so a campaign may be stopped at any time. ``--again`` tries lost points again.
+names, and is written after every point, so a campaign may be stopped at any time. ``--again`` tries lost points again,
+and keeps what was found of them before under ``retried``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def main() -> None:
     if given.seed not in (None, seed):
         parser.error(f"{file} is a campaign of seed {seed}; go on without --seed, or name another file")
     outcome = Outcome(before.get("points", []))
+    retried: list[dict[str, Any]] = before.get("retried", [])
     if given.again:
+        retried = [*retried, *outcome.lost]
         outcome.points = [point for point in outcome.points if point["lost"] is None]
     session = {"date": datetime.now(UTC).date().isoformat(), "commit": commit(), **environment(torch.device("cpu"))}
     console = Console(stderr=True)
@@ -66,7 +69,7 @@ def main() -> None:
         for what in tried(campaign, given.only, given.points):
             session |= {"points": len(outcome.points) - first, "seconds": round(time.perf_counter() - started)}
             if file is not None:
-                write_text(file, text_of(seed, [*before.get("sessions", []), session], outcome))
+                write_text(file, text_of(seed, [*before.get("sessions", []), session], outcome, retried))
             last = outcome.points[-1]
             console.print(f"{len(outcome.points)}: {what}: {last['operation']}: {last['lost'] or 'ok'}", soft_wrap=True)
             if time.perf_counter() > end:
@@ -105,8 +108,8 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def text_of(seed: int, sessions: list[dict[str, Any]], outcome: Outcome) -> str:
-    """JSON with a line for each point."""
+def text_of(seed: int, sessions: list[dict[str, Any]], outcome: Outcome, retried: list[dict[str, Any]]) -> str:
+    """JSON with a line for each point, and for each lost one that was tried again."""
     died = outcome.died
     found = {
         "seed": seed,
@@ -116,8 +119,11 @@ def text_of(seed: int, sessions: list[dict[str, Any]], outcome: Outcome) -> str:
         "lost": len(outcome.lost),
         "sessions": sessions,
     }
-    points = ",\n".join("  " + json.dumps(point) for point in outcome.points)
-    return json.dumps(found, indent=1)[:-2] + f',\n "points": [\n{points}\n ]\n}}\n'
+    text = json.dumps(found, indent=1)[:-2]
+    for name, points in (("retried", retried), ("points", outcome.points)):
+        lines = ",\n".join("  " + json.dumps(point) for point in points)
+        text += f',\n "{name}": [\n{lines}\n ]'
+    return text + "\n}\n"
 
 
 def show(console: Console, outcome: Outcome) -> None:

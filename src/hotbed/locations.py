@@ -34,7 +34,7 @@ RETRY_S = 120.0
 """Seconds for which a request to an object store is tried again, where ``HOTBED_RETRY_S`` says nothing else."""
 CONDITIONAL_S = 20.0
 """Seconds for which a conditional write is tried again, at most: with the last request it takes 30, within which no
-lease ends that was looked at before."""
+lease ends that was looked at before; 2 s more for each MiB, which only manifests of many tables have."""
 _S3_KEYS = ("endpoint_override", "region", "scheme")
 
 

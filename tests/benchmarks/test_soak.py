@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
-from benchmarks.soak import CURVES, draw, flatness
+from benchmarks.soak import CURVES, draw, flatness, report
 
 Record = dict[str, float]
 
 
-def hour(**changed: list[float]) -> list[Record]:
-    """A sample every ten seconds, all curves flat but some."""
+def hour(busy: float = 1.0, **changed: list[float]) -> list[Record]:
+    """A sample every ten seconds, all curves flat but some; ``busy``: how many times as long the fixed work took."""
+    work = {"reference_s": 0.1, "reference_clock_s": 0.1 * busy}
     return [
-        {"at": 10.0 * i, **dict.fromkeys(CURVES, 1e9), **{name: values[i] for name, values in changed.items()}}
+        {"at": 10.0 * i, **work, **dict.fromkeys(CURVES, 1e9), **{name: values[i] for name, values in changed.items()}}
         for i in range(360)
     ]
 
@@ -42,6 +43,17 @@ def test_a_run_that_becomes_slower_is_not_flat_and_one_that_becomes_faster_is() 
     falling = [1000.0 - i / 2 for i in range(360)]
     assert not flatness(hour(samples_per_work=falling))["samples_per_work"]["flat"]
     assert flatness(hour(samples_per_work=falling[::-1]))["samples_per_work"]["flat"]
+
+
+@pytest.mark.parametrize("rate", ["samples_per_s", "samples_per_cpu_s"])
+def test_rates_of_a_busy_machine_are_not_judged(rate: str) -> None:
+    falling = {rate: [1000.0 - i / 2 for i in range(360)]}
+    assert flatness(hour(1.0, **falling))[rate]["flat"] is False
+    flat = flatness(hour(1.5, **falling))
+    assert flat[rate]["flat"] is None
+    assert flat["samples_per_work"]["flat"]
+    (line,) = [line for line in report(flat).splitlines() if line.startswith(f"{CURVES[rate].title}  ")]
+    assert line.endswith("not judged: the machine was busy")
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:

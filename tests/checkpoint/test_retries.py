@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -149,3 +151,19 @@ def test_a_part_of_a_file_is_never_seen(server: Unreliable) -> None:
     assert place.names() == []
     assert server.methods[-2:] != ["GET", "GET"]
     assert "DELETE" in server.methods  # the parts that were sent
+
+
+def test_a_large_manifest_has_time_to_be_sent(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, opened = list[float](), remote_storage.object_store
+
+    def noted(uri: str, most_s: float = math.inf) -> Any:
+        seconds.append(most_s)
+        return opened(uri, most_s)
+
+    monkeypatch.setattr(remote_storage, "object_store", noted)
+    place = directory(s3.replace("PATH", uuid.uuid4().hex))
+    tag = place.create("lease", b"1")
+    assert tag is not None and place.replace("lease", b"2", tag) is not None
+    assert place.create("manifest", bytes(10 << 20)) is not None
+    assert place.folder("f").create("manifest", bytes(10 << 20)) is not None
+    assert seconds == [math.inf, 20, 40]

@@ -38,7 +38,7 @@ def remote_directory(uri: str) -> Directory:
         If nothing here can open it.
     """
     if uri.partition("://")[0] in OBJECT_STORES:
-        brief = cache(lambda: object_store(uri, CONDITIONAL_S)[0])
+        brief = cache(lambda seconds: object_store(uri, seconds)[0])
         return ObjectDirectory(*object_store(uri), uri, brief)
     return FileSystemDirectory(*opened(uri), uri)
 
@@ -81,10 +81,10 @@ class ObjectDirectory(_Remote):
     uri
         What users call it.
     brief
-        Gives the store with requests that end in time for conditional writes.
+        Gives the store with requests that are tried for so many seconds, for conditional writes.
     """
 
-    def __init__(self, store: ObjectStore, root: str, uri: str, brief: Callable[[], ObjectStore]) -> None:
+    def __init__(self, store: ObjectStore, root: str, uri: str, brief: Callable[[float], ObjectStore]) -> None:
         super().__init__(root, uri)
         self._store, self._brief = store, brief
 
@@ -135,7 +135,7 @@ class ObjectDirectory(_Remote):
 
         with explained(self._uri(name)):
             try:
-                return _tag(self._brief().put(self._at(name), content, mode="create"))
+                return _tag(self._brief(_conditional_s(content)).put(self._at(name), content, mode="create"))
             except AlreadyExistsError:
                 return None
 
@@ -154,7 +154,7 @@ class ObjectDirectory(_Remote):
 
         with explained(self._uri(name)):
             try:
-                return _tag(self._brief().put(self._at(name), content, mode=_version(tag)))
+                return _tag(self._brief(_conditional_s(content)).put(self._at(name), content, mode=_version(tag)))
             except (PreconditionError, FileNotFoundError):
                 return None
 
@@ -168,6 +168,14 @@ class ObjectDirectory(_Remote):
         with explained(self.path):
             for entries in self._store.list(self._root or None, chunk_size=1000):
                 self._store.delete([entry["path"] for entry in entries])
+
+
+def _conditional_s(content: bytes) -> float:
+    """Seconds for which a conditional write is tried: a request, which has half of them, can send 1 MiB a second.
+
+    Leases are small. A manifest that takes longer than one holds is created all the same only if there is none.
+    """
+    return CONDITIONAL_S + 2 * (len(content) >> 20)
 
 
 def _tag(version: PutResult | ObjectMeta) -> str:

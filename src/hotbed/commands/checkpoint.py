@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import Parser, add_json, add_trust, console, write_json
 from hotbed.errors import RecipeError
 from hotbed.locations import local
-
-if TYPE_CHECKING:
-    pass
 
 Origin = Literal["hotbed", "nvidia_dlrm", "tf2", "torchrec", "facebook_dlrm", "embedding_bag"]
 Form = Literal["hotbed", "safetensors", "torch"]
