@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ import polars as pl
 import pytest
 
 from hotbed.commands.main import main
+from hotbed.commands.serve import _row_options
+from hotbed.errors import RecipeError
 from tests.commands.cases import Output, refused, train
 from tests.serve.clients import LONG_S
 from tests.serve.processes import running
@@ -85,6 +89,12 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
         (["--model", f"a={model}", "--model", f"a={model}"], "--model names 'a' twice; give each model its own name"),
         ([model, "--share", "nobody=1"], "--share names 'nobody', but there are"),
         ([model, "--memory_gib", "0"], "--memory_gib is 0.0, must be above 0"),
+        (
+            [model, "--redis", "redis://x"],
+            "--redis is for rows in files, but without --memory_gib all rows are in memory",
+        ),
+        ([model, "--threads", "0"], "--threads is 0, must be at least 1"),
+        ([model, "--directory", str(tmp_path / "none")], "none, which is no directory; make it first"),
         ([model, "--poll_s", "0"], "--poll_s is 0.0, must be above 0"),
         ([model, "--device", "tpu"], "--device is 'tpu', must be cpu or cuda"),
         ([model, "--host", "0.0.0.0"], "--host is 0.0.0.0, where others can ask, but there is no token"),
@@ -96,6 +106,28 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
         ([model, "--max_batch_rows", "0"], "--max_batch_rows is 0, must be above 0"),
     ]:
         assert message in refused(["serve", "--port", "0", *argv], capsys), argv
+
+
+def test_a_recipe_name_that_is_unfit_for_a_path_is_told(tmp_path: Path, capsys: Output, exported: Exported) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(exported.model, place)
+    manifest = json.loads((place / "manifest.json").read_text())
+    (place / "manifest.json").write_text(json.dumps({**manifest, "name": "a/b c"}))
+    told = refused(["serve", "--port", "0", "--verify", "false", str(place)], capsys)
+    assert "is called 'a/b c', and a name in a path has only letters" in told
+    assert f"give it one: --model NAME={place}" in told
+
+
+def test_options_of_rows_reach_the_model(tmp_path: Path) -> None:
+    none = {"redis": None, "memory_gib": None, "directory": None, "verify": True, "threads": None, "device": "cpu"}
+    given = {**none, "memory_gib": 0.5, "directory": str(tmp_path), "verify": False, "threads": 2}
+    wanted = {"memory_bytes": 1 << 29, "directory": str(tmp_path), "verify": False, "threads": 2, "device": "cpu"}
+    secret = {"HOTBED_REDIS": "redis://:secret@here"}
+    assert _row_options(given, secret) == {**wanted, "redis": "redis://:secret@here"}
+    assert _row_options({**given, "redis": "redis://there"}, secret) == {**wanted, "redis": "redis://there"}
+    with pytest.raises(RecipeError, match="HOTBED_REDIS is for rows in files, but without --memory_gib") as raised:
+        _row_options(none, secret)
+    assert "secret" not in str(raised.value)
 
 
 def test_libraries_that_are_missing_are_named(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

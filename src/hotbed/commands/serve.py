@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from hotbed.serve.server import Served
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+REDIS_VARIABLE = "HOTBED_REDIS"
 _LONGEST_POLL_S = 86_400.0
 
 
@@ -41,7 +44,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--memory_gib", type=float | None, help="Memory for rows of each model; default: all rows are in memory."
     )
-    parser.add_argument("--redis", type=str | None, help="Address of a Redis with rows in front of files: redis://….")
+    parser.add_argument(
+        "--redis",
+        type=str | None,
+        help="Address of a Redis with rows in front of files: redis://…. With a password give it in the environment "
+        f"variable {REDIS_VARIABLE}, as others see command lines.",
+    )
+    parser.add_argument(
+        "--directory", type=str | None, help="Where files for changed rows are made; default: that of temporary files."
+    )
+    parser.add_argument(
+        "--verify", type=bool, default=True, help="Compare the hashes of all files of a model before it is served."
+    )
+    parser.add_argument(
+        "--threads", type=int | None, help="Threads that compute the dense part of each model; default: torch's."
+    )
     parser.add_argument("--device", type=str, default="cpu", help="cpu or cuda.")
     parser.add_argument("--poll_s", type=float, default=1.0, help="Seconds between looks for new versions.")
     parser.add_class_arguments(ServeOptions)
@@ -50,18 +67,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(parsed: Namespace) -> None:
     """Open the models, and answer until a signal says that it is enough."""
     values: dict[str, Any] = parsed.as_dict()
-    place, models, share, memory_gib, redis, device, poll_s = (
-        values.pop(name) for name in ("place", "model", "share", "memory_gib", "redis", "device", "poll_s")
+    place, models, share, poll_s = (values.pop(name) for name in ("place", "model", "share", "poll_s"))
+    rows = _row_options(
+        {name: values.pop(name) for name in ("memory_gib", "redis", "directory", "verify", "threads", "device")}
     )
     options = ServeOptions(**values)
     token = options.token()
     named = _named(place, models)
-    if memory_gib is not None and not 0 < memory_gib < math.inf:
-        raise RecipeError(f"--memory_gib is {memory_gib}, must be above 0")
     if not 0 < poll_s <= _LONGEST_POLL_S:
         raise RecipeError(f"--poll_s is {poll_s}, must be above 0 and at most {_LONGEST_POLL_S:,.0f}")
-    if device not in ("cpu", "cuda"):
-        raise RecipeError(f"--device is {device!r}, must be cpu or cuda")
     try:
         from hotbed.serve.logs import json_logs
         from hotbed.serve.redis_records import check_address
@@ -72,10 +86,8 @@ def run(parsed: Namespace) -> None:
             f"hotbed serve needs more libraries ({error}); pip install 'hotbed[serve]' installs them"
         ) from None
 
-    if redis is not None:
-        check_address(redis)
-    memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
-    rows = {"memory_bytes": memory_bytes, "redis": redis, "device": device}
+    if rows["redis"] is not None:
+        check_address(rows["redis"])
     with listen(options) as taken, json_logs(sys.stderr), ExitStack() as opened:
         served = dict[str, Served]()
         for name, at in named.items():
@@ -92,6 +104,34 @@ def run(parsed: Namespace) -> None:
             raise
 
 
+def _row_options(given: dict[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Check how models are opened: the options of `ServedModel.open`."""
+    memory_gib, device, threads, folder = (given[name] for name in ("memory_gib", "device", "threads", "directory"))
+    if memory_gib is not None and not 0 < memory_gib < math.inf:
+        raise RecipeError(f"--memory_gib is {memory_gib}, must be above 0")
+    if device not in ("cpu", "cuda"):
+        raise RecipeError(f"--device is {device!r}, must be cpu or cuda")
+    if threads is not None and threads < 1:
+        raise RecipeError(f"--threads is {threads}, must be at least 1")
+    if folder is not None and not Path(folder).is_dir():
+        raise RecipeError(f"--directory is {folder}, which is no directory; make it first")
+    what = REDIS_VARIABLE if given["redis"] is None else "--redis"
+    redis = environment.get(REDIS_VARIABLE) if given["redis"] is None else given["redis"]
+    if redis is not None and memory_gib is None:
+        raise RecipeError(
+            f"{what} is for rows in files, but without --memory_gib all rows are in memory; give --memory_gib, or "
+            f"leave {what} out"
+        )
+    return {
+        "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
+        "redis": redis,
+        "directory": folder,
+        "verify": given["verify"],
+        "threads": threads,
+        "device": device,
+    }
+
+
 def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float, opened: ExitStack) -> Served:
     """Open a model, and follow its directory if that is one that training publishes in."""
     from hotbed.checkpoint.storage import directory
@@ -102,12 +142,18 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
     at = directory(location(place))
     model = open_newest(at, **rows)
     opened.callback(model.close)
+    called = name or model.name or "model"
+    if not _NAME.fullmatch(called):
+        raise RecipeError(
+            f"the model in {place} is called {called!r}, and a name in a path has only letters, digits, '.', '_' and "
+            f"'-'; give it one: --model NAME={place}"
+        )
     follower = None
     if not at.has(MANIFEST):
-        follower = Follower(model, at, interval_s=poll_s)
+        follower = Follower(model, at, interval_s=poll_s, verify=rows["verify"])
         opened.callback(follower.close)
         follower.start()
-    return Served(name or model.name or "model", model, follower)
+    return Served(called, model, follower)
 
 
 def _named(place: str | None, models: list[str]) -> dict[str | None, str]:

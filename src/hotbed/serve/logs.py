@@ -53,13 +53,15 @@ class _Lines(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        self._put(record)
+        if not self._put(record):
+            self.dropped += 1
 
     def stop(self, wait_s: float) -> bool:
         """Write what waits, for at most so long; whether all is written."""
         while not self._put(None):
             with contextlib.suppress(queue.Empty):
                 self._records.get_nowait()
+                self.dropped += 1
         self._thread.join(wait_s)
         return not self._thread.is_alive()
 
@@ -78,7 +80,6 @@ class _Lines(logging.Handler):
         try:
             self._records.put_nowait(record)
         except queue.Full:
-            self.dropped += 1
             return False
         return True
 
