@@ -73,8 +73,8 @@ def test_it_follows_from_version_to_version_and_begins_again_with_the_newest(tmp
         assert applied(client, "change") >= 1
         client.process.kill()
         client.process.wait(LONG_S)
-    with running(published, "--port", 0) as client:
-        answer = client.answer_of(step, rows)
+    with running(published, "--port", 0, "--poll_s", 3600) as client:  # it begins with the newest version
+        answer = client.answer_of(0, rows)
         assert (answer["scores"], answer["version"]) == (scores, "9")
 
 

@@ -103,6 +103,7 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
     if not at.has(MANIFEST):
         follower = Follower(model, at, interval_s=poll_s)
         opened.callback(follower.close)
+        follower.look()  # so that the first answer is by the newest version
         follower.start()
     return Served(name or model.name or "model", model, follower)
 
