@@ -170,15 +170,27 @@ class ServedModel:
         StoreError
             If rows of tables cannot be read.
         """
-        return self.score_batch(self.encoder.batch(columns))
+        while True:
+            encoder = self.encoder
+            found = self._score(encoder.batch(columns), encoder)
+            if found is not None:  # else a version that makes other inputs was taken over meanwhile
+                return found
 
     def score_batch(self, batch: Batch) -> tuple[NDArray[np.float64], int]:
         """Score rows that are encoded already; see `score`."""
+        found = self._score(batch, None)
+        assert found is not None
+        return found
+
+    def _score(self, batch: Batch, encoder: Encoder | None) -> tuple[NDArray[np.float64], int] | None:
+        """Score a batch; None if it was made by the encoder of another version than answers now."""
         if self._waiting.is_set():
             self._swapped.wait()
         with self._turn:
             if self._broken is not None:
                 raise StoreError(f"no version of {self.name} is whole: a change failed halfway ({self._broken})")
+            if encoder is not None and encoder is not self.encoder:
+                return None
             return self._scorer(batch.to(self._device)), self.step
 
     def counters(self) -> dict[str, dict[str, float]]:
@@ -221,7 +233,7 @@ class ServedModel:
             self.tables.stage(change)
             dense = self._dense(self._model)
             _load(dense, change)
-            self._swap(dense, sequence, change.manifest.written)
+            self._swap(dense, self.encoder, sequence, change.manifest.written)
 
     def take_over(self, model: ExportedModel, *, verify: bool = True) -> None:
         """Become the version of another export of this model; files that changes have made are freed.
@@ -241,13 +253,16 @@ class ServedModel:
                 raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
             if verify:
                 model.verify()
+            encoder = self.encoder if manifest.encoder == self._model.manifest.encoder else model.encoder()
+            if encoder.columns() != self.encoder.columns():
+                raise RefusedError(f"{model} takes other columns than {self._model}", "other_model")
             same_state = manifest.state == self.state and not self.is_broken
             self.tables.stage_model(model, same_state=same_state)
             version = StateEntry(step=manifest.step, state=manifest.state)
-            self._swap(self._dense(model), version, manifest.written)
+            self._swap(self._dense(model), encoder, version, manifest.written)
             self._model = model
 
-    def _swap(self, dense: torch.nn.Module, version: StateEntry, written: float) -> None:
+    def _swap(self, dense: torch.nn.Module, encoder: Encoder, version: StateEntry, written: float) -> None:
         """Let what is staged answer, between two batches."""
         self._swapped.clear()
         self._waiting.set()
@@ -256,6 +271,7 @@ class ServedModel:
                 try:
                     self.tables.swap()
                     self._scorer.replace_dense(dense)
+                    self.encoder = encoder
                     self.step, self.state, self.written, self._broken = version.step, version.state, written, None
                 except BaseException as error:  # half of it may be there
                     self._broken = error

@@ -319,10 +319,14 @@ def _alike(tables: Sequence[Table], entries: dict[str, TableEntry], whole: dict[
 
 
 def same_tables(own: ModelManifest, other: ModelManifest) -> bool:
-    """Whether another model has the same inputs, tables and outputs, so that it can take the place of one."""
+    """Whether another model has the same inputs, tables and outputs, so that it can take the place of one.
+
+    Looked-up tables of derived inputs may be others, and boundaries.
+    """
 
     def form(manifest: ModelManifest) -> object:
         tables = {n: (t.rows, t.dim, t.dtype, t.fp32_rows, t.ids is None) for n, t in manifest.tables.items()}
-        return tables, manifest.features, manifest.labels, manifest.encoder, manifest.hash, manifest.dense.inputs
+        encoder = {key: value for key, value in manifest.encoder.items() if key != "features"}
+        return tables, manifest.features, manifest.labels, encoder, manifest.hash, manifest.dense.inputs
 
     return form(own) == form(other)

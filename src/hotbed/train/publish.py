@@ -27,6 +27,7 @@ from hotbed.serve.format import MOST_BYTES
 from hotbed.serve.schema import ChangeManifest, ModelManifest
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.export import Exporter
+from hotbed.train.stored import FEATURES
 
 _NAME = re.compile(r"(model|change)-(\d{12,})")
 _log = logging.getLogger("hotbed")
@@ -153,6 +154,8 @@ class Publisher:
             self._note(state, checkpoint)
             return
         base = self._last[1] if self._last and newest and self._last[0] == newest.state() else None
+        if base is not None and _inputs(base) != _inputs(checkpoint):
+            base = None  # changes hold no looked-up tables
         if base is not None and step > self._behind:
             self._timed("change", step, partial(self._exporter.write_change, checkpoint=checkpoint, since=base))
         changes = sum(entry.kind == "change" for entry in entries[_last_model(entries) + 1 :])
@@ -188,6 +191,11 @@ class Publisher:
             (_Entry(int(m[2]), m[1], place) for m, place in found if place.has(MANIFEST)),
             key=lambda entry: (entry.step, entry.kind),
         )
+
+
+def _inputs(checkpoint: Directory) -> object:
+    """What is known of derived inputs: hashes of looked-up tables, boundaries."""
+    return read_manifest(checkpoint).parts.get(FEATURES)
 
 
 def _last_model(entries: list[_Entry]) -> int:
