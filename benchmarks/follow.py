@@ -47,7 +47,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BODIES, PREDICTED_ROWS = 64, 200
 CONNECTIONS = 32
 PATIENCE_S, SLOWEST_S = 300.0, 30.0
-USED = {name: CURVES[name] for name in ("rss", "anonymous", "pss", "open_files", "threads", "disk")}
+USED = {name: CURVES[name] for name in ("rss", "anonymous", "open_files", "threads", "disk")}
+"""Of the server; what it shares with others (pss) depends on them."""
 WRONG = ("failed", "mixed", "refused", "unlike_predict")
 
 

@@ -30,8 +30,8 @@ def assert_ran(notebook: nbformat.NotebookNode) -> None:
     assert sum(pictures(notebook)) >= 2
 
 
-def test_there_are_five_and_the_readme_names_them() -> None:
-    assert len(NOTEBOOKS) == 5
+def test_there_are_six_and_the_readme_names_them() -> None:
+    assert len(NOTEBOOKS) == 6
     readme = (TUTORIALS / "README.md").read_text(encoding="utf-8")
     assert all(f"({path.name})" in readme for path in NOTEBOOKS)
 

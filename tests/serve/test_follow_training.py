@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyarrow import parquet
 from hotbed.checkpoint import find_checkpoint, read_manifest
 from hotbed.commands.main import main
 from hotbed.errors import CheckpointError, DamagedError
+from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.format import ExportedModel
 from tests.commands.cases import Output, refused, train
 from tests.serve.clients import LONG_S
@@ -73,9 +75,37 @@ def test_it_follows_from_version_to_version_and_begins_again_with_the_newest(tmp
         assert applied(client, "change") >= 1
         client.process.kill()
         client.process.wait(LONG_S)
-    with running(published, "--port", 0) as client:
-        answer = client.answer_of(step, rows)
+    with running(published, "--port", 0, "--poll_s", 3600) as client:  # it begins with the newest version
+        answer = client.answer_of(0, rows)
         assert (answer["scores"], answer["version"]) == (scores, "9")
+
+
+def test_a_day_with_another_looked_up_table_is_followed(tmp_path: Path) -> None:
+    recipe, published, rows = write_recipe(tmp_path, 10), tmp_path / "published", rows_of(tmp_path)
+    place = str(tmp_path / "checkpoints")
+    given = ("--train.publish", str(published), "--train.checkpoint_dir", place, "--data.test_split", "null")
+    source = ("--data.source.init_args.test_fraction", "0")
+    argv = ["daily", str(recipe), "--data", f"{tmp_path}/days/{{date}}", "--from", "2026-01-01", *given, *source]
+    for seed, date in enumerate(("2026-01-01", "2026-01-02")):
+        (tmp_path / "days" / date).mkdir(parents=True)
+        log(300, seed=seed).write_parquet(tmp_path / "days" / date / "log.parquet")
+
+    def trained(date: str) -> list[float]:
+        assert main([*argv, "--out", str(tmp_path / "daily"), "--until", date]) == 0
+        return predicted(tmp_path / "checkpoints", tmp_path)[1]
+
+    scores = trained("2026-01-01")
+    with closing(open_newest(published)) as model:
+        follower = Follower(model, published)
+        columns = model.encoder.table({name: [row[name] for row in rows] for name in rows[0]})
+        assert model.score(columns)[0][:, 0].tolist() == scores
+        items = pl.read_parquet(tmp_path / "items.parquet")
+        items.with_columns(kind=items["kind"].reverse()).write_parquet(tmp_path / "items.parquet")
+        scores = trained("2026-01-02")
+        follower.look()
+        assert not follower.refused
+        found, step = model.score(columns)
+        assert (found[:, 0].tolist(), step) == (scores, 6)
 
 
 @pytest.mark.full

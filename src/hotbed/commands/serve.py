@@ -152,6 +152,7 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
     if not at.has(MANIFEST):
         follower = Follower(model, at, interval_s=poll_s, verify=rows["verify"])
         opened.callback(follower.close)
+        follower.look()  # so that the first answer is by the newest version
         follower.start()
     return Served(called, model, follower)
 

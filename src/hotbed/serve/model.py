@@ -273,11 +273,14 @@ class ServedModel:
                 raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
             if verify:
                 model.verify(lambda done, total: check())
+            encoder = model.encoder()
+            if encoder.columns() != self._encoder.columns():
+                raise RefusedError(f"{model} takes other columns than {self._model}", "other_model")
             same_state = manifest.state == self.state and not self.is_broken
             self.tables.stage_model(model, same_state=same_state, check=check)
             check()
             version = StateEntry(step=manifest.step, state=manifest.state)
-            self._swap(self._dense(model), model.encoder(), version, manifest.written)
+            self._swap(self._dense(model), encoder, version, manifest.written)
             self._model = model
 
     def _swap(self, dense: torch.nn.Module, encoder: Encoder, version: StateEntry, written: float) -> None:
