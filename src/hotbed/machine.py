@@ -188,6 +188,24 @@ def resident_bytes(root: Path = Path("/")) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")), 0)
 
 
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: the machine's, at most the limits of its control groups.
+
+    Parameters
+    ----------
+    root
+        Where ``/proc`` and ``/sys`` are.
+    """
+    lines = _text(root / "proc/meminfo").splitlines()
+    found = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:")), 0)
+    limits = [found or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for folder, group_version in control_groups("memory", root):
+        limit = _text(folder / ("memory.limit_in_bytes" if group_version == 1 else "memory.max"))
+        if limit.isdecimal():  # else ``max``, or there is no such file
+            limits.append(int(limit))
+    return min(limits)
+
+
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: those it may run on, at most the quota of its control groups, rounded up.
 

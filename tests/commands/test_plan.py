@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 from hotbed.commands.main import main
+from hotbed.config import Recipe
 from hotbed.plan import Plan
+from hotbed.train import parallel
+from hotbed.train.build import new_model, open_source
 
 RECIPE = """
 name: planned
@@ -77,6 +82,25 @@ def test_many_ranks_in_replicas_are_summed_up(recipe: Path, capsys: pytest.Captu
     found = planned(recipe, "--ranks", "64", "--replicas", "2")
     assert found["plan"]["world_size"] == 32 and "replicas" in found["busiest_rank_s"]
     assert "busiest, median, idlest, fullest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("own", ["auto", {"*": "auto"}])
+def test_training_searches_as_hotbed_plan_does(recipe: Path, own: str | dict[str, str]):
+    """Also of a model with schemes of its own, whose wide part is copied."""
+    text = recipe.read_text().replace(
+        "hotbed.nn.DLRM, init_args: {bottom: [16, 32], top", "hotbed.nn.WideDeep, init_args: {top"
+    )
+    assert "WideDeep" in text
+    recipe.write_text(text + f"parallel: {{plan: {json.dumps(own)}, hardware: a100-40}}\n")
+    shown = planned(recipe, "--ranks", "4")["plan"]
+    read = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    source = open_source(read.data)
+    with torch.device("meta"):
+        model = new_model(read, source)
+    assert parallel.planned(model, read, 4, source).to_dict() == shown
+    if own == "auto":
+        copied = [t for t in shown["tiles"] if t["table"].startswith("wide.")]
+        assert copied and all(len(t["readers"]) == 3 for t in copied)
 
 
 def test_a_recipe_trains_with_plan_auto(recipe: Path):

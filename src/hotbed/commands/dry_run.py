@@ -104,7 +104,7 @@ def memory_plan(recipe: Recipe) -> dict[str, Any]:
     tables = plan_tables(model)
     moments = moments_by_table(model, recipe)
     parameters = list(model.parameters())
-    plan = planned(model, recipe, started().size)
+    plan = planned(model, recipe, started().size, source)
     entries = [_table_plan(table, plan, device.type, moments[table.name]) for table in tables]
     return {
         "tables": entries,

@@ -82,12 +82,12 @@ def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     given = plan_or_schemes(recipe.parallel)
     if isinstance(given, Plan):
         raise PlanError(f"parallel.plan is {recipe.parallel.plan}, a whole plan: there is nothing to search for")
-    schemes = {**given, "*": given.get("*", "auto")} if isinstance(given, Mapping) else {"*": "auto"}
-    found = searched(model, recipe, ranks // count, schemes, source)
+    schemes = given if isinstance(given, Mapping) else "auto"
+    found = searched(model, recipe, ranks // count, source, schemes=schemes, others="auto")
     others: dict[str, float] = {}
     if isinstance(given, str) and given != "auto":
         try:
-            own = searched(model, recipe, ranks // count, given, source)
+            own = searched(model, recipe, ranks // count, source)
             others[given] = estimate_step(own.plan, own.costs, own.model).seconds
         except PlanError:
             others[given] = float("inf")

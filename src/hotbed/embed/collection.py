@@ -348,18 +348,36 @@ def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str,
     is, where they do not give ``hardware``.
     """
     names = names_in_plans(model)
-    own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
-    given, of_others = (scheme, "table") if isinstance(scheme, Mapping) else ({}, scheme)
-    schemes = {name: own.get(path, of_others) for (path, _), name in names.items()}
-    for name in schemes:
-        schemes[name] = next((given[k] for k in (name, *given) if k in given and fnmatchcase(name, k)), schemes[name])
-    schemes |= {key: s for key, s in given.items() if not any(fnmatchcase(n, key) for n in schemes)}  # to be refused
+    schemes = schemes_for(model, scheme)
     collections = collections_of(model).items()
     ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
     options.setdefault("ids", ids)
     if AUTO in schemes.values() and "hardware" not in options:
         options["hardware"] = hardware_here(next(iter(collections_of(model).values())).device)
     return make_plan(plan_tables(model), world_size, schemes, **options)
+
+
+def schemes_for(
+    model: nn.Module, scheme: str | Cut | Mapping[str, str | Cut], others: str = "table"
+) -> dict[str, str | Cut]:
+    """Give each table of a model its scheme: its own by name or pattern, its collection's, or that of all others.
+
+    Parameters
+    ----------
+    model
+        With collections, and perhaps ``schemes`` of theirs.
+    scheme
+        For all tables, or by table.
+    others
+        Where schemes by table have none.
+    """
+    own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
+    given, of_others = (scheme, others) if isinstance(scheme, Mapping) else ({}, scheme)
+    schemes = {name: own.get(path, of_others) for (path, _), name in names_in_plans(model).items()}
+    for name in schemes:
+        schemes[name] = next((given[k] for k in (name, *given) if k in given and fnmatchcase(name, k)), schemes[name])
+    # Those that no table has stay, to be refused.
+    return schemes | {key: s for key, s in given.items() if not any(fnmatchcase(n, key) for n in schemes)}
 
 
 def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:

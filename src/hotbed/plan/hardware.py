@@ -103,6 +103,11 @@ class Hardware:
                     raise RecipeError(f"{self.name}: {where} is {value:g}{unit}, must be {limit}")
                 if name in COUNTS and value != int(value):
                     raise RecipeError(f"{self.name}: {where} is {value:g}, must be a whole number")
+        if self.disk_bytes and not self.disk_read:
+            raise RecipeError(
+                f"{self.name}: disk_bytes is {self.disk_bytes:,}, but disk_read is 0, so that rows there would cost "
+                "nothing; set disk_read, or disk_bytes to 0"
+            )
         if self.network_efficiency > 1:
             raise RecipeError(f"{self.name}: network_efficiency is {self.network_efficiency:g}, must be at most 1")
         for name in ("gather", "scatter", "flops"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 import torch
 
 from hotbed.errors import PlanError
-from hotbed.machine import usable_cores
+from hotbed.machine import memory_bytes, usable_cores
 from hotbed.plan.hardware import Hardware, profiles
 
 GPUS = {"A100": "a100-80", "H100": "h100", "H200": "h200", "B200": "b200"}
@@ -32,7 +34,23 @@ def hardware_here(device: torch.device) -> Hardware:
                 f"there is no hardware profile of {properties.name}; measure it with `hotbed doctor --measure FILE` "
                 f"and set parallel.hardware to FILE, or to one of {', '.join(profiles())}"
             )
-        return Hardware.load(found).with_(device_bytes=properties.total_memory, ranks_per_node=ranks)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = usable_cores()
-    return Hardware.load(CPU).with_(device_bytes=memory, host_bytes=memory, cores_per_node=cores, ranks_per_node=ranks)
+        profile = Hardware.load(found).with_(device_bytes=properties.total_memory)
+        # Rates of the node's own memory and disks stay the profile's; how much there is of them is what is here.
+        return _of_ranks(profile, ranks).with_(host_bytes=memory_bytes(), disk_bytes=_free_disk())
+    memory, cores = memory_bytes(), usable_cores()
+    profile = Hardware.load(CPU)
+    share = min(cores / profile.cores_per_node, 1.0)  # of what all cores of the profile read, multiply and sum
+    for figure in ("gather", "scatter", "flops"):
+        profile = profile.scaled(figure, share)
+    profile = _of_ranks(profile, ranks).with_(device_bytes=memory, host_bytes=memory, cores_per_node=cores)
+    return profile.with_(disk_bytes=_free_disk() if profile.disk_read else 0)
+
+
+def _of_ranks(profile: Hardware, ranks: int) -> Hardware:
+    """The profile with so many ranks on a node, which share its network cards."""
+    return profile.with_(ranks_per_node=ranks, network=profile.network * profile.ranks_per_node / ranks)
+
+
+def _free_disk() -> int:
+    """Bytes that are free where temporary files are."""
+    return shutil.disk_usage(tempfile.gettempdir()).free

@@ -60,8 +60,8 @@ class Limits:
         return found
 
 
-def limits_of(model: CostModel, capacity_bytes: int | None = None) -> Limits:
-    """Limits of a model's hardware, or ``capacity_bytes`` of device memory per rank.
+def limits_of(model: CostModel, capacity_bytes: int | None = None, host_bytes: int | None = None) -> Limits:
+    """Limits of a model's hardware, or ``capacity_bytes`` of device memory and ``host_bytes`` per rank.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None) -> Limits:
     here, work = model.hardware, model.workload
     if here is None:
         device = unlimited if capacity_bytes is None else capacity_bytes
-        return Limits({"device": device, "host": unlimited, "disk": unlimited})
+        return Limits({"device": device, "host": unlimited if host_bytes is None else host_bytes, "disk": unlimited})
     on_node, size, batch = model.ranks_on_node, model.world_size, model.local_batch
     whole = here.device_bytes // (on_node if here.cores_shared else 1)
     exchanged = sum(u.expected.distinct(range(u.table.rows), u.ids * batch) * 4 * u.table.dim for u in work.uses)
@@ -92,8 +92,11 @@ def limits_of(model: CostModel, capacity_bytes: int | None = None) -> Limits:
             f"beside rows ({most} {gib(beside[most])}), {gib(-left)} more; lower the batch size, or use more ranks"
         )
     host = here.host_bytes - on_node * int(BATCHES * work.dense.input_bytes * batch + SNAPSHOT_BYTES)
-    # Where ranks compute on the host's cores, its memory is the device's.
-    room = {"device": left, "host": 0 if here.cores_shared else max(host, 0), "disk": here.disk_bytes}
+    if here.cores_shared:  # the host's memory is the device's, of which a limit leaves the rest
+        host -= on_node * (left + sum(beside.values()))
+    if host_bytes is not None:
+        host = min(host, on_node * host_bytes)
+    room = {"device": left, "host": max(host, 0), "disk": here.disk_bytes}
     return Limits({tier: room[tier] for tier in TIERS}, on_node, beside)
 
 

@@ -23,8 +23,8 @@ from hotbed.errors import PlanError
 from hotbed.optim import Moment
 from hotbed.plan import milp
 from hotbed.plan.bound import Bound, lower_bound
-from hotbed.plan.candidates import Form, form_for, form_of
-from hotbed.plan.cost import CostModel, RankCosts, gib, tile_bytes
+from hotbed.plan.candidates import Form, column_parts, form_for, form_of
+from hotbed.plan.cost import TIERS, CostModel, RankCosts, gib, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import Limits, limits_of, refuse_too_large
 from hotbed.plan.parts import Array, Part, Placement, in_order, place_parts
@@ -122,7 +122,10 @@ def search(
     *,
     fixed: Mapping[str, Cut] | None = None,
     capacity_bytes: int | None = None,
+    host_bytes: int | None = None,
     tiers: Sequence[Tier] = ("device",),
+    cache_rows: int = 0,
+    cached: Sequence[Tier] = ("host", "disk"),
     integer_program: bool = True,
 ) -> Found:
     """Search for the best plan.
@@ -139,8 +142,12 @@ def search(
         By table, the cut that it must have.
     capacity_bytes
         Of device memory per rank; by default what the hardware leaves for rows.
+    host_bytes
+        Of host memory per rank; by default what the hardware has.
     tiers
         Memories that rows may be in.
+    cache_rows, cached
+        Rows per rank of a cache before slower memories, and which of these have one.
     integer_program
         Whether a mixed integer program may be tried, where scipy is installed.
 
@@ -153,12 +160,13 @@ def search(
     tables = [use.table for use in workload.uses]
     refuse_uncut(tables, fixed, world_size)
     model = CostModel(workload, world_size, hardware)
-    limits = limits_of(model, capacity_bytes)
+    limits = limits_of(model, capacity_bytes, host_bytes)
     staying = _staying(model, fixed)
     overflow = refuse_too_large(model, limits, tiers, staying)
     slower: list[Tier] = [tier for tier in tiers if tier != "device"]
     pinned = frozenset(name for name in staying if fixed[name].tier != "device")
-    bound = lower_bound(model, fixed, overflow, slower or ["host"], staying)
+    uncached = max(overflow - _most_cached_bytes(model, cache_rows), 0)
+    bound = lower_bound(model, fixed, uncached, slower or ["host"], staying)
     found: list[_Candidate] = []
     errors: list[PlanError] = []
     forms: list[dict[str, Form]] = []
@@ -167,7 +175,7 @@ def search(
         try:
             placement = _placed(chosen, model, None if overflow else limits.device)
             found.append(
-                _in_memories(placement, model, limits, slower if overflow else [], pinned)
+                _in_memories(placement, model, limits, slower if overflow else [], staying, cache_rows, cached)
                 if overflow or pinned
                 else _Candidate.of(placement, model)
             )
@@ -262,6 +270,16 @@ def _placed(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) 
     return place_parts(parts, model, capacity)
 
 
+def _most_cached_bytes(model: CostModel, cache_rows: int) -> int:
+    """Bytes of rows that caches of all ranks can hold at most; each tile's share of a cache is rounded up."""
+    if not cache_rows:
+        return 0
+    uses, size = model.workload.uses, model.world_size
+    tiles = sum(len(TIERS) * size * column_parts(use)[-1] for use in uses)
+    widest = max(tile_bytes(u.table, Tile(u.table.name, range(1), range(u.table.dim), 0), u.moments) for u in uses)
+    return size * (cache_rows + tiles) * widest
+
+
 def _staying(model: CostModel, fixed: Mapping[str, Cut]) -> dict[str, dict[Tier, int]]:
     """By table of which no row is moved to another memory, bytes of each memory on all ranks together.
 
@@ -282,11 +300,17 @@ def _staying(model: CostModel, fixed: Mapping[str, Cut]) -> dict[str, dict[Tier,
 
 
 def _in_memories(
-    placement: Placement, model: CostModel, limits: Limits, slower: Sequence[Tier], pinned: Collection[str]
+    placement: Placement,
+    model: CostModel,
+    limits: Limits,
+    slower: Sequence[Tier],
+    staying: Collection[str],
+    cache_rows: int,
+    cached: Sequence[Tier],
 ) -> _Candidate:
     """Put rows that the devices do not hold into slower memories, the most popular ones into the fastest.
 
-    Tables that are ``pinned`` stay in the memory that their cut says; with no slower memory given, all others, too.
+    Tables that are ``staying`` do so; with no slower memory given, all others, too.
     """
     tables = [use.table for use in model.workload.uses]
     plan = Plan(model.world_size, in_order(placement.tiles(), tables))
@@ -296,7 +320,17 @@ def _in_memories(
         budgets |= {tier: limits.per_rank(tier) for tier in slower[:-1]}
         known = {use.table.name: use.per_sample for use in model.workload.uses}
         moments = {use.table.name: use.moments for use in model.workload.uses}
-        placed = place_in_tiers(plan, tables, budgets, slower[-1], popularity=known, moments=moments, keep=pinned)
+        placed = place_in_tiers(
+            plan,
+            tables,
+            budgets,
+            slower[-1],
+            popularity=known,
+            moments=moments,
+            cache_rows=cache_rows,
+            cached=cached,
+            keep=staying,
+        )
     costs = model.ranks(placed)
     if over := limits.over(costs):
         tier, nbytes = next(iter(over.items()))

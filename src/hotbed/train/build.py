@@ -75,7 +75,7 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     """
     if not needs_a_plan(recipe):
         refuse_impossible(recipe, tables_of(source, recipe.data), device)
-    model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device)
+    model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device, source)
     if isinstance(model, Distributed):
         # What is drawn from now on is of a rank's own samples.
         torch.manual_seed((recipe.train.seed + model.link.rank) % 2**64)

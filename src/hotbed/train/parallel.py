@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.config import Recipe
+from hotbed.data import Source
 from hotbed.data.loader import share_of
 from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.agreed_plan import is_searched, plan_of_first
@@ -179,14 +180,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 # -- the model over ranks and memories ---------------------------------------------------------------------------------
 
 
-def distributed(model: nn.Module, recipe: Recipe, device: torch.device) -> nn.Module:
+def distributed(model: nn.Module, recipe: Recipe, device: torch.device, source: Source | None = None) -> nn.Module:
     """Distribute a model over all processes and memories, as a recipe says; unchanged where there is one of each."""
     parallel = recipe.parallel
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     timeout = timedelta(seconds=parallel.timeout_s)
 
     def make() -> Plan:
-        return planned(model, recipe, size)
+        return planned(model, recipe, size, source)
 
     plan = plan_of_first(Link(None, timeout), make) if size > 1 and _is_of_this_machine(recipe) else make()
     if parallel.replicas == 1:
@@ -228,8 +229,11 @@ def needs_a_plan(recipe: Recipe) -> bool:
     return several or outside or (isinstance(plan, Plan) and not plan.is_in_device_memory)
 
 
-def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
-    """The plan that `distributed` would use for so many processes; a file's own may be for another number."""
+def planned(model: nn.Module, recipe: Recipe, world_size: int, source: Source | None = None) -> Plan:
+    """The plan that `distributed` would use for so many processes; a file's own may be for another number.
+
+    A search counts the ids per sample of a ``source``, as `hotbed plan` does; without one there is one per feature.
+    """
     parallel, memory = recipe.parallel, recipe.memory
     plan = plan_or_schemes(parallel)
     if world_size > 1:
@@ -240,7 +244,7 @@ def planned(model: nn.Module, recipe: Recipe, world_size: int) -> Plan:
     if is_searched(plan):
         from hotbed.train.plan_search import searched  # which needs metrics, and these this file
 
-        return searched(model, recipe, size).plan
+        return searched(model, recipe, size, source).plan
     if not isinstance(plan, Plan):
         plan = plan_for(model, size, plan)
     if memory.tier == "device":

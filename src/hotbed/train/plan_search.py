@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hotbed.config import Recipe
 from hotbed.embed import collections_of, plan_tables
-from hotbed.embed.collection import names_in_plans
+from hotbed.embed.collection import names_in_plans, schemes_for
 from hotbed.errors import PlanError
 from hotbed.nn.layers import DotInteraction
 from hotbed.plan import Plan
@@ -32,7 +31,13 @@ BACKWARD_KEEPS = 2
 
 
 def searched(
-    model: nn.Module, recipe: Recipe, size: int, schemes: Schemes | None = None, source: Source | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    size: int,
+    source: Source | None = None,
+    *,
+    schemes: Schemes | None = None,
+    others: str = "table",
 ) -> Found:
     """Search for the plan of a group of ``size`` ranks.
 
@@ -44,10 +49,12 @@ def searched(
         ``parallel.hardware`` is the machine; rows may be in the device's memory, and in those up to ``memory.tier``.
     size
         Ranks of the plan.
-    schemes
-        Others than the recipe's.
     source
         By which ids per sample are counted; without it there is one per feature.
+    schemes
+        Others than the recipe's.
+    others
+        The scheme of tables that have none, where schemes are by table.
 
     Raises
     ------
@@ -57,23 +64,18 @@ def searched(
     given = plan_or_schemes(recipe.parallel) if schemes is None else schemes
     if isinstance(given, Plan):
         raise PlanError("there is nothing to search for: parallel.plan is a whole plan")
-    cuts = cuts_of(plan_tables(model), with_own_schemes(model, given))
+    cuts = cuts_of(plan_tables(model), schemes_for(model, given, others))
     return search(
         workload_of(model, recipe, size, source),
         size,
         hardware_of(recipe),
         fixed={name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
         capacity_bytes=recipe.memory.device_bytes or None,
+        host_bytes=recipe.memory.host_bytes or None,
         tiers=tiers_of(recipe),
+        cache_rows=recipe.memory.cache_rows,
+        cached=recipe.memory.cached_tiers,
     )
-
-
-def with_own_schemes(model: nn.Module, schemes: Schemes) -> Schemes:
-    """Give collections for which a model has schemes of its own these, unless tables are named."""
-    own: Mapping[str, str] = getattr(model, "schemes", {})
-    if isinstance(schemes, Mapping) or not own:
-        return schemes
-    return {name: own.get(path, schemes) for (path, _), name in names_in_plans(model).items()}
 
 
 def hardware_of(recipe: Recipe) -> Hardware:
