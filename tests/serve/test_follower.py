@@ -200,7 +200,7 @@ def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.Monke
     opened: list[str] = []
     for kind in (ChangeSet, ExportedModel):
 
-        def opens(place: object, open: Callable[[object], object] = kind.open) -> object:
+        def opens(place: object, open: Callable[..., object] = kind.open) -> object:
             opened.append(str(place))
             return open(place)
 

@@ -169,6 +169,21 @@ def test_a_cluster_is_used_as_one_server_is(tmp_path: Path) -> None:
         server.close()
 
 
+def test_a_cluster_that_is_gone_is_gone_without(tmp_path: Path) -> None:
+    server, port = cluster()
+    want = records_of(1, sum(ROWS))
+    address = f"redis+cluster://127.0.0.1:{port}"
+    before = opened(tmp_path / "a", want, address)
+    assert torch.equal(read(before, SLOTS), want[SLOTS])
+    server.close()
+    after = opened(tmp_path / "b", want, address)  # it is down when a server begins
+    for records in (before, after):
+        for _ in range(2):
+            assert torch.equal(read(records, SLOTS), want[SLOTS])
+        assert records.failures >= 2
+        records.close()
+
+
 def test_changed_rows_are_never_those_of_redis(server: RedisServer, tmp_path: Path) -> None:
     model = Planted([hb.Table("items", rows=300, dim=4)], [hb.Feature("item", table="items")])
     publisher = Publisher(model, tmp_path)

@@ -177,8 +177,10 @@ class RedisRecords(Records):
 
     def _failed(self, error: Exception) -> None:
         import redis
+        from redis.exceptions import RedisClusterException
 
-        if not isinstance(error, redis.RedisError | OSError):
+        # A cluster whose nodes are gone, or that has no node for a slot, is no RedisError.
+        if not isinstance(error, redis.RedisError | RedisClusterException | OSError):
             raise error
         self.failures += 1
         self._put_at = time.monotonic() + RETRY_S
@@ -204,16 +206,26 @@ class RedisRecords(Records):
 
 
 class _ClusterClient:
-    """A client of a cluster, whose keys are on several servers."""
+    """A client of a cluster, whose keys are on several servers; it connects when it is used first."""
 
-    def __init__(self, cluster: Any) -> None:
-        self._cluster, self.close = cluster, cluster.close
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._cluster: Any = None
+
+    def _connected(self) -> Any:
+        if self._cluster is None:
+            self._cluster = self._connect()  # which asks for its nodes
+        return self._cluster
 
     def mget(self, keys: list[str]) -> list[Any]:
-        return self._cluster.mget_nonatomic(keys)
+        return self._connected().mget_nonatomic(keys)
 
     def pipeline(self, transaction: bool) -> Any:
-        return self._cluster.pipeline()
+        return self._connected().pipeline()
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 def client(address: str) -> Any:
@@ -233,7 +245,9 @@ def client(address: str) -> Any:
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
         if address.startswith(CLUSTER):
-            return _ClusterClient(redis.RedisCluster.from_url(f"redis://{address.removeprefix(CLUSTER)}", **wait))
+            url = f"redis://{address.removeprefix(CLUSTER)}"
+            redis.Redis.from_url(url, **wait).close()  # whether the address can be one
+            return _ClusterClient(lambda: redis.RedisCluster.from_url(url, **wait))
         return redis.Redis.from_url(address, **wait)
     except (redis.RedisError, ValueError) as error:
         raise StoreError(f"Redis at {shown(address)} cannot be used ({error})") from None
