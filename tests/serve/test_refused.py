@@ -119,6 +119,15 @@ def test_counts_and_shapes_that_do_not_fit_are_refused(case: Case, tmp_path: Pat
     case.goes_on()
 
 
+def test_changes_with_other_inputs_are_refused(case: Case) -> None:
+    path = Path(str(case.change)) / "manifest.json"
+    whole = path.read_text()
+    other = rewritten(case.change, lambda values: values.update(encoder="0" * 64))
+    case.refused(other, "other_model", r"makes other inputs of rows .* a full model brings them")
+    path.write_text(whole)
+    case.goes_on()
+
+
 @pytest.mark.parametrize("table", ["items", "users"])
 def test_an_id_that_is_there_twice_is_refused(case: Case, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ChangeSet.rows

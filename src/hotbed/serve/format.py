@@ -343,19 +343,6 @@ class ChangeSet(Published):
         found = directory(place)
         return cls(found, _manifest(ChangeManifest, found), cache)
 
-    def refuse_unless_after(self, state: str, step: int) -> None:
-        """Raise `CheckpointError` unless these are changes to the model of this state."""
-        base = self.manifest.base
-        if base.state == state:
-            return
-        if base.step == step:
-            what = f"to another model of step {step:,} ({base.state[:12]}…, here {state[:12]}…)"
-        elif base.step > step:
-            what = f"to step {base.step:,}, and those from step {step:,} to it are missing"
-        else:
-            what = f"to step {base.step:,}, which step {step:,} has been past"
-        raise CheckpointError(f"{self} has changes {what}; nothing of them was applied")
-
     def rows(self) -> Iterator[TableChange]:
         """Yield the rows that changed, some at a time; each id of a table occurs once.
 
