@@ -17,7 +17,7 @@ import pytest
 
 import hotbed as hb
 from hotbed.errors import CheckpointError
-from hotbed.serve import follower
+from hotbed.serve import follower, format
 from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.model import ServedModel
@@ -192,6 +192,34 @@ def test_a_follower_that_is_closed_gives_up_what_it_stages(
     assert (served.step, following.applied, following.refused) == (10, {}, {})
 
 
+def test_what_was_fetched_is_removed(publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(format, "LocalDirectory", type("None", (), {}))  # what is local is fetched, too
+
+    def cached() -> set[str]:
+        return {path.name for path in (tmp_path / "cache" / "hotbed" / "models").iterdir()}
+
+    def hashes_of(step: int) -> set[str]:
+        manifest = ExportedModel.open(publisher.published / f"model-{step:012}").manifest
+        return {entry.sha256 for entry in manifest.files.values()}
+
+    served = open_newest(publisher.published, **OPTIONS)
+    following = Follower(served, publisher.published, interval_s=0)
+    publisher.step_on(1)
+    following.look()
+    assert following.applied == {"change": 1}
+    assert cached() <= hashes_of(10)
+    publisher.model.train_some(2, most_id=400)
+    publisher.save()
+    publisher.export()
+    following.look()
+    assert is_newest(served, publisher)
+    assert cached() <= hashes_of(30)
+    for path in (tmp_path / "cache" / "hotbed" / "models").iterdir():  # a disk that lost some
+        path.write_bytes(bytes(path.stat().st_size))
+    assert is_newest(open_newest(publisher.published, **OPTIONS), publisher)
+
+
 def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
     served = open_newest(publisher.published, **OPTIONS)
     following = Follower(served, publisher.published, interval_s=0)
@@ -200,7 +228,7 @@ def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.Monke
     opened: list[str] = []
     for kind in (ChangeSet, ExportedModel):
 
-        def opens(place: object, open: Callable[[object], object] = kind.open) -> object:
+        def opens(place: object, open: Callable[..., object] = kind.open) -> object:
             opened.append(str(place))
             return open(place)
 

@@ -11,12 +11,14 @@ import torch
 import yaml
 
 from hotbed.checkpoint import find_checkpoint, read_manifest
+from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.storage import directory
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import CheckpointError, RecipeError
 from hotbed.serve.follower import Follower, open_newest
 from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.train import export
 from hotbed.train.build import new_source
 from hotbed.train.export import Exporter
 from hotbed.train.predict import predict
@@ -41,11 +43,11 @@ def values_of(model: ExportedModel) -> dict[str, torch.Tensor]:
 def followed(place: Path, first: str, changes: list[str]) -> dict[str, torch.Tensor]:
     """What a server has that begins with a full model and applies changes."""
     model = ExportedModel.open(place / first)
-    values, state, step = values_of(model), model.manifest.state, model.manifest.step
+    values, state = values_of(model), model.manifest.state
     for name in changes:
         change = ChangeSet.open(place / name)
-        change.refuse_unless_after(state, step)
-        state, step = change.manifest.sequence.state, change.manifest.sequence.step
+        assert change.manifest.base.state == state
+        state = change.manifest.sequence.state
         for table, _, ids, vectors in change.rows():
             values[table][ids] = vectors
         values |= change.dense()
@@ -192,6 +194,18 @@ def test_a_run_that_went_back_begins_with_a_full_model_though_it_was_killed(
     publish(publisher, last[12])  # the first one past where servers may be
     assert published(place) == ["model-000000000009", "model-000000000012"]
     assert not (place / WENT_BACK).exists()
+
+
+def test_changes_between_models_with_other_inputs_are_refused(
+    tmp_path: Path, run: Any, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kinds(manifest: Manifest) -> dict[str, str]:
+        return {"user": "text" if manifest.step > 3 else "integers"}
+
+    monkeypatch.setattr(export, "id_kinds_of", kinds)
+    with pytest.raises(CheckpointError, match=r"last-00000006 makes other inputs of rows than .*leave --since out"):
+        exporter.write_change(tmp_path / "change", run / "last-00000006", run / "last-00000003")
+    assert not (tmp_path / "change").exists()
 
 
 def test_a_full_model_that_fails_does_not_keep_changes_from_going_on(

@@ -73,6 +73,29 @@ def test_what_was_swapped_in_is_read_whatever_was_staged(data: st.DataObject) ->
         changed.close()
 
 
+def test_a_slot_that_is_staged_twice_has_what_was_staged_last(tmp_path: Path) -> None:
+    changed = ChangedRecords(files(tmp_path, records_of(0, sum(ROWS))), sum(ROWS), tmp_path)
+    for seed in (1, 2, 3):
+        for again in (10 * seed, seed):
+            changed.stage(torch.tensor([3]), records_of(again, 1))
+        changed.swap()
+        assert torch.equal(read(changed, torch.tensor([3])), records_of(seed, 1))
+
+
+def test_what_is_given_up_takes_no_disk(tmp_path: Path) -> None:
+    changed = ChangedRecords(files(tmp_path, records_of(0, sum(ROWS))), sum(ROWS), tmp_path)
+    slots = torch.arange(sum(ROWS))
+    changed.stage(slots, records_of(1, sum(ROWS)))
+    assert changed.disk_bytes > 0
+    changed.discard()
+    assert changed.disk_bytes == 0
+    changed.stage(torch.tensor([5]), records_of(2, 1))
+    changed.swap()
+    changed.stage(slots, records_of(3, sum(ROWS)))
+    changed.discard()
+    assert torch.equal(read(changed, torch.tensor([5])), records_of(2, 1))
+
+
 def test_files_may_be_removed_while_they_are_read(tmp_path: Path) -> None:
     want = records_of(0, sum(ROWS))
     opened = files(tmp_path, want)

@@ -79,18 +79,6 @@ def test_two_models_never_mix(server: RedisServer, tmp_path: Path) -> None:
             assert torch.equal(read(opened(tmp_path / state, want, server.address, state), SLOTS), want[SLOTS])
 
 
-def test_all_rows_can_be_put_there_to_stay(server: RedisServer, tmp_path: Path) -> None:
-    want = records_of(1, sum(ROWS))
-    records = opened(tmp_path / "a", want, server.address)
-    done: list[tuple[int, int]] = []
-    records.fill(lambda *count: done.append(count))
-    assert done[-1] == (12, 12)
-    cut(tmp_path / "a")
-    everything = torch.arange(sum(ROWS))
-    assert torch.equal(read(records, everything), want)
-    assert {server.client().ttl(key) for key in server.client().scan_iter()} == {-1}
-
-
 def test_files_are_read_while_redis_is_gone_and_it_is_used_again(server: RedisServer, tmp_path: Path) -> None:
     want = records_of(1, sum(ROWS))
     records = opened(tmp_path / "a", want, server.address)
@@ -122,8 +110,6 @@ def test_a_full_redis_is_read_and_not_waited_for(tmp_path: Path, monkeypatch: py
         for _ in range(2):
             assert torch.equal(read(records, SLOTS), want[SLOTS])
         assert (records.failures, records.misses) == (1, 12)  # it is asked, but given nothing more for a while
-        with pytest.raises(StoreError, match=r"does not take rows \(.*memory.*\); mend it"):
-            records.fill()
     finally:
         server.close()
 
@@ -167,6 +153,21 @@ def test_a_cluster_is_used_as_one_server_is(tmp_path: Path) -> None:
         assert (records.hits, records.misses, records.failures) == (6, 6, 0)
     finally:
         server.close()
+
+
+def test_a_cluster_that_is_gone_is_gone_without(tmp_path: Path) -> None:
+    server, port = cluster()
+    want = records_of(1, sum(ROWS))
+    address = f"redis+cluster://127.0.0.1:{port}"
+    before = opened(tmp_path / "a", want, address)
+    assert torch.equal(read(before, SLOTS), want[SLOTS])
+    server.close()
+    after = opened(tmp_path / "b", want, address)  # it is down when a server begins
+    for records in (before, after):
+        for _ in range(2):
+            assert torch.equal(read(records, SLOTS), want[SLOTS])
+        assert records.failures >= 2
+        records.close()
 
 
 def test_changed_rows_are_never_those_of_redis(server: RedisServer, tmp_path: Path) -> None:

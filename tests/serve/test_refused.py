@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import hotbed as hb
 from hotbed.errors import StoreError
 from hotbed.serve import record_files, served_rows
-from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.serve.format import ChangeSet, ExportedModel, TableChange
 from hotbed.serve.model import RefusedError, ServedModel
 from tests.serve.published import DYNAMIC, Planted, Publisher, batch_of, scores_of
 
@@ -116,6 +116,32 @@ def test_counts_and_shapes_that_do_not_fit_are_refused(case: Case, tmp_path: Pat
     dense = {"model.version": torch.zeros(2)}
     wrong = case.publisher.change(10, 20, name="wrong", dense=dense)
     case.refused(wrong, "damaged", r"has other dense parameters than the model")
+    case.goes_on()
+
+
+def test_changes_with_other_inputs_are_refused(case: Case) -> None:
+    path = Path(str(case.change)) / "manifest.json"
+    whole = path.read_text()
+    other = rewritten(case.change, lambda values: values.update(encoder="0" * 64))
+    case.refused(other, "other_model", r"makes other inputs of rows .* a full model brings them")
+    path.write_text(whole)
+    case.goes_on()
+
+
+@pytest.mark.parametrize("table", ["items", "users"])
+def test_an_id_that_is_there_twice_is_refused(case: Case, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ChangeSet.rows
+
+    def twice(change: ChangeSet) -> Iterator[TableChange]:
+        for part in rows(change):
+            yield part
+            if part.table == f"embeddings.{table}":
+                yield part
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeSet, "rows", twice)
+        message = {"items": r"has ids of table 'embeddings.items' that do not rise", "users": "has an id of .* twice"}
+        case.refused(case.change, "damaged", message[table])
     case.goes_on()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from hotbed.serve.schema import ChangeManifest
 ROWS_AT_ONCE = 1 << 16
 
 
-def read_rows(path: Path, manifest: ChangeManifest, where: str) -> Iterator[TableChange]:
+def read_rows(file: BinaryIO, manifest: ChangeManifest, where: str) -> Iterator[TableChange]:
     """Yield the rows of a file that `hotbed.checkpoint.changes.export_changes` wrote, by table, some at a time.
 
     Raises
@@ -30,13 +29,13 @@ def read_rows(path: Path, manifest: ChangeManifest, where: str) -> Iterator[Tabl
 
     found: Counter[tuple[str, str]] = Counter()
     try:
-        with parquet.ParquetFile(str(path), memory_map=True) as file:
-            metadata: dict[bytes, bytes] = file.schema_arrow.metadata or {}
+        with parquet.ParquetFile(file) as parquet_file:
+            metadata: dict[bytes, bytes] = parquet_file.schema_arrow.metadata or {}
             for key, state in (("base", manifest.base.state), ("sequence", manifest.sequence.state)):
                 has = metadata.get(f"hotbed.{key}".encode(), b"").decode()
                 if has != state:
                     raise DamagedError(f"{where} has '{key}' {has[:12]}…, its manifest {state[:12]}…; copy it again")
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=["table", "id", "op", "vector"]):
+            for batch in parquet_file.iter_batches(ROWS_AT_ONCE, columns=["table", "id", "op", "vector"]):
                 yield from _by_table(batch, found, where)
     except (pa.ArrowException, KeyError, ValueError) as error:
         raise DamagedError(f"{where} is not what hotbed writes: {error}") from None

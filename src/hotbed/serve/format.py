@@ -22,10 +22,12 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +37,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.checkpoint.row_ids import NO_ID as NO_ID
-from hotbed.checkpoint.storage import Directory, LocalDirectory, directory
+from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
@@ -59,7 +61,7 @@ CHUNK_BYTES = 4 << 20
 
 
 class Published:
-    """A directory with a manifest: its files are local, or fetched once into a local cache.
+    """A directory with a manifest: its files are local, or fetched.
 
     Parameters
     ----------
@@ -68,11 +70,14 @@ class Published:
     files
         What the manifest says of its files.
     cache
-        Where remote files are put, under their SHA-256; default: ``hotbed/models`` in the user's cache directory.
+        Where remote files of models are put, under their SHA-256; default: ``hotbed/models`` in the user's cache
+        directory.
     """
 
     def __init__(self, place: Directory, files: Mapping[str, FileEntry], cache: Path | None = None) -> None:
-        self.place, self._entries, self._cache = place, files, cache
+        self.place, self._entries = place, files
+        self._cache = _user_cache() if cache is None else cache
+        self._fetched: dict[str, Path] = {}
 
     @override
     def __str__(self) -> str:
@@ -86,6 +91,40 @@ class Published:
         DamagedError
             If it is not there, or is not what the manifest says.
         """
+        if name in self._fetched and self._fetched[name].is_file():
+            return self._fetched[name]
+        entry = self._entries[name]
+        with self._reader(name) as (place, reader):
+            if isinstance(place, LocalDirectory):
+                return place.root / name.rpartition("/")[2]
+            self._fetched[name] = self._into_cache(name, entry, reader)
+            return self._fetched[name]
+
+    @contextmanager
+    def opened(self, name: str) -> Generator[BinaryIO]:
+        """Open a file, at its start, whose hash is compared; what is fetched has no name and goes when it is closed.
+
+        Raises
+        ------
+        DamagedError
+            If it is not there, or is not what the manifest says.
+        """
+        entry = self._entries[name]
+        with ExitStack() as stack:
+            place, reader = stack.enter_context(self._reader(name))
+            if isinstance(place, LocalDirectory):
+                file = stack.enter_context((place.root / name.rpartition("/")[2]).open("rb"))
+                if _digest(file) != entry.sha256:
+                    raise _damaged(f"{self}/{name}")
+            else:
+                file = stack.enter_context(tempfile.TemporaryFile(prefix="hotbed-"))
+                self._fetch(name, entry, reader, file)
+            file.seek(0)
+            yield file
+
+    @contextmanager
+    def _reader(self, name: str) -> Generator[tuple[Directory, Reader]]:
+        """Open a file of the size that the manifest says."""
         entry = self._entries[name]
         folder, _, last = name.rpartition("/")
         place = self.place / folder if folder else self.place
@@ -99,18 +138,14 @@ class Published:
                     f"{self}/{name} has {reader.size:,} bytes, its manifest says {entry.bytes:,}; copy the directory "
                     "again"
                 )
-            if isinstance(place, LocalDirectory):
-                return place.root / last
-            return self._fetched(name, entry, lambda buffer, start: reader.read_into(buffer, start))
+            yield place, reader
         finally:
             reader.close()
 
     def read(self, name: str) -> bytes:
         """A whole file, whose hash is compared; a `DamagedError` if it is another's."""
-        data = self.path(name).read_bytes()
-        if hashlib.sha256(data).hexdigest() != self._entries[name].sha256:
-            raise _damaged(f"{self}/{name}")
-        return data
+        with self.opened(name) as file:
+            return file.read()
 
     def verify(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Read all files and compare their hashes.
@@ -136,28 +171,39 @@ class Published:
             if found.hexdigest() != entry.sha256:
                 raise _damaged(f"{self}/{name}")
 
-    def _fetched(self, name: str, entry: FileEntry, read: Callable[[memoryview, int], None]) -> Path:
-        """Fetch a remote file, unless one with its hash was fetched before."""
-        cache = _user_cache() if self._cache is None else self._cache
-        target = cache / entry.sha256
+    def forget(self, kept: Published | None = None) -> None:
+        """Remove what was fetched into the cache, but files that another one has, too."""
+        others = set[Path]() if kept is None else {self._cache / entry.sha256 for entry in kept._entries.values()}
+        for path in set(self._fetched.values()) - others:
+            path.unlink(missing_ok=True)
+        self._fetched.clear()
+
+    def _into_cache(self, name: str, entry: FileEntry, reader: Reader) -> Path:
+        """Fetch a remote file, unless one with its hash is there from before."""
+        target = self._cache / entry.sha256
         if target.is_file() and target.stat().st_size == entry.bytes:
-            return target
-        cache.mkdir(parents=True, exist_ok=True)
-        unfinished = cache / f".{entry.sha256}.unfinished-{uuid.uuid4().hex[:8]}"
-        found = hashlib.sha256()
+            with target.open("rb") as file:
+                if _digest(file) == entry.sha256:
+                    return target
+        self._cache.mkdir(parents=True, exist_ok=True)
+        unfinished = self._cache / f".{entry.sha256}.unfinished-{uuid.uuid4().hex[:8]}"
         try:
             with unfinished.open("xb") as stream:
-                for start in range(0, entry.bytes, CHUNK_BYTES):
-                    chunk = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes - start)))
-                    read(chunk, start)
-                    found.update(chunk)
-                    stream.write(chunk)
-            if found.hexdigest() != entry.sha256:
-                raise _damaged(f"{self}/{name}")
+                self._fetch(name, entry, reader, stream)
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
         return target
+
+    def _fetch(self, name: str, entry: FileEntry, reader: Reader, file: BinaryIO) -> None:
+        found = hashlib.sha256()
+        for start in range(0, entry.bytes, CHUNK_BYTES):
+            chunk = memoryview(bytearray(min(CHUNK_BYTES, entry.bytes - start)))
+            reader.read_into(chunk, start)
+            found.update(chunk)
+            file.write(chunk)
+        if found.hexdigest() != entry.sha256:
+            raise _damaged(f"{self}/{name}")
 
 
 class ExportedModel(Published):
@@ -303,19 +349,6 @@ class ChangeSet(Published):
         found = directory(place)
         return cls(found, _manifest(ChangeManifest, found), cache)
 
-    def refuse_unless_after(self, state: str, step: int) -> None:
-        """Raise `CheckpointError` unless these are changes to the model of this state."""
-        base = self.manifest.base
-        if base.state == state:
-            return
-        if base.step == step:
-            what = f"to another model of step {step:,} ({base.state[:12]}…, here {state[:12]}…)"
-        elif base.step > step:
-            what = f"to step {base.step:,}, and those from step {step:,} to it are missing"
-        else:
-            what = f"to step {base.step:,}, which step {step:,} has been past"
-        raise CheckpointError(f"{self} has changes {what}; nothing of them was applied")
-
     def rows(self) -> Iterator[TableChange]:
         """Yield the rows that changed, some at a time; each id of a table occurs once.
 
@@ -326,8 +359,8 @@ class ChangeSet(Published):
         """
         from hotbed.serve.changed_rows import read_rows
 
-        self.read(ROWS)  # compares the hash, before any row is used
-        yield from read_rows(self.path(ROWS), self.manifest, f"{self}/{ROWS}")
+        with self.opened(ROWS) as file:  # whose hash was compared, before any row is used
+            yield from read_rows(file, self.manifest, f"{self}/{ROWS}")
 
     def dense(self) -> dict[str, Tensor]:
         """All parameters and buffers of the dense program, by the names of its ``state_dict()``."""
@@ -354,6 +387,13 @@ def _manifest(kind: type[Manifest], place: Directory) -> Manifest:
 
 def _damaged(file: str) -> DamagedError:
     return DamagedError(f"{file} is damaged (its SHA-256 is not the manifest's); copy the directory again")
+
+
+def _digest(file: BinaryIO) -> str:
+    found = hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        found.update(chunk)
+    return found.hexdigest()
 
 
 def _user_cache() -> Path:

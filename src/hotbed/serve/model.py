@@ -281,6 +281,7 @@ class ServedModel:
             check()
             version = StateEntry(step=manifest.step, state=manifest.state)
             self._swap(self._dense(model), encoder, version, manifest.written)
+            self._model.forget(kept=model)
             self._model = model
 
     def _swap(self, dense: torch.nn.Module, encoder: Encoder, version: StateEntry, written: float) -> None:

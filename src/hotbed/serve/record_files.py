@@ -177,7 +177,7 @@ class ChangedRecords(Records):
         super().__init__(below.record_bytes)
         self.below = below
         self._where = torch.zeros(slots, dtype=torch.uint8)
-        self._staged: list[Tensor] = []
+        self._staged: list[tuple[Tensor, Tensor]] = []  # slots, and which file each is going to be read from
         self._replacement: Records | None = None
         self._outdated: Records | None = None
         descriptors = [unnamed_file(directory) for _ in range(2)]
@@ -230,7 +230,7 @@ class ChangedRecords(Records):
         for number, file in enumerate(self._files, start=1):
             at = (target == number).nonzero()[:, 0]
             write_all(file.descriptors[0], slots[at], records[at])
-        self._staged.append(slots)
+        self._staged.append((slots, target))
 
     def stage_below(self, below: Records) -> None:
         """Take other records of a model for those below, with no changes over them, at the next `swap`."""
@@ -241,8 +241,8 @@ class ChangedRecords(Records):
         if self._replacement is not None:
             self._outdated = self.below
             self.below, self._where, self._replacement = self._replacement, self._fresh, None
-        for slots in self._staged:
-            self._where[slots] = 2 - (self._where[slots] == 2).to(torch.uint8)
+        for slots, target in self._staged:
+            self._where[slots] = target
         self._staged = []
 
     def tidy(self) -> None:
@@ -254,8 +254,11 @@ class ChangedRecords(Records):
                 os.ftruncate(file.descriptors[0], 0)
 
     def discard(self) -> None:
-        """Forget what was staged."""
+        """Forget what was staged, and free the disk behind the last record that is read."""
         self._staged = []
+        for number, file in enumerate(self._files, start=1):
+            read = (self._where == number).nonzero()
+            os.ftruncate(file.descriptors[0], (int(read[-1]) + 1) * self.record_bytes if len(read) else 0)
         if self._replacement is not None:
             self._replacement.close()
             self._replacement = None

@@ -35,7 +35,7 @@ TIMEOUT_S = 0.5
 RETRY_S = 1.0
 """How long Redis is left alone after it did not answer."""
 KEPT_S = 24 * 3600
-"""How long keys are kept that a server added because it needed them; those of `RedisRecords.fill` are kept."""
+"""How long keys are kept."""
 CLUSTER = "redis+cluster://"
 """What addresses of a cluster begin with."""
 
@@ -102,29 +102,11 @@ class RedisRecords(Records):
             if len(missing):
                 self._from_below(blocks[missing], data, missing)
                 if time.monotonic() >= self._put_at:
-                    self._put(blocks[missing], data[missing], KEPT_S)
+                    self._put(blocks[missing], data[missing])
         torch.index_select(
             data.view(-1, self.record_bytes), 0, inverse * self._block_rows + rows % self._block_rows, out=out
         )
         return torch.ones(len(slots), dtype=torch.bool)
-
-    def fill(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Put all rows into Redis, to stay there.
-
-        Raises
-        ------
-        StoreError
-            If Redis does not take them.
-        """
-        total = int(self._first_blocks[-1])
-        for some in torch.arange(total).split(KEYS_AT_ONCE):
-            data = torch.empty(len(some), self._block_rows, self.record_bytes, dtype=torch.uint8)
-            self._from_below(some, data, torch.arange(len(some)))
-            if (failure := self._put(some, data, None)) is not None:
-                raise StoreError(
-                    f"Redis at {shown(self._address)} does not take rows ({failure}); mend it, fill it again"
-                )
-            progress(int(some[-1]) + 1, total)
 
     def _from_redis(self, blocks: Tensor, data: Tensor, at: Tensor) -> Tensor | None:
         """Fill in blocks at places ``at`` of ``data``; return the places of those that are not there.
@@ -158,17 +140,15 @@ class RedisRecords(Records):
         records[there] = found
         data[at] = records
 
-    def _put(self, blocks: Tensor, data: Tensor, seconds: float | None) -> Exception | None:
-        """Write blocks to Redis; return why it did not take them."""
+    def _put(self, blocks: Tensor, data: Tensor) -> None:
+        """Write blocks to Redis, if it takes them."""
         try:
             pipe = self._client.pipeline(transaction=False)
             for key, block in zip(self._keys(blocks), data.numpy(), strict=True):
-                pipe.set(key, block.tobytes(), ex=seconds)
+                pipe.set(key, block.tobytes(), ex=KEPT_S)
             pipe.execute()
         except Exception as error:
             self._failed(error)
-            return error
-        return None
 
     def _keys(self, blocks: Tensor) -> list[str]:
         table = torch.searchsorted(self._first_blocks, blocks, right=True) - 1
@@ -177,8 +157,10 @@ class RedisRecords(Records):
 
     def _failed(self, error: Exception) -> None:
         import redis
+        from redis.exceptions import RedisClusterException
 
-        if not isinstance(error, redis.RedisError | OSError):
+        # A cluster whose nodes are gone, or that has no node for a slot, is no RedisError.
+        if not isinstance(error, redis.RedisError | RedisClusterException | OSError):
             raise error
         self.failures += 1
         self._put_at = time.monotonic() + RETRY_S
@@ -204,16 +186,26 @@ class RedisRecords(Records):
 
 
 class _ClusterClient:
-    """A client of a cluster, whose keys are on several servers."""
+    """A client of a cluster, whose keys are on several servers; it connects when it is used first."""
 
-    def __init__(self, cluster: Any) -> None:
-        self._cluster, self.close = cluster, cluster.close
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._cluster: Any = None
+
+    def _connected(self) -> Any:
+        if self._cluster is None:
+            self._cluster = self._connect()  # which asks for its nodes
+        return self._cluster
 
     def mget(self, keys: list[str]) -> list[Any]:
-        return self._cluster.mget_nonatomic(keys)
+        return self._connected().mget_nonatomic(keys)
 
     def pipeline(self, transaction: bool) -> Any:
-        return self._cluster.pipeline()
+        return self._connected().pipeline()
+
+    def close(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 def check_address(address: str) -> None:
@@ -238,7 +230,9 @@ def client(address: str) -> Any:
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     try:
         if address.startswith(CLUSTER):
-            return _ClusterClient(redis.RedisCluster.from_url(f"redis://{address.removeprefix(CLUSTER)}", **wait))
+            url = f"redis://{address.removeprefix(CLUSTER)}"
+            redis.Redis.from_url(url, **wait).close()  # whether the address can be one
+            return _ClusterClient(lambda: redis.RedisCluster.from_url(url, **wait))
         return redis.Redis.from_url(address, **wait)
     except (redis.RedisError, ValueError) as error:
         raise StoreError(f"Redis at {shown(address)} cannot be used ({error})") from None

@@ -169,11 +169,12 @@ class ResidentRows(ServedRows):
                     raise OSError("changed rows that were written cannot be read again")
                 self._put(number, some, records[:, :size].contiguous())
                 done += len(some)
-        self.discard()
+        self._staged, self._count = [], 0
 
     @override
     def discard(self) -> None:
         self._staged, self._count = [], 0
+        os.ftruncate(self._file, 0)
 
     @override
     def tidy(self) -> None:

@@ -204,6 +204,7 @@ class ServedTables:
             if name not in self._entries:
                 raise DamagedError(f"{change} has rows of table '{name}', which this model has not")
         self._stage_ids(change)
+        last: dict[str, int] = {}
         for table, deleted, ids, vectors in change.rows():
             check()
             place, entry = self._places.get(table), self._entries[table]
@@ -217,6 +218,10 @@ class ServedTables:
                 rows = ids
             if not len(ids):
                 continue
+            if place.ids is None:
+                if int(ids[0]) <= last.get(table, -1) or bool((ids[1:] <= ids[:-1]).any()):
+                    raise DamagedError(f"{change} has ids of table '{table}' that do not rise; copy it again")
+                last[table] = int(ids[-1])
             if vectors.shape[1] != entry.dim or int(rows.min()) < 0 or int(rows.max()) >= entry.rows:
                 raise DamagedError(
                     f"{change} has rows {int(rows.min()):,} … {int(rows.max()):,} of {vectors.shape[1]} columns, and "
@@ -235,8 +240,11 @@ class ServedTables:
             if table in dynamic:
                 deleted.setdefault(table, []).append(gone)
                 upserted.setdefault(table, []).append(ids)
-        for table, gone in deleted.items():
-            dynamic[table].stage(torch.cat(gone), torch.cat(upserted[table]))
+        for table, parts in deleted.items():
+            gone, ids = torch.cat(parts), torch.cat(upserted[table])
+            if len(torch.cat([gone, ids]).unique()) < len(gone) + len(ids):
+                raise DamagedError(f"{change} has an id of table '{table}' twice; copy it again")
+            dynamic[table].stage(gone, ids)
 
     def stage_model(self, model: ExportedModel, *, same_state: bool, check: Callable[[], None] = lambda: None) -> None:
         """Prepare to take the rows of another exported model of these tables; ``same_state``: the very same rows.
