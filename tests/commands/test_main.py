@@ -28,11 +28,11 @@ REAL_LOG = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_110k.t
 
 
 LIGHT = (
-    *("demo", "init", "train", "daily", "tune", "eval", "predict", "export", "serve", "plan"),
+    *("demo", "init", "train", "daily", "tune", "eval", "predict", "export", "serve"),
     *("checkpoint", "checkpoint inspect", "checkpoint verify", "checkpoint convert", "bench", "completion", "doctor"),
 )
 """Commands whose help needs no torch; that of the others shows arguments of functions that do."""
-HEAVY = ("prepare", "pack", "inspect", "bench ops", "bench step")
+HEAVY = ("prepare", "pack", "plan", "inspect", "bench ops", "bench step")
 
 
 def test_help_lists_every_command(capsys: Output) -> None:

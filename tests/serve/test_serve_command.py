@@ -102,7 +102,10 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, capsys: Output, exported:
             [model, "--token_file", str(tmp_path / "none")],
             "none cannot be read (No such file or directory); give a file",
         ),
-        ([model, "--redis", "cache:6379"], "'cache:6379' is no address of Redis; give redis://HOST:PORT/DATABASE"),
+        (
+            [model, "--memory_gib", "1", "--redis", "cache:6379"],
+            "'cache:6379' is no address of Redis; give redis://HOST:PORT/DATABASE",
+        ),
         ([model, "--max_batch_rows", "0"], "--max_batch_rows is 0, must be above 0"),
     ]:
         assert message in refused(["serve", "--port", "0", *argv], capsys), argv
