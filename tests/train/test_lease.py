@@ -132,9 +132,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_what_a_killed_process_held_is_taken_over(
-    store: Directory, host: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_killed_process_held_passes_on(store: Directory, host: str, caplog: pytest.LogCaptureFixture) -> None:
     command = [sys.executable, "-c", KILLED, store.path, host, "2" if host == "elsewhere" else "1000"]
     killed = subprocess.run(command, check=False, timeout=PATIENCE_S)
     assert killed.returncode == -signal.SIGKILL
