@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from hotbed.errors import StoreError
 from hotbed.ops import cpu_cache
-from hotbed.store.base import Records, Use
+from hotbed.store.base import Records, RecordsAbove, Use
 
 READERS = 16
 """Threads that read files, of all models together: a disk is fast when it has much to do at once."""
@@ -153,7 +153,7 @@ class RecordFiles(Records):
         self._close()
 
 
-class ChangedRecords(Records):
+class ChangedRecords(RecordsAbove):
     """Put records that changed over those of an exported model; see above.
 
     One thread may `stage` while others read; none may read during `swap`.
@@ -174,8 +174,7 @@ class ChangedRecords(Records):
     """
 
     def __init__(self, below: Records, slots: int, directory: str | Path | None = None) -> None:
-        super().__init__(below.record_bytes)
-        self.below = below
+        super().__init__(below)
         self._where = torch.zeros(slots, dtype=torch.uint8)
         self._staged: list[tuple[Tensor, Tensor]] = []  # slots, and which file each is going to be read from
         self._replacement: Records | None = None
@@ -184,10 +183,6 @@ class ChangedRecords(Records):
         self._close = weakref.finalize(self, _close, descriptors)
         place = str(directory or tempfile.gettempdir())
         self._files = [_Open([d], [0], [f"the changes in {place}"]) for d in descriptors]
-
-    @override
-    def layers(self) -> list[Records]:
-        return [self, *self.below.layers()]
 
     @property
     @override
@@ -262,18 +257,6 @@ class ChangedRecords(Records):
         if self._replacement is not None:
             self._replacement.close()
             self._replacement = None
-
-    @override
-    def write(self, slots: Tensor, records: Tensor) -> None:
-        self.below.write(slots, records)
-
-    @override
-    def keys(self) -> Tensor:
-        return self.below.keys()
-
-    @override
-    def clear(self) -> None:
-        self.below.clear()
 
     @override
     def close(self) -> None:

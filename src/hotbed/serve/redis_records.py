@@ -24,7 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hotbed.errors import StoreError
-from hotbed.store.base import Records, Use
+from hotbed.store.base import Records, RecordsAbove, Use
 
 BLOCK_BYTES = 1024
 """About how many bytes one key holds."""
@@ -40,7 +40,7 @@ CLUSTER = "redis+cluster://"
 """What addresses of a cluster begin with."""
 
 
-class RedisRecords(Records):
+class RedisRecords(RecordsAbove):
     """Read records from Redis, and from the records below what it does not have.
 
     Parameters
@@ -66,8 +66,8 @@ class RedisRecords(Records):
     """
 
     def __init__(self, below: Records, tables: Sequence[tuple[str, int]], state: str, address: str) -> None:
-        super().__init__(below.record_bytes)
-        self.below, self._address = below, address
+        super().__init__(below)
+        self._address = address
         self._client = client(address)
         self._block_rows = max(BLOCK_BYTES // self.record_bytes, 1)
         self._prefixes = [f"hotbed:{state[:32]}:{name}:" for name, _ in tables]
@@ -77,10 +77,6 @@ class RedisRecords(Records):
         self._first_blocks = torch.tensor([0, *accumulate(blocks)])
         self._retry_at = self._put_at = 0.0
         self.hits = self.misses = self.failures = 0
-
-    @override
-    def layers(self) -> list[Records]:
-        return [self, *self.below.layers()]
 
     @property
     @override
@@ -166,18 +162,6 @@ class RedisRecords(Records):
         self._put_at = time.monotonic() + RETRY_S
         if not isinstance(error, redis.ResponseError):  # else it answers: it is full, perhaps, and can be read
             self._retry_at = self._put_at
-
-    @override
-    def write(self, slots: Tensor, records: Tensor) -> None:
-        self.below.write(slots, records)
-
-    @override
-    def keys(self) -> Tensor:
-        return self.below.keys()
-
-    @override
-    def clear(self) -> None:
-        self.below.clear()
 
     @override
     def close(self) -> None:

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
@@ -366,3 +367,27 @@ class Records(ABC):
     def close(self) -> None:
         """Close files; memory is freed with the object."""
         return
+
+
+class RecordsAbove(Records):
+    """Stand before other records; what is not said otherwise is theirs."""
+
+    def __init__(self, below: Records) -> None:
+        super().__init__(below.record_bytes)
+        self.below = below
+
+    @override
+    def layers(self) -> list[Records]:
+        return [self, *self.below.layers()]
+
+    @override
+    def write(self, slots: Tensor, records: Tensor) -> None:
+        self.below.write(slots, records)
+
+    @override
+    def keys(self) -> Tensor:
+        return self.below.keys()
+
+    @override
+    def clear(self) -> None:
+        self.below.clear()

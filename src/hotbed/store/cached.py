@@ -25,7 +25,7 @@ from hotbed.config.places import CachePolicy
 from hotbed.ops import BackendName, CacheTags
 from hotbed.ops.layout import FREE
 from hotbed.store import memory
-from hotbed.store.base import Records, Use
+from hotbed.store.base import Records, RecordsAbove, Use
 from hotbed.store.keyed import distinct, positions
 
 WAYS = 32
@@ -211,7 +211,7 @@ class CachedRecords(Records):
             self._dirty[places[kept]] = dirty
 
 
-class DeviceStaging(Records):
+class DeviceStaging(RecordsAbove):
     """Copy records between the host, where they are, and a device that reads and writes them.
 
     Copies go through page-locked memory. Those to the device are asynchronous, those from it wait for the device.
@@ -225,12 +225,8 @@ class DeviceStaging(Records):
     """
 
     def __init__(self, below: Records, device: torch.device) -> None:
-        super().__init__(below.record_bytes)
-        self.below, self.device, self.reads_ahead = below, device, below.reads_ahead
-
-    @override
-    def layers(self) -> list[Records]:
-        return [self, *self.below.layers()]
+        super().__init__(below)
+        self.device, self.reads_ahead = device, below.reads_ahead
 
     @property
     @override
@@ -260,14 +256,6 @@ class DeviceStaging(Records):
         self.below.write(slots.cpu(), sent)
 
     @override
-    def keys(self) -> Tensor:
-        return self.below.keys()
-
-    @override
-    def clear(self) -> None:
-        self.below.clear()
-
-    @override
     def prefetch(self, slots: Tensor) -> None:
         self.below.prefetch(slots.cpu())
 
@@ -286,7 +274,7 @@ class _BatchAhead(NamedTuple):
         self.fresh[at[found]] = False
 
 
-class ReadAhead(Records):
+class ReadAhead(RecordsAbove):
     """Read records of a file before they are needed.
 
     One thread may `prefetch` while another, the only one that writes, looks up and updates.
@@ -300,16 +288,11 @@ class ReadAhead(Records):
     reads_ahead = True
 
     def __init__(self, below: Records) -> None:
-        super().__init__(below.record_bytes)
-        self.below = below
+        super().__init__(below)
         self._lock = threading.Lock()
         self._batches: list[_BatchAhead] = []
         self._written: list[Tensor] | None = None
         """What was written since the prefetch under way began."""
-
-    @override
-    def layers(self) -> list[Records]:
-        return [self, *self.below.layers()]
 
     @property
     @override
@@ -366,10 +349,6 @@ class ReadAhead(Records):
                 batch.outdate(slots)
             if self._written is not None:
                 self._written.append(slots)
-
-    @override
-    def keys(self) -> Tensor:
-        return self.below.keys()
 
     @override
     def clear(self) -> None:
