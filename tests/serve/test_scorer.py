@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hotbed.batch import Batch
 from hotbed.errors import BatchError
 from hotbed.nn.dense_part import DensePart, traced
-from hotbed.serve.scorer import BLOCK_ROWS, Scorer
+from hotbed.serve.scorer import BLOCK_ROWS, LARGER_BLOCKS, Scorer
 from tests.serve.models import MODELS, batch_of, model_of
 
 CPU = torch.device("cpu")
@@ -52,6 +52,43 @@ def test_products_of_a_block_sum_each_row_alike() -> None:
                 assert torch.equal(F.linear(alone, weight, bias)[-1], F.linear(x, weight, bias)[0])
     finally:
         torch.set_num_threads(before)
+
+
+class Counting(nn.Module):
+    """Sees how many rows it is given at once; ``drift`` makes the bits depend on it."""
+
+    def __init__(self, part: DensePart, drift: float = 0.0) -> None:
+        super().__init__()
+        self.part, self.drift, self.rows = part, drift, list[int]()
+
+    def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
+        self.rows.append(len(dense))
+        return self.part.forward(dense, vectors) + self.drift * (len(dense) > BLOCK_ROWS)
+
+
+def test_blocks_are_as_large_as_bits_allow() -> None:
+    part, batch = DensePart(model_of("DLRM")), batch_of(LARGER_BLOCKS[-1] + LARGER_BLOCKS[0] + 3)
+    with Scorer(part, dict(part.collections), part.features, threads=1) as scorer:
+        expected = np.concatenate([scorer(batch.take(torch.tensor([row]))) for row in range(len(batch))])
+    for drift, blocks in ((1e-6, [BLOCK_ROWS] * (len(batch) // BLOCK_ROWS + 1)), (0.0, None)):
+        counting = Counting(part, drift)
+        with Scorer(counting, dict(part.collections), part.features, threads=1) as scorer:
+            np.testing.assert_array_equal(scorer(batch.take(torch.arange(3))), expected[:3])
+            assert counting.rows == [BLOCK_ROWS]
+            scorer(batch)
+            counting.rows.clear()
+            np.testing.assert_array_equal(scorer(batch), expected)
+        assert counting.rows == (blocks or counting.rows)
+        assert sum(counting.rows) >= len(batch) > sum(counting.rows) - BLOCK_ROWS
+
+
+def test_each_thread_gets_a_block() -> None:
+    part, batch = DensePart(model_of("DLRM")), batch_of(100)
+    with Scorer(part, dict(part.collections), part.features, threads=2) as scorer:
+        assert scorer._blocks(100, [32, 64]) == [range(32), range(32, 64), range(64, 96), range(96, 128)]
+        assert scorer._blocks(200, [32, 64]) == [range(64), range(64, 128), range(128, 192), range(192, 224)]
+        assert scorer._blocks(1, [32, 64]) == [range(32)]
+        np.testing.assert_array_equal(scorer(batch)[:1], scorer(batch.take(torch.tensor([0]))))
 
 
 def test_threads_of_others_stay_as_many() -> None:

@@ -1,10 +1,12 @@
 """Compute scores whose bits depend on nothing but the row: the way of ``hotbed predict`` and of ``hotbed serve``.
 
 A library's matrix product may sum in another order when it has another number of rows, or another number of threads.
-So the dense part is computed in blocks of `BLOCK_ROWS` rows, always, the last one filled up, and each on one thread;
-several blocks are computed on several threads. Within a product of that size all rows are summed alike, wherever they
-are (docs/decisions/0034 has the measurement, ``tests/serve/test_scorer.py`` keeps it). Vectors are looked up by
-hotbed's kernels, whose sums do not depend on other bags.
+So the dense part is computed in blocks of `BLOCK_ROWS` rows, the last one filled up, and each on one thread; several
+blocks are computed on several threads. Within a product of that size all rows are summed alike, wherever they are
+(docs/decisions/0034 has the measurement, ``tests/serve/test_scorer.py`` keeps it). Larger blocks cost less per row;
+they are computed where this processor's library gives each row the very bits that blocks of `BLOCK_ROWS` give it, which
+is tried on random vectors before the first batch that is larger. Vectors are looked up by hotbed's kernels, whose sums
+do not depend on other bags.
 
 Equal bits need equal libraries, processors and devices, too: a GPU, or another processor, rounds otherwise.
 """
@@ -12,7 +14,7 @@ Equal bits need equal libraries, processors and devices, too: a GPU, or another 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -30,7 +32,9 @@ from hotbed.nn.dense_part import DensePart, Vectors
 from hotbed.specs import Feature
 
 BLOCK_ROWS = 32
-"""Rows of a block on a CPU: one row costs as much as all, and larger blocks gain little (docs/decisions/0034)."""
+"""Rows of the smallest block on a CPU, where one row costs as much as all (docs/decisions/0034)."""
+LARGER_BLOCKS = (64, 128, 256, 512)
+"""Rows of blocks that are computed where they give the same bits; more gain nothing."""
 DEVICE_BLOCK_ROWS = 1024
 """On an accelerator, where a launch costs more than a row."""
 
@@ -70,8 +74,10 @@ class Scorer:
         self._dense = dense
         self.replace_dense(dense)
         is_cpu = self._device.type == "cpu"
-        self.block_rows = BLOCK_ROWS if is_cpu else DEVICE_BLOCK_ROWS
-        self._pool = _single_threads(threads or torch.get_num_threads()) if is_cpu else None
+        self._threads = threads or torch.get_num_threads()
+        self._pool = _single_threads(self._threads) if is_cpu else None
+        self._smallest = BLOCK_ROWS if is_cpu else DEVICE_BLOCK_ROWS
+        self._sizes: list[int] | None = None if is_cpu else [self._smallest]
 
     @classmethod
     def of_model(cls, model: nn.Module, device: torch.device) -> Self:
@@ -101,7 +107,8 @@ class Scorer:
             size = len(batch)
             vectors = self._vectors(batch.sparse)
             scores = self._pool.map if self._pool is not None else map
-            found = list(scores(partial(self._block, batch, vectors), range(0, size, self.block_rows)))
+            blocks = self._blocks(size, self._sizes_for(batch, vectors))
+            found = list(scores(partial(self._block, batch, vectors), blocks))
             return torch.cat(found)[:size].cpu().numpy()
 
     def close(self) -> None:
@@ -129,22 +136,86 @@ class Scorer:
                 vectors[name] = padded, mask.sum(1)
         return vectors
 
-    def _block(self, batch: Batch, vectors: Mapping[str, Vectors], first: int) -> Tensor:
-        """Probabilities of the rows from ``first`` on; where there are too few, the last one is there several times."""
+    def _blocks(self, rows: int, sizes: Sequence[int]) -> list[range]:
+        """Cut a batch into blocks of these sizes, rising, the largest first, one for each thread if there are enough.
+
+        The last one may end behind the batch.
+        """
+        share = max(-(-rows // self._threads), sizes[0])
+        blocks: list[range] = []
+        first = 0
+        while first < rows:
+            size = max((s for s in sizes if s <= min(share, rows - first)), default=sizes[0])
+            blocks.append(range(first, first + size))
+            first += size
+        return blocks
+
+    def _block(self, batch: Batch, vectors: Mapping[str, Vectors], rows: range) -> Tensor:
+        """Probabilities of rows of a batch; where there are too few, the last one is there several times."""
         with torch.no_grad():  # which is a thread's own
-            at = torch.arange(first, first + self.block_rows, device=self._device).clamp(max=len(batch) - 1)
+            at = torch.arange(rows.start, rows.stop, device=self._device).clamp(max=len(batch) - 1)
             dense = None if batch.dense is None else batch.dense[at]
-            given = {n: of[at] if isinstance(of, Tensor) else (of[0][at], of[1][at]) for n, of in vectors.items()}
-            if isinstance(self._dense, DensePart):
-                logits = self._dense(dense, given, lambda: batch.take(at))
-            else:
-                logits = self._dense(dense, given)
-            if logits.ndim != 2 or len(logits) != self.block_rows:
-                raise BatchError(
-                    f"the model gave logits {list(logits.shape)} for {self.block_rows} rows, must be [rows, labels]"
-                )
-            logits = logits.double()
+            logits = self._logits(
+                dense, {n: _rows(of, at) for n, of in vectors.items()}, lambda: batch.take(at)
+            ).double()
             return torch.where(logits.isfinite(), logits.sigmoid(), torch.nan)
+
+    def _logits(self, dense: Tensor | None, vectors: Mapping[str, Vectors], rest: Callable[[], Batch]) -> Tensor:
+        """Logits ``[n, T]`` of these numbers and vectors; ``rest`` makes the batch, for models that ask for it."""
+        # `forward` without the module's call, whose hooks check what `Encoder` and tables have checked
+        if isinstance(self._dense, DensePart):
+            logits = self._dense.forward(dense, vectors, rest)
+        else:
+            logits = self._dense.forward(dense, vectors)
+        rows = len(next(v if isinstance(v, Tensor) else v[0] for v in vectors.values()))
+        if logits.ndim != 2 or len(logits) != rows:
+            raise BatchError(f"the model gave logits {list(logits.shape)} for {rows} rows, must be [rows, labels]")
+        return logits
+
+    def _sizes_for(self, batch: Batch, vectors: Mapping[str, Vectors]) -> Sequence[int]:
+        """Sizes of blocks that all give a row the same bits, rising; one is enough for a batch that fits into it."""
+        if self._sizes is not None:
+            return self._sizes
+        if len(batch) <= self._smallest:
+            return [self._smallest]
+        assert self._pool is not None
+        self._sizes = self._pool.submit(self._equal_sizes, batch, vectors).result()
+        return self._sizes
+
+    def _equal_sizes(self, batch: Batch, vectors: Mapping[str, Vectors]) -> list[int]:
+        """Compare blocks of all sizes on random vectors: a sum in another order differs in some of so many rows."""
+        with torch.no_grad():
+            draw = torch.Generator().manual_seed(0)
+            at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)
+            dense = None if batch.dense is None else batch.dense[at].exponential_(generator=draw)
+            given = {n: _random(_rows(of, at), draw) for n, of in vectors.items()}
+
+            def logits(size: int) -> Tensor:
+                found: list[Tensor] = []
+                for rows in torch.arange(len(at)).split(size):
+                    of_rows = {n: _rows(of, rows) for n, of in given.items()}
+                    own = partial(batch.take, at[rows])
+                    found.append(self._logits(None if dense is None else dense[rows], of_rows, own))
+                return torch.cat(found)
+
+            expected, sizes = logits(self._smallest), [self._smallest]
+            if bool(expected.isfinite().all()):
+                sizes += [size for size in LARGER_BLOCKS if torch.equal(logits(size), expected)]
+            return sizes
+
+
+def _rows(vectors: Vectors, at: Tensor) -> Vectors:
+    """Copy some samples' vectors."""
+    return vectors[at] if isinstance(vectors, Tensor) else (vectors[0][at], vectors[1][at])
+
+
+def _random(vectors: Vectors, draw: torch.Generator) -> Vectors:
+    """Put random numbers for vectors, with the lengths that they have."""
+    if isinstance(vectors, Tensor):
+        return vectors.normal_(generator=draw)
+    padded, lengths = vectors
+    live = torch.arange(padded.shape[1]) < lengths[:, None]
+    return padded.normal_(generator=draw) * live[..., None], lengths
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:
