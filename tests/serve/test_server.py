@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -253,6 +254,14 @@ def test_logs_are_lines_of_json() -> None:
     assert "/secret/path" in failed["traceback"]
     assert "item" not in json.dumps(requests)  # nothing of bodies
     assert not logging.getLogger("hotbed").handlers
+
+
+def test_threads_take_turns_quickly_while_a_server_runs() -> None:
+    before = sys.getswitchinterval()
+    with serving(fake(FakeModel())) as client:
+        until(lambda: client.ask("GET", "/v2/health/ready").status == 200)
+        assert sys.getswitchinterval() == pytest.approx(1e-4)
+    assert sys.getswitchinterval() == before
 
 
 # -- the end -------------------------------------------------------------------------------------------------------
