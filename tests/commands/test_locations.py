@@ -83,6 +83,7 @@ def test_what_has_to_be_local_says_so(recipe: Path, capsys: Output) -> None:
         (["demo", "s3://b/log.tsv"], "DATA is s3://b/log.tsv"),
         (["demo", "--out", "s3://b"], "--out is s3://b"),
         (["prepare", "log.tsv", "out", "--vocabulary", "s3://b/v"], "--vocabulary is s3://b/v"),
+        (["serve", "model", "--cache", "s3://b/c"], "--cache is s3://b/c"),
         (["prepare", "log.tsv", "s3://b"], "OUT is s3://b"),
         (["inspect", "--skew", str(recipe), "--out", "s3://b/skew"], "--out is s3://b/skew"),
         (["pack", str(recipe), "s3://b", "--budget", "1"], "OUT is s3://b"),

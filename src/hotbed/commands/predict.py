@@ -13,7 +13,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, the data and the file to make."""
     parser.usage = "hotbed predict RUN NEW --out FILE [options]"
     parser.add_argument("run", type=str, help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
-    parser.add_argument("data", type=str, help="New rows, in the format of the data that the run was trained on.")
+    parser.add_argument(
+        "data",
+        type=str,
+        help="New rows, in the format of the data to train on; or raw ones, where hotbed prepare made those.",
+    )
     parser.add_argument(
         "--out", type=str, required=True, help="File to make, path or URI: .parquet or .csv, one row per row."
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.errors import RecipeError, StoppedError
-from hotbed.locations import location
+from hotbed.locations import local, location
 from hotbed.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -54,6 +54,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--directory", type=str | None, help="Where files for changed rows are made; default: that of temporary files."
     )
     parser.add_argument(
+        "--cache",
+        type=str | None,
+        help="Where files of models at URIs are kept; default: hotbed/models in the user's folder for caches.",
+    )
+    parser.add_argument(
+        "--encoded",
+        type=bool,
+        default=False,
+        help="Requests have ids and numbers as hotbed prepare makes them, instead of raw values.",
+    )
+    parser.add_argument(
         "--verify", type=bool, default=True, help="Compare the hashes of all files of a model before it is served."
     )
     parser.add_argument(
@@ -71,6 +82,11 @@ def run(parsed: Namespace) -> None:
     rows = _row_options(
         {name: values.pop(name) for name in ("memory_gib", "redis", "directory", "verify", "threads", "device")}
     )
+    rows |= {name: values.pop(name) for name in ("encoded", "cache")}
+    if rows["cache"] is not None:
+        rows["cache"] = local("--cache", rows["cache"])
+        if rows["cache"].exists() and not rows["cache"].is_dir():
+            raise RecipeError(f"--cache is {rows['cache']}, which is no directory; name another place")
     options = ServeOptions(**values)
     token = options.token()
     named = _named(place, models)
@@ -150,7 +166,7 @@ def _opened(name: str | None, place: str, rows: Mapping[str, Any], poll_s: float
         )
     follower = None
     if not at.has(MANIFEST):
-        follower = Follower(model, at, interval_s=poll_s, verify=rows["verify"])
+        follower = Follower(model, at, interval_s=poll_s, verify=rows["verify"], cache=rows["cache"])
         opened.callback(follower.close)
         follower.look()  # so that the first answer is by the newest version
         follower.start()

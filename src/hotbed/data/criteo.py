@@ -82,19 +82,8 @@ class LineChecker:
         integers = raw.select(pl.col(DENSE).cast(pl.Int64, strict=False))
         parsed = raw.select(
             pl.when(pl.col(LABEL).is_in(["0", "1"])).then(pl.col(LABEL)).cast(pl.UInt8),
-            # + 3 as floats: the largest integers would wrap around to negative ones.
-            *(
-                (pl.when(integers[c] > -3).then(integers[c]).cast(pl.Float64) + 3).log().cast(pl.Float32).alias(c)
-                for c in DENSE
-            ),
-            *(
-                pl.when((pl.col(c).str.len_bytes() <= 8) & ~pl.col(c).str.starts_with("+"))
-                .then(pl.col(c))
-                .str.to_integer(base=16, strict=False)
-                .cast(pl.UInt32, strict=False)
-                .alias(c)
-                for c in SPARSE
-            ),
+            *(logarithm(pl.lit(integers[c])).alias(c) for c in DENSE),
+            *(hexadecimal(pl.col(c)) for c in SPARSE),
         )
         if parsed[LABEL].null_count() or any(parsed[c].null_count() != raw[c].null_count() for c in COLUMNS):
             parsed = parsed.filter(self._good(block, line_numbers, raw, parsed))
@@ -130,13 +119,33 @@ class LineChecker:
             column = next(c for c in COLUMNS if wrong[c][i])
             kind = "label" if column == LABEL else "numerical" if column in DENSE else "categorical"
             value = cast("str | None", raw[column][i])
-            self._bad(kind, f"{block.file}, line {numbers[i]:,}, column {column}: {_complaint(kind, value)}")
+            self._bad(kind, f"{block.file}, line {numbers[i]:,}, column {column}: {complaint(kind, value)}")
         return good
 
     def _bad(self, kind: str, message: str) -> None:
         if self.on_bad_line == "error":
             raise DataError(f"{message}; mend the line, or pass on_bad_line='skip' to leave out and count such lines")
         self.skipped[kind] += 1
+
+
+def logarithm(integers: pl.Expr) -> pl.Expr:
+    """Compute ln(x + 3) of integers, as Float32; null where it is not defined."""
+    import polars as pl
+
+    # + 3 as floats: the largest integers would wrap around to negative ones.
+    return (pl.when(integers > -3).then(integers).cast(pl.Float64) + 3).log().cast(pl.Float32)
+
+
+def hexadecimal(text: pl.Expr) -> pl.Expr:
+    """Parse text of up to 8 hexadecimal digits as UInt32; null where it is something else."""
+    import polars as pl
+
+    return (
+        pl.when((text.str.len_bytes() <= 8) & ~text.str.starts_with("+"))
+        .then(text)
+        .str.to_integer(base=16, strict=False)
+        .cast(pl.UInt32, strict=False)
+    )
 
 
 def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
@@ -257,7 +266,8 @@ def _unix_lines(text: bytes) -> bytes:
     return text.replace(b"\r\n", b"\n") if b"\r" in text else text
 
 
-def _complaint(kind: str, value: str | None) -> str:
+def complaint(kind: str, value: str | None) -> str:
+    """Say what is wrong with a value of a ``"label"``, ``"numerical"`` or ``"categorical"`` column."""
     if kind == "label":
         return f"label is {value or ''!r}, must be 0 or 1"
     if kind == "categorical":

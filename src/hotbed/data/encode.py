@@ -23,10 +23,11 @@ from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
 from hotbed.data.derived_columns import Columns, check_derived_types, not_measured
-from hotbed.data.labels import check_label, read_labels, read_weights, refuse_null
+from hotbed.data.labels import check_label, read_group, read_labels, read_weights
 from hotbed.data.lookup_table import LookupTable
 from hotbed.data.numericals import read_numericals
 from hotbed.data.plain_rows import InputColumn, typed_table
+from hotbed.data.preparation import Preparation, hint_for_text
 from hotbed.data.schema import Schema
 from hotbed.data.source import refuse_other_kind
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -57,6 +58,8 @@ class Encoder:
         may be either.
     tables
         By feature, columns ``key`` and ``value`` that its values are looked up in; default: those of its file.
+    preparation
+        How raw values become what is stored, where training data were prepared beforehand.
 
     Attributes
     ----------
@@ -78,12 +81,14 @@ class Encoder:
         ids: Ids = "hash",
         id_kinds: Mapping[str, str] | None = None,
         tables: Mapping[str, pa.Table] | None = None,
+        preparation: Preparation | None = None,
     ) -> None:
         if ids not in get_args(Ids):
             raise SpecError(f"ids is {ids!r}, must be one of {', '.join(get_args(Ids))}")
         self.schema = schema
         self.ids: Ids = ids
         self.id_kinds = dict(id_kinds or {})
+        self.preparation = preparation
         given = tables or {}
         self._lookups = {
             d.name: LookupTable.from_table(given[d.name], d) if d.name in given else LookupTable.read(d)
@@ -106,7 +111,8 @@ class Encoder:
         """The stored columns that inputs are made of: what predictions need."""
         sparse, dense = self.schema.stored
         unknown = "integers" if self.ids == "raw" else ""
-        found = {c.name: InputColumn(c.name, self.id_kinds.get(c.name, unknown), c.ids) for c in sparse}
+        kinds = self.id_kinds if self.preparation is None else self.preparation.kinds
+        found = {c.name: InputColumn(c.name, kinds.get(c.name, unknown), c.ids) for c in sparse}
         for name in stored_inputs(self.schema.derived, (Cross, Lookup)):
             kind = self.id_kinds.get(name, "")
             found.setdefault(
@@ -150,6 +156,13 @@ class Encoder:
         return other.of(self.schema)
 
     @property
+    def encoded(self) -> Encoder:
+        """The same for rows whose ids and numbers are as a prepared dataset stores them."""
+        other = self.of(self.schema)
+        other.preparation = None
+        return other
+
+    @property
     def inputs(self) -> Encoder:
         """The same without labels, weight and group."""
         return self.of(self.schema.inputs)
@@ -169,8 +182,11 @@ class Encoder:
             if name not in known:
                 raise DataError(f"{what} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}")
         sparse, dense = s.stored
-        for column in sparse:
-            arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids)
+        if self.preparation is None:
+            for column in sparse:
+                arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids)
+        else:
+            self.preparation.check(fields, what)
         for name in self.hashed:
             refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
         check_derived_types(s, fields, self._lookups, what, self._lists)
@@ -200,7 +216,11 @@ class Encoder:
             If a column is missing or of another length, or a value is of another kind than in training; names column,
             row and value.
         """
-        return typed_table(rows, self.columns())
+        try:
+            return typed_table(rows, self.columns())
+        except DataError as error:
+            encoded = self.schema.stored[0] if self.ids == "raw" and self.preparation is None else ()
+            raise DataError(f"{error}{hint_for_text(rows, encoded)}") from None
 
     def batch(
         self, table: pa.Table | pa.RecordBatch, *, place: str = ROWS, row_of: Callable[[int], str] = place_of_row
@@ -246,7 +266,7 @@ class Encoder:
             dense=torch.from_numpy(read_numericals(columns, s, place, row_of)) if s.dense else None,
             labels=torch.from_numpy(np.stack(labels, axis=1)) if labels else None,
             weights=None if weights is None else torch.from_numpy(weights),
-            extra={s.group: _group(table[s.group], s.group, place, row_of)} if s.group else {},
+            extra={s.group: torch.from_numpy(read_group(table[s.group], s.group, place, row_of))} if s.group else {},
         )
 
     def numericals(
@@ -293,12 +313,9 @@ class Encoder:
             if isinstance(d, Bucket) and d.boundaries is None:
                 found[d.name] = {**d.entry(), "measured": list(self.boundaries[d.name])}
             elif isinstance(d, Lookup):
-                found[d.name] = {
-                    **d.entry(),
-                    "keys": len(self._lookups[d.name].keys),
-                    "sha256": self._lookups[d.name].sha256,
-                }
-        return found
+                table = self._lookups[d.name]
+                found[d.name] = {**d.entry(), "keys": len(table.keys), "sha256": table.sha256}
+        return found if self.preparation is None else found | self.preparation.state()
 
     def load_state(self, state: Mapping[str, Any], *, other_tables: bool = False) -> None:
         """Take over what `state` gave, of the features that are the same here.
@@ -320,14 +337,9 @@ class Encoder:
             if isinstance(d, Bucket) and d.entry().items() <= was.items() and "measured" in was:
                 self.boundaries[d.name] = was["measured"]
             elif isinstance(d, Lookup) and "sha256" in was and not other_tables:
-                now = self._lookups[d.name]
-                if now.sha256 != was["sha256"]:
-                    raise DataError(
-                        f"feature '{d.name}': {d.file} has changed since the model was trained: it had "
-                        f"{was['keys']:,} keys with SHA-256 {was['sha256'][:12]}…, and has {len(now.keys):,} with "
-                        f"{now.sha256[:12]}…; put back what it was, or train a model with what it is (init_from takes "
-                        "over the rows of the earlier one)"
-                    )
+                self._lookups[d.name].refuse_other(d, was)
+        if self.preparation is not None and not other_tables:
+            self.preparation.refuse_other(state)
 
     @property
     def tables(self) -> dict[str, pa.Table]:
@@ -347,11 +359,16 @@ class Encoder:
             "ids": self.ids,
             "id_kinds": dict(self.id_kinds),
             "features": self.state(),
+            **({} if self.preparation is None else {"preparation": self.preparation.entry.model_dump()}),
         }
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any], tables: Mapping[str, pa.Table] | None = None) -> Encoder:
-        """Rebuild an encoder from `to_dict`'s values and `tables`.
+    def from_dict(
+        values: Mapping[str, Any],
+        tables: Mapping[str, pa.Table] | None = None,
+        vocabulary: Callable[[str], LookupTable] | None = None,
+    ) -> Encoder:
+        """Rebuild an encoder from `to_dict`'s values, `tables`, and what gives the ids of a column's values.
 
         Raises
         ------
@@ -360,9 +377,9 @@ class Encoder:
         DataError
             If a table is not the one that the values are of.
         """
-        made = Encoder(
-            Schema.from_dict(values["schema"]), ids=values["ids"], id_kinds=values["id_kinds"], tables=tables
-        )
+        schema = Schema.from_dict(values["schema"])
+        preparation = Preparation.rebuilt(values.get("preparation"), schema, vocabulary)
+        made = Encoder(schema, ids=values["ids"], id_kinds=values["id_kinds"], tables=tables, preparation=preparation)
         made.load_state(values.get("features", {}))
         return made
 
@@ -374,19 +391,10 @@ class Encoder:
         if check and (self._checked is None or not table.schema.equals(self._checked)):
             self.check(table.schema, place)
             self._checked = table.schema
+        if self.preparation is not None:
+            table = self.preparation.stored(arrow.plain(table), self.schema.dense, place, row_of)
         derived = {d.name: d for d in self.schema.derived}
         return Columns(arrow.plain(table), derived, self._lookups, self.boundaries, self._lists, place, row_of)
 
     def _names_of_lists(self) -> frozenset[str]:
         return frozenset(column.name for column in self.columns() if column.is_list)
-
-
-def _group(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> Tensor:
-    """Group keys ``[n]`` int64: integers as they are, strings hashed."""
-    refuse_null(column, name, place, row_of)
-    values = column.combine_chunks()
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if arrow.is_text(values.type):
-        return torch.from_numpy(arrow.hashes(values).view(np.int64))
-    return torch.from_numpy(values.to_numpy(zero_copy_only=False).astype(np.int64))

@@ -22,6 +22,7 @@ from hotbed.locations import location
 from hotbed.parsing import TextError, parse_yaml, read_limited
 from hotbed.specs import is_int
 
+DESCRIPTION = "feature_spec.yaml"
 _DTYPES: dict[str, tuple[str, ...]] = {
     "categorical": ("int8", "int16", "int32", "int64"),
     "numerical": ("float16", "float32"),
@@ -40,10 +41,15 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """A dataset's schema, and per split the file that holds each column (numericals share one)."""
+    """A dataset's schema, and per split the file that holds each column (numericals share one).
 
+    ``preparation`` says how raw values became what is stored, unchecked; None where the description does not say it.
+    """
+
+    folder: Path
     schema: Schema
     files: Mapping[str, Mapping[str, StoredFile]]
+    preparation: object = None
 
 
 def id_dtype(name: str, rows: int) -> np.dtype[Any]:
@@ -69,7 +75,7 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
     if isinstance(place, str):
         raise DataError(f"{path}: split-binary data is read from local disks only; copy it there, or use Parquet")
     path = place
-    file = path if path.is_file() else path / "feature_spec.yaml"
+    file = path if path.is_file() else path / DESCRIPTION
     if not file.is_file():
         raise DataError(f"{file} does not exist; make one with `hotbed prepare`, or give its directory")
     try:
@@ -104,7 +110,8 @@ class _Reader:
             files[str(split)] = self._files(str(split), entries, dtypes)
         if not files:
             raise DataError(f"{self.file}: source_spec has no split; expected at least `train`")
-        return FeatureSpec(schema=self._schema(), files=files)
+        preparation = self.metadata.get("preparation") if isinstance(self.metadata, Mapping) else None
+        return FeatureSpec(folder=self.file.parent, schema=self._schema(), files=files, preparation=preparation)
 
     def _get(self, content: Mapping[str, Any], key: str) -> object:
         if key not in content:

@@ -154,6 +154,17 @@ def _numbers(name: str, kind: pa.DataType, condition: Positive) -> list[int | fl
     return found
 
 
+def read_group(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
+    """Group keys ``[n]`` int64: integers as they are, strings hashed."""
+    refuse_null(column, name, place, row_of)
+    values = column.combine_chunks()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if arrow.is_text(values.type):
+        return arrow.hashes(values).view(np.int64)
+    return values.to_numpy(zero_copy_only=False).astype(np.int64)
+
+
 def _number(text: str) -> int | float | None:
     try:
         return int(text)

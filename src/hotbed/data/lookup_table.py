@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +22,8 @@ from hotbed.data.hashing import Hashes
 from hotbed.data.parquet_files import find_parquet
 from hotbed.errors import DataError, SpecError, did_you_mean
 
+_STORED = ("key", "value", "hash")
+
 
 @dataclass(frozen=True)
 class LookupTable:
@@ -29,6 +34,8 @@ class LookupTable:
 
     keys: pa.Array
     values: pa.Array
+    stored_hashes: Hashes | None = field(default=None, compare=False)
+    """Of the keys, where they are stored with them."""
 
     @staticmethod
     def read(lookup: Lookup) -> LookupTable:
@@ -68,10 +75,8 @@ class LookupTable:
         there = pc.is_valid(keys)
         key = _normal(keys.filter(there).combine_chunks(), f"{where}, column '{lookup.key}'", may_be_list=False)
         value = _normal(values.filter(there).combine_chunks(), f"{where}, column '{lookup.value}'", may_be_list=True)
-        hashes = arrow.hashes(key)
-        order = np.argsort(hashes, kind="stable")
-        key, value = key.take(pa.array(order)), value.take(pa.array(order))
-        hashes = hashes[order]
+        made = LookupTable.ordered(key, value)
+        key, hashes = made.keys, made._hashes
         same = np.flatnonzero(hashes[1:] == hashes[:-1])
         if len(same):
             first, second = (arrow.shown(key[int(same[0]) + i]) for i in (0, 1))
@@ -84,7 +89,41 @@ class LookupTable:
                 f"{where}, column '{lookup.key}': the keys {first} and {second} have one hash, so they cannot be told "
                 "apart; rename one of them"
             )
-        return LookupTable(key, value)
+        return made
+
+    @staticmethod
+    def ordered(keys: pa.Array, values: pa.Array) -> LookupTable:
+        """Order distinct keys ``[n]`` and their values."""
+        keys = _normal(keys, "keys", may_be_list=False)
+        hashes = arrow.hashes(keys)
+        order = np.argsort(hashes, kind="stable")
+        return LookupTable(keys.take(pa.array(order)), values.take(pa.array(order)), hashes[order])
+
+    @staticmethod
+    def mapped(path: Path) -> LookupTable:
+        """Map a file that `write_mapped` wrote into memory; nothing is read before it is asked for.
+
+        Raises
+        ------
+        DataError
+            If it is none.
+        """
+        try:
+            with pa.memory_map(str(path)) as file:
+                table = pa.ipc.open_file(file).read_all()
+            table.validate()
+            key, value, hashes = (
+                table[name].chunk(0) if len(table) else table[name].combine_chunks() for name in _STORED
+            )
+            return LookupTable(key, value, hashes.to_numpy(zero_copy_only=True))
+        except (pa.ArrowException, KeyError, IndexError, OSError) as error:
+            raise DataError(f"{path} holds no keys and values: {error}") from None
+
+    def write_mapped(self, stream: IO[bytes]) -> None:
+        """Write an Arrow IPC file of keys, values and the hashes of keys, in the order of these."""
+        batch = pa.record_batch([self.keys, self.values, pa.array(self._hashes)], names=list(_STORED))
+        with pa.ipc.new_file(stream, batch.schema) as writer:
+            writer.write_batch(batch)
 
     @staticmethod
     def from_table(table: pa.Table, lookup: Lookup) -> LookupTable:
@@ -103,13 +142,20 @@ class LookupTable:
         """What keys are to a hash: ``"text"`` or ``"integers"``; "" where there are none."""
         return arrow.kind_of_ids(self.keys.type)
 
+    def refuse_other(self, lookup: Lookup, trained: Mapping[str, Any]) -> None:
+        """Raise `DataError` if a model was trained with other keys or values: those of so many keys and a SHA-256."""
+        if self.sha256 != trained["sha256"]:
+            raise DataError(
+                f"feature '{lookup.name}': {lookup.file} has changed since the model was trained: it had "
+                f"{trained['keys']:,} keys with SHA-256 {trained['sha256'][:12]}…, and has {len(self.keys):,} with "
+                f"{self.sha256[:12]}…; put back what it was, or train a model with what it is (init_from takes "
+                "over the rows of the earlier one)"
+            )
+
     @cached_property
     def sha256(self) -> str:
         """Of all keys and values, whatever file format, order of rows or width of integers they came in."""
-        found = hashlib.sha256()
-        for array in (self.keys, self.values):
-            _update(found, array)
-        return found.hexdigest()
+        return content_sha256(self.keys, self.values)
 
     def find(self, asked: pa.Array) -> pa.Array:
         """Values ``[n]`` of keys ``[n]``; null for those that are null or not in the table."""
@@ -125,7 +171,15 @@ class LookupTable:
 
     @cached_property
     def _hashes(self) -> Hashes:
-        return arrow.hashes(self.keys)
+        return arrow.hashes(self.keys) if self.stored_hashes is None else self.stored_hashes
+
+
+def content_sha256(*arrays: pa.Array) -> str:
+    """Hash values, whatever width of integers or kind of text they have."""
+    found = hashlib.sha256()
+    for array in arrays:
+        _update(found, _normal(array, "values", may_be_list=True))
+    return found.hexdigest()
 
 
 def _normal(array: pa.Array, where: str, *, may_be_list: bool) -> pa.Array:

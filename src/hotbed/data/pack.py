@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from hotbed.data.feature_spec import StoredFile, read_feature_spec
 from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinarySource
+from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged
@@ -187,6 +188,10 @@ def pack(
                 f"split '{name}' has several files named {twice[0]}, which would share a folder; rename one"
             )
     with new_directory(Path(out), marker="feature_spec.yaml", overwrite=overwrite) as directory, ExitStack() as stack:
+        if (vocabulary := spec.folder / VOCABULARY).is_dir():
+            (directory / VOCABULARY).mkdir()
+            for path in vocabulary.iterdir():
+                _link(path, directory / VOCABULARY / path.name)
         for other in source.splits:
             if other not in kinds:  # those of an earlier packing are made anew
                 (directory / other).mkdir()

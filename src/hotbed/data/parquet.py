@@ -72,6 +72,8 @@ class ParquetSource(Source):
         Where there are no such splits: share of the samples in these splits, the last ones, cut between row groups.
     filesystem
         A `pyarrow.fs.FileSystem` that has the path; default: local, or what the URI says.
+    encoder
+        What makes batches of rows, in place of one of the schema and ``ids``: of a model that is there already.
 
     Raises
     ------
@@ -94,9 +96,10 @@ class ParquetSource(Source):
         valid_fraction: float = 0.0,
         test_fraction: float = 0.0,
         filesystem: fs.FileSystem | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self.schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
-        unchecked = Encoder(self.schema, ids=ids)
+        unchecked = Encoder(self.schema, ids=ids) if encoder is None else encoder.of(self.schema)
         self.ids: Ids = ids
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
         for file in (f for of_split in files.values() for f in of_split):

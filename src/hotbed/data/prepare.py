@@ -19,14 +19,16 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks, size_of
+from hotbed.data.preparation import PreparationEntry, VocabularyEntry
 from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinaryWriter
-from hotbed.data.vocabulary import Vocabulary, check_exists
+from hotbed.data.vocabulary import VOCABULARY, Vocabulary, check_exists, vocabulary_file
 from hotbed.errors import DataError, SpecError
 from hotbed.files import new_directory
 from hotbed.locations import RemoteFile
@@ -134,7 +136,7 @@ def prepare(
     _check_arguments(threshold, valid_fraction, test_fraction, count_on, on_bad_line)
     files, out = find_files(raw), Path(out)
     report = progress or _silent
-    old = {} if vocabulary is None else {name: _vocabulary_file(vocabulary, name) for name in SPARSE}
+    old = {} if vocabulary is None else {name: vocabulary_file(vocabulary, name) for name in SPARSE}
     for file in old.values():
         check_exists(file)
     checker = LineChecker(on_bad_line)
@@ -143,18 +145,21 @@ def prepare(
         spool.fill(files, checker, report)
         samples = _split_sizes(spool.samples, valid_fraction, test_fraction)
         counted = samples["train"] if count_on == "train" else spool.samples
-        vocabularies = directory / "vocabulary"
+        vocabularies = directory / VOCABULARY
         vocabularies.mkdir()
         columns: list[SparseColumn] = []
+        entries: dict[str, VocabularyEntry] = {}
         for i, name in enumerate(SPARSE):
             report("count", i, len(SPARSE))
             earlier = Vocabulary.load(old[name]) if old else Vocabulary.empty()
             grown = earlier.extended(*spool.counts(name, counted), threshold)
-            grown.save(_vocabulary_file(vocabularies, name))
+            grown.save(vocabulary_file(vocabularies, name))
             columns.append(SparseColumn(name=name, rows=grown.rows))
+            entries[name] = VocabularyEntry.of(pa.array(grown.values), "hexadecimal")
         report("count", len(SPARSE), len(SPARSE))
         schema = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(columns))
-        with SplitBinaryWriter(directory, schema, list(samples)) as writer:
+        preparation = PreparationEntry(vocabularies=entries, numericals="log", dtype="float16")
+        with SplitBinaryWriter(directory, schema, list(samples), preparation=preparation.model_dump()) as writer:
             _write(spool, samples, vocabularies, writer, report)
         rmtree(spool.path)
     return PrepareReport(
@@ -236,7 +241,7 @@ def _write(
         writer.append_dense(split, frame.select(DENSE).fill_null(0.0).to_numpy())
     for i, name in enumerate(SPARSE):
         report("write", i, len(SPARSE))
-        vocabulary = Vocabulary.load(_vocabulary_file(vocabularies, name))
+        vocabulary = Vocabulary.load(vocabulary_file(vocabularies, name))
         for split, frame in spool.read([name], samples):
             missing = frame[name].is_null().to_numpy()
             ids = vocabulary.lookup(frame[name].fill_null(0).to_numpy())
@@ -272,10 +277,6 @@ def _check_arguments(threshold: int, valid: float, test: float, count_on: str, o
     ):
         if value not in choices:
             raise SpecError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
-
-
-def _vocabulary_file(directory: str | Path, name: str) -> Path:
-    return Path(directory) / f"{name}.txt"
 
 
 def _silent(stage: str, done: int, total: int) -> None: ...

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from hotbed.data.schema import Schema
 from hotbed.data.source import Source, label_error
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
+
+if TYPE_CHECKING:  # it needs pyarrow
+    from hotbed.data.encode import Encoder
 
 _LABELS_AT_ONCE = 1 << 24
 
@@ -64,6 +67,26 @@ class SplitBinarySource(Source):
         self.splits = tuple(self._spec.files)
         self.chunk_samples = chunk_samples
         self._samples = {split: _count_samples(files) for split, files in self._spec.files.items()}
+        self._encoder: Encoder | None = None
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What turns raw rows into batches, as `hotbed.prepare` did; None where the dataset does not say how.
+
+        Raises
+        ------
+        DataError
+            If what it says cannot be right.
+        """
+        from hotbed.data.encode import Encoder
+        from hotbed.data.preparation import Preparation
+
+        if self._encoder is None and self._spec.preparation is not None:
+            preparation = Preparation.of_dataset(self._spec.folder, self.schema, self._spec.preparation)
+            self._encoder = Encoder(self.schema, ids="raw", preparation=preparation)
+        if self._encoder is not None and self._encoder.schema is not self.schema:  # of fewer columns, see `only`
+            self._encoder = self._encoder.of(self.schema)
+        return self._encoder
 
     def _chunks(self, split: str) -> Sequence[int]:
         full, rest = divmod(self._samples[split], self.chunk_samples)
@@ -127,6 +150,8 @@ class SplitBinaryWriter:
         columns are ``cat_0.bin``, ``cat_1.bin``, … in this order.
     splits
         Names of the splits; NVIDIA's scripts know ``train`` and ``test``.
+    preparation
+        How raw values became what is written, see `hotbed.data.preparation.PreparationEntry`.
 
     Raises
     ------
@@ -134,7 +159,14 @@ class SplitBinaryWriter:
         If the format cannot hold the schema.
     """
 
-    def __init__(self, path: str | Path, schema: Schema, splits: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        schema: Schema,
+        splits: Sequence[str],
+        *,
+        preparation: Mapping[str, object] | None = None,
+    ) -> None:
         if schema.weight or schema.group:
             raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
         if schema.scaling or schema.numericals:
@@ -151,6 +183,7 @@ class SplitBinaryWriter:
                 )
         self.path = Path(path)
         self.schema = schema
+        self._preparation = preparation
         self.samples = dict.fromkeys(splits, 0)
         self._dtypes = [id_dtype(c.name, c.rows) for c in schema.sparse]
         labels = ["label"] if len(schema.labels) == 1 else [f"label_{t}" for t in range(len(schema.labels))]
@@ -250,7 +283,11 @@ class SplitBinaryWriter:
                 ]
                 for split in self.samples
             },
-            "metadata": {"samples": dict(self.samples), "schema": self.schema.to_dict()},
+            "metadata": {
+                "samples": dict(self.samples),
+                "schema": self.schema.to_dict(),
+                **({} if self._preparation is None else {"preparation": self._preparation}),
+            },
         }
 
 

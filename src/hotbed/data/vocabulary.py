@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotbed.errors import DataError
 
+VOCABULARY = "vocabulary"
+"""Folder of a prepared dataset that has them."""
 _LINES = 1 << 20  # values converted to text at once
 _LINE_BYTES = 9
 
@@ -102,6 +105,16 @@ class Vocabulary:
         if len(np.unique(values)) != len(values):
             raise DataError(f"{path} is damaged: a value occurs twice, so it would have two ids; copy the file again")
         return Vocabulary(values)
+
+
+def vocabulary_file(directory: str | Path, table: str) -> Path:
+    """Where the vocabulary of a table is."""
+    return Path(directory) / f"{quote(table, safe=' ')}.txt"
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """Read a vocabulary, and check it; a `DataError` says that there is none, or that it is damaged."""
+    return Vocabulary.load(path)
 
 
 def check_exists(path: Path) -> None:

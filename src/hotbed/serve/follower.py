@@ -75,6 +75,8 @@ class Follower:
         Time between two looks.
     verify
         Whether hashes of full models are compared before they are taken over; those of changes are always.
+    cache
+        Where remote files are put, see `hotbed.serve.format.Published`.
 
     Attributes
     ----------
@@ -85,10 +87,17 @@ class Follower:
     """
 
     def __init__(
-        self, model: ServedModel, place: str | Path | Directory, *, interval_s: float = 1.0, verify: bool = True
+        self,
+        model: ServedModel,
+        place: str | Path | Directory,
+        *,
+        interval_s: float = 1.0,
+        verify: bool = True,
+        cache: str | Path | None = None,
     ) -> None:
         self._model, self._place = model, directory(place)
         self._interval_s, self._verify = interval_s, verify
+        self._cache = None if cache is None else Path(cache)
         self.refused: Counter[Reason] = Counter()
         self.applied: Counter[str] = Counter()
         self._retries: dict[str, _Retry] = {}
@@ -201,7 +210,7 @@ class Follower:
         if known is not None and isinstance(known.opened, kind) and time.monotonic() < known.at + LONGEST_WAIT_S:
             return known.opened
         try:
-            opened = kind.open(self._place / name)
+            opened = kind.open(self._place / name, self._cache)
         except Exception as error:  # whatever is in it
             self._refuse(name, _refusal(error))
             return None

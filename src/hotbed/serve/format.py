@@ -6,6 +6,7 @@ An exported model is a directory, local or in an object store, that needs no che
         dense.pt2            the dense part, a program of torch.export with its parameters
         tables/NAME.rows     one record per row, in order, as stored in its dtype; files to be mapped into memory
         tables/NAME.ids      of a dynamic table: the id that each row has, int64; -1 where none
+        lookups/, vocabulary/    by derived input, and by table: keys and values, for `Encoder`
 
 A set of changes makes a later model of an earlier one::
 
@@ -40,6 +41,7 @@ from hotbed.checkpoint.row_ids import NO_ID as NO_ID
 from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directory
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
+from hotbed.data.lookup_table import LookupTable
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
 from hotbed.serve.schema import (
     DENSE,
@@ -48,7 +50,6 @@ from hotbed.serve.schema import (
     FileEntry,
     Manifest,
     ModelManifest,
-    TableEntry,
     manifest_of,
 )
 from hotbed.specs import Feature, Table
@@ -257,21 +258,25 @@ class ExportedModel(Published):
         """
         from pyarrow import parquet
 
-        for derived in self.schema.derived:
-            if isinstance(derived, Lookup) and derived.name not in self.manifest.lookups:
-                raise CheckpointError(
-                    f"{self}/{MANIFEST}: 'lookups' has no table for feature '{derived.name}'; export the model again"
-                )
+        needed = [("lookups", "table for feature", d.name) for d in self.schema.derived if isinstance(d, Lookup)]
+        if self.manifest.encoder.get("preparation") is not None:
+            needed += [("vocabularies", "values of table", column.table_name) for column in self.schema.stored[0]]
+        for key, what, name in needed:
+            if name not in getattr(self.manifest, key):
+                raise CheckpointError(f"{self}/{MANIFEST}: '{key}' has no {what} '{name}'; export the model again")
         try:
             tables = {
                 feature: parquet.read_table(io.BytesIO(self.read(file)))
                 for feature, file in self.manifest.lookups.items()
             }
-            return Encoder.from_dict(self.manifest.encoder, tables)
+            return Encoder.from_dict(self.manifest.encoder, tables, self._vocabulary)
         except DamagedError:
             raise
         except (DataError, SpecError, KeyError, TypeError, ValueError, OSError) as error:
             raise CheckpointError(f"{self}/{MANIFEST}: 'encoder' cannot be used: {error}") from None
+
+    def _vocabulary(self, table: str) -> LookupTable:
+        return LookupTable.mapped(self.path(self.manifest.vocabularies[table]))
 
     def collections(self) -> dict[str, tuple[list[Table], list[Feature]]]:
         """Tables and features of each embedding collection of the model, by its path; names are those inside of it."""
@@ -298,7 +303,7 @@ class ExportedModel(Published):
         entry = self.manifest.tables[table]
         records = torch.empty(len(rows), entry.record_bytes, dtype=torch.uint8)
         records.numpy()[:] = self.records(table)[rows.numpy()]
-        return entry.records().rows(records, wide_rows(entry, rows))
+        return entry.records().rows(records, entry.is_wide(rows))
 
     def dense(self) -> nn.Module:
         """The dense program, as a module; each call makes one with parameters of its own.
@@ -370,11 +375,6 @@ class ChangeSet(Published):
             raise
         except Exception as error:
             raise DamagedError(f"{self}/{DENSE} is no safetensors file: {error}") from None
-
-
-def wide_rows(table: TableEntry, rows: Tensor) -> Tensor:
-    """Which of some rows ``[n]`` are stored as float32, ``[n]`` bool."""
-    return rows < (table.rows if table.dtype == "fp32" else table.fp32_rows)
 
 
 def _manifest(kind: type[Manifest], place: Directory) -> Manifest:

@@ -81,9 +81,10 @@ class ServedModel:
         redis: str | None,
         device: torch.device,
         threads: int | None,
+        encoded: bool,
     ) -> None:
-        self._model, self.tables, self._redis = model, tables, redis
-        self._encoder = model.encoder()
+        self._model, self.tables, self._redis, self._encoded = model, tables, redis, encoded
+        self._encoder = self._encoder_of(model)
         manifest = model.manifest
         self.name, self.labels = manifest.name, tuple(manifest.labels)
         self.step, self.state, self.written = manifest.step, manifest.state, manifest.written
@@ -114,6 +115,8 @@ class ServedModel:
         backend: BackendName = "auto",
         threads: int | None = None,
         verify: bool = True,
+        encoded: bool = False,
+        cache: str | Path | None = None,
     ) -> ServedModel:
         """Open an exported model.
 
@@ -137,6 +140,10 @@ class ServedModel:
             Threads that compute the dense part.
         verify
             Whether all files are read and their hashes compared before any row is served.
+        encoded
+            Whether ids and numbers of requests are as ``hotbed prepare`` makes them, and not raw values.
+        cache
+            Where files of models at URIs are put, see `hotbed.serve.format.Published`.
 
         Raises
         ------
@@ -145,7 +152,8 @@ class ServedModel:
         StoreError
             If its rows do not fit.
         """
-        model = place if isinstance(place, ExportedModel) else ExportedModel.open(place)
+        kept = None if cache is None else Path(cache)
+        model = place if isinstance(place, ExportedModel) else ExportedModel.open(place, kept)
         if verify:
             model.verify()
         target = torch.device(device)
@@ -157,7 +165,7 @@ class ServedModel:
             device=target,
             backend=backend,
         )
-        return cls(model, tables, redis=redis, device=target, threads=threads)
+        return cls(model, tables, redis=redis, device=target, threads=threads, encoded=encoded)
 
     @property
     def encoder(self) -> Encoder:
@@ -273,7 +281,7 @@ class ServedModel:
                 raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
             if verify:
                 model.verify(lambda done, total: check())
-            encoder = model.encoder()
+            encoder = self._encoder_of(model)
             if encoder.columns() != self._encoder.columns():
                 raise RefusedError(f"{model} takes other columns than {self._model}", "other_model")
             same_state = manifest.state == self.state and not self.is_broken
@@ -321,6 +329,10 @@ class ServedModel:
     def is_broken(self) -> bool:
         """Whether a swap failed halfway, so that no version is whole; requests are refused until one is taken over."""
         return self._broken is not None
+
+    def _encoder_of(self, model: ExportedModel) -> Encoder:
+        encoder = model.encoder()
+        return encoder.encoded if self._encoded else encoder
 
     def _dense(self, model: ExportedModel) -> torch.nn.Module:
         return model.dense().to(self._device)

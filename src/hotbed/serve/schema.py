@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from hotbed.checkpoint.schema import Count, Digest, InitEntry, Step, Text, fault_of, parsed
 from hotbed.errors import CheckpointError
@@ -25,8 +26,8 @@ VERSION = 1
 MODEL = "hotbed-model"
 CHANGE = "hotbed-change"
 
-FilePath = Annotated[str, Field(pattern=r"^((tables|lookups)/)?[\w%][\w.%~-]*$", max_length=300)]
-"""In the directory, or in its folders ``tables`` and ``lookups``."""
+FilePath = Annotated[str, Field(pattern=r"^((tables|lookups|vocabulary)/)?[\w%][\w.%~-]*$", max_length=300)]
+"""In the directory, or in its folders ``tables``, ``lookups`` and ``vocabulary``."""
 Seconds = Annotated[float, Field(ge=0)]
 
 
@@ -74,6 +75,10 @@ class TableEntry(Entry):
             dtype=self.dtype,
             fp32_rows=self.fp32_rows,
         )
+
+    def is_wide(self, rows: Tensor) -> Tensor:
+        """Which of some rows ``[n]`` are stored as float32, ``[n]`` bool."""
+        return rows < (self.rows if self.dtype == "fp32" else self.fp32_rows)
 
     def records(self) -> RecordFormat:
         """How a row is laid out in its record, which has no moments."""
@@ -123,6 +128,8 @@ class ModelManifest(Entry):
         column what its ids are.
     lookups
         By derived input, the file with keys and values that it is looked up in.
+    vocabularies
+        By table of the schema, the file with the ids of raw values; empty where ids are not made of them.
     hash
         How ids are hashed to rows, in words; None where they are rows.
     dense
@@ -143,6 +150,7 @@ class ModelManifest(Entry):
     labels: list[Text]
     encoder: dict[str, Any]
     lookups: dict[Text, FilePath]
+    vocabularies: dict[Text, FilePath] = Field(default_factory=dict)
     hash: str | None
     dense: DenseEntry
     features: dict[Text, FeatureEntry]
@@ -231,6 +239,7 @@ def _check_model(manifest: ModelManifest, where: str) -> None:
     """Raise `CheckpointError` unless tables, features and files fit each other."""
     named = {"'dense.file'": manifest.dense.file}
     named |= {f"'lookups.{feature}'": file for feature, file in manifest.lookups.items()}
+    named |= {f"'vocabularies.{name}'": file for name, file in manifest.vocabularies.items()}
     for name, table in manifest.tables.items():
         named[f"'tables.{name}.file'"] = table.file
         if table.ids is not None:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from hotbed.embed.arena import Arena
 from hotbed.errors import DamagedError
 from hotbed.ops import BackendName, cpu_cache, host_backend
-from hotbed.serve.format import ExportedModel, wide_rows
+from hotbed.serve.format import ExportedModel
 from hotbed.serve.record_files import ChangedRecords, RecordFile, RecordFiles, unnamed_file, write_all
 from hotbed.serve.redis_records import RedisRecords
 from hotbed.serve.schema import TableEntry
@@ -120,7 +120,7 @@ class ResidentRows(ServedRows):
         """Overwrite the rows of slots of a table."""
         entry, arrays = self._entries[number], self._store.arrays()
         slots = slots.to(self._store.device)
-        wide = wide_rows(entry, slots.cpu() - self.arena.first_slots[number])
+        wide = entry.is_wide(slots.cpu() - self.arena.first_slots[number])
         places = self._store.places(slots)
         for name, values in entry.records().stored(records, wide).items():
             bits = _BITS[values.element_size()]
@@ -147,7 +147,7 @@ class ResidentRows(ServedRows):
             entry = self._entries[number]
             for slots, records in self._of(model, number):
                 check()
-                wide = wide_rows(entry, slots - self.arena.first_slots[number])
+                wide = entry.is_wide(slots - self.arena.first_slots[number])
                 own, theirs = self._taken(number, slots), entry.records().stored(records, wide)
                 differs = torch.zeros(len(slots), dtype=torch.bool)
                 for name, values in theirs.items():
@@ -311,5 +311,5 @@ def encoded(entry: TableEntry, rows: Tensor, vectors: Tensor) -> Tensor:
     """Make records of rows ``[n]`` with these vectors ``[n, D]``, which are what rows of this dtype can be."""
     layout = entry.records()
     records = layout.blank(len(rows), rows.device)
-    layout.put_rows(records, wide_rows(entry, rows), vectors)
+    layout.put_rows(records, entry.is_wide(rows), vectors)
     return records

@@ -32,6 +32,7 @@ from hotbed.checkpoint.storage import Directory, directory
 from hotbed.checkpoint.tables import check_tables
 from hotbed.checkpoint.tensor_files import UNFINISHED, TensorFiles, bytes_of, make_directory
 from hotbed.data import Encoder
+from hotbed.data.lookup_table import LookupTable
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import CheckpointError
 from hotbed.nn.dense_part import vectors_name
@@ -54,7 +55,7 @@ from hotbed.serve.schema import (
 
 WINDOW_BYTES = 64 << 20
 """Bytes of a table, as float32, that are in memory at once."""
-PROGRAM, TABLES, LOOKUPS = "dense.pt2", "tables", "lookups"
+PROGRAM, TABLES, LOOKUPS, VOCABULARY = "dense.pt2", "tables", "lookups", "vocabulary"
 
 Progress = Callable[[int, int], None]
 
@@ -152,6 +153,12 @@ def write_model(
         for feature, table in model.encoder.tables.items():
             lookups[feature] = f"{LOOKUPS}/{_file_name(feature)}.parquet"
             files.write(lookups[feature], [memoryview(_parquet(table))])
+        preparation = model.encoder.preparation
+        vocabularies: dict[str, str] = {}
+        if preparation is not None:
+            for name in preparation.entry.vocabularies:
+                vocabularies[name] = f"{VOCABULARY}/{_file_name(name)}.arrow"
+                files.write(vocabularies[name], _mapped(preparation.read(name)))
         made = ModelManifest(
             name=model.name,
             step=manifest.step,
@@ -160,6 +167,7 @@ def write_model(
             labels=list(model.labels),
             encoder=model.encoder.to_dict(),
             lookups=lookups,
+            vocabularies=vocabularies,
             hash=model.hash,
             dense=DenseEntry(
                 file=PROGRAM,
@@ -252,7 +260,7 @@ def _new(target: str | Path | Directory) -> Generator[_Files]:
     place = directory(target)
     names = place.names()
     if UNFINISHED in names and MANIFEST not in names:
-        for folder in (TABLES, LOOKUPS):
+        for folder in (TABLES, LOOKUPS, VOCABULARY):
             (place / folder).remove_all()
     make_directory(place)
     try:
@@ -297,6 +305,15 @@ def _parquet(table: Any) -> Any:
     stream = pa.BufferOutputStream()
     parquet.write_table(table, stream)
     return stream.getvalue()
+
+
+def _mapped(table: LookupTable) -> Iterator[memoryview]:
+    """Yield a file of keys and values that is to be mapped into memory."""
+    with tempfile.TemporaryFile(prefix="hotbed-") as file:
+        table.write_mapped(file)
+        file.seek(0)
+        while chunk := file.read(CHUNK_BYTES):
+            yield memoryview(chunk)
 
 
 def _chunks_of(path: Path) -> Iterator[memoryview]:

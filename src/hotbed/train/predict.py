@@ -30,7 +30,7 @@ from hotbed.serve.scorer import Scorer
 from hotbed.train.build import build_model
 from hotbed.train.metrics import to_device
 from hotbed.train.numerics import resolve_device
-from hotbed.train.stored import bad_ids, labels_of, new_data, recipe_of, refuse_other_ids
+from hotbed.train.stored import bad_ids, new_data, recipe_of, refuse_other_ids
 
 Scores = NDArray[np.float64]
 
@@ -85,8 +85,8 @@ def predict(
     checkpoint
         A checkpoint with a recipe, or a run's directory, whose best or newest is taken.
     data
-        Rows with the input columns of the recipe, as stored; of the same format as the data of the recipe. Labels,
-        weights and groups are not needed.
+        Rows with the input columns of the recipe, as stored; of the same format as the data of the recipe, or raw rows
+        (TSV or Parquet) if those are a dataset of ``hotbed prepare``. Labels, weights and groups are not needed.
     out
         File to make, a path or a URI, ``.parquet`` or ``.csv``: a column ``score``, or ``score_LABEL`` for each of
         several labels. It appears when it is complete.
@@ -119,10 +119,10 @@ def predict(
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
-    source = new_data(recipe, manifest, data).streamed()
+    source, labels = new_data(recipe, manifest, data)
+    source = source.streamed()
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))
-    labels = labels_of(recipe, source)
     names = ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]
     _refuse_keep(source, keep, names, target, str(data))
     size = recipe.train.eval_batch_size if batch_size is None else batch_size

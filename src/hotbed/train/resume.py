@@ -38,6 +38,7 @@ from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
+from hotbed.train.stored import FEATURES
 from hotbed.train.trainer import Trainer
 
 AUTO, NEVER = "auto", "none"
@@ -309,7 +310,10 @@ def _load_whole(checkpoint: Directory, trainer: Trainer, recipe: Recipe) -> str 
 def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
     if manifest.recipe is not None and (precision := Recipe.from_stored(manifest.recipe).train.precision) != "auto":
         trainer.numerics.unrecorded = precision
-    load_checkpoint(checkpoint, trainer.parts())
+    parts = trainer.parts()
+    if FEATURES not in manifest.parts:  # of a release that kept no hashes of vocabularies
+        parts.pop(FEATURES, None)
+    load_checkpoint(checkpoint, parts)
 
 
 def why_over(manifest: Manifest, recipe: Recipe) -> str | None:

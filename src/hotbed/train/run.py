@@ -33,7 +33,7 @@ from hotbed.train.publish import Publisher
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
-from hotbed.train.stored import FEATURES, bad_ids, refuse_other_ids, take_features
+from hotbed.train.stored import FEATURES, bad_ids, has_features, refuse_other_ids, take_features
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
@@ -93,7 +93,7 @@ def train(
         console.print(told, soft_wrap=True)
     loader = training_loader(recipe, source, ranks, trainer.model)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
-    if source.schema.derived:
+    if has_features(source):
         trainer.other_parts[FEATURES] = FeaturesState(source)
     try:
         other_data = None if continuation is None else source
@@ -168,8 +168,8 @@ def _begin(
         if ranks.is_first:
             print_taken(console, str(begun_with), taken)
     if resumed is not None:
-        if other_data is None and source.schema.derived:
-            with ranks.together("compare the tables of features"):
+        if other_data is None and has_features(source):
+            with ranks.together("compare the tables of features and the vocabularies"):
                 take_features(source, read_manifest(resumed))
         if other_data is not None:
             with ranks.together(f"compare the ids of {recipe.data.path}"):

@@ -12,15 +12,18 @@ from torch import nn
 from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
-from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source
+from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBinarySource
+from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.source import refuse_other_kind
-from hotbed.errors import CheckpointError
+from hotbed.data.vocabulary import VOCABULARY
+from hotbed.errors import CheckpointError, DataError
+from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 
 FEATURES = "features"
-"""Part of checkpoints that says what is known of derived columns."""
+"""Part of checkpoints that says what is known of derived columns, and of vocabularies."""
 _SPLITTING = ("valid_fraction", "test_fraction", "split", "split_paths")
 """Arguments of sources that say how data are cut into splits; new data are one."""
 
@@ -80,15 +83,41 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool) -> Recipe:
     return replace(recipe, parallel=ParallelRecipe())
 
 
-def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> Source:
-    """Open data with the source of a checkpoint's recipe, without labels and uncut."""
+def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Source, tuple[str, ...]]:
+    """Open data with the source of a checkpoint's recipe, without labels and uncut; and say what labels it has.
+
+    Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them.
+
+    Raises
+    ------
+    DataError
+        If they are raw rows, and the dataset does not say how it was prepared.
+    """
     component = _uncut(_as_trained(recipe.data.source, manifest))
+    if issubclass(component.load(), SplitBinarySource) and not _is_prepared(data):
+        trained = new_source(recipe.data)
+        if trained.encoder is None:
+            raise DataError(
+                f"{data} has raw rows, and the model's data, {recipe.data.path}, do not say how raw values became ids: "
+                "they are of an earlier release, or of another program. Prepare the log again with "
+                f"this release (hotbed prepare RAW OUT --vocabulary {recipe.data.path}/{VOCABULARY} keeps the ids of "
+                "values) and train with that, or predict of rows that are prepared as they were"
+            )
+        take_features(trained, manifest)
+        encoder = trained.encoder.inputs
+        return ParquetSource(data, encoder.schema, ids="raw", encoder=encoder), trained.schema.labels
     given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
     source = build("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
-    return source
+    return source, labels_of(recipe, source)
+
+
+def _is_prepared(data: str | Path) -> bool:
+    """Whether data are a dataset that `SplitBinarySource` reads, or its description."""
+    place = location(str(data))
+    return isinstance(place, Path) and (place.suffix == ".yaml" or (place / DESCRIPTION).is_file())
 
 
 def _uncut(component: Component) -> Component:
@@ -120,6 +149,11 @@ def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
         refuse_other_kind(data, name, kind, before.get(name, ""))
 
 
+def has_features(source: Source) -> bool:
+    """Whether checkpoints must say what inputs are made by: derived columns, or the vocabularies of prepared data."""
+    return bool(source.schema.derived) or (source.encoder is not None and source.encoder.preparation is not None)
+
+
 def take_features(source: Source, manifest: Manifest, *, other_tables: bool = False) -> None:
     """Let a source make derived columns as a checkpoint's model was trained with, see `Encoder.load_state`."""
     if source.encoder is not None:
@@ -137,7 +171,10 @@ def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
     given = recipe.data.source.init_args
     ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
     tables = None if source.encoder is None else source.encoder.tables
-    encoder = Encoder(source.schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest), tables=tables)
+    preparation = None if source.encoder is None else source.encoder.preparation
+    encoder = Encoder(
+        source.schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest), tables=tables, preparation=preparation
+    )
     encoder.load_state(manifest.parts.get(FEATURES, {}))
     return encoder
 

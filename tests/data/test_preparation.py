@@ -1,0 +1,96 @@
+"""Protects that raw values become what a prepared dataset stores, whatever kind they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hotbed.data import Encoder, Schema, SparseColumn
+from hotbed.data.lookup_table import LookupTable
+from hotbed.data.preparation import Preparation, PreparationEntry, VocabularyEntry
+from hotbed.errors import DataError, SpecError
+
+VALUES = {"item": pa.array(["pen", "", "ink"]), "user": pa.array([5, -7, 2**40])}
+SCHEMA = Schema(
+    sparse=(
+        SparseColumn(name="item", rows=4),
+        SparseColumn(name="bought", rows=4, table="item"),
+        SparseColumn(name="user", rows=4),
+    ),
+    dense=("price",),
+    labels=(),
+)
+ENTRY = PreparationEntry(
+    vocabularies={
+        "item": VocabularyEntry.of(VALUES["item"], "text"),
+        "user": VocabularyEntry.of(VALUES["user"], "integers"),
+    },
+    numericals="as_is",
+    dtype="float16",
+)
+ROWS: dict[str, list[Any]] = {
+    "item": ["ink", "pen", None, "new", ""],
+    "bought": ["", None, "pen", "Ink", "ink"],
+    "user": [2**40, 5, None, 6, -7],
+    "price": [0.1, None, 2.5, -3, 1000],
+}
+
+
+def stored(name: str) -> LookupTable:
+    return LookupTable.ordered(VALUES[name], pa.array([1, 2, 3]))
+
+
+def mapped(folder: Path, name: str) -> LookupTable:
+    with (folder / f"{name}.arrow").open("wb") as stream:
+        stored(name).write_mapped(stream)
+    return LookupTable.mapped(folder / f"{name}.arrow")
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_text_integers_and_numbers_that_stay_as_they_are(tmp_path: Path, is_mapped: bool) -> None:
+    read = (lambda name: mapped(tmp_path, name)) if is_mapped else stored
+    preparation = Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, read)
+    encoder = Encoder(SCHEMA, ids="raw", preparation=preparation)
+    assert {column.name: column.kind for column in encoder.columns()} == {
+        "item": "text",
+        "bought": "text",
+        "user": "integers",
+        "price": "numbers",
+    }
+    for table in (encoder.table(ROWS), pa.table({**ROWS, "item": pa.array(ROWS["item"]).dictionary_encode()})):
+        batch = encoder.batch(table)
+        assert batch.sparse["item"].values.tolist() == [3, 1, 0, 0, 2]
+        assert batch.sparse["bought"].values.tolist() == [2, 0, 1, 0, 3]
+        assert batch.sparse["user"].values.tolist() == [3, 1, 0, 0, 2]
+        assert batch.dense is not None
+        assert batch.dense[:, 0].tolist() == np.float32(np.float16([0.1, 0, 2.5, -3, 1000])).tolist()
+    numbers = encoder.numericals(pa.table({"price": [0.1, None]}))
+    assert numbers is not None
+    assert numbers[:, 0].tolist() == np.float32(np.float16([0.1, 0])).tolist()
+    ids = encoder.encoded.batch(pa.table({"item": [1], "bought": [2], "user": [3], "price": [0.5]}))
+    assert ids.sparse["user"].values.tolist() == [3]
+    again = Encoder.from_dict(encoder.to_dict(), vocabulary=read)
+    assert again.batch(again.table(ROWS)).sparse["user"].values.tolist() == [3, 1, 0, 0, 2]
+    assert again.state() == encoder.state()
+
+
+def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
+    encoder = Encoder(SCHEMA, ids="raw", preparation=Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, stored))
+    for column, values, message in [
+        ("user", ["5"] * 5, "column 'user' is string, and its raw values are integers"),
+        ("item", [5] * 5, "column 'item' is int64, and its raw values are text"),
+    ]:
+        with pytest.raises(SpecError, match=message):
+            encoder.batch(pa.table({**ROWS, column: values}))
+    with pytest.raises(DataError, match=r"column 'user': 0\.5 is no id"):
+        encoder.batch(pa.table({**ROWS, "user": [0.5] * 5}))
+    other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
+    with pytest.raises(DataError, match="column 'place': its table 'place' has no vocabulary; prepare the data again"):
+        Preparation.rebuilt(ENTRY.model_dump(), other, stored)
+    (tmp_path / "x.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(DataError, match=r"x\.arrow holds no keys and values"):
+        LookupTable.mapped(tmp_path / "x.arrow")

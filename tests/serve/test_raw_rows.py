@@ -1,0 +1,168 @@
+"""Protects that a server makes ids of raw values as `hotbed prepare` made those that its model was trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pytest
+import yaml
+
+from hotbed.checkpoint.storage import directory
+from hotbed.commands.main import main
+from hotbed.data import SplitBinarySource
+from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
+from hotbed.errors import CheckpointError, DataError, SpecError
+from hotbed.serve.format import ExportedModel
+from hotbed.serve.model import ServedModel
+from tests.commands.cases import Output, refused, train
+from tests.commands.test_raw_rows import recipe_of
+from tests.serve.processes import running
+
+ROWS = 60
+Rows = list[dict[str, Any]]
+
+
+class Exported(NamedTuple):
+    """An exported model, the same rows raw and prepared, and their scores by `hotbed predict`."""
+
+    model: Path
+    raw: Rows
+    prepared: Rows
+    scores: list[float]
+
+
+@pytest.fixture(name="exported", scope="module")
+def _exported(tmp_path_factory: pytest.TempPathFactory, log: Path, prepared: Path) -> Exported:
+    folder = tmp_path_factory.mktemp("raw")
+    recipe = folder / "small.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(prepared, steps=8)))
+    status, _, run = train(recipe)
+    assert status == 0
+    model, out = folder / "model", folder / "scores.parquet"
+    assert main(["export", str(run), str(model)]) == 0
+    assert main(["predict", str(run), str(prepared), "--split", "test", "--out", str(out), "--device", "cpu"]) == 0
+    frame = pl.read_csv(log, separator="\t", has_header=False, new_columns=list(COLUMNS), infer_schema=False)
+    raw = frame[-300:][:ROWS].drop(LABEL).with_columns(pl.col(DENSE).cast(pl.Int64))
+    batch = SplitBinarySource(prepared).read("test", 0)
+    assert batch.dense is not None
+    columns = {name: batch.dense[:ROWS, i].double().tolist() for i, name in enumerate(DENSE)}
+    columns |= {name: batch.sparse[name].values[:ROWS].tolist() for name in SPARSE}
+    return Exported(
+        model, raw.to_dicts(), pl.DataFrame(columns).to_dicts(), pl.read_parquet(out)["score"].to_list()[:ROWS]
+    )
+
+
+def test_raw_values_are_answered_with_the_scores_of_predict(exported: Exported) -> None:
+    with running(exported.model, "--port", 0) as client:
+        assert client.ask("POST", "/score", exported.raw).json["scores"] == exported.scores
+        assert [client.score(row)[0] for row in exported.raw[:5]] == exported.scores[:5]
+        name = client.ask("POST", "/score", exported.raw[:1]).json["model"]
+        inputs = {of["name"]: of["datatype"] for of in client.ask("GET", f"/v2/models/{name}").json["inputs"]}
+        assert inputs == {**dict.fromkeys(SPARSE, "BYTES"), **dict.fromkeys(DENSE, "FP64")}
+        tensors = [
+            {"name": n, "datatype": kind, "shape": [ROWS], "data": [row[n] for row in exported.raw]}
+            for n, kind in inputs.items()
+        ]
+        answer = client.ask("POST", f"/v2/models/{name}/infer", {"inputs": tensors}).json
+        assert answer["outputs"][0]["data"] == exported.scores
+        for wrong, message in [
+            ({"C1": 5}, "column 'C1', row 0: 5 is not text, as this column was in training"),
+            ({"C1": "no"}, "column 'C1', row 0: 'no' is not a hexadecimal number of at most 8 digits"),
+            ({"I1": -7}, "column 'I1', row 0: -7 is out of range: ln(x + 3) needs x ≥ −2"),
+        ]:
+            answer = client.ask("POST", "/score", [{**exported.raw[0], **wrong}])
+            assert answer.status == 400
+            assert message in answer.json["error"]
+
+
+def test_encoded_ids_are_answered_where_the_server_is_told_so(exported: Exported) -> None:
+    with running(exported.model, "--port", 0, "--encoded", "true") as client:
+        assert client.ask("POST", "/score", exported.prepared).json["scores"] == exported.scores
+        answer = client.ask("POST", "/score", exported.raw)
+        assert answer.status == 400
+        assert "is not an integer" in answer.json["error"]
+        assert "raw values are taken by models that were trained on data of hotbed prepare" in answer.json["error"]
+
+
+def test_an_export_of_before_takes_encoded_ids_and_says_who_takes_raw_values(
+    tmp_path: Path, exported: Exported
+) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(exported.model, place)
+    manifest = json.loads((place / "manifest.json").read_text())
+    for file in manifest.pop("vocabularies").values():
+        del manifest["files"][file]
+    del manifest["encoder"]["preparation"]
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    model = ServedModel.open(place)
+    scores, _ = model.score(
+        model.encoder.table({name: [row[name] for row in exported.prepared] for name in COLUMNS[1:]})
+    )
+    assert scores[:, 0].tolist() == exported.scores
+    with pytest.raises(DataError, match="exported by this release and served without --encoded true"):
+        model.encoder.table({name: [row[name] for row in exported.raw] for name in COLUMNS[1:]})
+    model.close()
+
+
+def test_vocabularies_are_mapped_and_checked(tmp_path: Path, exported: Exported) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(exported.model, place)
+    model = ExportedModel.open(place)
+    assert list(model.manifest.vocabularies) == list(SPARSE)
+    preparation = model.encoder().preparation
+    assert preparation is not None
+    table = preparation.read("C1")
+    assert len(table.keys) == preparation.entry.vocabularies["C1"].values
+    start = pa.total_allocated_bytes()
+    kept = [preparation.read(name) for name in SPARSE]
+    assert sum(len(t.keys) for t in kept) > 100
+    assert pa.total_allocated_bytes() == start
+    file = place / model.manifest.vocabularies["C1"]
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(CheckpointError, match=r"C1\.arrow is damaged"):
+        ServedModel.open(place)
+    with pytest.raises(DataError, match=r"C1\.arrow holds no keys and values"):
+        ServedModel.open(place, verify=False).encoder.batch(
+            pa.table({**{n: pa.array([1.0]) for n in DENSE}, **{n: pa.array(["a"]) for n in SPARSE}})
+        )
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"C1\.arrow is gone; copy the directory again"):
+        ServedModel.open(place)
+    manifest = json.loads((place / "manifest.json").read_text())
+    del manifest["vocabularies"]["C1"]
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"'vocabularies' has no values of table 'C1'; export the model again"):
+        ExportedModel.open(place).encoder()
+
+
+def test_columns_of_other_types_are_no_raw_values(exported: Exported) -> None:
+    encoder = ExportedModel.open(exported.model).encoder()
+    numbers = {name: pa.array(np.zeros(1)) for name in DENSE}
+    with pytest.raises(SpecError, match="column 'C1' is list<item: string>, and its raw values are hexadecimal"):
+        encoder.batch(pa.table({**numbers, **{name: pa.array([["a"]]) for name in SPARSE}}))
+    with pytest.raises(SpecError, match="column 'I1' is string, must be numbers"):
+        texts = {name: pa.array(["a"]) for name in SPARSE}
+        encoder.batch(pa.table({**numbers, "I1": pa.array(["5"]), **texts}))
+
+
+def test_a_cache_of_models_at_uris_can_be_named(tmp_path: Path, exported: Exported, s3: str, capsys: Output) -> None:
+    uri = s3.replace("PATH", "raw")
+    place = directory(uri)
+    for file in sorted(f for f in exported.model.rglob("*") if f.is_file()):
+        folder = place / str(file.parent.relative_to(exported.model)) if file.parent != exported.model else place
+        writer = folder.writer(file.name)
+        writer.write(memoryview(file.read_bytes()))
+        writer.finish()
+    with running(uri, "--port", 0, "--cache", tmp_path / "cache") as client:
+        assert client.ask("POST", "/score", exported.raw).json["scores"] == exported.scores
+    assert len(list((tmp_path / "cache").iterdir())) > len(SPARSE)
+    (tmp_path / "file").write_text("")
+    told = refused(["serve", str(exported.model), "--port", "0", "--cache", str(tmp_path / "file")], capsys)
+    assert "--cache is " in told
+    assert "which is no directory" in told
