@@ -277,3 +277,13 @@ def test_tables_that_are_too_narrow_to_be_cut_by_columns_are_said():
         make_plan([Table("t", 100, 128, dtype="int8"), Table("u", 9, 64)], 2, {"t": "column", "*": "auto"})
     assert len(make_plan([Table("t", 100, 16)], 1, "column").tiles) == 1
     assert len(make_plan([Table("t", 100, 16), Table("u", 9, 64)], 2, "column").tiles) == 3
+
+
+def test_tables_whose_vectors_are_pooled_by_owners_are_not_copied() -> None:
+    tables = [Table("tiny", 3, 16), Table("large", 1_000_000, 16)]
+    work = Workload.of(
+        tables, ids={"tiny": 20.0, "large": 20.0}, batch_size=8192, wire=dict.fromkeys(("tiny", "large"), "pooled")
+    )
+    found = search(work, 8, A100)
+    assert set(found.plan.wire.values()) == {"pooled"}
+    assert not any(tile.readers for tile in found.plan.tiles)
