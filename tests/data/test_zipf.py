@@ -191,6 +191,29 @@ def test_a_file_names_columns_or_numbers_them(tmp_path: Path) -> None:
     assert list(ZipfSource(described(tmp_path), train_samples=1).schema.rows.items())[:2] == [("C1", 1000), ("C2", 1)]
 
 
+def test_several_ids_per_sample(tmp_path: Path) -> None:
+    one, three = (
+        ZipfSource(described(tmp_path, rows=[1000, 50], ids=ids), train_samples=90 // ids).read("train", 0)
+        for ids in (1, 3)
+    )
+    assert three.sparse.fixed == (3, 3)
+    assert torch.equal(three.sparse["C2"].values, one.sparse["C2"].values)
+    source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=30, chunk_samples=7)
+    parts = [source.read("train", i) for i in range(len(source.chunks("train")))]
+    assert_same(Batch.concatenate(parts), three)
+
+
+def test_labels_are_the_same_without_some_columns(tmp_path: Path) -> None:
+    source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=400)
+    fewer = source.only(["C2"])
+    assert torch.equal(fewer.read("train", 0).labels, source.read("train", 0).labels)
+
+
+def test_a_list_of_rows_is_repeated(tmp_path: Path) -> None:
+    source = ZipfSource(described(tmp_path, rows=[5, 6], times=2), train_samples=1)
+    assert source.schema.rows == {"C1": 5, "C2": 6, "C3": 5, "C4": 6}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -219,11 +242,15 @@ def test_an_unknown_preset() -> None:
         ("{", "is not YAML"),
         ("dense: 3", "has no 'rows'; write for example rows: {C1: 1000, C2: 50}"),
         ("[1, 2]", "has no 'rows'"),
-        ("{rows: [5], dnse: 3}", "unknown key 'dnse'; it may have rows and dense; did you mean 'dense'?"),
+        ("{rows: [5], dnse: 3}", "unknown key 'dnse'; it may have rows, dense, ids, times; did you mean 'dense'?"),
         ("rows: 5", "rows is 5, must be a list or mapping with at least one column"),
         ("rows: []", "rows is {}, must be a list or mapping with at least one column"),
         ("{rows: [5], dense: -1}", "dense is -1, must be an integer of at least 0"),
         ("{rows: [5], dense: x}", "dense is 'x', must be an integer of at least 0"),
+        ("{rows: [5], ids: 0}", "ids is 0, must be an integer of at least 1"),
+        ("{rows: [5], times: 0}", "times is 0, must be an integer of at least 1"),
+        ("{rows: {a: 5}, times: 2}", "times is 2, but rows is no list; only a list is repeated"),
+        ("{rows: [5], times: 100001}", "rows and times make more than 100,000 columns; lower times"),
     ],
 )
 def test_files_that_describe_no_tables(tmp_path: Path, text: str, message: str) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, make_plan, milp
-from hotbed.plan.candidates import form_of, hot_prefix
+from hotbed.plan.candidates import form_for, form_of, hot_prefix
 from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
@@ -277,3 +277,12 @@ def test_tables_that_are_too_narrow_to_be_cut_by_columns_are_said():
         make_plan([Table("t", 100, 128, dtype="int8"), Table("u", 9, 64)], 2, {"t": "column", "*": "auto"})
     assert len(make_plan([Table("t", 100, 16)], 1, "column").tiles) == 1
     assert len(make_plan([Table("t", 100, 16), Table("u", 9, 64)], 2, "column").tiles) == 3
+
+
+def test_tables_whose_vectors_are_pooled_by_owners_are_not_copied() -> None:
+    work = Workload.of([Table("t", 100, 16)], ids={"t": 20.0}, batch_size=8192, wire={"t": "pooled"})
+    model, use = CostModel(work, 8, A100), work.uses[0]
+    copied, whole = (form_of(use, cut, model) for cut in (Cut(replicated=True), Cut()))
+    assert copied.total < whole.total  # and yet
+    chosen = form_for(use, np.inf, np.inf, 2**40, model, copies=True, columns=False)
+    assert not chosen.cut.replicated and not chosen.cut.hot_rows

@@ -35,6 +35,9 @@ Integers = NDArray[np.int64]
 MAX_EXPONENT = 16
 """Largest exponent of Zipf's law."""
 
+MOST_COLUMNS = 100_000
+"""Of a file whose list of rows is repeated."""
+
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # of SplitMix64's state
 
 
@@ -153,9 +156,15 @@ MOST_SAMPLES = 1 << 40
 _SPARSE_EFFECT, _DENSE_EFFECT, _INTERCEPT = 0.8, 0.3, -1.2  # in log-odds; about a quarter of the labels are 1
 
 
+_KEYS = ("rows", "dense", "ids", "times")
+"""Of a file that describes tables."""
+
+
 class _Shape(NamedTuple):
     rows: dict[str, int]
     dense: int
+    ids: int = 1
+    """Of each sample in each column."""
 
 
 class ZipfSource(Source):
@@ -169,8 +178,9 @@ class ZipfSource(Source):
     ----------
     path
         ``criteo_1tb_t15``, ``criteo_1tb_t3`` or ``criteo_1tb_t0`` (26 tables with the rows of the Criteo 1TB log and 13
-        dense inputs); or a file in YAML or JSON with ``rows`` (by column, or a list for C1, C2, …) and ``dense`` (how
-        many inputs, 13 by default).
+        dense inputs); or a file in YAML or JSON with ``rows`` (by column, or a list for C1, C2, …), ``dense`` (how many
+        inputs, 13 by default), ``ids`` (of each sample in each column, 1 by default) and ``times`` (how often the list
+        of rows is repeated, 1 by default).
     train_samples, valid_samples, test_samples
         Samples of the splits; 0 leaves the split out.
     exponent
@@ -214,11 +224,12 @@ class ZipfSource(Source):
                 raise SpecError(f"{name} is {value:,}, must be at most {MOST_SAMPLES:,}")
         shape = _shape(path)
         self.schema = Schema(
-            sparse=tuple(SparseColumn(name=name, rows=rows) for name, rows in shape.rows.items()),
+            sparse=tuple(SparseColumn(name=name, rows=rows, ids=shape.ids) for name, rows in shape.rows.items()),
             dense=tuple(f"I{i}" for i in range(1, shape.dense + 1)),
         )
         self.chunk_samples = chunk_samples
         self.seed = seed
+        self._each = shape.ids
         sizes = {"train": train_samples, "valid": valid_samples, "test": test_samples}
         self._sizes = {split: size for split, size in sizes.items() if size}
         self.splits = tuple(self._sizes)
@@ -238,16 +249,18 @@ class ZipfSource(Source):
         """The samples from the first one on, which count over all splits."""
         counters = np.arange(first, first + n, dtype=np.uint64)
         names = [column.name for column in self.schema.sparse]
-        ids = np.empty((len(names), n), dtype=self._dtype)
+        each = self._each
+        ids = np.empty((len(names), n * each), dtype=self._dtype)
+        of_ids = np.arange(first * each, (first + n) * each, dtype=np.uint64)
         for row, name in zip(ids, names, strict=True):
-            row[:] = self._ids(name, counters)
+            row[:] = self._ids(name, of_ids)
         dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
         for j in range(len(self.schema.dense)):
             dense[:, j] = (2 * uniform(stream(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
-        made = dict(zip(names, ids, strict=True))
+        made = dict(zip(names, ids[:, ::each], strict=True))  # the first of each sample
         clicked = uniform(stream(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
         return Batch(
-            sparse=Jagged(names, torch.from_numpy(ids.reshape(-1)), batch_size=n),
+            sparse=Jagged(names, torch.from_numpy(ids.reshape(-1)), batch_size=n, fixed=(each,) * len(names)),
             dense=torch.from_numpy(dense) if self.schema.dense else None,
             labels=torch.from_numpy(clicked.astype(np.float32)[:, None]),
         )
@@ -262,7 +275,7 @@ class ZipfSource(Source):
         score = np.full(len(counters), _INTERCEPT)
         # All columns, also those that `only` has left out: it must not change the labels.
         for name, (i, _) in list(self._columns.items())[::_EVERY]:
-            ids = made[name] if name in made else self._ids(name, counters)
+            ids = made[name] if name in made else self._ids(name, counters * np.uint64(self._each))
             effect = uniform(stream(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
             score += _SPARSE_EFFECT * (2 * effect - 1)
         for j in range(0, dense.shape[1], _EVERY):
@@ -288,15 +301,21 @@ def _shape(path: str | Path) -> _Shape:
         raise DataError(f"{path} has no 'rows'; write for example rows: {{C1: 1000, C2: 50}}")
     given = cast("dict[str, Any]", values)
     for key in given:
-        if key not in _Shape._fields:
+        if key not in _KEYS:
             raise DataError(
-                f"{path} has an unknown key '{key}'; it may have rows and dense{did_you_mean(key, _Shape._fields)}"
+                f"{path} has an unknown key '{key}'; it may have {', '.join(_KEYS)}{did_you_mean(key, _KEYS)}"
             )
     rows, dense = given["rows"], given.get("dense", 13)
+    ids, times = given.get("ids", 1), given.get("times", 1)
+    for key, value, least in (("dense", dense, 0), ("ids", ids, 1), ("times", times, 1)):
+        if not is_int(value) or value < least:
+            raise DataError(f"{path}: {key} is {value!r}, must be an integer of at least {least}")
+    if isinstance(rows, list) and len(cast("list[Any]", rows)) * times > MOST_COLUMNS:
+        raise DataError(f"{path}: rows and times make more than {MOST_COLUMNS:,} columns; lower times")
     if isinstance(rows, list):
-        rows = {f"C{i}": value for i, value in enumerate(cast("list[Any]", rows), start=1)}
+        rows = {f"C{i}": value for i, value in enumerate(cast("list[Any]", rows) * times, start=1)}
+    elif times != 1:
+        raise DataError(f"{path}: times is {times}, but rows is no list; only a list is repeated")
     if not isinstance(rows, dict) or not rows:
         raise DataError(f"{path}: rows is {rows!r}, must be a list or mapping with at least one column")
-    if not is_int(dense) or dense < 0:
-        raise DataError(f"{path}: dense is {dense!r}, must be an integer of at least 0")
-    return _Shape({str(name): value for name, value in cast("dict[Any, Any]", rows).items()}, dense)
+    return _Shape({str(name): value for name, value in cast("dict[Any, Any]", rows).items()}, dense, ids)

@@ -114,10 +114,11 @@ def form_for(
     model
         What tiles cost.
     copies
-        Whether ranks may have copies of rows.
+        Whether ranks may have copies of rows, which the wire format ``"pooled"`` does not know.
     columns
         Whether columns may be cut.
     """
+    copies = copies and model.workload.wire.get(use.table.name) != "pooled"
     whole = form_of(use, Cut(), model)
     needed = math.ceil(max(whole.largest / most_load, whole.tile_bytes / most_bytes) * (1 - 1e-9))
     needed = min(max(needed, 1), model.world_size)

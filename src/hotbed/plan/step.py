@@ -29,6 +29,7 @@ class StepEstimate:
     tables: float
     """Lookups, exchanges, updates: the load of the busiest rank."""
     dense: float
+    """Products, and activations moved; or launches of kernels, where these take longer."""
     messages: float
     """Fixed costs of messages to each other rank."""
     launches: float
@@ -66,9 +67,10 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
         if ranks > here.ranks_per_node:
             link = min(link, here.network * here.network_efficiency / here.oversubscription)
         all_reduce = 2 * (ranks - 1) / ranks * nbytes / link
+    computed = (3 * dense.flops / rate + dense.moved_bytes / here.stream) * model.local_batch * model.cores_share
     return StepEstimate(
         tables=float(costs.load.max()),
-        dense=3 * dense.flops * model.local_batch / rate * model.cores_share,
+        dense=max(computed, dense.launches * here.launch_s),
         messages=messages * here.message_s,
         launches=LAUNCHES * arenas_of(plan.tiles, work) * here.launch_s,
         all_reduce=all_reduce,

@@ -65,6 +65,10 @@ class DensePart:
     """What its products are computed in: fp32, tf32, bf16, fp16."""
     activation_bytes: float = 0.0
     """What a step keeps in the device's memory for backward, per sample."""
+    moved_bytes: float = 0.0
+    """What layers read and write of activations, per sample, in the forward and the backward pass."""
+    launches: int = 0
+    """Kernels of a step, launched one after the other: a step takes no less than that."""
     input_bytes: float = 0.0
     """What is copied to the device, per sample."""
 

@@ -109,12 +109,14 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
 
 
 def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, float]:
-    """Ids per sample of each table: of its features, counted in the first chunk of a source."""
+    """Ids per sample of each table: of its features, counted in the first chunk of a source where they vary."""
     per_feature: dict[str, float] = {}
-    if source is not None:
+    columns = () if source is None else source.schema.sparse
+    per_feature |= {column.name: float(column.ids) for column in columns if column.ids is not None}
+    if source is not None and len(per_feature) < len(columns):
         chunk = source.read(recipe.data.train_split, 0)
         sparse = chunk.sparse
-        per_feature = {name: len(sparse[name].values) / max(len(chunk), 1) for name in sparse.names}
+        per_feature |= {name: len(sparse[name].values) / max(len(chunk), 1) for name in sparse.names}
     names, found = names_in_plans(model), dict.fromkeys((t.name for t in plan_tables(model)), 0.0)
     for path, collection in collections_of(model).items():
         for feature in collection.features:

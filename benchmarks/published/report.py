@@ -1,0 +1,147 @@
+"""Read published rows, fit the constants, predict the others, and show how far off each is."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.setups import FOLDER, Planned, Setup, cold_of, planned, read, samples_per_s, sizes
+from hotbed.files import read_yaml
+
+LARGEST = {"activation_passes": 1e3, "launches_per_layer": 1e4, "two_d_mflop": 1e6}
+"""Of each constant, in the order in which they are fitted, each with those before it."""
+TOLERANCE, WORST = 0.2, 2.0
+"""Median error that is aimed at for each source, and the largest ratio of any row."""
+
+
+def published() -> dict[str, Any]:
+    """Read all figures, and what they are of."""
+    found: dict[str, Any] = read_yaml(FOLDER / "rows.yaml")  # pyright: ignore[reportAssignmentType]
+    return found
+
+
+class Predictor:
+    """Predict rows; each setup is planned once.
+
+    Parameters
+    ----------
+    given
+        What `published` reads.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.setups = {name: Setup(**values) for name, values in given["setups"].items()}
+        self._planned: Callable[[Setup], Planned] = cache(planned)
+
+    def rate(self, name: str, constants: Mapping[str, float]) -> float:
+        """Samples/s of a setup."""
+        setup = self.setups[name]
+        cold = cold_of(setup)
+        return samples_per_s(self._planned(setup), None if cold is None else self._planned(cold), constants)
+
+    def row(self, row: Mapping[str, Any], constants: Mapping[str, float]) -> float:
+        """What hotbed's model says of a row, in the row's unit."""
+        of = row["of"]
+        if row["kind"] == "size":
+            return sizes(read(self.setups[of])[1])[row["measure"]]
+        if isinstance(of, str):
+            return self.rate(of, constants)
+        return self.rate(of[0], constants) / self.rate(of[1], constants) * row.get("scale", 1.0)
+
+
+def fitted(given: Mapping[str, Any], predictor: Predictor) -> dict[str, float]:
+    """Fit each constant on its row, by bisection: rates fall as constants rise.
+
+    A constant that cannot reach its row is 0 or the largest one.
+    """
+    rows = {row["id"]: row for row in given["rows"]}
+    constants = dict.fromkeys(LARGEST, 0.0)
+    for name, most in LARGEST.items():
+        if name not in given["constants"]:
+            continue
+        row = rows[given["constants"][name]["fitted on"]]
+        low, high = 0.0, most
+        for _ in range(60):
+            middle = (low + high) / 2
+            faster = predictor.row(row, constants | {name: middle}) > row["published"]
+            low, high = (middle, high) if faster else (low, middle)
+        constants[name] = high
+    return constants
+
+
+def predictions(
+    given: Mapping[str, Any], predictor: Predictor, constants: Mapping[str, float], only: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded."""
+    found: list[dict[str, Any]] = []
+    for row in given["rows"]:
+        about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
+        if row["split"] == "excluded":
+            found.append(about | {"missing": row["missing"]})
+        elif only is None or row["id"] in only:
+            value = predictor.row(row, constants)
+            found.append(about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]})
+    return found
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By source, over rows that were held out: median error of rates, and of all; rows off by more than `WORST`."""
+    found: dict[str, dict[str, Any]] = {}
+    for source in dict.fromkeys(row["source"] for row in rows):
+        held = [row for row in rows if row["source"] == source and row["split"] == "held out"]
+        rates = [abs(row["ratio"] - 1) for row in held if row["kind"] == "rate"]
+        errors = [abs(row["ratio"] - 1) for row in held]
+        found[source] = {
+            "held_out": len(held),
+            "rates": len(rates),
+            "median_error_of_rates": statistics.median(rates) if rates else None,
+            "median_error": statistics.median(errors) if errors else None,
+            "off_by_more_than_2": [row["id"] for row in held if not 1 / WORST <= row["ratio"] <= WORST],
+        }
+        median = found[source]["median_error_of_rates"]
+        found[source]["reached"] = (
+            median is not None and median <= TOLERANCE and not found[source]["off_by_more_than_2"]
+        )
+    return found
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Tables for the documentation: what is predicted, then what is not."""
+    lines = ["| source | what | unit | published | predicted | ratio | |", "|---|---|---|--:|--:|--:|---|"]
+    for row in rows:
+        if row["split"] != "excluded":
+            far = "" if 1 / WORST <= row["ratio"] <= WORST else ", **off by more than 2 ×**"
+            lines.append(
+                f"| {row['source']} | {row['quantity']} | {row['unit']} | {row['published']:,.4g} | "
+                f"{row['predicted']:,.4g} | {row['ratio']:.2f} | {row['split']}{far} |"
+            )
+    lines += ["", "| source | not predicted | published | missing |", "|---|---|--:|---|"]
+    for row in rows:
+        if row["split"] == "excluded":
+            value = "out of memory" if row["published"] is None else f"{row['published']:,.4g} {row['unit']}".strip()
+            lines.append(f"| {row['source']} | {row['quantity']} | {value} | {row['missing']} |")
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw predicted over published for each rate, with what is within 20 %, and within 2 ×."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"] = "hotbed"  # the same rows give the same bytes
+    shown = [row for row in rows if row.get("kind") == "rate"][::-1]
+    figure = Figure(figsize=(9, 0.28 * len(shown) + 1), layout="constrained")
+    panel = figure.subplots()
+    panel.axvspan(1 / WORST, WORST, color="0.93")
+    panel.axvspan(1 - TOLERANCE, 1 + TOLERANCE, color="0.85")
+    for split, colour in (("held out", "C0"), ("fitted", "C1")):
+        at = [i for i, row in enumerate(shown) if row["split"] == split]
+        panel.scatter([shown[i]["ratio"] for i in at], at, color=colour, label=split, zorder=3)
+    panel.set_yticks(range(len(shown)), [row["id"] for row in shown], fontsize=8)
+    panel.set_xscale("log")
+    panel.set_xlabel("predicted ÷ published")
+    panel.legend()
+    figure.savefig(file, format="svg", metadata={"Date": None})

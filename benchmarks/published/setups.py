@@ -1,0 +1,180 @@
+"""Make workloads of published configurations, search their plans, and estimate their steps with hotbed's cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hotbed.config import Recipe
+from hotbed.files import read_yaml
+from hotbed.plan import Cut, Plan
+from hotbed.plan.cost import CostModel, table_bytes
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.limits import limits_of
+from hotbed.plan.search import search
+from hotbed.plan.step import LAUNCHES, StepEstimate, estimate_step
+from hotbed.plan.workload import Workload
+from hotbed.train.build import new_model, open_source
+from hotbed.train.plan_search import tiers_of, workload_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a source ran; files are of ``recipes/``, or of this folder where they begin with ``published/``."""
+
+    recipe: str
+    hardware: str
+    ranks: int
+    replicas: int = 1
+    dense_dtype: str = "fp32"
+    """What products are computed in."""
+    dtype: str | None = None
+    """Of rows; the recipe's by default."""
+    optimizer: str | None = None
+    batch_per_rank: int | None = None
+    mflop: str | float | None = None
+    """Of a forward pass per sample, or the constant that says it; the model's by default."""
+    wire: str = "rows"
+    codec: str = "fp32"
+    tier: str = "device"
+    host_tables: str | None = None
+    """Which whole tables are in the host's memory: all, or the largest, so that others fit into the device's."""
+    hot_bytes: int = 0
+    """Of hot rows on the device, where all others are in the host's memory (arXiv 2103.00686)."""
+    fused: bool = True
+    assumed: str = ""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A setup's workload, and the plan that the search found for it."""
+
+    setup: Setup
+    work: Workload
+    hardware: Hardware
+    layers: int
+    plan: Plan
+
+    def step(self, constants: Mapping[str, float]) -> StepEstimate:
+        """Estimate a step with these constants."""
+        dense, given = self.work.dense, self.setup.mflop
+        mflop = dense.flops / 1e6 if given is None else constants[given] if isinstance(given, str) else given
+        dense = replace(
+            dense,
+            flops=mflop * 1e6,
+            moved_bytes=constants["activation_passes"] * dense.activation_bytes,
+            launches=round(constants["launches_per_layer"] * self.layers),
+        )
+        model = CostModel(replace(self.work, dense=dense), self.plan.world_size, self.hardware)
+        step = estimate_step(self.plan, model.ranks(self.plan), model)
+        if not self.setup.fused:  # an arena per table, instead of one for all that are alike
+            tables = [{t.table for t in self.plan.tiles if t.owner == rank} for rank in range(self.plan.world_size)]
+            step = replace(step, launches=LAUNCHES * max(map(len, tables)) * self.hardware.launch_s)
+        return step
+
+
+def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
+    """Make a setup's recipe, workload, machine and number of layers."""
+    found = read_yaml(_file(setup.recipe, ROOT / "recipes"))
+    if setup.dtype is not None:
+        found["data"]["dtype"] = setup.dtype
+    if setup.optimizer is not None:
+        found["sparse_optimizer"] = {"class_path": f"hotbed.optim.{setup.optimizer}", "init_args": {"lr": 0.01}}
+    if (ROOT / found["data"]["path"]).is_file():
+        found["data"]["path"] = str(ROOT / found["data"]["path"])
+    own = setup.hardware.startswith("published/")
+    hardware = str(_file(setup.hardware, FOLDER)) if own else setup.hardware
+    batch = found["train"]["batch_size"] if setup.batch_per_rank is None else setup.batch_per_rank * setup.ranks
+    narrow = setup.dense_dtype in ("fp16", "bf16")
+    found["train"] |= {"batch_size": batch, "precision": "bf16" if narrow else "fp32"}
+    codecs = {"forward_codec": setup.codec, "backward_codec": setup.codec}
+    found["parallel"] = {**codecs, "replicas": setup.replicas, "hardware": hardware}
+    found["memory"] = {"tier": setup.tier}
+    recipe = Recipe.from_dict(found)
+    source = open_source(recipe.data)
+    with torch.device("meta"):
+        model = new_model(recipe, source)
+    work = workload_of(model, recipe, setup.ranks // setup.replicas, source)
+    wire: dict[str, Any] = {use.table.name: setup.wire for use in work.uses}
+    work = replace(work, wire=wire, dense=replace(work.dense, dtype=setup.dense_dtype))
+    return recipe, work, Hardware.load(hardware), sum(isinstance(m, nn.Linear) for m in model.modules())
+
+
+def planned(setup: Setup) -> Planned:
+    """Search for a setup's plan."""
+    recipe, work, hardware, layers = read(setup)
+    size = setup.ranks // setup.replicas
+    fixed = {name: Cut(tier="host") for name in _in_host(setup, work, size, hardware)}
+    found = search(work, size, hardware, fixed=fixed, tiers=tiers_of(recipe))
+    return Planned(setup, work, hardware, layers, found.plan)
+
+
+def samples_per_s(each: Planned, cold: Planned | None, constants: Mapping[str, float]) -> float:
+    """Samples/s of a setup; with hot rows, ``cold`` is the same setup with all rows in the host's memory."""
+    seconds = each.step(constants).seconds
+    if cold is not None:
+        share = hot_share(each.work, each.setup.hot_bytes)
+        seconds = share * seconds + (1 - share) * cold.step(constants).seconds
+    return each.work.batch_size / seconds
+
+
+def cold_of(setup: Setup) -> Setup | None:
+    """The setup with all rows in the host's memory, where it has hot rows."""
+    return replace(setup, hot_bytes=0, tier="host", host_tables="all") if setup.hot_bytes else None
+
+
+def hot_share(work: Workload, budget: int) -> float:
+    """Share of samples all of whose rows are among the most accessed ones of so many bytes; columns are independent."""
+
+    def rows(accesses: float) -> dict[str, int]:
+        return {use.table.name: use.per_sample.rows_above(accesses) for use in work.uses}
+
+    low, high = 1e-15, 1.0  # accesses per sample: rows at `high` fit
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        hot = rows(middle)
+        fits = sum(table_bytes(use.table) / use.table.rows * hot[use.table.name] for use in work.uses) <= budget
+        low, high = (low, middle) if fits else (middle, high)
+    hot = rows(high)
+    return prod((use.per_sample.accesses(hot[use.table.name]) / use.ids) ** use.ids for use in work.uses)
+
+
+def sizes(work: Workload) -> dict[str, float]:
+    """Sizes of tables: GiB of rows, TB of rows and moments, billions of parameters."""
+    return {
+        "table_gib": sum(table_bytes(use.table) for use in work.uses) / 2**30,
+        "state_tb": sum(table_bytes(use.table, use.moments) for use in work.uses) / 1e12,
+        "billions": (sum(use.table.rows * use.table.dim for use in work.uses) + work.dense.parameters) / 1e9,
+    }
+
+
+def _in_host(setup: Setup, work: Workload, size: int, hardware: Hardware) -> list[str]:
+    """Tables that are in the host's memory as a whole."""
+    if setup.host_tables is None:
+        return []
+    uses = sorted(work.uses, key=lambda use: table_bytes(use.table, use.moments), reverse=True)
+    if setup.host_tables == "all":
+        return [use.table.name for use in uses]
+    room = limits_of(CostModel(work, size, hardware)).device * size
+    left, found = sum(table_bytes(use.table, use.moments) for use in uses), list[str]()
+    for use in uses:
+        if left <= room:
+            break
+        left -= table_bytes(use.table, use.moments)
+        found.append(use.table.name)
+    return found
+
+
+def _file(name: str, folder: Path) -> Path:
+    if name.startswith("published/"):
+        folder, name = FOLDER, name.removeprefix("published/")
+    return folder / f"{name}.yaml"

@@ -1,0 +1,100 @@
+"""Published figures are split as they must be, and predicted by arithmetic that is right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published.report import LARGEST, Predictor, draw, fitted, markdown, predictions, published, summary
+from benchmarks.published.setups import Setup, hot_share, read, sizes
+from hotbed.plan.popularity import Zipf
+from hotbed.plan.workload import Workload
+from hotbed.specs import Table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "published.json"
+GIVEN = published()
+FITTED = {about["fitted on"] for about in GIVEN["constants"].values()}
+
+
+def test_few_constants_are_fitted_on_few_rows() -> None:
+    predicted = [row for row in GIVEN["rows"] if row["split"] != "excluded"]
+    assert len(GIVEN["constants"]) <= 4
+    assert GIVEN["constants"].keys() == LARGEST.keys()
+    assert {row["id"] for row in predicted if row["split"] == "fitted"} == FITTED
+    for source in GIVEN["sources"]:
+        of_source = [row for row in predicted if row["source"] == source and row["kind"] == "rate"]
+        assert 3 * sum(row["id"] in FITTED for row in of_source) <= len(of_source)
+
+
+def test_every_row_says_what_it_is_of_or_what_is_missing() -> None:
+    ids = [row["id"] for row in GIVEN["rows"]]
+    assert len(set(ids)) == len(ids)
+    for row in GIVEN["rows"]:
+        assert row["source"] in GIVEN["sources"]
+        if row["split"] == "excluded":
+            assert row["missing"] and "of" not in row
+        else:
+            assert row["published"] > 0
+            assert {row["of"]} <= GIVEN["setups"].keys() if isinstance(row["of"], str) else len(row["of"]) == 2
+    for values in GIVEN["setups"].values():
+        Setup(**values)
+
+
+def test_constants_are_those_with_which_their_rows_are_met() -> None:
+    predictor = Predictor(GIVEN)
+    given = GIVEN | {"constants": {k: v for k, v in GIVEN["constants"].items() if k != "two_d_mflop"}}
+    constants = fitted(given, predictor)
+    only = ["t15_amp", "t3_amp", "t15_tf32", "t15_bytes"]
+    rows = {row["id"]: row for row in predictions(GIVEN, predictor, constants, only) if "ratio" in row}
+    assert rows["t15_amp"]["ratio"] == pytest.approx(1, abs=1e-6)
+    assert rows["t3_amp"]["ratio"] == pytest.approx(1, abs=0.01)  # kernels are whole numbers
+    assert rows["t15_tf32"]["predicted"] < rows["t15_amp"]["predicted"]
+    assert rows["t15_bytes"]["ratio"] == pytest.approx(1, abs=0.01)
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert stored["constants"]["activation_passes"] == pytest.approx(constants["activation_passes"], rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("neo_a", 793), ("neo_f", 12_000), ("neo_i", 332)])
+def test_recipes_have_the_published_numbers_of_parameters_and_operations(name: str, billions: float) -> None:
+    setup = replace(Setup(**GIVEN["setups"][name]), mflop=None)
+    work = read(setup)[1]
+    assert sizes(work)["billions"] == pytest.approx(billions, rel=0.01)
+    assert work.dense.flops / 1e6 == pytest.approx(GIVEN["setups"][name]["mflop"], rel=0.02)
+
+
+def test_the_share_of_hot_samples_is_the_product_of_the_tables() -> None:
+    work = Workload.of([Table("a", 1000, 16), Table("b", 1000, 16)])
+    assert hot_share(work, 2 * 1000 * 64) == pytest.approx(1)
+    half = Zipf(1000).accesses(500)
+    assert hot_share(work, 1000 * 64) == pytest.approx(half**2, rel=0.02)
+
+
+def test_sources_are_judged_by_the_rates_that_were_held_out(tmp_path: Path) -> None:
+    def row(name: str, ratio: float, split: str = "held out", kind: str = "rate") -> dict[str, object]:
+        about = {"id": name, "source": "s", "quantity": name, "unit": "", "published": 1.0, "split": split}
+        return about | {"kind": kind, "predicted": ratio, "ratio": ratio}
+
+    rows = [row("a", 0.9), row("b", 1.15), row("c", 1.1), row("d", 9.0, "fitted"), row("e", 1.0, kind="size")]
+    found = summary(rows)["s"]
+    assert (found["held_out"], found["rates"], found["reached"]) == (4, 3, True)
+    assert found["median_error_of_rates"] == pytest.approx(0.1)
+    found = summary([*rows, row("far", 0.4)])["s"]
+    assert found["off_by_more_than_2"] == ["far"] and not found["reached"]
+    missing = {"id": "m", "source": "s", "quantity": "m", "unit": "×", "published": 2.0, "split": "excluded"}
+    text = markdown([*rows, row("far", 0.4), missing | {"missing": "the batch"}])
+    assert "| far |  | 1 | 0.4 | 0.40 | held out, **off by more than 2 ×** |" in text
+    assert "| m | 2 × | the batch |" in text
+    pytest.importorskip("matplotlib")
+    draw(rows, tmp_path / "ratios.svg")
+    assert (tmp_path / "ratios.svg").read_text(encoding="utf-8").count("<svg") == 1
+
+
+def test_the_results_are_of_these_rows() -> None:
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert [(r["id"], r["published"], r["split"]) for r in stored["rows"]] == [
+        (r["id"], r["published"], r["split"]) for r in GIVEN["rows"]
+    ]
+    assert stored["sources"] == json.loads(json.dumps(summary(stored["rows"])))
