@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,6 +109,6 @@ def test_the_integer_program_counts_what_ranks_have_already():
 
 
 @pytest.mark.parametrize(("dim", "dtype", "parts"), [(16, "fp32", [1]), (64, "fp32", [1, 2, 4]), (128, "int8", [1])])
-def test_columns_are_cut_into_whole_blocks(dim: int, dtype: str, parts: list[int]):
+def test_columns_are_cut_into_whole_blocks(dim: int, dtype: Literal["fp32", "int8"], parts: list[int]):
     (use,) = Workload.of([Table("t", 10, dim, dtype=dtype)]).uses
     assert column_parts(use) == parts

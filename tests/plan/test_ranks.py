@@ -22,7 +22,8 @@ DENSE = DensePart(parameters=1_000_000, flops=1e9)
 
 
 def work(**options: Any) -> Workload:
-    return Workload.of(TABLES, moments=RowWiseAdagrad.rule.moments, **{"batch_size": 65536, "dense": DENSE, **options})
+    given: dict[str, Any] = {"batch_size": 65536, "dense": DENSE, **options}
+    return Workload.of(TABLES, moments=RowWiseAdagrad.rule.moments, **given)
 
 
 def test_the_fastest_that_fits_is_chosen_and_all_that_was_tried_is_told():
