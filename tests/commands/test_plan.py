@@ -56,6 +56,18 @@ def test_a_plan_is_shown_and_written(recipe: Path, capsys: pytest.CaptureFixture
     assert "users" in shown and "above the lower bound of" in shown and "the recipe's own plan table:" in shown
 
 
+def test_ranks_and_replicas_may_be_searched_for(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    recipe.write_text(recipe.read_text().replace("batch_size: 128", "batch_size: 4"))
+    found = planned(recipe, "--ranks", "auto", "--replicas", "auto")
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines() if line.endswith(("chosen │", "│        │"))]
+    assert "Ranks, by samples" in shown and [line[1] for line in lines if "chosen" in line] == [
+        str(len(found["ranks"]))
+    ]
+    assert {line[1] for line in lines} == {"1", "2", "4"}
+    assert len(planned(recipe, "--ranks", "4", "--replicas", "auto")["ranks"]) in (1, 2, 4)
+
+
 def test_device_memory_is_the_machines_or_less(recipe: Path, capsys: pytest.CaptureFixture[str]):
     planned(recipe, "--ranks", "2")
     whole = capsys.readouterr().out.partition("device memory: ")[2]

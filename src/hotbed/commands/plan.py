@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jsonargparse import ArgumentParser, Namespace
@@ -22,7 +22,7 @@ from hotbed.plan.search import Found
 from hotbed.plan.step import estimate_step, parts_of_busiest
 from hotbed.plan.tiling import extent
 from hotbed.train.build import new_model, open_source
-from hotbed.train.plan_search import searched
+from hotbed.train.plan_search import searched, searched_ranks
 from hotbed.train.recipe_plan import plan_or_schemes
 from hotbed.train.report import size
 
@@ -35,8 +35,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--key value …]"
     add_recipe(parser)
     parser.add_argument("--hardware", type=str | None, help="Built-in profile or a file; short for parallel.hardware.")
-    parser.add_argument("--ranks", type=int, default=1, help="Processes, of all replicas together.")
-    parser.add_argument("--replicas", type=int | None, help="Short for --parallel.replicas.")
+    number = int | Literal["auto"]
+    parser.add_argument("--ranks", type=number, default=1, help="Processes, of all replicas together; auto: the best.")
+    parser.add_argument("--replicas", type=number | None, help="Short for --parallel.replicas; auto: the best number.")
     parser.add_argument("--out", type=str | None, help="File to write the plan to, for --plan of hotbed train.")
     add_json(parser)
 
@@ -50,6 +51,8 @@ def run(parsed: Namespace) -> None:
     recipe = recipe_of(values)
     if hardware is not None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=hardware))
+    if "auto" in (ranks, replicas):
+        ranks, replicas = chosen_ranks(recipe, ranks, recipe.parallel.replicas if replicas is None else replicas)
     if replicas is not None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
     if out is not None:
@@ -59,6 +62,25 @@ def run(parsed: Namespace) -> None:
         write_text(out, found.plan.to_json())
     print_plan(console(), found, others, recipe.memory.device_bytes)
     write_json(json, as_dict(found, others))
+
+
+def chosen_ranks(recipe: Recipe, ranks: int | Literal["auto"], replicas: int | Literal["auto"]) -> tuple[int, int]:
+    """Choose the number of ranks, or of replicas, and print a table of what was tried."""
+    if ranks != "auto" and ranks < 1:
+        raise RecipeError(f"--ranks is {ranks}, must be auto or at least 1")
+    source = open_source(recipe.data)
+    with torch.device("meta"):
+        model = new_model(recipe, source)
+    given = plan_or_schemes(recipe.parallel)
+    schemes = "auto" if isinstance(given, str) else given
+    chosen = searched_ranks(model, recipe, ranks, replicas, source, schemes=schemes, others="auto")
+    table = RichTable("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "", title=f"Ranks, by {chosen.goal}")
+    for tried in chosen.tried:
+        rate = f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit"
+        cost = "–" if tried.cost is None else f"{tried.cost:,.4g}"
+        table.add_row(str(tried.ranks), str(tried.replicas), rate, cost, "chosen" if tried is chosen.best else "")
+    console().print(table)
+    return chosen.best.ranks, chosen.best.replicas
 
 
 def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:

@@ -1,21 +1,24 @@
 """Bound from below what the busiest rank of any plan has to do, as `CostModel` counts it.
 
 The largest of: the *average* over ranks of the cheapest form of every table, whatever fits; the same with the rows in a
-slower memory that the devices cannot hold, those that cost least there for their bytes; and the smallest *piece* into
-which a table can be cut, for the table that has the largest: a row of one block of columns, or as many rows as are left
-when there is one part per rank.
+slower memory that the devices cannot hold, those that cost least there for their bytes; and the largest *piece*, with
+what every rank has beside it: of a table that may be cut the smallest that there is (a row of one block of columns, or
+as many rows as are left when there is one part per rank), of one whose cut is given its largest tile. Exchanges of
+copies and of sums, which not every plan has, are in it where they cannot be done without, or pay.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from hotbed.plan.candidates import Form, column_parts, form_of, hot_prefix
 from hotbed.plan.cost import DISK, HOST, CostModel, tile_bytes
-from hotbed.plan.parts import Array
+from hotbed.plan.parts import Array, kind_of, part_cost
 from hotbed.plan.placement import Cut
 from hotbed.plan.tiling import Tier, Tile
 from hotbed.plan.workload import TableUse
@@ -29,8 +32,11 @@ class Bound:
     memory: float
     """What rows in a slower memory add to the average."""
     piece: float
+    """The largest piece, with what every rank has."""
     piece_of: str
-    """The table whose smallest piece is largest."""
+    """The table that it is of."""
+    exchanges: float = 0.0
+    """Of each of them, what exchanges of copies and sums take, whoever owns what."""
 
     @property
     def load(self) -> float:
@@ -41,7 +47,7 @@ class Bound:
     def binds(self) -> str:
         """What the bound is."""
         if self.piece > self.average + self.memory:
-            return f"the smallest piece of table '{self.piece_of}'"
+            return f"a piece of table '{self.piece_of}'"
         return "the average over ranks" if self.memory == 0 else "the average, with rows in slower memory"
 
 
@@ -52,7 +58,10 @@ def lower_bound(
     tiers: Sequence[Tier] = ("host",),
     staying: Collection[str] = (),
 ) -> Bound:
-    """Bound the busiest rank's load, without copies of rows or with them and what their exchanges take.
+    """Bound the busiest rank's load: the least of plans with and without copies, and with and without sums.
+
+    Copies of rows have exchanges of their own, and so have sums over the columns of rows that are cut. Where a table's
+    own cut needs one of them, all plans have it.
 
     Parameters
     ----------
@@ -68,35 +77,73 @@ def lower_bound(
         Tables of which no row goes there.
     """
     extra = min(_overflow_load(model, overflow, tier, staying) for tier in tiers) if overflow > 0 else 0.0
-    without = _bound(model, fixed, extra, copies=False)
-    with_copies = _bound(model, fixed, extra, copies=True)
-    with_copies = replace(with_copies, average=with_copies.average + model.copies_s)
-    return min(without, with_copies, key=lambda bound: bound.load)
+    given = {name: form_of(model.workload.by_table[name], cut, model) for name, cut in fixed.items()}
+    copies = [True] if any(form.has_copies for form in given.values()) else [False, True]
+    sums = [True] if any(form.has_sums for form in given.values()) else [False, True]
+    bounds = [_bound(model, given, extra, copies=c, sums=s) for c in copies for s in sums]
+    return min(bounds, key=lambda bound: bound.load)
 
 
-def _bound(model: CostModel, fixed: Mapping[str, Cut], extra: float, *, copies: bool) -> Bound:
+def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies: bool, sums: bool) -> Bound:
+    """Bound plans that have the exchanges of copies and of sums, or have not, and so no forms that need them."""
     size = model.world_size
-    totals, everyone = 0.0, 0.0
-    smallest: dict[str, Form] = {}
+    exchanges = model.copies_s * copies + model.sums_s * sums
+    totals, everywhere = 0.0, exchanges
+    pieces: list[tuple[float, str]] = []
     for use in model.workload.uses:
         name = use.table.name
-        forms = [form_of(use, fixed[name], model)] if name in fixed else _forms(use, 1, model, copies)
-        totals += min(form.total * form.evenness for form in forms)
-        everyone += min(form.everyone * form.evenness for form in forms)
-        smallest[name] = min(forms, key=lambda form: form.largest)
-    for name, form in smallest.items():  # which are smaller where rows are cut; only large ones can bind
-        if name not in fixed and form.largest + everyone > totals / size:
-            smallest[name] = min([form, *_forms(form.use, 0, model, copies)], key=lambda form: form.largest)
-    last = max(smallest, key=lambda name: smallest[name].largest, default="")
-    piece = smallest[last].largest if smallest else 0.0
-    return Bound(totals / size, extra / size, piece + everyone, last)
+        if name in given:
+            shares = _shares(given[name], model)
+            totals += shares.total
+            everywhere += shares.everywhere
+            pieces += [(load, name) for load in shares.tiles]
+            continue
+        forms = _forms(use, 1, model, copies=copies, sums=sums)
+        totals += min(form.total for form in forms)
+        everywhere += min(form.everyone for form in forms)
+        pieces.append((min(form.largest for form in forms), name))
+    for i, (load, name) in enumerate(pieces):  # which are smaller where rows are cut; only large ones can bind
+        if name not in given and load + everywhere > totals / size:
+            cut = _forms(model.workload.by_table[name], 0, model, copies=copies, sums=sums)
+            pieces[i] = min(load, *(form.largest for form in cut)), name
+    pieces.sort(key=lambda piece: -piece[0])
+    piece, last = pieces[0] if pieces else (0.0, "")
+    if len(pieces) > size:  # two of so many share a rank
+        (a, _), (b, name) = pieces[size - 1 : size + 1]
+        piece, last = max((piece, last), (a + b, name))
+    return Bound(totals / size + exchanges, extra / size, piece + everywhere, last, exchanges)
 
 
-def _forms(use: TableUse, rows: int, model: CostModel, copies: bool) -> list[Form]:
+class _Shares(NamedTuple):
+    """Load of a table that is cut in a given way: of all ranks together, of each at least, of single tiles beside."""
+
+    total: float
+    everywhere: float
+    tiles: list[float]
+
+
+def _shares(form: Form, model: CostModel) -> _Shares:
+    size, total, everywhere = model.world_size, 0.0, 0.0
+    tiles: list[float] = []
+    for part in form.parts:
+        alike = Counter(kind_of(rows) for rows in part.rows)
+        first = {kind_of(rows): rows for rows in part.rows}
+        costs = [(part_cost(replace(part, rows=(first[kind],)), model), count) for kind, count in alike.items()]
+        total += sum(n * (size * c.everyone + c.owner + (size - 1) * c.reader) for c, n in costs)
+        everywhere += sum(n * (c.everyone + c.reader) for c, n in costs)
+        owners = [c.owner - c.reader for c, n in costs for _ in range(n)]
+        least = min(owners) if len(owners) == size else 0.0  # each rank has one
+        everywhere += least
+        tiles += [load - least for load in owners if load > least]
+    return _Shares(total, everywhere, tiles)
+
+
+def _forms(use: TableUse, rows: int, model: CostModel, *, copies: bool, sums: bool) -> list[Form]:
     """A table with so many row parts, cut by columns or not, with copies or without."""
     copied = [False, True] if model.world_size > 1 and copies else [False]
     cuts = [Cut(rows, cols, copy) for cols in column_parts(use) for copy in copied]
-    return [form_of(use, cut, model) for cut in (*cuts, *(hot_prefix(use, rows, model) if copies else ()))]
+    forms = [form_of(use, cut, model) for cut in (*cuts, *(hot_prefix(use, rows, model) if copies else ()))]
+    return [form for form in forms if sums or not form.has_sums]
 
 
 def _overflow_load(model: CostModel, overflow: int, tier: Tier, staying: Collection[str]) -> float:

@@ -7,9 +7,12 @@ enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+
+import numpy as np
 
 from hotbed.plan.cost import CostModel
 from hotbed.plan.parts import Part, PartCost, part_cost, parts_of
@@ -62,16 +65,20 @@ class Form:
         """Bytes on all ranks."""
         return sum(len(p.rows) * (c.nbytes + (self.size - 1) * c.copy_bytes) for p, c in self._both)
 
-    @cached_property
-    def evenness(self) -> float:
-        """Rows of all tiles ÷ what they would be if each had as many as the first one of its part, as costs have it."""
-        counted = sum(len(part.rows) * len(part.rows[0]) for part in self.parts)
-        return sum(len(rows) for part in self.parts for rows in part.rows) / counted if counted else 1.0
-
     @property
     def is_even(self) -> bool:
-        """Whether all ranks have one tile of each part, and these are alike."""
-        return self.cut.rows == self.size <= self.use.table.rows and not self.cut.hot_rows
+        """Whether all ranks can have as many of its tiles, of which none has much more than the others."""
+        return self.tiles % self.size == 0 and not self.cut.hot_rows
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether ranks have copies of rows, which are exchanged after the update."""
+        return self.size > 1 and any(part.replicated for part in self.parts)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether sums over the columns of a row are exchanged: it is cut by columns, and its rule has such sums."""
+        return self.use.row_sums > 0 and any(len(part.cols) < self.use.table.dim for part in self.parts)
 
     @property
     def tiles(self) -> int:
@@ -99,7 +106,15 @@ def column_parts(use: TableUse) -> list[int]:
 
 
 def form_for(
-    use: TableUse, most_load: float, most_bytes: float, room: float, model: CostModel, *, copies: bool, columns: bool
+    use: TableUse,
+    most_load: float,
+    most_bytes: float,
+    room: float,
+    model: CostModel,
+    *,
+    copies: bool,
+    columns: bool,
+    even: bool = True,
 ) -> Form:
     """Choose the cheapest form of a table whose tiles are no larger; or that with the smallest tiles.
 
@@ -117,31 +132,32 @@ def form_for(
         Whether ranks may have copies of rows, which the wire format ``"pooled"`` does not know.
     columns
         Whether columns may be cut.
+    even
+        Whether more parts than half the ranks become one for each; else some ranks may have none, and more of others.
     """
     copies = copies and model.workload.wire.get(use.table.name) != "pooled"
     whole = form_of(use, Cut(), model)
     needed = math.ceil(max(whole.largest / most_load, whole.tile_bytes / most_bytes) * (1 - 1e-9))
     needed = min(max(needed, 1), model.world_size)
-    forms = [whole, *(form_of(use, cut, model) for cut in _cuts(use, needed, model) if columns or cut.cols == 1)]
+    rows = _rows(use, needed, model, even=even)
+    forms = [whole, *(form_of(use, cut, model) for cut in _cuts(use, needed, rows, columns=columns))]
     if copies:
-        forms += [form_of(use, cut, model) for cut in hot_prefix(use, _rows(use, needed, model), model)]
+        forms += [form_of(use, cut, model) for cut in hot_prefix(use, rows, model)]
     if copies and model.world_size > 1 and whole.tile_bytes <= MOST_COPIED * room:
-        forms += [form_of(use, Cut(rows=rows, replicated=True), model) for rows in {1, _rows(use, needed, model)}]
+        forms += [form_of(use, Cut(rows=parts, replicated=True), model) for parts in {1, rows}]
     fitting = [f for f in forms if f.is_even or (f.largest <= most_load and f.tile_bytes <= most_bytes)]
     if fitting:
         return min(fitting, key=lambda f: (f.total, f.tiles))
     return min(forms, key=lambda f: (max(f.largest / most_load, f.tile_bytes / most_bytes), f.total))
 
 
-def _cuts(use: TableUse, needed: int, model: CostModel) -> Iterator[Cut]:
-    """Cuts into at least so many tiles, if that is possible."""
-    rows, columns = _rows(use, needed, model), column_parts(use)[-1]
+def _cuts(use: TableUse, needed: int, rows: int, *, columns: bool) -> Iterator[Cut]:
+    """Cuts into at least so many tiles, if that is possible: by rows; by columns, and by rows as far as needed."""
     if rows > 1:
         yield Cut(rows=rows)
-    if needed > rows and columns > 1:
-        yield Cut(rows=rows, cols=min(columns, -(-needed // rows)))
-    if needed > 1 and columns > 1:
-        yield Cut(cols=min(columns, needed))
+    if columns and needed > 1:
+        for parts in column_parts(use)[1:]:
+            yield Cut(rows=min(-(-needed // parts), use.table.rows), cols=parts)
 
 
 def hot_prefix(use: TableUse, rows: int, model: CostModel) -> Iterator[Cut]:
@@ -152,7 +168,70 @@ def hot_prefix(use: TableUse, rows: int, model: CostModel) -> Iterator[Cut]:
             yield Cut(rows=rows, hot_rows=hot)
 
 
-def _rows(use: TableUse, needed: int, model: CostModel) -> int:
-    """Row parts: as many as needed; as many as ranks, which makes all equal, from half of that on."""
+def _rows(use: TableUse, needed: int, model: CostModel, *, even: bool) -> int:
+    """Row parts: as many as needed; if ``even``, as many as ranks, which makes all equal, from half of that on."""
     parts = min(needed, use.table.rows)
-    return model.world_size if 2 * parts > model.world_size and use.table.rows >= model.world_size else parts
+    return model.world_size if even and 2 * parts > model.world_size and use.table.rows >= model.world_size else parts
+
+
+LEVELS = (np.inf, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
+"""Largest tile, as a share of a rank's mean load."""
+BYTES = 1 / 16
+"""The same of a rank's mean memory, that this may become even."""
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How fine tables are cut, beside what `LEVELS` say."""
+
+    even: bool
+    """Whether parts that are nearly as many as ranks become one for each."""
+    even_bytes: bool
+    """Whether no tile has more than `BYTES`."""
+
+
+GRAINS = (Grain(True, True), Grain(False, True), Grain(False, False))
+"""What is tried; those after the first one, where that is far from the bound: ranks with a piece that cannot be cut get
+less of the other tables."""
+
+
+def combinations(
+    model: CostModel, fixed: Mapping[str, Cut], grain: Grain, mean_load: float, room: float, most_bytes: float
+) -> Iterator[dict[str, Form]]:
+    """Forms of all tables, by how large tiles may be; each combination once.
+
+    Parameters
+    ----------
+    model
+        What tiles cost.
+    fixed
+        By table, the cut that it must have.
+    grain
+        How fine they are cut.
+    mean_load
+        Of a rank, with what every rank has, whoever owns what.
+    room
+        Bytes that a rank has for rows.
+    most_bytes
+        Of a tile.
+    """
+    uses = model.workload.uses
+    given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
+    whole = [form_of(use, Cut(), model) for use in uses]
+    mean_load = max(mean_load - sum(form.everyone for form in whole), 1e-300)
+    if grain.even_bytes:
+        most_bytes = min(max(sum(form.nbytes for form in whole) / model.world_size, 1.0) * BYTES, most_bytes)
+    seen: set[tuple[Cut, ...]] = set()
+    for copies, columns, level in product((False, True), (False, True), LEVELS):
+        chosen = {
+            use.table.name: given[use.table.name]
+            if use.table.name in given
+            else form_for(
+                use, mean_load * level, most_bytes, room, model, copies=copies, columns=columns, even=grain.even
+            )
+            for use in uses
+        }
+        cuts = tuple(form.cut for form in chosen.values())
+        if cuts not in seen:
+            seen.add(cuts)
+            yield chosen

@@ -176,7 +176,7 @@ class CostModel:
         """What others have counted with it."""
 
     def tile(self, tile: Tile, lanes: int = 1, readers: int | None = None) -> TileCost:
-        """Cost of a tile; of strided ones whatever residue they have: rows of one stride count as alike.
+        """Cost of a tile; of strided ones whatever residue they have: rows between two strides count as alike.
 
         Parameters
         ----------
@@ -188,11 +188,14 @@ class CostModel:
             How many ranks have copies; by default those of the tile.
         """
         rows, copies = tile.rows, len(tile.readers) if readers is None else readers
-        start = rows.start - rows.start % rows.step if rows.step > 1 else rows.start
-        key = (tile.table, start, rows.stop, rows.step, len(tile.cols), copies, tile.tier, tile.cache_rows, lanes)
+        use = self.workload.by_table[tile.table]
+        # One row of each stride from here to there: whatever residue, and however the range is written.
+        first, last = rows.start - rows.start % rows.step, rows[-1] - rows[-1] % rows.step
+        stop = use.table.rows if rows[-1] + rows.step >= use.table.rows else last + rows.step
+        among = range(first, stop, rows.step)
+        key = (tile.table, among, len(rows), len(tile.cols), copies, tile.tier, tile.cache_rows, lanes)
         if key not in self._known:
-            use = self.workload.by_table[tile.table]
-            counted = self._owner_and_others(use, tile, range(start, rows.stop, rows.step), lanes, copies)
+            counted = self._owner_and_others(use, tile, among, lanes, copies)
             self._known[key] = TileCost(*counted, self._prices(use, tile))
         return self._known[key]
 
@@ -239,13 +242,14 @@ class CostModel:
     def _owner_and_others(
         self, use: TableUse, tile: Tile, rows: range, lanes: int, readers: int
     ) -> tuple[Array, Array, Array]:
-        """Bytes of a tile by `PARTS`: for its owner, for a reader, for every rank."""
+        """Bytes of a tile by `PARTS`, whose rows are among these: for its owner, for a reader, for every rank."""
         work, size, cols = self.workload, self.world_size, len(tile.cols)
-        share = use.expected.share(rows) if self.hardware else len(rows) / use.table.rows
+        count = len(tile.rows)
+        share = use.expected.share(rows, count) if self.hardware else count / use.table.rows
         lookups = use.ids * self.local_batch * share
         asked, touched = lookups, size * lookups
         if self.hardware:
-            asked, touched = self._distinct(use, rows, 1), self._distinct(use, rows, size)
+            asked, touched = self._distinct(use, rows, 1, count), self._distinct(use, rows, size, count)
         vectors = None
         if work.wire.get(tile.table) == "pooled":
             asked = lookups  # every id goes to the owner, who pools those of a bag
@@ -273,14 +277,14 @@ class CostModel:
             missed = touched - (self._distinct(use, cached, size) if cached else 0.0)
             owner[DISK if tile.tier == "disk" else HOST] = 2 * missed * record
         if work.replicas > 1 and self.hardware:
-            changed = self._distinct(use, rows, size * work.replicas * work.sync_every)
+            changed = self._distinct(use, rows, size * work.replicas * work.sync_every, count)
             values = 4 * cols + record - one
             owner[REPLICAS] = 2 * (work.replicas - 1) / work.replicas * changed * values / work.sync_every
         return owner, reader, everyone
 
-    def _distinct(self, use: TableUse, rows: range, batches: int) -> float:
+    def _distinct(self, use: TableUse, rows: range, batches: int, count: int | None = None) -> float:
         """Expected distinct rows in so many ranks' batches."""
-        return use.expected.distinct(rows, use.ids * self.local_batch * batches)
+        return use.expected.distinct(rows, use.ids * self.local_batch * batches, count)
 
     # -- prices ----------------------------------------------------------------------------------------------------
 

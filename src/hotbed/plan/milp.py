@@ -4,7 +4,8 @@ Tiles of a form are alike, so what is chosen is how many of them each rank has: 
 is used ``y[f]`` (0 or 1), and the load of the busiest rank ``z``::
 
     minimize z + ε Σ y[f] · tiles[f]       where  Σ_f of a table y[f] = 1,   Σ_r n[f, r] = y[f] · tiles[f],
-    Σ_f n[f, r] · load[f] + y[f] · everyone[f] ≤ z,  Σ_f n[f, r] · bytes[f] ≤ room     for every rank r
+    Σ_f n[f, r] · load[f] + y[f] · everyone[f] + load[r] ≤ z,  Σ_f n[f, r] · bytes[f] + bytes[r] ≤ room
+                                                                                    for every rank r
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ def is_available() -> bool:
     return find_spec("scipy") is not None
 
 
-def solve(forms: Mapping[str, Sequence[Form]], size: int, room: int) -> list[tuple[Form, list[int]]] | None:
+def solve(
+    forms: Mapping[str, Sequence[Form]],
+    size: int,
+    room: int,
+    loads: Sequence[float] | None = None,
+    nbytes: Sequence[int] | None = None,
+) -> list[tuple[Form, list[int]]] | None:
     """The form of each table, and the owner of each of its tiles; None where nothing was found within the limits.
 
     Parameters
@@ -40,6 +47,8 @@ def solve(forms: Mapping[str, Sequence[Form]], size: int, room: int) -> list[tup
         Ranks.
     room
         Bytes of each.
+    loads, nbytes
+        By rank, what it has already; nothing by default.
     """
     from scipy.optimize import (  # pyright: ignore[reportMissingImports]  # an extra
         Bounds,
@@ -73,10 +82,11 @@ def solve(forms: Mapping[str, Sequence[Form]], size: int, room: int) -> list[tup
     for i, form in enumerate(flat):
         row([*((number(i, r), 1.0) for r in range(size)), (i, -float(form.tiles))], 0, 0)
     for r in range(size):
-        loads = [(number(i, r), f.largest / unit) for i, f in enumerate(flat)]
-        row([*loads, *((i, f.everyone / unit) for i, f in enumerate(flat)), (z, -1.0)], -np.inf, 0)
-        nbytes = [(number(i, r), f.tile_bytes / most_bytes) for i, f in enumerate(flat)]
-        row(nbytes, -np.inf, room / most_bytes)
+        own = [(number(i, r), f.largest / unit) for i, f in enumerate(flat)]
+        everyone = [(i, f.everyone / unit) for i, f in enumerate(flat)]
+        row([*own, *everyone, (z, -1.0)], -np.inf, -loads[r] / unit if loads is not None else 0)
+        held = [(number(i, r), f.tile_bytes / most_bytes) for i, f in enumerate(flat)]
+        row(held, -np.inf, (room - (nbytes[r] if nbytes is not None else 0)) / most_bytes)
     rows, columns, values = zip(*entries, strict=True)
     tiles = [form.tiles for form in flat]
     cost = np.concatenate([np.array(tiles) * 1e-6 / sum(tiles), np.zeros(count * size), [1.0]])

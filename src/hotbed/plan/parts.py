@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -120,20 +120,17 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
     """
     world_size = model.world_size
     loads, nbytes = np.zeros(world_size), np.zeros(world_size, dtype=np.int64)
-    known: dict[tuple[object, ...], PartCost] = {}
-    costs = [known.setdefault(key, known.get(key) or part_cost(p, model)) for p in parts for key in [p.shape]]
+    costs = [_tile_costs(part, model) for part in parts]
     placed: list[tuple[Part, int]] = []
     several = [i for i, p in enumerate(parts) if len(p.rows) > 1 or p.replicated]
-    for i in sorted(several, key=lambda i: -costs[i].owner * len(parts[i].rows)):
+    for i in sorted(several, key=lambda i: -float(costs[i].owners.sum())):
         part, cost = parts[i], costs[i]
-        count = len(part.rows)
-        loads += count * cost.reader
-        nbytes += count * cost.copy_bytes
-        load, size = cost.owner - cost.reader, cost.nbytes - cost.copy_bytes
-        first = _best_start(count, load, size, loads, nbytes, capacity)
-        owners = (first + np.arange(count)) % world_size
-        loads[owners] += load
-        nbytes[owners] += size
+        loads += cost.reader
+        nbytes += cost.copy_bytes
+        first = _best_start(cost.owners, cost.nbytes, loads, nbytes, capacity)
+        owners = (first + np.arange(len(part.rows))) % world_size
+        loads[owners] += cost.owners
+        nbytes[owners] += cost.nbytes
         placed.append((part, first))
     if capacity is not None and nbytes.max() > capacity:
         rank = int(nbytes.argmax())
@@ -142,8 +139,8 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
             f"{gib(capacity)}; copy fewer rows, cut into more parts, use narrower rows, or more ranks"
         )
     single = [i for i, p in enumerate(parts) if len(p.rows) == 1 and not p.replicated]
-    item_loads = np.array([costs[i].owner for i in single])
-    item_bytes = np.array([costs[i].nbytes for i in single], dtype=np.int64)
+    item_loads = np.array([costs[i].owners[0] for i in single])
+    item_bytes = np.array([costs[i].nbytes[0] for i in single], dtype=np.int64)
     result = best_placement(item_loads, item_bytes, loads, nbytes, capacity)
     if not isinstance(result, Placed):
         stuck, missing = result
@@ -152,7 +149,7 @@ def place_parts(parts: Sequence[Part], model: CostModel, capacity: int | None) -
             f"of its {gib(capacity or 0)}; cut it by rows or columns, use narrower rows, or more ranks"
         )
     placed += [(parts[i], rank) for i, rank in zip(single, result.chosen.tolist(), strict=True)]
-    everyone = sum(cost.everyone * len(part.rows) for part, cost in zip(parts, costs, strict=True))
+    everyone = sum(cost.everyone for cost in costs)
     return Placement(tuple(placed), result.loads + everyone, result.nbytes)
 
 
@@ -175,6 +172,11 @@ class PartCost:
     copy_bytes: int
 
 
+def kind_of(rows: range) -> tuple[int, int]:
+    """What tiles of a part differ by: by one row, or, behind hot rows, by where they start."""
+    return rows.start // rows.step, len(rows)
+
+
 def part_cost(part: Part, model: CostModel) -> PartCost:
     """Cost of one tile of a part."""
     cache_rows = 0 if part.tier == "device" else part.cache_rows
@@ -189,15 +191,53 @@ def part_cost(part: Part, model: CostModel) -> PartCost:
     return PartCost(owner, reader, everyone, nbytes * on_device, copied * on_device)
 
 
-def _best_start(count: int, load: float, nbytes: int, loads: Array, held: Array, capacity: int | None) -> int:
-    """The rank from which on so many tiles fit, and leave the busiest of their owners with the least load."""
-    world_size = len(loads)
+class _TileCosts(NamedTuple):
+    """What the tiles of a part cost: their owners beside what readers have, any reader of all, and everyone."""
+
+    owners: Array
+    nbytes: Array
+    reader: float
+    everyone: float
+    copy_bytes: int
+
+
+def _tile_costs(part: Part, model: CostModel) -> _TileCosts:
+    key = (*part.shape, part.rows[-1], kind_of(part.rows[-1]))
+    if key not in model.memo:
+        by_kind: dict[tuple[int, int], PartCost] = {}
+        costs = [
+            by_kind[kind]
+            if (kind := kind_of(rows)) in by_kind
+            else by_kind.setdefault(kind, part_cost(replace(part, rows=(rows,)), model))
+            for rows in part.rows
+        ]
+        model.memo[key] = _TileCosts(
+            np.array([c.owner - c.reader for c in costs]),
+            np.array([c.nbytes - c.copy_bytes for c in costs], dtype=np.int64),
+            sum(c.reader for c in costs),
+            sum(c.everyone for c in costs),
+            sum(c.copy_bytes for c in costs),
+        )
+    return model.memo[key]
+
+
+def _best_start(load: Array, size: Array, loads: Array, held: Array, capacity: int | None) -> int:
+    """The rank from which on these tiles fit, and leave the busiest of their owners with the least load.
+
+    Tiles that share a node go on doing so: they start at multiples of their number, if that divides the ranks. One per
+    rank may start anywhere; those that are larger than the last one, which are the first, decide.
+    """
+    world_size, count = len(loads), len(load)
     step = count if world_size % count == 0 else 1
+    if count == world_size > 1:
+        step, count = 1, max(int((load > load[-1]).sum()), int((size > size[-1]).sum()))
+        if not count:
+            return 0
 
     def largest(values: Array) -> Array:
         around = np.concatenate([values, values[: count - 1]])
         return np.lib.stride_tricks.sliding_window_view(around, count)[::step].max(1)
 
-    most = largest(held) + nbytes
+    most = largest(held) + size[0]
     overflow = most > capacity if capacity is not None else np.zeros(len(most), dtype=bool)
-    return int(np.lexsort((most, largest(loads) + load, overflow))[0]) * step
+    return int(np.lexsort((most, largest(loads) + load[0], overflow))[0]) * step

@@ -164,14 +164,19 @@ class ExpectedRows:
         self.rates: np.ndarray[Any, Any] = np.diff(accesses) / np.diff(self.edges) / max(accesses[-1], 1e-300)
         """Share of the table's lookups that each row has, between two edges."""
 
-    def distinct(self, rows: range, lookups: float) -> float:
-        """How many of these rows are looked up, in a batch with so many lookups of the whole table."""
-        return min(float((self._within(rows) * -np.expm1(-self.rates * lookups)).sum()), len(rows))
+    def distinct(self, rows: range, lookups: float, count: int | None = None) -> float:
+        """How many of these rows are looked up, in a batch with so many lookups of the whole table.
 
-    def share(self, rows: range) -> float:
-        """Share of the table's lookups that these rows have."""
-        return min(float((self._within(rows) * self.rates).sum()), 1.0)
+        With a ``count`` it is of so many rows, as popular as these are on average.
+        """
+        within = self._within(rows, count)
+        return min(float((within * -np.expm1(-self.rates * lookups)).sum()), len(rows) if count is None else count)
 
-    def _within(self, rows: range) -> np.ndarray[Any, Any]:
+    def share(self, rows: range, count: int | None = None) -> float:
+        """Share of the table's lookups that these rows have; with a ``count``, that so many as popular ones have."""
+        return min(float((self._within(rows, count) * self.rates).sum()), 1.0)
+
+    def _within(self, rows: range, count: int | None) -> np.ndarray[Any, Any]:
         """How many of these rows, taken for evenly spread, are between two edges."""
-        return np.diff(self.edges.clip(rows.start, rows.stop)) * (len(rows) / max(rows.stop - rows.start, 1))
+        among = max(rows.stop - rows.start, 1)
+        return np.diff(self.edges.clip(rows.start, rows.stop)) * ((len(rows) if count is None else count) / among)

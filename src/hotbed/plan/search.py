@@ -1,10 +1,11 @@
 """Search for the plan whose busiest rank has least to do: how each table is cut, and which rank owns which tile.
 
-Tables are cut finer and finer, only those of which a tile has more than a share of a rank's mean load (`LEVELS`), or a
-sixteenth of its mean memory; for each share the tiles are placed (`balance`); where tables and ranks are few, a mixed
-integer program chooses forms and places at once (`milp`). Of the plans whose busiest ranks are within half a percent of
-the best, those with the most even memory count, of these the ones that launch the fewest kernels, and of these the one
-with the fewest tiles. What is found is held against a lower bound (`bound`).
+Tables are cut finer and finer, only those of which a tile has more than a share of a rank's mean load, or a sixteenth
+of its mean memory (`candidates.combinations`); for each share the tiles are placed (`balance`). Where that ends far
+from the lower bound (`bound`), tables are also cut into other numbers of parts than there are ranks, and a mixed
+integer program (`milp`), if tables and ranks are few, chooses forms and places at once. Of the plans whose busiest
+ranks are within half a percent of the best, and of these those whose predicted steps are, those with the most even
+memory count, of these the ones that launch the fewest kernels, and of these the one with the fewest tiles.
 
 Everything is deterministic, without a clock: the same tables, ranks and hardware give the same plan on every machine
 that has the same release of scipy, or none. Ranks do not rely on that: the first one searches for all.
@@ -12,9 +13,8 @@ that has the same release of scipy, or none. Ranks do not rely on that: the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -23,23 +23,23 @@ from hotbed.errors import PlanError
 from hotbed.optim import Moment
 from hotbed.plan import milp
 from hotbed.plan.bound import Bound, lower_bound
-from hotbed.plan.candidates import Form, column_parts, form_for, form_of
+from hotbed.plan.candidates import GRAINS, Form, column_parts, combinations, form_of
 from hotbed.plan.cost import TIERS, CostModel, RankCosts, gib, tile_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import Limits, limits_of, refuse_too_large
-from hotbed.plan.parts import Array, Part, Placement, in_order, place_parts
+from hotbed.plan.parts import Array, Placement, in_order, place_parts
 from hotbed.plan.placement import Cut, refuse_uncut
 from hotbed.plan.popularity import Popularity
-from hotbed.plan.step import arenas_of
+from hotbed.plan.step import LAUNCHES, arenas_of
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 
-LEVELS = (np.inf, 1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
-"""Largest tile, as a share of a rank's mean load."""
 WORTHWHILE = 1.01
 """How far from the bound the best plan of the heuristics must be, that the mixed integer program is tried."""
+MOST_FINE = 4_000_000
+"""Tiles × ranks up to which finer cuts are tried, whose parts are placed one by one."""
 CLOSE = 1.002
 """A plan whose busiest rank is so near to the bound, and whose memory is even, ends the search."""
 ALIKE_LOAD, ALIKE_BYTES = 1.005, 1.05
@@ -170,30 +170,42 @@ def search(
     found: list[_Candidate] = []
     errors: list[PlanError] = []
     forms: list[dict[str, Form]] = []
-    for chosen in _forms(model, fixed, bound, limits, overflow):
-        forms.append(chosen)
+
+    def add(placement: Placement, method: str) -> None:
+        """Put rows into memories, if they are in several; keep what fits."""
         try:
-            placement = _placed(chosen, model, None if overflow else limits.device)
-            found.append(
-                _in_memories(placement, model, limits, slower if overflow else [], staying, cache_rows, cached)
-                if overflow or pinned
-                else _Candidate.of(placement, model)
-            )
+            candidate = _Candidate.of(placement, model)
+            if overflow or pinned:
+                tiers = slower if overflow else []
+                candidate = _in_memories(placement, model, limits, tiers, staying, cache_rows, cached)
+            found.append(replace(candidate, method=method))
         except PlanError as error:
             errors.append(error)
-            continue
-        if found[-1].is_even(bound):
+
+    def is_good() -> bool:
+        return bool(found) and min(f.load for f in found) <= WORTHWHILE * bound.load
+
+    mean, most_bytes = bound.load - bound.exchanges, np.inf if overflow else limits.device
+    for grain in GRAINS:
+        for chosen in combinations(model, fixed, grain, mean, limits.device, most_bytes):
+            if grain != GRAINS[0] and sum(form.tiles for form in chosen.values()) * world_size > MOST_FINE:
+                continue
+            forms.append(chosen)
+            try:
+                add(_placed(chosen, model, None if overflow else limits.device), "heuristics")
+            except PlanError as error:
+                errors.append(error)
+            if found and found[-1].is_even(bound):
+                break
+        if is_good():
             break
-    if (
-        integer_program
-        and not overflow
-        and not pinned
-        and not (found and min(f.load for f in found) <= WORTHWHILE * bound.load)
-    ):
-        found += _by_milp(forms, fixed, model, limits)
+    if integer_program and not is_good():
+        solved = _by_milp(forms, fixed, model, None if overflow else limits.device)
+        if solved is not None:
+            add(solved, "mixed integer program")
     if not found:
         raise errors[0]
-    best = _best(found)
+    best = _best(found, model)
     plan = Plan(world_size, in_order(best.tiles(), tables), dict(workload.wire))
     return Found(plan, model, model.ranks(plan), bound, limits, best.method)
 
@@ -233,30 +245,6 @@ class _Candidate:
     def is_even(self, bound: Bound) -> bool:
         """Whether looking further is not worth it."""
         return self.load <= CLOSE * bound.load and self.nbytes.max() <= ALIKE_BYTES * self.nbytes.mean()
-
-
-def _forms(
-    model: CostModel, fixed: Mapping[str, Cut], bound: Bound, limits: Limits, overflow: int
-) -> Iterator[dict[str, Form]]:
-    """Forms of all tables, by how large tiles may be; each combination once."""
-    uses = model.workload.uses
-    given = {use.table.name: form_of(use, fixed[use.table.name], model) for use in uses if use.table.name in fixed}
-    whole = [form_of(use, Cut(), model) for use in uses]
-    mean_load = max(bound.load - sum(form.everyone for form in whole), 1e-300)
-    mean_bytes = max(sum(form.nbytes for form in whole) / model.world_size, 1.0)
-    seen: set[tuple[Cut, ...]] = set()
-    most_bytes = min(mean_bytes * LEVELS[-2], np.inf if overflow else limits.device)
-    for copies, columns, level in product((False, True), (False, True), LEVELS):
-        chosen = {
-            use.table.name: given[use.table.name]
-            if use.table.name in given
-            else form_for(use, mean_load * level, most_bytes, limits.device, model, copies=copies, columns=columns)
-            for use in uses
-        }
-        cuts = tuple(form.cut for form in chosen.values())
-        if cuts not in seen:
-            seen.add(cuts)
-            yield chosen
 
 
 def _placed(chosen: Mapping[str, Form], model: CostModel, capacity: int | None) -> Placement:
@@ -345,30 +333,42 @@ def _in_memories(
 
 
 def _by_milp(
-    forms: Sequence[Mapping[str, Form]], fixed: Mapping[str, Cut], model: CostModel, limits: Limits
-) -> list[_Candidate]:
-    """Choose among all forms that were tried, of one part each and without copies, if every table has one."""
-    if not milp.is_available() or model.world_size == 1 or fixed:
-        return []
+    forms: Sequence[Mapping[str, Form]], fixed: Mapping[str, Cut], model: CostModel, room: int | None
+) -> Placement | None:
+    """Choose among all forms that were tried, of one part each and without copies, if every table has one.
+
+    Tables whose own cuts are others are placed before.
+    """
+    if not milp.is_available() or model.world_size == 1:
+        return None
     options: dict[str, list[Form]] = {use.table.name: [] for use in model.workload.uses}
+    before: dict[str, Form] = {}
     for chosen in forms:
         for name, form in chosen.items():
-            if len(form.parts) == 1 and not form.parts[0].replicated and form not in options[name]:
+            alike = len(form.parts) == 1 and not form.parts[0].replicated
+            if alike and form not in options[name]:
                 options[name].append(form)
+            elif not alike and name in fixed:
+                before[name] = form
+    options = {name: tried for name, tried in options.items() if name not in before}
     variables = sum(map(len, options.values())) * (model.world_size + 1)
-    if not all(options.values()) or variables > milp.MOST_VARIABLES:
-        return []
-    solved = milp.solve(options, model.world_size, limits.device)
+    if not all(options.values()) or not options or variables > milp.MOST_VARIABLES:
+        return None
+    try:
+        start = _placed(before, model, room)
+    except PlanError:
+        return None
+    most = np.iinfo(np.int64).max // 4 if room is None else room
+    solved = milp.solve(options, model.world_size, most, start.loads.tolist(), start.nbytes.tolist())
     if solved is None:
-        return []
-    loads, nbytes = np.zeros(model.world_size), np.zeros(model.world_size, dtype=np.int64)
-    parts: list[tuple[Part, int]] = []
+        return None
+    loads, nbytes, parts = start.loads.copy(), start.nbytes.copy(), list(start.parts)
     for form, owners in solved:
         loads += form.everyone
         np.add.at(loads, owners, form.costs[0].owner)
         np.add.at(nbytes, owners, form.costs[0].nbytes)
         parts += zip(form.parts[0].split(), owners, strict=True)
-    return [replace(_Candidate.of(Placement(tuple(parts), loads, nbytes), model), method="mixed integer program")]
+    return Placement(tuple(parts), loads, nbytes)
 
 
 def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
@@ -379,8 +379,14 @@ def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
     return model.copies_s * copies + model.sums_s * sums
 
 
-def _best(found: Sequence[_Candidate]) -> _Candidate:
-    """Choose by load, then memory, then the launches of a step, then number of tiles."""
+def _best(found: Sequence[_Candidate], model: CostModel) -> _Candidate:
+    """Of the plans with the least load choose by the predicted step, then memory, then number of tiles."""
+    launch_s = LAUNCHES * model.hardware.launch_s if model.hardware else 0.0
+
+    def step(candidate: _Candidate) -> float:  # but for what all plans have
+        return candidate.load + launch_s * candidate.arenas
+
     alike = [f for f in found if f.load <= ALIKE_LOAD * min(other.load for other in found)]
+    alike = [f for f in alike if step(f) <= ALIKE_LOAD * min(map(step, alike))]
     alike = [f for f in alike if f.nbytes.max() <= ALIKE_BYTES * min(int(other.nbytes.max()) for other in alike)]
     return min(alike, key=lambda f: (f.arenas, f.count, f.load))

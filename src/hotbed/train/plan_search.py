@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from hotbed.plan import Plan
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.here import hardware_here
 from hotbed.plan.placement import Cut, Schemes, cuts_of
+from hotbed.plan.ranks import Chosen, search_ranks
 from hotbed.plan.search import Found, search
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DensePart, Workload
@@ -61,21 +62,50 @@ def searched(
     PlanError
         If no plan fits.
     """
+    options = _options(model, recipe, schemes, others)
+    return search(workload_of(model, recipe, size, source), size, hardware_of(recipe), **options)
+
+
+def searched_ranks(
+    model: nn.Module,
+    recipe: Recipe,
+    ranks: int | Literal["auto"],
+    replicas: int | Literal["auto"],
+    source: Source | None = None,
+    *,
+    schemes: Schemes | None = None,
+    others: str = "table",
+) -> Chosen:
+    """Search for the number of ranks, of all replicas together, and of replicas, as `searched` does for a plan.
+
+    Raises
+    ------
+    PlanError
+        If no plan fits.
+    """
+    return search_ranks(
+        workload_of(model, recipe, 1, source),
+        hardware_of(recipe),
+        ranks=ranks if ranks == "auto" else [ranks],
+        replicas=replicas,
+        **_options(model, recipe, schemes, others),
+    )
+
+
+def _options(model: nn.Module, recipe: Recipe, schemes: Schemes | None, others: str) -> dict[str, Any]:
+    """What `search` takes besides workload, ranks and hardware."""
     given = plan_or_schemes(recipe.parallel) if schemes is None else schemes
     if isinstance(given, Plan):
         raise PlanError("there is nothing to search for: parallel.plan is a whole plan")
     cuts = cuts_of(plan_tables(model), schemes_for(model, given, others))
-    return search(
-        workload_of(model, recipe, size, source),
-        size,
-        hardware_of(recipe),
-        fixed={name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
-        capacity_bytes=recipe.memory.device_bytes or None,
-        host_bytes=recipe.memory.host_bytes or None,
-        tiers=tiers_of(recipe),
-        cache_rows=recipe.memory.cache_rows,
-        cached=recipe.memory.cached_tiers,
-    )
+    return {
+        "fixed": {name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
+        "capacity_bytes": recipe.memory.device_bytes or None,
+        "host_bytes": recipe.memory.host_bytes or None,
+        "tiers": tiers_of(recipe),
+        "cache_rows": recipe.memory.cache_rows,
+        "cached": recipe.memory.cached_tiers,
+    }
 
 
 def hardware_of(recipe: Recipe) -> Hardware:

@@ -1,0 +1,158 @@
+"""Choose how many ranks train a model, and in how many replicas: `search_ranks` tries each with the plan it finds.
+
+The batch is the global one, so more ranks have fewer samples each. Without a list of numbers of ranks, these are powers
+of two up to a node and doublings of nodes from there; of replicas, powers of two that divide the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from hotbed.errors import PlanError, did_you_mean
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.search import Found, search
+from hotbed.plan.step import estimate_step
+from hotbed.plan.workload import Workload
+from hotbed.specs import is_int
+
+Goal = Literal["auto", "samples", "cost", "fewest"]
+"""Most samples/s; least cost per sample; fewest ranks that fit; ``"auto"``: cost where a price is known, or samples."""
+
+MOST_RANKS = 1024
+"""That are tried where nobody lists them."""
+ALIKE = 1.005
+"""Choices whose samples/s or cost differ by less count as equal: then fewer ranks, and fewer replicas, are better."""
+SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A number of ranks and of replicas, and what the search found for it; or why nothing."""
+
+    ranks: int
+    """Of all replicas together."""
+    replicas: int
+    found: Found | None
+    samples_per_s: float = 0.0
+    cost: float | None = None
+    """Of a billion samples, in the currency of the price; None where no price is known."""
+    refused: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A row of the table of what was tried, as JSON has it."""
+        return {
+            "ranks": self.ranks,
+            "replicas": self.replicas,
+            "samples_per_s": self.samples_per_s if self.found else None,
+            "cost_per_billion_samples": self.cost,
+            "gap": self.found.gap if self.found else None,
+            "refused": self.refused or None,
+        }
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The choice, and everything that was tried, in the order of ranks and replicas."""
+
+    best: Tried
+    tried: tuple[Tried, ...]
+    goal: Goal
+    """By which it was chosen; never ``"auto"``."""
+
+
+def search_ranks(
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    ranks: Sequence[int] | Literal["auto"] = "auto",
+    replicas: int | Literal["auto"] = "auto",
+    goal: Goal = "auto",
+    **options: Any,
+) -> Chosen:
+    """Search for the number of ranks and of replicas, with a plan for each.
+
+    Parameters
+    ----------
+    workload
+        What a step does; ``batch_size`` is that of all ranks, ``sync_every`` the steps between averages of replicas.
+    hardware
+        The machine; with ``price_per_hour`` of a node costs are known.
+    ranks
+        Those that are allowed; ``"auto"``: powers of two, and from a node on nodes, up to `MOST_RANKS`.
+    replicas
+        How many; ``"auto"``: 1, 2, 4, …, while they divide the ranks and the tables fit into a group.
+    goal
+        What decides. Choices within half a percent count as equal, and of them the one with the fewest ranks and
+        replicas is taken.
+    **options
+        What `hotbed.plan.search.search` takes besides.
+
+    Raises
+    ------
+    PlanError
+        If nothing fits, or an argument cannot be; the message ends with that of the largest number of ranks.
+    """
+    allowed = _allowed(workload, hardware, ranks)
+    if goal not in get_args(Goal):
+        names = get_args(Goal)
+        raise PlanError(f"goal is {goal!r}, must be one of {', '.join(names)}{did_you_mean(str(goal), names)}")
+    if goal == "cost" and hardware.price_per_hour is None:
+        raise PlanError(f"{hardware.name} has no price_per_hour, by which goal 'cost' decides; set it in its profile")
+    if replicas != "auto" and (not is_int(replicas) or replicas < 1):
+        raise PlanError(f"replicas is {replicas!r}, must be 'auto' or an integer of at least 1")
+    if goal == "auto":
+        goal = "samples" if hardware.price_per_hour is None else "cost"
+    tried: list[Tried] = []
+    for count in allowed:
+        for groups in _replicas(count, replicas):
+            tried.append(_try(replace(workload, replicas=groups), count, hardware, options))
+            if tried[-1].found is None:
+                break  # groups of fewer ranks have less memory
+        if goal == "fewest" and any(t.found for t in tried):
+            break
+    fitting = [t for t in tried if t.found is not None]
+    if not fitting:
+        if not tried:
+            raise PlanError(f"ranks are {', '.join(map(str, allowed))}, none of which {replicas} replicas divide")
+        last = next(t for t in tried if t.ranks == tried[-1].ranks)
+        raise PlanError(
+            f"the tables fit none of {', '.join(map(str, allowed))} ranks; with {last.ranks}: {last.refused}"
+        )
+    if goal == "cost":
+        fitting = [t for t in fitting if (t.cost or 0.0) <= ALIKE * min(other.cost or 0.0 for other in fitting)]
+    else:
+        fitting = [t for t in fitting if ALIKE * t.samples_per_s >= max(other.samples_per_s for other in fitting)]
+    return Chosen(min(fitting, key=lambda t: (t.ranks, t.replicas)), tuple(tried), goal)
+
+
+def _allowed(workload: Workload, hardware: Hardware, ranks: Sequence[int] | Literal["auto"]) -> list[int]:
+    if ranks == "auto":
+        node, most = hardware.ranks_per_node, min(MOST_RANKS, workload.batch_size)
+        inside = [2**i for i in range(node.bit_length()) if 2**i < node]
+        nodes = [node * 2**i for i in range(max(most // node, 1).bit_length())]
+        return [count for count in (*inside, *nodes) if count <= most]
+    if not ranks or not all(is_int(count) and count >= 1 for count in ranks):
+        raise PlanError(f"ranks are {ranks!r}, must be 'auto' or a list of integers of at least 1")
+    return sorted(set(ranks))
+
+
+def _replicas(ranks: int, replicas: int | Literal["auto"]) -> list[int]:
+    if replicas != "auto":
+        return [replicas] if ranks % replicas == 0 else []
+    return [2**i for i in range(ranks.bit_length()) if ranks % 2**i == 0]
+
+
+def _try(workload: Workload, ranks: int, hardware: Hardware, options: Mapping[str, Any]) -> Tried:
+    try:
+        found = search(workload, ranks // workload.replicas, hardware, **options)
+    except PlanError as error:
+        return Tried(ranks, workload.replicas, None, refused=str(error))
+    rate = workload.batch_size / estimate_step(found.plan, found.costs, found.model).seconds
+    cost = None
+    if hardware.price_per_hour is not None:
+        nodes = math.ceil(ranks / hardware.ranks_per_node)
+        cost = nodes * hardware.price_per_hour / SECONDS_PER_HOUR / rate * 1e9
+    return Tried(ranks, workload.replicas, found, rate, cost)

@@ -1,0 +1,114 @@
+"""How near plans come to the lower bound with cuts of their own, and tiles that are uneven; the integer program."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotbed.optim import RowWiseAdagrad
+from hotbed.plan import Cut, milp
+from hotbed.plan.balance import Placed, best_placement
+from hotbed.plan.candidates import column_parts, form_of
+from hotbed.plan.cost import CostModel
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.search import search
+from hotbed.plan.tiling import Tile
+from hotbed.plan.workload import Workload
+from hotbed.specs import Table
+
+A100 = Hardware.load("a100-40")
+needs_scipy = pytest.mark.skipif(not milp.is_available(), reason="needs scipy: pip install 'hotbed[plan]'")
+
+
+@given(rows=st.integers(1, 200), parts=st.integers(1, 40))
+def test_tiles_cost_in_all_what_the_table_costs_however_their_ranges_are_written(rows: int, parts: int):
+    work = Workload.of([Table("t", rows, 32)], batch_size=512)
+    model = CostModel(work, 4, A100)
+    tiles = [Tile("t", range(k, rows, parts), range(32), 0) for k in range(min(parts, rows))]
+    whole = model.tile(Tile("t", range(rows), range(32), 0))
+    assert sum(model.tile(tile).owner.sum() for tile in tiles) == pytest.approx(whole.owner.sum())
+    for tile in tiles:
+        written = Tile("t", tile.rows[: len(tile.rows)], range(32), 0)  # a slice ends where the next row would be
+        assert np.array_equal(model.tile(written).owner, model.tile(tile).owner)
+
+
+def test_exchanges_that_a_cut_needs_are_in_the_bound():
+    """The copies of a table of three rows take more than all tables: no plan does without."""
+    tables = [Table("tiny", 3, 64), *(Table(f"t{i}", 10_000 * (i + 1), 64) for i in range(5))]
+    work = Workload.of(tables, batch_size=4096)
+    found = search(work, 8, A100, fixed={"tiny": Cut(replicated=True)})
+    assert found.bound.exchanges == found.model.copies_s > found.costs.load.max()
+    assert 0 <= found.gap <= 0.02
+    wide = Workload.of([Table("w", 1000, 64), Table("t", 1000, 16)], moments=RowWiseAdagrad.rule.moments, batch_size=64)
+    cut = search(wide, 2, A100, fixed={"w": Cut(cols=2)})
+    assert cut.bound.exchanges == cut.model.sums_s > 0
+    assert 0 <= cut.gap <= 0.05
+
+
+def test_a_rank_with_a_piece_that_cannot_be_cut_gets_less_of_the_other_tables():
+    tables = [Table("own", 50_000, 128), *(Table(f"t{i}", 300_000, 128) for i in range(3))]
+    ids = {"own": 6.0} | {f"t{i}": 10.0 for i in range(3)}
+    found = search(Workload.of(tables, ids=ids, batch_size=16 * 1024), 16, A100, fixed={"own": Cut()})
+    owner = found.plan.by_table["own"][0].owner
+    assert found.bound.binds == "a piece of table 'own'"
+    assert 0 <= found.gap <= 0.01
+    assert not any(t.owner == owner and t.table != "own" for t in found.plan.tiles)
+
+
+def test_tiles_that_cannot_be_cut_share_ranks_where_they_are_more():
+    tables = [Table(f"t{i}", 1000, 16) for i in range(3)]
+    fixed = {t.name: Cut() for t in tables}
+    found = search(Workload.of(tables, ids={t.name: 1.0 for t in tables}, batch_size=64), 2, A100, fixed=fixed)
+    assert found.bound.piece == pytest.approx(found.load)  # two of three are on one rank
+
+
+def test_tables_of_fewer_rows_than_would_be_even_are_cut_by_columns_too():
+    """17 rows on 16 ranks leave the busiest with two; four parts of five rows and a quarter of the columns do not."""
+    flat = A100.with_(gather={64: 1e12}, scatter={64: 1e12})
+    work = Workload.of([Table("t", 17, 256)], ids={"t": 2.0}, batch_size=4096)
+    found = search(work, 16, flat, integer_program=False)
+    assert len({t.cols for t in found.plan.tiles}) > 1
+    assert found.costs.imbalance < 1.2
+
+
+@needs_scipy
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(2, 3))
+def test_the_integer_program_is_never_worse_than_the_heuristics(loads: list[int], ranks: int):
+    tables = [Table(f"t{i}", 10, 16) for i in range(len(loads))]
+    work = Workload.of(tables, ids={t.name: float(x) for t, x in zip(tables, loads, strict=True)})
+    model = CostModel(work, ranks)
+    forms = {use.table.name: [form_of(use, Cut(), model)] for use in work.uses}
+    solved = milp.solve(forms, ranks, 1 << 40)
+    assert solved is not None
+    totals = np.zeros(ranks)
+    for form, owners in solved:
+        np.add.at(totals, owners, form.largest)
+    start = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
+    placed = best_placement(
+        np.array([form.largest for (form,) in forms.values()]), np.ones(len(loads), dtype=np.int64), *start, None
+    )
+    assert isinstance(placed, Placed)
+    assert totals.max() <= placed.loads.max() * (1 + milp.GAP)
+
+
+@needs_scipy
+def test_the_integer_program_counts_what_ranks_have_already():
+    tables = [Table(f"t{i}", 10, 16) for i in range(3)]
+    model = CostModel(Workload.of(tables), 2)
+    forms = {use.table.name: [form_of(use, Cut(), model)] for use in model.workload.uses}
+    load = next(iter(forms.values()))[0].largest
+    for before, room in (([3 * load, 0.0], 1 << 40), ([0.0, 0.0], 2000)):
+        solved = milp.solve(forms, 2, room, before, [0 if before[0] else 1500, 0])
+        assert solved is not None
+        assert [owners for _, owners in solved] == [[1], [1], [1]]
+
+
+@pytest.mark.parametrize(("dim", "dtype", "parts"), [(16, "fp32", [1]), (64, "fp32", [1, 2, 4]), (128, "int8", [1])])
+def test_columns_are_cut_into_whole_blocks(dim: int, dtype: Literal["fp32", "int8"], parts: list[int]):
+    (use,) = Workload.of([Table("t", 10, dim, dtype=dtype)]).uses
+    assert column_parts(use) == parts
