@@ -102,6 +102,7 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
         batch_size=recipe.train.batch_size,
         replicas=parallel.replicas,
         sync_every=parallel.sync_every,
+        layout=parallel.layout,
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
         dense=dense_part(model, recipe, source),
