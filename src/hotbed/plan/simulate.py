@@ -10,8 +10,8 @@ the trainer. Of batch ``b``, threads and what they do (``│``: all ranks of a g
     average     every `sync_every` steps, until the next reader of rows │                                 over Gloo
 
 Over NCCL exchanges never overlap with each other (`hotbed.comm`): ids are exchanged, and replicas averaged, in the
-step. An all-to-all ends for all ranks when the rank that sends most is done, for all need something from it. Stragglers are
-ranks that take longer for what they compute, drawn anew for each step.
+step. An all-to-all ends for all ranks when the rank that sends most is done, for all need something from it. Stragglers
+are ranks that take longer for what they compute, drawn anew for each step.
 """
 
 from __future__ import annotations

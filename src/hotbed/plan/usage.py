@@ -95,3 +95,13 @@ def usage_of(busy: Mapping[str, float], step_s: float, costs: RankCosts, model: 
             unit = "FLOP" if name == "arithmetic" else "" if name == "cores" else "B"
             found[name] = Usage(mean, unit, float(amount.max()), seconds, seconds / step_s)
     return found
+
+
+def amount_text(value: float, unit: str) -> str:
+    """An amount with a decimal prefix; nothing where nothing is counted."""
+    if not unit:
+        return ""
+    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:,.3g} {prefix}{unit}"
+    return f"{value:,.3g} {unit}"

@@ -38,6 +38,7 @@ def searched(
     *,
     schemes: Schemes | None = None,
     others: str = "table",
+    hardware: Hardware | None = None,
 ) -> Found:
     """Search for the plan of a group of ``size`` ranks.
 
@@ -55,6 +56,8 @@ def searched(
         Others than the recipe's.
     others
         The scheme of tables that have none, where schemes are by table.
+    hardware
+        Another machine than the recipe's.
 
     Raises
     ------
@@ -68,7 +71,7 @@ def searched(
     return search(
         workload_of(model, recipe, size, source),
         size,
-        hardware_of(recipe),
+        hardware or hardware_of(recipe),
         fixed={name: cut for name, cut in cuts.items() if isinstance(cut, Cut)},
         capacity_bytes=recipe.memory.device_bytes or None,
         host_bytes=recipe.memory.host_bytes or None,
