@@ -2,7 +2,7 @@
 
 The model has 1.7 TB of tables, as one of arXiv 2508.03854 has, of which more is not published: 120 tables of 64 to 256
 columns, with rows and ids per sample drawn from a fixed seed, row-wise AdaGrad, float32. Every rank has as many samples
-at any number of ranks. The plan of a group is that which is best for it alone. Nothing is fitted to what the paper reports.
+at any number of ranks. The plan of a group is that which is best for it alone. Nothing is fitted to the paper.
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(found: dict[str, Any]) -> None:
     """Print a row for each number of ranks: one group, the best replicas, and the first that overtake one group."""
-    print(
-        "| ranks | one group | samples/s | best replicas | samples/s | per rank, of the best below | first to overtake |"
-    )
+    print("| ranks | one group | samples/s | best replicas | samples/s | of the first, per rank | first to overtake |")
     print("|---|---|---|---|---|---|---|")
     base: float | None = None
     for ranks in sorted({row["ranks"] for row in found["rows"]}):

@@ -38,7 +38,7 @@ def test_a_simulation_is_shown_beside_the_plan(recipe: Path, capsys: pytest.Capt
     assert found["plan"] == plain["plan"] and found["simulation"]["price_per_billion_samples"] is None
     assert found["simulation"]["step_s"] >= sum(found["simulation"]["critical_s"].values()) * 0.5
     shown = capsys.readouterr().out
-    assert f"{found['simulation']['binds']} binds" in shown and "Resources of a rank, per step" in shown
+    assert f"bound by {found['simulation']['binds']};" in shown and "Resources of a rank, per step" in shown
     slow = simulated(recipe, "--ranks", "4", "--stragglers.share", "0.5", "--stragglers.slowdown", "100")
     assert slow["simulation"]["step_s"] > found["simulation"]["step_s"]
 

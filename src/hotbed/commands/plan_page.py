@@ -68,8 +68,9 @@ def page(name: str, found: Found, simulation: Simulation, points: Sequence[Point
     body = [
         f"<h1>{escape(name)}: {ranks:,} ranks{of_replicas} of {escape(here.name)}</h1>",
         f"<p>Simulated: {simulation.step_s * 1e3:,.4g} ms per step of {work.batch_size:,} samples, "
-        f"{simulation.samples_per_s:,.0f} samples/s on {simulation.nodes:,} nodes. <b>{escape(simulation.binds)}</b> "
-        f"binds; ranks wait {simulation.waiting:.1%} of a step. The busiest rank has {found.costs.imbalance:.3f} times "
+        f"{simulation.samples_per_s:,.0f} samples/s on {simulation.nodes:,} nodes, bound by "
+        f"<b>{escape(simulation.binds)}</b>; ranks wait {simulation.waiting:.1%} of a step. "
+        f"The busiest rank has {found.costs.imbalance:.3f} times "
         f"the mean load, {found.gap:.1%} above the lower bound.{price}</p>",
         "<h2>Memory of ranks: tiles by tier</h2>",
         f"<p>{_which(found, shown)} A box is a tile of a table, or a copy of one.</p>",
@@ -256,7 +257,7 @@ def _scaling(points: Sequence[Point]) -> str:
             parts.append(text(x(point.ranks), _TALL - 4, "does not fit", anchor="middle", size=11, color="#c44e52"))
             continue
         rate = point.simulation.samples_per_s
-        about = f"{point.ranks:,} ranks: {rate:,.0f} samples/s, {point.simulation.binds} binds"
+        about = f"{point.ranks:,} ranks: {rate:,.0f} samples/s, bound by {point.simulation.binds}"
         parts.append(dot(x(point.ranks), y(rate), "#4878a8", about))
         parts.append(text(x(point.ranks), y(rate) - 10, f"{point.efficiency(first):.0%}", anchor="middle", size=11))
     note = "<p>Samples/s by ranks, each with as many samples; dashed: all as fast as those of the first point.</p>"

@@ -127,7 +127,7 @@ def print_simulation(to: Console, simulation: Simulation) -> None:
     spent = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in simulation.critical.items())
     to.print(
         f"simulated: {simulation.step_s * 1e3:,.4g} ms, {simulation.samples_per_s:,.0f} samples/s on "
-        f"{simulation.nodes:,} nodes; {simulation.binds} binds; ranks wait {simulation.waiting:.1%} of a step",
+        f"{simulation.nodes:,} nodes; bound by {simulation.binds}; ranks wait {simulation.waiting:.1%} of a step",
         soft_wrap=True,
     )
     to.print(f"the rank that waits least (ms): {spent}", soft_wrap=True)
@@ -150,9 +150,9 @@ def print_sweep(to: Console, sweep: Sweep, points: list[Point]) -> None:
     """Print a row for each point."""
     title = "ranks, with as many samples each" if sweep.what == RANKS else sweep.what
     shown = RichTable(title=f"Sweep of {title}", title_justify="left")
-    columns = [sweep.what, "step", "samples/s", "efficiency", "waiting", "binds", "per billion samples"]
+    columns = [sweep.what, "step", "samples/s", "efficiency", "waiting", "bound by", "per billion samples"]
     for column in columns:
-        shown.add_column(column, justify="left" if column == "binds" else "right")
+        shown.add_column(column, justify="left" if column == "bound by" else "right")
     first = first_that_fits(points)
     for point in points:
         at, simulation = sweep.shown(point.value), point.simulation

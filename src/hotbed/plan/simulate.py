@@ -123,7 +123,7 @@ class Simulation:
     waiting
         Share of a step in which a rank waits for others, or for links: mean over ranks.
     binds
-        The resource that the critical rank's step is mostly made of.
+        The resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs.
     usage
         By resource.
     nodes, price_per_hour
@@ -368,6 +368,8 @@ def _result(
         resource = does.resources.get(name) or "links"
         by_resource[resource] = by_resource.get(resource, 0.0) + value
     binds = max(by_resource, key=lambda name: by_resource[name], default="cores")
+    if binds == "links":  # bytes, or the fixed costs of messages
+        binds = "messages" if estimate.messages > by_resource["links"] / 2 else link_of(model)
     busy = {name: float((values @ counts).mean() / counts.sum()) / steps for name, values in timeline.busy.items()}
     ranks = model.world_size * work.replicas
     return Simulation(
@@ -376,7 +378,7 @@ def _result(
         samples_per_s=work.batch_size / seconds,
         critical=dict(sorted(((n, s) for n, s in spent.items() if s > 0), key=lambda item: -item[1])),
         waiting=float((timeline.waited @ counts).mean() / counts.sum()) / steps / seconds,
-        binds=link_of(model) if binds == "links" else binds,
+        binds=binds,
         usage=usage_of(busy, seconds, costs, model),
         nodes=-(-ranks // here.ranks_per_node),
         price_per_hour=here.price_per_hour,
