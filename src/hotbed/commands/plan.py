@@ -10,15 +10,20 @@ import torch
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
+from torch import nn
 
 from hotbed.checkpoint.single_files import write_text
 from hotbed.commands.arguments import add_json, add_recipe, check_json, console, recipe_of, write_json
 from hotbed.commands.dry_run import cut_of, owners_of
+from hotbed.commands.plan_simulation import Options, simulated
 from hotbed.config import Recipe
+from hotbed.data import Source
 from hotbed.errors import PlanError, RecipeError
 from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
+from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
+from hotbed.plan.simulate import Stragglers
 from hotbed.plan.step import estimate_step, parts_of_busiest
 from hotbed.plan.tiling import extent
 from hotbed.train.build import new_model, open_source
@@ -32,12 +37,20 @@ _MOST_RANKS = 16
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the recipe's options, and the machine."""
-    parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--key value …]"
+    parser.usage = "hotbed plan RECIPE.yaml --hardware NAME|FILE --ranks N [--simulate] [--key value …]"
     add_recipe(parser)
     parser.add_argument("--hardware", type=str | None, help="Built-in profile or a file; short for parallel.hardware.")
     number = int | Literal["auto"]
     parser.add_argument("--ranks", type=number, default=1, help="Processes, of all replicas together; auto: the best.")
     parser.add_argument("--replicas", type=number | None, help="Short for --parallel.replicas; auto: the best number.")
+    parser.add_argument("--simulate", action="store_true", help="Simulate steps; so do the options below.")
+    parser.add_class_arguments(Stragglers, "stragglers", instantiate=False)
+    parser.add_argument(
+        "--sweep", type=str | None, help="ranks=8..4096, or a figure of the hardware: network=100Gbit/s..800Gbit/s."
+    )
+    parser.add_argument("--price", type=float | None, help="Of a node per hour, for the price of a billion samples.")
+    parser.add_argument("--trace", type=str | None, help="File for the timeline of some ranks, for Chrome or Perfetto.")
+    parser.add_argument("--html", type=str | None, help="File for a page with pictures of plan, timeline and scaling.")
     parser.add_argument("--out", type=str | None, help="File to write the plan to, for --plan of hotbed train.")
     add_json(parser)
 
@@ -48,6 +61,11 @@ def run(parsed: Namespace) -> None:
     hardware, ranks, replicas, out, json = (
         values.pop(name) for name in ("hardware", "ranks", "replicas", "out", "json")
     )
+    wanted = bool(values.pop("simulate"))
+    stragglers = Stragglers(**values.pop("stragglers"))
+    names = ("sweep", "price", "trace", "html")
+    options = Options(stragglers=stragglers, **{name: values.pop(name) for name in names})
+    wanted |= stragglers != Stragglers() or any(getattr(options, name) is not None for name in names)
     recipe = recipe_of(values)
     if hardware is not None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=hardware))
@@ -57,11 +75,15 @@ def run(parsed: Namespace) -> None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
     if out is not None:
         check_json(out)
+    options.check(recipe.parallel.replicas)
     found, others = found_plan(recipe, ranks)
     if out is not None:
         write_text(out, found.plan.to_json())
-    print_plan(console(), found, others, recipe.memory.device_bytes)
-    write_json(json, as_dict(found, others))
+    to, figures = console(), as_dict(found, others)
+    print_plan(to, found, others, recipe.memory.device_bytes)
+    if wanted:
+        figures |= simulated(to, found, recipe, ranks, options, plan_for)
+    write_json(json, figures)
 
 
 def chosen_ranks(recipe: Recipe, ranks: int | Literal["auto"], replicas: int | Literal["auto"]) -> tuple[int, int]:
@@ -95,25 +117,36 @@ def found_plan(recipe: Recipe, ranks: int) -> tuple[Found, dict[str, float]]:
     PlanError
         If no plan fits.
     """
-    count = recipe.parallel.replicas
-    if ranks < 1 or ranks % count:
-        raise RecipeError(f"--ranks is {ranks}, must be a multiple of parallel.replicas {count}, and at least 1")
-    source = open_source(recipe.data)
-    with torch.device("meta"):
-        model = new_model(recipe, source)
     given = plan_or_schemes(recipe.parallel)
-    if isinstance(given, Plan):
-        raise PlanError(f"parallel.plan is {recipe.parallel.plan}, a whole plan: there is nothing to search for")
-    schemes = given if isinstance(given, Mapping) else "auto"
-    found = searched(model, recipe, ranks // count, source, schemes=schemes, others="auto")
+    found = plan_for(recipe, ranks)
     others: dict[str, float] = {}
     if isinstance(given, str) and given != "auto":
         try:
-            own = searched(model, recipe, ranks // count, source)
+            source = open_source(recipe.data)
+            own = searched(_model_of(recipe, source), recipe, ranks // recipe.parallel.replicas, source)
             others[given] = estimate_step(own.plan, own.costs, own.model).seconds
         except PlanError:
             others[given] = float("inf")
     return found, others
+
+
+def plan_for(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Found:
+    """The plan that the search finds for so many ranks, on the recipe's hardware or another; errors of `found_plan`."""
+    count = recipe.parallel.replicas
+    if ranks < 1 or ranks % count:
+        raise RecipeError(f"--ranks is {ranks}, must be a multiple of parallel.replicas {count}, and at least 1")
+    source = open_source(recipe.data)
+    model = _model_of(recipe, source)
+    given = plan_or_schemes(recipe.parallel)
+    if isinstance(given, Plan):
+        raise PlanError(f"parallel.plan is {recipe.parallel.plan}, a whole plan: there is nothing to search for")
+    schemes = given if isinstance(given, Mapping) else "auto"
+    return searched(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+
+
+def _model_of(recipe: Recipe, source: Source) -> nn.Module:
+    with torch.device("meta"):
+        return new_model(recipe, source)
 
 
 def as_dict(found: Found, others: dict[str, float]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -309,18 +309,29 @@ class CostModel:
         found[REPLICAS] = self.replica_s
         return found
 
+    def near_share(self, among: Literal["shards", "replicas"]) -> float:
+        """Which share of the others that a rank exchanges with is on its node: of its group, or of its replicas."""
+        here, size, count = self.hardware, self.world_size, self.workload.replicas
+        if here is None:
+            return 1.0
+        others, apart = (size, count) if among == "shards" else (count, size)
+        if (self.workload.layout == "groups") == (among == "shards"):
+            apart = 1  # they are numbered one after the other
+        near = min(max(here.ranks_per_node // apart, 1), others)
+        return (near - 1) / (others - 1) if others > 1 else 1.0
+
     def _wire_seconds(self, here: Hardware) -> tuple[float, float]:
-        """Seconds per byte: of an all-to-all in a group of neighbours, and of an exchange between groups."""
-        across = here.oversubscription / (here.network * here.network_efficiency)
-        inside = 1 / here.node_link
+        """Seconds per byte: of an all-to-all in a group, and of an exchange between its replicas."""
+        seconds, of_replicas = (self._mixed_s(here, self.near_share(among)) for among in ("shards", "replicas"))
         if self.world_size == 1:
-            return 0.0, inside if self.workload.replicas <= here.ranks_per_node else across
-        near = min(here.ranks_per_node, self.world_size) - 1
-        # Both kinds of link carry at once what goes over them.
-        seconds = max(near / (self.world_size - 1) * inside, (1 - near / (self.world_size - 1)) * across)
+            return 0.0, of_replicas
         if here.all_to_all:
             ranks = min(here.all_to_all, key=lambda n: abs(n - self.world_size))
             rows = sum(self._distinct(use, range(use.table.rows), 1) * 4 * use.table.dim for use in self.workload.uses)
             seconds = 1 / interpolated(here.all_to_all[ranks], max(rows / self.world_size, 1.0))
-        total = self.world_size * self.workload.replicas
-        return seconds, inside if total <= here.ranks_per_node else across
+        return seconds, of_replicas
+
+    def _mixed_s(self, here: Hardware, near: float) -> float:
+        """Seconds per byte of which this share stays on the node: both kinds of link carry at once."""
+        across = here.oversubscription / (here.network * here.network_efficiency)
+        return max(near / here.node_link, (1 - near) * across)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hotbed.config.places import Codec
+from hotbed.config.places import Codec, Layout
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.popularity import ExpectedRows, Popularity, Scaled, Zipf
@@ -83,6 +83,8 @@ class Workload:
     replicas: int = 1
     sync_every: int = 1
     """Steps between averages of replicas."""
+    layout: Layout = "groups"
+    """What neighbouring ranks, as on a node, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
     wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])

@@ -39,6 +39,7 @@ def searched(
     *,
     schemes: Schemes | None = None,
     others: str = "table",
+    hardware: Hardware | None = None,
 ) -> Found:
     """Search for the plan of a group of ``size`` ranks.
 
@@ -56,6 +57,8 @@ def searched(
         Others than the recipe's.
     others
         The scheme of tables that have none, where schemes are by table.
+    hardware
+        Another machine than the recipe's.
 
     Raises
     ------
@@ -63,7 +66,7 @@ def searched(
         If no plan fits.
     """
     options = _options(model, recipe, schemes, others)
-    return search(workload_of(model, recipe, size, source), size, hardware_of(recipe), **options)
+    return search(workload_of(model, recipe, size, source), size, hardware or hardware_of(recipe), **options)
 
 
 def searched_ranks(
@@ -132,6 +135,7 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
         batch_size=recipe.train.batch_size,
         replicas=parallel.replicas,
         sync_every=parallel.sync_every,
+        layout=parallel.layout,
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
         dense=dense_part(model, recipe, source),

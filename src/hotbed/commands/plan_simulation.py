@@ -1,0 +1,185 @@
+"""Simulate the plan that was found, and vary ranks or hardware: the second half of ``hotbed plan``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from hotbed.checkpoint.single_files import write_text
+from hotbed.commands.arguments import check_json
+from hotbed.commands.plan_page import page
+from hotbed.config import Recipe
+from hotbed.errors import PlanError, RecipeError
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.search import Found
+from hotbed.plan.simulate import Simulation, Stragglers, simulate
+from hotbed.plan.sweep import RANKS, Point, Sweep, elasticities, first_that_fits
+from hotbed.plan.timeline import chrome_trace
+from hotbed.plan.usage import amount_text
+from hotbed.train.plan_search import hardware_of
+
+Search = Callable[[Recipe, int, Hardware | None], Found]
+"""Finds the plan of a recipe for so many ranks, on its hardware or another."""
+_AROUND = 4
+"""A page without a sweep of its own shows the ranks from a quarter to so many times what was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is asked of a simulation.
+
+    Attributes
+    ----------
+    stragglers
+        Ranks that are slow now and then.
+    sweep
+        As typed.
+    price
+        Of a node per hour; else the hardware's.
+    trace, html
+        Files to write.
+    """
+
+    stragglers: Stragglers
+    sweep: str | None
+    price: float | None
+    trace: str | None
+    html: str | None
+
+    def check(self, replicas: int) -> None:
+        """Refuse what cannot be, before anything is searched for."""
+        if self.sweep is not None:
+            Sweep.parse(self.sweep, replicas)
+        for option, file in (("--trace", self.trace), ("--html", self.html)):
+            if file is not None:
+                check_json(file, option)
+        if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
+            raise RecipeError(f"--price is {self.price:g}, must be finite and above 0: what a node costs per hour")
+
+    def priced(self, simulation: Simulation) -> Simulation:
+        """The simulation with the price that was given."""
+        return simulation if self.price is None else replace(simulation, price_per_hour=self.price)
+
+
+def simulated(
+    to: Console, found: Found, recipe: Recipe, ranks: int, options: Options, search_of: Search
+) -> dict[str, Any]:
+    """Simulate, show and write what was asked for; return it for ``--json``."""
+    sweep = None if options.sweep is None else Sweep.parse(options.sweep, recipe.parallel.replicas)
+    simulation = options.priced(simulate(found.plan, found.costs, found.model, stragglers=options.stragglers))
+    print_simulation(to, simulation)
+    result: dict[str, Any] = {"simulation": simulation.to_dict()}
+    points: list[Point] = []
+    if sweep is not None:
+        points = swept(sweep, recipe, ranks, options, search_of)
+        print_sweep(to, sweep, points)
+        result["sweep"] = {"of": sweep.what, "points": [point_dict(point, points) for point in points]}
+        if sweep.what != RANKS:
+            result["elasticity"] = elasticities(found, options.stragglers)
+            print_elasticities(to, result["elasticity"])
+    if options.trace is not None:
+        write_text(options.trace, json.dumps(chrome_trace(simulation.events)))
+    if options.html is not None:
+        if sweep is None or sweep.what != RANKS:
+            points = swept(_around(ranks, recipe.parallel.replicas), recipe, ranks, options, search_of)
+        write_text(options.html, page(recipe.name, found, simulation, points))
+    return result
+
+
+def swept(sweep: Sweep, recipe: Recipe, ranks: int, options: Options, search_of: Search) -> list[Point]:
+    """Search and simulate at each point."""
+    found: list[Point] = []
+    for value in sweep.values:
+        here, of_ranks, hardware = recipe, ranks, None
+        if sweep.what == RANKS:
+            of_ranks = int(value)
+            batch = max(round(recipe.train.batch_size * of_ranks / ranks), 1)
+            here = replace(recipe, train=replace(recipe.train, batch_size=batch))
+        else:
+            hardware = sweep.hardware(hardware_of(recipe), value)
+        try:
+            plan = search_of(here, of_ranks, hardware)
+        except PlanError as error:
+            found.append(Point(value, of_ranks, None, str(error)))
+            continue
+        simulation = simulate(plan.plan, plan.costs, plan.model, stragglers=options.stragglers)
+        found.append(Point(value, of_ranks, options.priced(simulation)))
+    return found
+
+
+def point_dict(point: Point, points: list[Point]) -> dict[str, Any]:
+    """A point of a sweep, for ``--json``."""
+    first = first_that_fits(points)
+    about: dict[str, Any] = {"value": point.value, "ranks": point.ranks, "fits": point.simulation is not None}
+    if point.simulation is None or first is None:
+        return about | {"problem": point.problem}
+    return about | {"efficiency": point.efficiency(first)} | point.simulation.to_dict()
+
+
+def print_simulation(to: Console, simulation: Simulation) -> None:
+    """Print what a step is spent on, what binds, and what a billion samples cost."""
+    spent = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in simulation.critical.items())
+    to.print(
+        f"simulated: {simulation.step_s * 1e3:,.4g} ms, {simulation.samples_per_s:,.0f} samples/s on "
+        f"{simulation.nodes:,} nodes; bound by {simulation.binds}; ranks wait {simulation.waiting:.1%} of a step",
+        soft_wrap=True,
+    )
+    to.print(f"the rank that waits least (ms): {spent}", soft_wrap=True)
+    if simulation.per_billion is not None:
+        to.print(
+            f"price: {simulation.per_billion:,.2f} per billion samples, at {simulation.price_per_hour:g} per node and "
+            "hour",
+            soft_wrap=True,
+        )
+    shown = RichTable(title="Resources of a rank, per step", title_justify="left")
+    for column in ("resource", "mean", "most", "in use"):
+        shown.add_column(column, justify="left" if column == "resource" else "right")
+    for name, usage in simulation.usage.items():
+        amounts = [amount_text(value, usage.unit) for value in (usage.amount, usage.most)]
+        shown.add_row(name, *amounts, f"{usage.utilisation:.1%}")
+    to.print(shown)
+
+
+def print_sweep(to: Console, sweep: Sweep, points: list[Point]) -> None:
+    """Print a row for each point."""
+    title = "ranks, with as many samples each" if sweep.what == RANKS else sweep.what
+    shown = RichTable(title=f"Sweep of {title}", title_justify="left")
+    columns = [sweep.what, "step", "samples/s", "efficiency", "waiting", "bound by", "per billion samples"]
+    for column in columns:
+        shown.add_column(column, justify="left" if column == "bound by" else "right")
+    first = first_that_fits(points)
+    for point in points:
+        at, simulation = sweep.shown(point.value), point.simulation
+        if simulation is None or first is None:
+            shown.add_row(at, "does not fit", "", "", "", "", "")
+            continue
+        shown.add_row(
+            at,
+            f"{simulation.step_s * 1e3:,.4g} ms",
+            f"{simulation.samples_per_s:,.0f}",
+            f"{point.efficiency(first):.1%}",
+            f"{simulation.waiting:.1%}",
+            simulation.binds,
+            "" if simulation.per_billion is None else f"{simulation.per_billion:,.2f}",
+        )
+    to.print(shown)
+    for problem in {point.problem: None for point in points if point.problem}:
+        to.print(f"does not fit: {problem}", soft_wrap=True)
+
+
+def print_elasticities(to: Console, found: dict[str, float]) -> None:
+    """Print on which figures the step depends."""
+    shown = ", ".join(f"{figure} {value:.2f}" for figure, value in found.items()) or "none"
+    to.print(f"a figure 1 % better makes the step of the plan found so many percent shorter: {shown}", soft_wrap=True)
+
+
+def _around(ranks: int, replicas: int) -> Sweep:
+    """Ranks from a quarter of what was asked for to four times as many."""
+    values = [ranks * 2**i / _AROUND for i in range(2 * int(math.log2(_AROUND)) + 1)]
+    return Sweep(RANKS, tuple(v for v in values if v >= 1 and v == int(v) and v % replicas == 0))

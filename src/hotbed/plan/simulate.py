@@ -1,0 +1,387 @@
+"""Simulate training steps of a plan on machines that need not be here: what runs beside what, and who waits for whom.
+
+All seconds are those of `hotbed.plan.cost` and `hotbed.plan.step`; this file knows their order only, which is that of
+the trainer. Of batch ``b``, threads and what they do (``│``: all ranks of a group, or all ranks, meet)::
+
+    prefetch    input b+1 · (ids b+1 │ · read ahead b+1)                                                  over Gloo
+    step        (ids b │) · launches · slower memories · lookup · rows │ · pooling · forward · loss │
+                  · backward · sums per row · gradients │ · update · sums │ · write back · copies │
+    all-reduce                        bucket by bucket, as backward makes them │
+    average     every `sync_every` steps, until the next reader of rows │                                 over Gloo
+
+Over NCCL exchanges never overlap with each other (`hotbed.comm`): ids are exchanged, and replicas averaged, in the
+step. An all-to-all ends for all ranks when the rank that sends most is done, for all need something from it. Stragglers
+are ranks that take longer for what they compute, drawn anew for each step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from hotbed.errors import PlanError
+from hotbed.plan.cost import (
+    COPIES,
+    DISK,
+    GRADIENTS,
+    HOST,
+    IDS,
+    LOOKUP,
+    POOLING,
+    REPLICAS,
+    ROWS,
+    SUMS,
+    UPDATE,
+    Array,
+    CostModel,
+    RankCosts,
+)
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.step import EXCHANGES_OF_COPIES, StepEstimate, estimate_step
+from hotbed.plan.tiling import Plan
+from hotbed.plan.timeline import Among, Event, Operation, Timeline
+from hotbed.plan.usage import Usage, link_of, usage_of
+
+BUCKET_BYTES = 25 << 20
+"""Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it."""
+MOST_BUCKETS = 16
+"""Buckets that are told apart; of more, several count as one."""
+WARM_UP, MEASURED = 8, 32
+"""Steps before those that count, and at least so many that do."""
+DRAWN = 3
+"""Steps whose events are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Ranks that are slow for a step.
+
+    Attributes
+    ----------
+    share
+        Of ranks and steps.
+    slowdown
+        How many times as long they take for what they compute and read; at least 1.
+    seed
+        The same gives the same ranks and steps.
+    """
+
+    share: float = 0.0
+    slowdown: float = 1.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise PlanError(f"stragglers.share is {self.share:g}, must be between 0 and 1")
+        if not (math.isfinite(self.slowdown) and self.slowdown >= 1):
+            raise PlanError(f"stragglers.slowdown is {self.slowdown:g}, must be finite and at least 1")
+        if self.seed < 0:
+            raise PlanError(f"stragglers.seed is {self.seed}, must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """What the trainer does beside computing a batch.
+
+    Attributes
+    ----------
+    ids
+        Ids of the next batch are exchanged, and rows that are in files read ahead.
+    averages
+        Replicas are averaged until the next reader of their rows.
+    buckets
+        The all-reduce begins with a bucket when backward has made it; else with the backward pass, as
+        `hotbed.plan.step` counts.
+    """
+
+    ids: bool
+    averages: bool
+    buckets: bool = True
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> Overlap:
+        """What is done on a machine: over NCCL, between GPUs, exchanges do not overlap."""
+        return cls(ids=hardware.cores_shared, averages=hardware.cores_shared)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated run did.
+
+    Attributes
+    ----------
+    steps, step_s
+        Steps that were counted, and seconds of one.
+    samples_per_s
+        Of all ranks together.
+    critical
+        Seconds of a step by what they are spent on, on the rank that waits least; largest first.
+    waiting
+        Share of a step in which a rank waits for others, or for links: mean over ranks.
+    binds
+        The resource that the critical rank's step is mostly made of; ``"messages"``: their fixed costs.
+    usage
+        By resource.
+    nodes, price_per_hour
+        How many nodes are taken, and what one costs, if that is known.
+    closed_form
+        The estimate without order, of the same seconds.
+    events
+        Of a few steps and ranks.
+    """
+
+    steps: int
+    step_s: float
+    samples_per_s: float
+    critical: Mapping[str, float]
+    waiting: float
+    binds: str
+    usage: Mapping[str, Usage]
+    nodes: int
+    price_per_hour: float | None
+    closed_form: StepEstimate
+    events: tuple[Event, ...]
+
+    @property
+    def per_billion(self) -> float | None:
+        """Price of a billion samples, in the unit of the price per hour."""
+        if self.price_per_hour is None:
+            return None
+        return 1e9 / self.samples_per_s / 3600 * self.nodes * self.price_per_hour
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but events, as JSON has it."""
+        return {
+            "steps": self.steps,
+            "step_s": self.step_s,
+            "samples_per_s": self.samples_per_s,
+            "critical_s": dict(self.critical),
+            "waiting": self.waiting,
+            "binds": self.binds,
+            "usage": {name: asdict(usage) for name, usage in self.usage.items()},
+            "nodes": self.nodes,
+            "price_per_billion_samples": self.per_billion,
+            "closed_form_s": self.closed_form.to_dict(),
+        }
+
+
+def simulate(
+    plan: Plan,
+    costs: RankCosts,
+    model: CostModel,
+    *,
+    stragglers: Stragglers | None = None,
+    overlap: Overlap | None = None,
+) -> Simulation:
+    """Simulate steps of a plan, until what is measured no longer depends on how they began.
+
+    Ranks of equal load are simulated once, as are replicas; with stragglers, all are.
+
+    Parameters
+    ----------
+    plan, costs, model
+        The plan, what it costs its ranks, and by which model, which must have hardware.
+    stragglers
+        Ranks that are slow now and then.
+    overlap
+        What is done beside computing; by default what the trainer does on this hardware.
+    """
+    here, work = model.hardware, model.workload
+    if here is None:
+        raise PlanError("a simulation needs hardware; give the cost model a profile")
+    slow = stragglers if stragglers is not None and stragglers.share > 0 and stragglers.slowdown > 1 else None
+    parts, counts, first = costs.parts, np.ones(plan.world_size), np.arange(plan.world_size)
+    if slow is None:  # to twelve digits: sums of the same tiles in another order
+        rounded = np.round(parts / max(float(parts.max()), 1e-300), 12)
+        _, first, counts = np.unique(rounded, axis=0, return_index=True, return_counts=True)
+        parts = parts[first]
+    estimate = estimate_step(plan, costs, model)
+    does = _Trainer(parts, estimate, model, overlap or Overlap.of(here))
+    timeline = Timeline(1 if slow is None else work.replicas, len(parts))
+    random = None if slow is None else np.random.default_rng(slow.seed)
+    every = work.sync_every if work.replicas > 1 else 1
+    measured = -(-MEASURED // every) * every
+    begin = 0.0
+    does.prefetch(timeline, np.ones((1, 1)))
+    for step in range(WARM_UP + measured):
+        factor = np.ones((1, 1))
+        if slow is not None and random is not None:
+            factor = np.where(random.random((work.replicas, len(parts))) < slow.share, slow.slowdown, 1.0)
+        if step == WARM_UP:
+            begin = float(timeline.moment().max())
+            timeline.reset_counts()
+            timeline.watch(_sample(parts, first))
+        if step == WARM_UP + DRAWN:
+            timeline.watch(())
+        does.step(timeline, factor, averages=(step + 1 - WARM_UP) % every == 0)
+    seconds = (float(timeline.moment().max()) - begin) / measured
+    most = [float(busy.max()) for busy in timeline.busy.values()]
+    seconds = max(seconds, *(total / measured for total in most))  # a queue may still have been filling
+    return _result(timeline, does, measured, seconds, counts, costs, estimate, model)
+
+
+class _Trainer:
+    """Operations of a step, and the order in which threads issue them."""
+
+    def __init__(self, parts: Array, estimate: StepEstimate, model: CostModel, overlap: Overlap) -> None:
+        work, size = model.workload, model.world_size
+        self._overlap = overlap
+        self._ranks = size * work.replicas
+        self._every = work.sync_every
+        self.buckets = 1
+        if overlap.buckets:
+            self.buckets = min(max(math.ceil(4 * work.dense.parameters / BUCKET_BYTES), 1), MOST_BUCKETS)
+        seconds = estimate.to_dict()
+        named = ("tables", "dense", "messages", "launches", "all_reduce", "input", "step")
+        beside = sum(value for name, value in seconds.items() if name not in named)
+        # Fixed costs of messages go with their exchanges, by how many each has.
+        peers = size - 1
+        messages = {
+            "ids": 2 * peers,
+            "rows": peers,
+            "gradients": peers,
+            "copies": EXCHANGES_OF_COPIES * peers * bool(parts[:, COPIES].any()),
+            "sums": peers * bool(parts[:, SUMS].any()),
+            "average": 2 * (work.replicas - 1) / work.sync_every * bool(parts[:, REPLICAS].any()),
+        }
+        fixed = estimate.messages / max(sum(messages.values()), 1e-300)
+
+        def of(part: int, share: float = 1.0) -> Array:
+            return share * parts[None, :, part]
+
+        def exchange(name: str, part: int, among: Among = "shards", times: float = 1.0) -> Operation:
+            return Operation(name, "links", times * (of(part) + fixed * messages[name]), among)
+
+        def alike(value: float) -> Array:
+            return np.full((1, len(parts)), value)
+
+        memory, whole = "device memory", self._every
+        self._input = Operation("input", "host link", alike(estimate.input))
+        self._ids = exchange("ids", IDS)
+        self._read_ahead = Operation("read from disk", "disk", of(DISK, 1 / 2))
+        self._launches = Operation("launches", "cores", alike(estimate.launches + beside))
+        self._fetch = Operation("read from host", "host link", of(HOST, 1 / 2))
+        self._lookup = Operation("lookup", memory, of(LOOKUP))
+        self._rows = exchange("rows", ROWS)
+        self._pool = Operation("pooling", memory, of(POOLING, 1 / 2))
+        self._forward = Operation("forward", "arithmetic", alike(estimate.dense / 3))
+        self._backward = Operation("backward", "arithmetic", alike(2 / 3 * estimate.dense / self.buckets))
+        self._reduce = Operation("all-reduce", "links", alike(estimate.all_reduce / self.buckets), "all")
+        self._segment = Operation("sums per row", memory, of(POOLING, 1 / 2))
+        self._gradients = exchange("gradients", GRADIENTS)
+        self._update = Operation("update", memory, of(UPDATE))
+        self._sums = exchange("sums", SUMS)
+        self._write_host = Operation("write to host", "host link", of(HOST, 1 / 2))
+        self._write_disk = Operation("write to disk", "disk", of(DISK, 1 / 2))
+        self._copies = exchange("copies", COPIES)
+        self._average = exchange("average", REPLICAS, "replicas", whole)
+        ahead = [self._input, *([self._ids, self._read_ahead] if overlap.ids else [])]
+        self.resources = {op.name: op.resource for op in vars(self).values() if isinstance(op, Operation)}
+        self.resources["prefetch"] = max(ahead, key=lambda op: float(op.seconds.max())).resource
+
+    def prefetch(self, on: Timeline, factor: Array) -> None:
+        """Give the next batch to its thread."""
+        on.run(self._input, "prefetch")
+        if self._overlap.ids:
+            on.run(self._ids, "prefetch")
+            on.run(_times(self._read_ahead, factor), "prefetch")
+
+    def step(self, on: Timeline, factor: Array, *, averages: bool) -> None:
+        """Train on a batch; ``factor``: how many times as long ranks take for what they do by themselves."""
+
+        def alone(*operations: Operation) -> None:
+            for operation in operations:
+                on.run(_times(operation, factor))
+
+        asked = on.moment()
+        on.join("step", "prefetch", "prefetch")
+        on.join_at("prefetch", asked)
+        self.prefetch(on, factor)
+        if not self._overlap.ids:
+            on.run(self._ids)
+        alone(self._launches)
+        on.join("step", "average", "average")
+        if not self._overlap.ids:
+            alone(self._read_ahead)
+        alone(self._fetch, self._lookup)
+        on.run(self._rows)
+        alone(self._pool, self._forward)
+        if self._ranks > 1:
+            on.meet()  # whether the loss is finite, and how many samples there were
+        for _ in range(self.buckets):
+            if not self._overlap.buckets:
+                self._reduced(on)
+            alone(self._backward)
+            if self._overlap.buckets:
+                self._reduced(on)
+        alone(self._segment)
+        on.run(self._gradients)
+        on.join("step", "all-reduce", "all-reduce")
+        alone(self._update)
+        on.run(self._sums)
+        alone(self._write_host, self._write_disk)
+        on.run(self._copies)
+        if averages and self._overlap.averages:
+            on.join("average", "step")
+            on.run(self._average, "average")
+        elif averages:
+            on.run(self._average)
+
+    def _reduced(self, on: Timeline) -> None:
+        on.join("all-reduce", "step")
+        on.run(self._reduce, "all-reduce")
+
+
+def _times(operation: Operation, factor: Array) -> Operation:
+    if factor.size == 1:
+        return operation
+    return Operation(operation.name, operation.resource, operation.seconds * factor, operation.among)
+
+
+def _sample(parts: Array, first: Array) -> list[tuple[int, int, int]]:
+    """The busiest, the median and the idlest rank, of the first replica."""
+    order = parts.sum(1).argsort(kind="stable")[::-1].tolist()
+    columns = dict.fromkeys([order[0], order[len(order) // 2], order[-1]])
+    return [(int(first[column]), 0, column) for column in columns]
+
+
+def _result(
+    timeline: Timeline,
+    does: _Trainer,
+    steps: int,
+    seconds: float,
+    counts: Array,
+    costs: RankCosts,
+    estimate: StepEstimate,
+    model: CostModel,
+) -> Simulation:
+    here, work = model.hardware, model.workload
+    assert here is not None
+    least = np.unravel_index(int(timeline.waited.argmin()), timeline.waited.shape)
+    spent = {name: float(values[least]) / steps for name, values in timeline.spent.items()}
+    by_resource: dict[str, float] = {}
+    for name, value in spent.items():
+        resource = does.resources.get(name) or "links"
+        by_resource[resource] = by_resource.get(resource, 0.0) + value
+    binds = max(by_resource, key=lambda name: by_resource[name], default="cores")
+    if binds == "links":  # bytes, or the fixed costs of messages
+        binds = "messages" if estimate.messages > by_resource["links"] / 2 else link_of(model)
+    busy = {name: float((values @ counts).mean() / counts.sum()) / steps for name, values in timeline.busy.items()}
+    ranks = model.world_size * work.replicas
+    return Simulation(
+        steps=steps,
+        step_s=seconds,
+        samples_per_s=work.batch_size / seconds,
+        critical=dict(sorted(((n, s) for n, s in spent.items() if s > 0), key=lambda item: -item[1])),
+        waiting=float((timeline.waited @ counts).mean() / counts.sum()) / steps / seconds,
+        binds=binds,
+        usage=usage_of(busy, seconds, costs, model),
+        nodes=-(-ranks // here.ranks_per_node),
+        price_per_hour=here.price_per_hour,
+        closed_form=estimate,
+        events=tuple(timeline.events),
+    )

@@ -1,0 +1,134 @@
+"""Vary the number of ranks, or a figure of the hardware: what to try, and how much the step's time depends on it.
+
+A sweep of ranks keeps the samples of a rank (weak scaling); one over a figure of the hardware keeps the samples of a
+step. Plans are searched for anew at each point; `elasticities` keep the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hotbed.errors import PlanError, did_you_mean
+from hotbed.plan.cost import CostModel
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.profile_files import COUNTS, DIMENSIONS
+from hotbed.plan.quantities import parse, show
+from hotbed.plan.search import Found
+from hotbed.plan.simulate import Simulation, Stragglers, simulate
+
+RANKS = "ranks"
+POINTS = 7
+"""Of a sweep over a figure of the hardware, from the first to the last by equal factors."""
+MOST_RANKS = 16384
+NUDGE = 1.05
+"""By which factor figures are changed for elasticities."""
+_TIMES = ("message_s", "launch_s")
+_RATES = ("gather", "scatter", "flops", "host_stream", "host_link", "disk_read", "node_link", "network")
+_MEASURED = ("all_to_all", "all_reduce")
+_CURVES = ("gather", "scatter", "flops", *_MEASURED)
+_NO_PART = ("price_per_hour", "stream", "disk_latency")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is varied, and over which values.
+
+    Attributes
+    ----------
+    what
+        `RANKS`, or a figure of the hardware.
+    values
+        Rising: numbers of ranks; values of the figure in units of the International System; of a curve, factors.
+    """
+
+    what: str
+    values: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str, replicas: int = 1) -> Sweep:
+        """Read ``ranks=8..4096`` (doubled from point to point), or ``network=100Gbit/s..1.6Tbit/s``.
+
+        Raises
+        ------
+        PlanError
+            If it is neither; the message says what it must be.
+        """
+        what, equals, bounds = text.partition("=")
+        low_text, dots, high_text = bounds.partition("..")
+        known = [RANKS, *(name for name in DIMENSIONS if name not in _NO_PART)]
+        if not equals or not dots:
+            raise PlanError(f"--sweep is {text!r}, must be like ranks=8..4096 or network=100Gbit/s..800Gbit/s")
+        if what not in known:
+            raise PlanError(
+                f"--sweep: there is no '{what}' to vary; there are {', '.join(known)}{did_you_mean(what, known)}"
+            )
+        dimension = "number" if what == RANKS or what in _CURVES else DIMENSIONS[what]
+        try:
+            low, high = parse(low_text, dimension), parse(high_text, dimension)
+        except ValueError as error:
+            raise PlanError(f"--sweep: {what} {error}") from None
+        if not 0 < low <= high:
+            raise PlanError(f"--sweep is {text!r}: the first value must be above 0, and the second not below it")
+        if what != RANKS:
+            values = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)] if high > low else [low]
+            whole = what in COUNTS
+            return cls(what, tuple(sorted({round(v) if whole else v for v in values})))
+        if low % replicas or low != int(low) or high > MOST_RANKS:
+            raise PlanError(
+                f"--sweep is {text!r}: ranks must begin with a multiple of parallel.replicas {replicas}, and end with "
+                f"{MOST_RANKS:,} at most"
+            )
+        return cls(what, tuple(low * 2**i for i in range(int(math.log2(high / low) + 1e-9) + 1)))
+
+    def hardware(self, here: Hardware, value: float) -> Hardware:
+        """The hardware at a point of a sweep over a figure."""
+        if self.what in _CURVES:
+            return here.scaled(self.what, value)
+        return here.with_(**{self.what: int(value) if self.what in COUNTS else value})
+
+    def shown(self, value: float) -> str:
+        """A value with its unit."""
+        if self.what == RANKS:
+            return f"{value:,.0f}"
+        return f"× {value:.3g}" if self.what in _CURVES else show(value, DIMENSIONS[self.what])
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was found at a value of a sweep; no simulation where no plan fits."""
+
+    value: float
+    ranks: int
+    simulation: Simulation | None
+    problem: str = ""
+
+    def efficiency(self, first: Point) -> float | None:
+        """Samples/s of a rank ÷ those of a rank at the first point with a plan."""
+        if self.simulation is None or first.simulation is None:
+            return None
+        return self.simulation.samples_per_s / self.ranks / (first.simulation.samples_per_s / first.ranks)
+
+
+def first_that_fits(points: list[Point]) -> Point | None:
+    """The point that efficiencies are relative to."""
+    return next((point for point in points if point.simulation is not None), None)
+
+
+def elasticities(found: Found, stragglers: Stragglers | None = None) -> dict[str, float]:
+    """By how many percent the step of a plan gets shorter where a figure gets 1 % better; the largest first.
+
+    Rates get faster, fixed times shorter; figures on which the step does not depend are left out.
+    """
+    here = found.model.hardware
+    assert here is not None
+    before = simulate(found.plan, found.costs, found.model, stragglers=stragglers).step_s
+    result: dict[str, float] = {}
+    for figure in (*_RATES, *_TIMES, *_MEASURED):
+        if not getattr(here, figure):
+            continue
+        changed = here.scaled(figure, 1 / NUDGE if figure in _TIMES else NUDGE)
+        model = CostModel(found.model.workload, found.model.world_size, changed)
+        after = simulate(found.plan, model.ranks(found.plan), model, stragglers=stragglers).step_s
+        result[figure] = -math.log(after / before) / math.log(NUDGE)
+    return dict(sorted(((f, e) for f, e in result.items() if abs(e) > 1e-4), key=lambda item: -item[1]))
