@@ -57,11 +57,12 @@ def test_constants_are_those_with_which_their_rows_are_met() -> None:
     assert stored["constants"]["activation_passes"] == pytest.approx(constants["activation_passes"], rel=0.2)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("neo_a", 793), ("neo_f", 12_000), ("neo_i", 332)])
-def test_recipes_have_the_published_numbers_of_parameters_and_operations(name: str, billions: float) -> None:
+@pytest.mark.parametrize(("name", "billions", "ids"), [("neo_a", 793, 15), ("neo_f", 12_000, 20), ("neo_i", 332, 70)])
+def test_recipes_have_the_published_numbers_of_parameters_and_operations(name: str, billions: float, ids: int) -> None:
     setup = replace(Setup(**GIVEN["setups"][name]), mflop=None)
     work = read(setup)[1]
     assert sizes(work)["billions"] == pytest.approx(billions, rel=0.01)
+    assert {use.ids for use in work.uses} == {ids}
     assert work.dense.flops / 1e6 == pytest.approx(GIVEN["setups"][name]["mflop"], rel=0.02)
 
 

@@ -22,6 +22,7 @@ from hotbed.plan.limits import limits_of
 from hotbed.plan.placement import schemes_from
 from hotbed.plan.popularity import Counted, Zipf
 from hotbed.plan.search import search
+from hotbed.plan.step import estimate_step
 from hotbed.plan.workload import DensePart, TableUse, Workload
 from hotbed.specs import Table
 
@@ -286,3 +287,16 @@ def test_tables_whose_vectors_are_pooled_by_owners_are_not_copied() -> None:
     assert copied.total < whole.total  # and yet
     chosen = form_for(use, np.inf, np.inf, 2**40, model, copies=True, columns=False)
     assert not chosen.cut.replicated and not chosen.cut.hot_rows
+
+
+def test_the_dense_part_takes_products_and_moved_bytes_or_its_launches() -> None:
+    def dense(**options: Any) -> float:
+        work = criteo(dense=DensePart(flops=1e6, **options))
+        model = CostModel(work, 8, A100)
+        plan = make_plan([use.table for use in work.uses], 8, "row")
+        return estimate_step(plan, model.ranks(plan), model).dense
+
+    plain, moving = dense(), dense(moved_bytes=1e5)
+    assert moving - plain == pytest.approx(1e5 * 65536 / 8 / A100.stream)
+    assert dense(moved_bytes=1e5, launches=1) == moving
+    assert dense(moved_bytes=1e5, launches=10_000) == pytest.approx(10_000 * A100.launch_s)
