@@ -94,6 +94,8 @@ def chosen_ranks(recipe: Recipe, ranks: int | Literal["auto"], replicas: int | L
     with torch.device("meta"):
         model = new_model(recipe, source)
     given = plan_or_schemes(recipe.parallel)
+    if isinstance(given, Plan):
+        raise PlanError("there is nothing to search for: parallel.plan is a whole plan")
     schemes = "auto" if isinstance(given, str) else given
     chosen = searched_ranks(model, recipe, ranks, replicas, source, schemes=schemes, others="auto")
     table = RichTable("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "", title=f"Ranks, by {chosen.goal}")

@@ -89,7 +89,7 @@ def searched_ranks(
     return search_ranks(
         workload_of(model, recipe, 1, source),
         hardware_of(recipe),
-        ranks=ranks if ranks == "auto" else [ranks],
+        ranks="auto" if isinstance(ranks, str) else [ranks],
         replicas=replicas,
         **_options(model, recipe, schemes, others),
     )
