@@ -25,9 +25,9 @@ PART_COLORS = dict(
         PARTS,
         (
             *("#4878a8", "#9ec1e0", "#59a14f", "#8cd17d", "#2f7d5b", "#b07aa1", "#e8a0b8", "#f1ce63"),
-            *("#d98e32", "#8a8a8a", "#c44e52"),
+            *("#d98e32", "#8a8a8a", "#c44e52", "#7b6d5a"),
         ),
-        strict=True,
+        strict=False,
     )
 )
 RESOURCE_COLORS = {

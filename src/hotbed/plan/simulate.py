@@ -47,7 +47,8 @@ from hotbed.plan.timeline import Among, Event, Operation, Timeline
 from hotbed.plan.usage import Usage, link_of, usage_of
 
 BUCKET_BYTES = 25 << 20
-"""Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it."""
+"""Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it. Ranks that share cores hide nothing
+of an all-reduce, which takes cores, too: theirs begins when backward is over."""
 MOST_BUCKETS = 16
 """Buckets that are told apart; of more, several count as one."""
 WARM_UP, MEASURED = 8, 32
@@ -233,7 +234,7 @@ class _Trainer:
         self._ranks = size * work.replicas
         self._every = work.sync_every
         self.buckets = 1
-        if overlap.buckets:
+        if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
             self.buckets = min(max(math.ceil(4 * work.dense.parameters / BUCKET_BYTES), 1), MOST_BUCKETS)
         seconds = estimate.to_dict()
         named = ("tables", "dense", "messages", "launches", "all_reduce", "input", "step")
@@ -248,7 +249,11 @@ class _Trainer:
             "sums": peers * bool(parts[:, SUMS].any()),
             "average": 2 * (work.replicas - 1) / work.sync_every * bool(parts[:, REPLICAS].any()),
         }
-        fixed = estimate.messages / max(sum(messages.values()), 1e-300)
+        every = sum(messages.values())
+        fixed = estimate.messages / every if every else 0.0
+        beside += 0.0 if every else estimate.messages
+        known = (LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS)
+        others = [part for part in range(parts.shape[1]) if part not in known]
 
         def of(part: int, share: float = 1.0) -> Array:
             return share * parts[None, :, part]
@@ -265,6 +270,7 @@ class _Trainer:
         self._read_ahead = Operation("read from disk", "disk", of(DISK, 1 / 2))
         self._launches = Operation("launches", "cores", alike(estimate.launches + beside))
         self._fetch = Operation("read from host", "host link", of(HOST, 1 / 2))
+        self._others = Operation("grouping", memory, parts[None][:, :, others].sum(2))
         self._lookup = Operation("lookup", memory, of(LOOKUP))
         self._rows = exchange("rows", ROWS)
         self._pool = Operation("pooling", memory, of(POOLING, 1 / 2))
@@ -307,7 +313,7 @@ class _Trainer:
         on.join("step", "average", "average")
         if not self._overlap.ids:
             alone(self._read_ahead)
-        alone(self._fetch, self._lookup)
+        alone(self._others, self._fetch, self._lookup)
         on.run(self._rows)
         alone(self._pool, self._forward)
         if self._ranks > 1:
