@@ -22,6 +22,7 @@ from hotbed.errors import PlanError, RecipeError
 from hotbed.plan import Plan
 from hotbed.plan.cost import TIERS
 from hotbed.plan.hardware import Hardware
+from hotbed.plan.placement import Schemes
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Stragglers
 from hotbed.plan.step import estimate_step, parts_of_busiest
@@ -91,13 +92,8 @@ def chosen_ranks(recipe: Recipe, ranks: int | Literal["auto"], replicas: int | L
     if ranks != "auto" and ranks < 1:
         raise RecipeError(f"--ranks is {ranks}, must be auto or at least 1")
     source = open_source(recipe.data)
-    with torch.device("meta"):
-        model = new_model(recipe, source)
-    given = plan_or_schemes(recipe.parallel)
-    if isinstance(given, Plan):
-        raise PlanError("there is nothing to search for: parallel.plan is a whole plan")
-    schemes = "auto" if isinstance(given, str) else given
-    chosen = searched_ranks(model, recipe, ranks, replicas, source, schemes=schemes, others="auto")
+    schemes = _schemes_of(recipe)
+    chosen = searched_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, schemes=schemes, others="auto")
     table = RichTable("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "", title=f"Ranks, by {chosen.goal}")
     for tried in chosen.tried:
         rate = f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit"
@@ -138,12 +134,16 @@ def plan_for(recipe: Recipe, ranks: int, hardware: Hardware | None = None) -> Fo
     if ranks < 1 or ranks % count:
         raise RecipeError(f"--ranks is {ranks}, must be a multiple of parallel.replicas {count}, and at least 1")
     source = open_source(recipe.data)
-    model = _model_of(recipe, source)
+    model, schemes = _model_of(recipe, source), _schemes_of(recipe)
+    return searched(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+
+
+def _schemes_of(recipe: Recipe) -> Schemes:
+    """The schemes by table that a recipe has; the search chooses where it has none, or one for all."""
     given = plan_or_schemes(recipe.parallel)
     if isinstance(given, Plan):
         raise PlanError(f"parallel.plan is {recipe.parallel.plan}, a whole plan: there is nothing to search for")
-    schemes = given if isinstance(given, Mapping) else "auto"
-    return searched(model, recipe, ranks // count, source, schemes=schemes, others="auto", hardware=hardware)
+    return given if isinstance(given, Mapping) else "auto"
 
 
 def _model_of(recipe: Recipe, source: Source) -> nn.Module:
