@@ -257,7 +257,9 @@ class _Run:
             replicas=job.replicas,
             sync_every=job.sync_every,
         )
-        self.model = distribute(job.model(), job.placed(ranks), options)
+        with torch.device("cpu" if ranks == 1 else "meta"):  # of several ranks each makes its own tiles only
+            model = job.model()
+        self.model = distribute(model, job.placed(ranks), options)
         self.optimizers = (
             torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE),
             optim.RowWiseAdagrad(self.model, lr=LEARNING_RATE),
