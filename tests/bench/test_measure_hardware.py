@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,22 @@ import torch.distributed as dist
 import yaml
 from rich.console import Console
 
-from hotbed.bench import measure_disk, measure_exchanges, measure_hardware
+from hotbed.bench import measure_disk, measure_exchanges, measure_hardware, measure_steps
 from hotbed.bench.measure_disk import disk_rates
 from hotbed.bench.measure_exchanges import rates, seconds_per_message
 from hotbed.bench.measure_hardware import MeasureOptions
+from hotbed.bench.measure_steps import StepSizes, measure_overheads
+from hotbed.bench.step_jobs import Measured, StepJob
 from hotbed.comm import Link
 from hotbed.commands.doctor import print_profile
 from hotbed.commands.main import main
 from hotbed.errors import RecipeError
-from hotbed.plan.hardware import Hardware
+from hotbed.plan.hardware import OVERHEADS, Hardware
 from hotbed.plan.profile_files import DIMENSIONS
 from tests.commands.cases import Output, refused
 from tests.ranks import Ranks
 
+STEPS = StepSizes(table_bytes=1 << 20, batch=64, slow_rows=100, steps=1, repeats=2)
 CUDA = torch.device("cuda")
 
 
@@ -32,8 +36,31 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_hardware, "TABLE_BYTES", {"cpu": 1 << 20})
     monkeypatch.setattr(measure_hardware, "DISK_BYTES", 1 << 20)
     monkeypatch.setattr(measure_hardware, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(measure_hardware, "QUICK_STEPS", STEPS)
 
 
+@pytest.fixture
+def instant_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds of steps that nobody runs; `test_training_steps_are_measured` runs them."""
+
+    def seconds(jobs: Sequence[StepJob], ranks: int, *, repeats: int, layers: Any, codecs: Any, **_: Any) -> Measured:
+        by_job = [[1e-3 * (job.tables + job.batch)] * repeats for job in jobs]
+        timed = {layer: [1e-4] * repeats for layer in layers}
+        return Measured(steps=by_job, layers=timed, codecs={codec: [1e-9] * repeats for codec in codecs})
+
+    monkeypatch.setattr(measure_steps, "step_seconds", seconds)
+
+
+@pytest.mark.full
+def test_training_steps_are_measured() -> None:
+    found = measure_overheads([2], Hardware.load("epyc-7742x2"), STEPS, lambda stage: None)
+    assert {ranks: len(repeats) for ranks, repeats in found["overheads"]["step"].items()} == {1: 2, 2: 2}
+    assert set(found["overheads"]) == set(OVERHEADS)
+    assert all(min(repeats) >= 0 for by_ranks in found["overheads"].values() for repeats in by_ranks.values())
+    assert all(min(repeats) > 0 for by in found["mlp"].values() for repeats in by.values())
+
+
+@pytest.mark.usefixtures("instant_steps")
 def test_a_profile_is_written_and_read(tmp_path: Path, capsys: Output) -> None:
     file, figures_file = tmp_path / "hw.yaml", tmp_path / "doctor.json"
     argv = ["doctor", str(tmp_path), "--measure", str(file), "--quick", "--device", "cpu", "--json", str(figures_file)]
@@ -54,6 +81,9 @@ def test_a_profile_is_written_and_read(tmp_path: Path, capsys: Output) -> None:
     assert hardware.flops.keys() == {"fp32", "bf16"}
     assert hardware.all_to_all[2].keys() == hardware.all_reduce[2].keys() == {1 << 10, 1 << 16, 1 << 20}
     assert hardware.network == hardware.node_link == max(hardware.all_to_all[2].values())
+    assert hardware.overheads["table"] == {1: 1e-3, 2: 1e-3}
+    assert hardware.overheads.keys() == set(OVERHEADS)
+    assert hardware.efficiency.keys() == hardware.mlp.keys() == {1, 2}
     assert hardware.message_s == pytest.approx(1024 / hardware.all_to_all[2][1024], rel=2e-3)
     assert {path.name for path in tmp_path.iterdir()} == {"hw.yaml", "doctor.json"}  # the file on the disk is gone
 

@@ -23,6 +23,7 @@ import torch
 from hotbed.bench.limits import COPY_BYTES, check_memory, copy_limit, copy_way
 from hotbed.bench.measure_disk import THREADS, disk_rates
 from hotbed.bench.measure_exchanges import KINDS, exchange_seconds, rates, seconds_per_message
+from hotbed.bench.measure_steps import StepSizes, measure_overheads
 from hotbed.bench.meter import Limit, Meter, Way
 from hotbed.bench.ops import batch_bytes, embedding_jobs, filled_store, rule_step
 from hotbed.bench.options import OpsOptions
@@ -46,6 +47,7 @@ DISK_BYTES = 1 << 30
 """Of the file that is read."""
 QUICK = 4
 """How many times less is taken where all is quick."""
+STEPS, QUICK_STEPS = StepSizes(), StepSizes(table_bytes=StepSizes.table_bytes // QUICK, steps=6, repeats=3)
 MEASURED, COUNTED = "measured", "counted"
 _TABLES = 8
 _LAUNCHES = 200
@@ -79,6 +81,11 @@ class MeasureOptions:
     def sizes(self) -> list[int]:
         """Bytes of messages."""
         return [1 << power for power in ((10, 16, 20) if self.quick else range(10, 25, 2))]
+
+    @property
+    def step_sizes(self) -> StepSizes:
+        """Training steps that are run."""
+        return QUICK_STEPS if self.quick else STEPS
 
     def place(self) -> torch.device:
         """The device.
@@ -145,18 +152,26 @@ def measure(options: MeasureOptions, folder: Path, progress: Progress) -> dict[s
     figures["launch_s"] = _figure("launch_s", _launches(device, options.repeats))
     figures |= _disk(folder, options, sources, progress)
     figures |= _exchanges(worlds, device, options, figures, sources, progress)
-    about = environment(device)
-    document = {
-        "description": f"{about['hardware']}, measured {datetime.now(UTC):%Y-%m-%d}",
-        "measured": True,
-        "sources": sources,
-        "figures": {name: figures[name] for name in (*DIMENSIONS, "cores_shared") if name in figures},
-    }
-    Hardware.from_dict(document, "what was measured")  # a profile that can be read
+    document = _document(figures, sources, device)
+    hardware = Hardware.from_dict(document, "what was measured")  # a profile that can be read
+    if device.type == "cpu":
+        found = measure_overheads(worlds, hardware, options.step_sizes, progress)
+        figures |= {name: _figure(name, samples) for name, samples in found.items()}
+        document = _document(figures, sources, device)
+        Hardware.from_dict(document, "what was measured")
     return document
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _document(figures: Mapping[str, Any], sources: Mapping[str, str], device: torch.device) -> dict[str, Any]:
+    return {
+        "description": f"{environment(device)['hardware']}, measured {datetime.now(UTC):%Y-%m-%d}",
+        "measured": True,
+        "sources": sources,
+        "figures": {name: figures[name] for name in (*DIMENSIONS, "cores_shared") if name in figures},
+    }
 
 
 def _when(device: torch.device, options: MeasureOptions) -> str:
@@ -349,5 +364,10 @@ def _figure(name: str, samples: Any, source: str = MEASURED) -> dict[str, Any]:
     return {
         "value": each(samples, lambda values: show(statistics.median(values), dimension)),
         "source": source,
-        "spread": each(samples, lambda values: round((max(values) - min(values)) / statistics.median(values), 3)),
+        "spread": each(samples, _spread),
     }
+
+
+def _spread(values: Sequence[float]) -> float:
+    """(Largest − smallest) ÷ median, or ÷ the largest where the median is 0, as a difference of two steps may be."""
+    return round((max(values) - min(values)) / (statistics.median(values) or max(values) or 1.0), 3)

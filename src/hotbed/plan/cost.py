@@ -17,10 +17,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from hotbed.ops.rows import encoded_bytes
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.tiling import Plan, Tier, Tile
-from hotbed.plan.traffic import message_of, sums_bytes
+from hotbed.plan.traffic import SLOT_BYTES, message_of, sums_bytes
 from hotbed.plan.workload import TableUse, Workload
 from hotbed.specs import Table, row_bytes
 
@@ -41,9 +42,10 @@ PARTS = (
     "host",  # rows to and from the host's memory
     "disk",
     "replicas",  # averages
+    "grouping",  # of ids, and what else an id takes beside its bytes; the same on all ranks
 )
 """What a step does for tables. `Traffic`'s words are used where bytes cross between ranks."""
-LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS = range(len(PARTS))
+LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS, GROUPING = range(len(PARTS))
 
 EXCHANGES_OF_COPIES = 3
 """Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
@@ -202,17 +204,20 @@ class CostModel:
     @property
     def copies_s(self) -> float:
         """Fixed seconds of a step in which any table has copies: its own exchanges, with a message to each rank."""
-        return 0.0 if self.hardware is None else self._exchange_s * EXCHANGES_OF_COPIES
+        return self._fixed_s("copies", EXCHANGES_OF_COPIES)
 
     @property
     def sums_s(self) -> float:
         """Fixed seconds of a step in which rows are cut into columns whose sums are exchanged."""
-        return 0.0 if self.hardware is None else self._exchange_s
+        return self._fixed_s("sums", 1)
 
-    @property
-    def _exchange_s(self) -> float:
-        assert self.hardware is not None
-        return (self.world_size - 1) * self.hardware.message_s
+    def _fixed_s(self, what: str, exchanges: int) -> float:
+        """Measured seconds of what comes with some exchanges, or else of their messages alone."""
+        if self.hardware is None:
+            return 0.0
+        if what in self.hardware.overheads:
+            return self.hardware.overhead(what, self.ranks_on_node) if self.world_size > 1 else 0.0
+        return exchanges * (self.world_size - 1) * self.hardware.message_s
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
         """Cost of each rank; ``plan`` or any of its tables, with all of their tiles."""
@@ -265,10 +270,14 @@ class CostModel:
         owner[LOOKUP] = (others + 1) * asked * (one + 4 * cols)
         reader[LOOKUP] = asked * (one + 4 * cols)
         everyone[POOLING] = 2 * (lookups + asked) * 4 * cols
+        if size == 1:  # bags are pooled from the table itself, and the update sums gradients of occurrences
+            owner[LOOKUP], everyone[POOLING] = asked * one + lookups * 4 * cols, 0.0
+        everyone[GROUPING] = lookups * SLOT_BYTES
         owner[IDS] = (size - 1) * message.ids
         owner[ROWS] = others * message.rows
         owner[GRADIENTS] = (size - 1) * message.gradients
-        owner[UPDATE] = size * (asked if vectors is None else lookups) * 4 * cols + 2 * touched * record
+        arriving = lookups if vectors is not None or size == 1 else asked
+        owner[UPDATE] = size * arriving * 4 * cols + 2 * touched * record
         owner[COPIES] = readers * message.copies
         reader[COPIES] = message.copies
         owner[SUMS] = (lanes - 1) * use.row_sums * sums_bytes(cols, touched)
@@ -298,14 +307,22 @@ class CostModel:
             found[LOOKUP] = LOOKUP_SHARE * cols / (one + 4 * cols)
             found[UPDATE] = (1 - LOOKUP_SHARE) * cols / (4 * cols + 2 * record)
             return found
-        here = self.hardware
-        found[LOOKUP] = self.cores_share / here.gather_rate(one)
-        found[POOLING] = self.cores_share / here.gather_rate(4 * cols)
-        found[UPDATE] = self.cores_share / here.scatter_rate(record)
+        here, ranks = self.hardware, self.ranks_on_node
+        slower = self.cores_share / (interpolated(here.efficiency, ranks) if here.efficiency else 1.0)
+        found[LOOKUP] = slower / here.gather_rate(one)
+        found[POOLING] = slower / here.gather_rate(4 * cols)
+        found[UPDATE] = slower / here.scatter_rate(record)
+        found[GROUPING] = here.overhead("id", ranks) / SLOT_BYTES
         for part in (IDS, ROWS, GRADIENTS, COPIES, SUMS):
             found[part] = self.wire_s
-        found[HOST] = max(1 / here.host_link, self.ranks_on_node / here.host_stream)
-        found[DISK] = self.ranks_on_node / here.disk_read if here.disk_read else 0.0
+        forward, backward = self.workload.forward_codec, self.workload.backward_codec
+        found[ROWS] += here.overhead(forward, ranks) * cols / encoded_bytes(forward, cols)
+        found[GRADIENTS] += here.overhead(backward, ranks) * cols / encoded_bytes(backward, cols)
+        found[HOST] = max(1 / here.host_link, ranks / here.host_stream)
+        found[DISK] = ranks / here.disk_read if here.disk_read else 0.0
+        for part, row in ((HOST, "host_row"), (DISK, "disk_row")):
+            if row in here.overheads:  # of the bytes that are counted for one
+                found[part] = here.overhead(row, ranks) / (2 * record)
         found[REPLICAS] = self.replica_s
         return found
 
@@ -328,7 +345,10 @@ class CostModel:
         if here.all_to_all:
             ranks = min(here.all_to_all, key=lambda n: abs(n - self.world_size))
             rows = sum(self._distinct(use, range(use.table.rows), 1) * 4 * use.table.dim for use in self.workload.uses)
-            seconds = 1 / interpolated(here.all_to_all[ranks], max(rows / self.world_size, 1.0))
+            size = max(rows / self.world_size, 1.0)
+            seconds = 1 / interpolated(here.all_to_all[ranks], size)
+            if "step" in here.overheads:  # which has the fixed part of every exchange
+                seconds = max(seconds - here.message_s / size, 1 / max(here.all_to_all[ranks].values()))
         return seconds, of_replicas
 
     def _mixed_s(self, here: Hardware, near: float) -> float:

@@ -23,11 +23,18 @@ from hotbed.plan.profile_files import COUNTS, DIMENSIONS, PROFILES, leaves, prof
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
 """What matrix products are computed in."""
 
+OVERHEADS = (
+    *("step", "arena", "table", "layer", "copies", "sums", "average", "host", "disk"),  # of a step
+    *("id", "host_row", "disk_row"),  # of an id, and of a row that is not in the device's memory
+    *("bf16", "fp16", "fp8", "int8"),  # of a value that a codec encodes and decodes
+)
+"""What `Hardware.overheads` has seconds of; `hotbed.bench.measure_steps` says how each is measured."""
+
 Curve = Mapping[int, float]
 """Rates by bytes: of a row, or of a message."""
 
 _LEAST = {"ranks_per_node": 1.0, "cores_per_node": 1.0, "oversubscription": 1.0}
-_MAY_BE_ZERO = ("disk_bytes", "disk_read", "disk_latency", "message_s", "launch_s", "price_per_hour")
+_MAY_BE_ZERO = ("disk_bytes", "disk_read", "disk_latency", "message_s", "launch_s", "price_per_hour", "overheads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,15 @@ class Hardware:
     """Measured, by ranks, then by bytes that a rank sends to each other one: bytes that it sends in all ÷ seconds."""
     all_reduce: Mapping[int, Curve] = field(default_factory=dict[int, Curve])
     """Measured, of dense gradients in rank order, by ranks, then by bytes of the tensor: these bytes ÷ seconds."""
+    overheads: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
+    """Measured seconds of what is neither bytes nor products, by `OVERHEADS` and number of ranks: interpreter,
+    autograd, optimizers, exchanges of next to nothing."""
+    efficiency: Curve = field(default_factory=dict[int, float])
+    """Measured, by number of ranks: rate at which a step moves rows ÷ what ``gather`` and ``scatter`` say; above 1
+    where rows are still in a cache."""
+    mlp: Mapping[int, Curve] = field(default_factory=dict[int, Curve])
+    """Measured, of what each rank computes of dense layers (forward and backward pass, update), by ranks that do so at
+    once, then by operations of a layer's forward pass."""
     cores_per_node: int
     """Physical cores, or those that may be used."""
     cores_shared: bool = False
@@ -110,6 +126,11 @@ class Hardware:
             )
         if self.network_efficiency > 1:
             raise RecipeError(f"{self.name}: network_efficiency is {self.network_efficiency:g}, must be at most 1")
+        if unknown := [what for what in self.overheads if what not in OVERHEADS]:
+            raise RecipeError(
+                f"{self.name}: overheads has '{unknown[0]}', must be of {', '.join(OVERHEADS)}"
+                f"{did_you_mean(unknown[0], OVERHEADS)}"
+            )
         for name in ("gather", "scatter", "flops"):
             if not getattr(self, name):
                 raise RecipeError(f"{self.name}: {name} is empty, must have at least one entry")
@@ -187,6 +208,27 @@ class Hardware:
     def gather_rate(self, row_bytes: float) -> float:
         """Bytes/s of rows of so many bytes, read at random."""
         return interpolated(self.gather, row_bytes)
+
+    def overhead(self, what: str, ranks: int) -> float:
+        """Seconds of one of `OVERHEADS` where so many ranks train on a node; 0 where it was not measured.
+
+        Of more ranks than were measured it is more by as much as more of them share a core.
+        """
+        curve = self.overheads.get(what)
+        return interpolated(curve, ranks) * self._crowding(ranks, max(curve)) if curve else 0.0
+
+    def mlp_rate(self, operations: float, ranks: int) -> float | None:
+        """FLOP/s of each of so many ranks, in layers of so many operations; None where it was not measured."""
+        if not self.mlp:
+            return None
+        near = min(self.mlp, key=lambda n: abs(n - ranks))
+        return interpolated(self.mlp[near], max(operations, 1.0)) / self._crowding(ranks, near)
+
+    def _crowding(self, ranks: int, measured: int) -> float:
+        """How many times more ranks share a core than when so many were measured."""
+        if not self.cores_shared:
+            return 1.0
+        return max(ranks / max(measured, self.cores_per_node), 1.0)
 
     def scatter_rate(self, row_bytes: float) -> float:
         """Bytes/s of rows of so many bytes, read and written at random."""

@@ -52,6 +52,9 @@ DIMENSIONS: Mapping[str, Dimension] = {
     "launch_s": "s",
     "all_to_all": "bytes/s",
     "all_reduce": "bytes/s",
+    "overheads": "s",
+    "efficiency": "number",
+    "mlp": "FLOP/s",
     "price_per_hour": "number",
 }
 """What each figure measures."""
@@ -65,12 +68,20 @@ _OPTIONAL = (
     "oversubscription",
     "all_to_all",
     "all_reduce",
+    "overheads",
+    "efficiency",
+    "mlp",
     "cores_shared",
     "price_per_hour",
 )
 _FIGURES = (*DIMENSIONS, "cores_shared")
-_BY_BYTES = ("gather", "scatter")
-_BY_RANKS = ("all_to_all", "all_reduce")
+_BY_NUMBER = {
+    "gather": "bytes of a row",
+    "scatter": "bytes of a row",
+    "efficiency": "number of ranks",
+}
+_BY_RANKS = ("all_to_all", "all_reduce", "mlp")
+_BY_NAME = {"flops": "dtype", "overheads": "what they are of"}
 _TOP = {
     "description": (str, "text"),
     "sources": (dict, "a mapping of names to texts"),
@@ -180,14 +191,16 @@ def _quantities(where: str, key: str, value: Any, dimension: Dimension) -> Any:
     """Read a number, or the curve or curves that this figure is."""
     if key == "price_per_hour" and value is None:
         return None
-    if key not in (*_BY_BYTES, *_BY_RANKS, "flops"):
+    if key not in (*_BY_NUMBER, *_BY_RANKS, *_BY_NAME):
         return _quantity(where, value, dimension)
     if not isinstance(value, dict):
-        by = {"flops": "dtype", "gather": "bytes of a row", "scatter": "bytes of a row"}.get(key, "number of ranks")
+        by = (_BY_NUMBER | _BY_NAME).get(key, "number of ranks")
         raise ValueError(f"{where} is {value!r}, must be a mapping by {by}")
     entries = cast("dict[Any, Any]", value)
     if key == "flops":
         return {str(dtype): _quantity(f"{where}.{dtype}", v, dimension) for dtype, v in entries.items()}
+    if key == "overheads":
+        return {str(of): _quantities(f"{where}.{of}", "efficiency", v, dimension) for of, v in entries.items()}
     for at in entries:
         if isinstance(at, bool) or not isinstance(at, int) or at < 1:
             raise ValueError(f"{where} has the key {at!r}, must be a whole number of at least 1")

@@ -3,7 +3,10 @@
 ``T = max(tables + dense + messages + launches + max(all-reduce − 2/3 dense, 0), input)``: ``tables`` is the load of the
 busiest rank, ``dense`` forward and backward passes, of which backward, two thirds, hides the all-reduce. The overlap is
 that of Mudigere et al. (2021, arXiv 2104.05158, §5). Nothing else is taken to overlap: stragglers, and exchanges that
-hide behind computing, are not in it.
+hide behind computing, are not in it. Ranks that share cores hide nothing: their all-reduce takes the cores, too.
+
+Where a machine's overheads were measured (`hotbed.bench.measure_steps`), ``messages`` and ``launches`` are these: what
+the interpreter, autograd, optimizers and exchanges take beside bytes and products. On a CPU that is most of a step.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from hotbed.plan.cost import COPIES, EXCHANGES_OF_COPIES, PARTS, REPLICAS, SUMS, CostModel, RankCosts
-from hotbed.plan.hardware import interpolated
+from hotbed.plan.cost import COPIES, EXCHANGES_OF_COPIES, PARTS, REPLICAS, SUMS, Array, CostModel, RankCosts
+from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.tiling import Plan, Tile
 from hotbed.plan.workload import Workload
 
@@ -31,51 +34,102 @@ class StepEstimate:
     dense: float
     """Products, and activations moved; or launches of kernels, where these take longer."""
     messages: float
-    """Fixed costs of messages to each other rank."""
+    """Fixed costs of messages to each other rank; with measured overheads, of exchanges that not every plan has."""
     launches: float
+    """Fixed costs of kernels; with measured overheads, of the step, its arenas, tables and layers."""
     all_reduce: float
     """Of dense gradients; hidden behind the backward pass as far as that is longer."""
     input: float
     """Copying samples to the device; hidden."""
+    hiding: float = 2 / 3
+    """Share of ``dense`` that hides the all-reduce."""
 
     @property
     def seconds(self) -> float:
         """The whole step."""
         fixed = self.tables + self.messages + self.launches + self.dense
-        return max(fixed + max(self.all_reduce - 2 / 3 * self.dense, 0.0), self.input)
+        return max(fixed + max(self.all_reduce - self.hiding * self.dense, 0.0), self.input)
 
     def to_dict(self) -> dict[str, float]:
         """Parts and whole, as JSON has them."""
-        return asdict(self) | {"step": self.seconds}
+        return {name: value for name, value in asdict(self).items() if name != "hiding"} | {"step": self.seconds}
 
 
 def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimate:
     """Estimate a step of a plan, on the hardware of its cost model."""
-    here, work, dense = model.hardware, model.workload, model.workload.dense
+    here, work = model.hardware, model.workload
     assert here is not None
-    ranks = plan.world_size * work.replicas
     busiest = costs.parts[int(costs.load.argmax())]
-    exchanges = EXCHANGES + EXCHANGES_OF_COPIES * bool(busiest[COPIES]) + bool(busiest[SUMS])
-    messages = exchanges * (plan.world_size - 1) + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
-    rate = here.flops.get(dense.dtype) or here.flops.get("fp32") or min(here.flops.values())
-    nbytes = 4.0 * dense.parameters
-    if here.all_reduce and ranks > 1:
-        near = min(here.all_reduce, key=lambda n: abs(n - ranks))
-        all_reduce = nbytes / interpolated(here.all_reduce[near], max(nbytes, 1.0))
-    else:
-        link = here.node_link
-        if ranks > here.ranks_per_node:
-            link = min(link, here.network * here.network_efficiency / here.oversubscription)
-        all_reduce = 2 * (ranks - 1) / ranks * nbytes / link
-    computed = (3 * dense.flops / rate + dense.moved_bytes / here.stream) * model.local_batch * model.cores_share
+    messages, launches = (
+        _overheads(plan, model, here) if "step" in here.overheads else _fixed(plan, busiest, model, here)
+    )
     return StepEstimate(
         tables=float(costs.load.max()),
-        dense=max(computed, dense.launches * here.launch_s),
-        messages=messages * here.message_s,
-        launches=LAUNCHES * arenas_of(plan.tiles, work) * here.launch_s,
-        all_reduce=all_reduce,
-        input=dense.input_bytes * model.local_batch / here.host_link,
+        dense=_dense(model, here),
+        messages=messages,
+        launches=launches,
+        all_reduce=_all_reduce(4.0 * work.dense.parameters, plan.world_size * work.replicas, here),
+        input=work.dense.input_bytes * model.local_batch / here.host_link,
+        hiding=0.0 if here.cores_shared else 2 / 3,
     )
+
+
+def _fixed(plan: Plan, busiest: Array, model: CostModel, here: Hardware) -> tuple[float, float]:
+    """Seconds of messages and of launches, by the cost of each."""
+    work = model.workload
+    exchanges = EXCHANGES + EXCHANGES_OF_COPIES * bool(busiest[COPIES]) + bool(busiest[SUMS])
+    messages = exchanges * (plan.world_size - 1) + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
+    return messages * here.message_s, LAUNCHES * arenas_of(plan.tiles, work) * here.launch_s
+
+
+def _overheads(plan: Plan, model: CostModel, here: Hardware) -> tuple[float, float]:
+    """Seconds of exchanges that not every plan has, and of all that every step has, as measured."""
+    work, ranks = model.workload, model.ranks_on_node
+    tables = work.by_table
+    has = {
+        "copies": plan.world_size > 1 and any(tile.readers for tile in plan.tiles),
+        "sums": any(len(t.cols) < tables[t.table].table.dim and tables[t.table].row_sums for t in plan.tiles),
+        "average": (work.replicas > 1) / work.sync_every,
+    }
+    count = {
+        "step": 1,
+        "arena": arenas_of(plan.tiles, work),
+        "table": len(tables),
+        "layer": work.dense.layers,
+        **{tier: len({len(t.cols) for t in plan.tiles if t.tier == tier}) for tier in ("host", "disk")},
+    }
+    some, every = (sum(n * here.overhead(what, ranks) for what, n in of.items()) for of in (has, count))
+    return some, every
+
+
+def _dense(model: CostModel, here: Hardware) -> float:
+    """Seconds of forward and backward pass, and of the update where that was measured with them."""
+    dense = model.workload.dense
+    operations = dense.flops * model.local_batch
+    wide = here.flops.get("fp32") or min(here.flops.values())
+    rate = here.flops.get(dense.dtype) or wide
+    measured = here.mlp_rate(operations / max(dense.layers, 1), model.ranks_on_node)
+    if measured is None:
+        products = 3 * operations / rate * model.cores_share
+    else:
+        products = 3 * operations / (measured * rate / wide)
+    moved = dense.moved_bytes * model.local_batch / here.stream * model.cores_share
+    return max(products + moved, dense.launches * here.launch_s)
+
+
+def _all_reduce(nbytes: float, ranks: int, here: Hardware) -> float:
+    """Seconds of an all-reduce of so many bytes."""
+    if here.all_reduce and ranks > 1:
+        near = min(here.all_reduce, key=lambda n: abs(n - ranks))
+        curve = here.all_reduce[near]
+        seconds = nbytes / interpolated(curve, max(nbytes, 1.0))
+        if "step" in here.overheads:  # which has the smallest
+            seconds = max(seconds - min(curve) / curve[min(curve)], 0.0)
+        return seconds
+    link = here.node_link
+    if ranks > here.ranks_per_node:
+        link = min(link, here.network * here.network_efficiency / here.oversubscription)
+    return 2 * (ranks - 1) / ranks * nbytes / link
 
 
 def arenas_of(tiles: Iterable[Tile], work: Workload) -> int:

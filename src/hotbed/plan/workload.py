@@ -63,6 +63,8 @@ class DensePart:
     """Floating-point operations of a forward pass, per sample; a backward pass has twice as many."""
     dtype: str = "fp32"
     """What its products are computed in: fp32, tf32, bf16, fp16."""
+    layers: int = 0
+    """Layers with products; what a layer costs beside its operations, where that was measured."""
     activation_bytes: float = 0.0
     """What a step keeps in the device's memory for backward, per sample."""
     moved_bytes: float = 0.0

@@ -159,31 +159,38 @@ def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, f
 
 
 def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None) -> DensePart:
-    """Count the part of a model without tables, in closed form.
+    """Count the part of a recipe's model without tables."""
+    narrow = recipe.train.precision == "bf16"
+    if recipe.train.precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
+        narrow = not hardware_of(recipe).cores_shared
+    dense, labels = (0, 1) if source is None else (source.schema.dense_features, len(source.schema.labels))
+    ids = sum(len(c.features) for c in collections_of(model).values())
+    return count_dense_part(model, narrow=narrow, input_bytes=4.0 * (dense + labels) + 8.0 * ids)
+
+
+def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DensePart:
+    """Count the part of a model without tables, in closed form; ``narrow`` where it computes in bf16.
 
     A weight of two dims or more is used once per sample: two operations. A dot interaction of ``n`` vectors of ``D``
     columns takes ``2 n² D``. Kept for backward are the outputs of layers, the looked-up vectors and the interaction's.
     """
     parameters = list(model.parameters())
     flops = 2.0 * sum(p.numel() for p in parameters if p.dim() >= 2)
-    values = 0.0
+    values, layers = 0.0, 0
     for module in model.modules():
         if isinstance(module, nn.Linear):
             values += module.out_features
+            layers += 1
         elif isinstance(module, DotInteraction):
             flops += 2.0 * module.vectors**2 * module.dim
             values += module.width
     for collection in collections_of(model).values():
         values += sum(collection.tables[f.table].dim for f in collection.features)
-    narrow = recipe.train.precision == "bf16"
-    if recipe.train.precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
-        narrow = not hardware_of(recipe).cores_shared
-    dense, labels = (0, 1) if source is None else (source.schema.dense_features, len(source.schema.labels))
-    ids = sum(len(c.features) for c in collections_of(model).values())
     return DensePart(
         parameters=sum(p.numel() for p in parameters),
         flops=flops,
+        layers=layers,
         dtype="bf16" if narrow else "fp32",
         activation_bytes=BACKWARD_KEEPS * values * (2 if narrow else 4),
-        input_bytes=4.0 * (dense + labels) + 8.0 * ids,
+        input_bytes=input_bytes,
     )
