@@ -60,7 +60,8 @@ CHAIN = ("--train.checkpoint_full_every", "4", "--train.keep_last", "2")
 KEPT = (*TRAIN, "--train.checkpoint_full_every", "4", "--train.keep_last", "9", "--train.steps", "8")
 ROWS = ("--parallel.plan", "row", "--parallel.timeout_s", "60")
 REPLICAS = ("--parallel.replicas", "2", "--parallel.sync_every", "2", "--parallel.timeout_s", "60")
-GRID = ("--parallel.plan", "grid", "--parallel.timeout_s", "60")
+WIDE = ("--data.dim", "32", "--model.init_args.bottom", "[16, 32]")  # columns are cut in parts of 16
+GRID = ("--parallel.plan", "grid", *WIDE, "--parallel.timeout_s", "60")
 WORKLOADS = (
     Workload(name="one process", phases=("training", "saving", "publication"), args=(*TRAIN, "--train.epochs", "2")),
     Workload(name="chain", phases=("difference", "publication"), args=(*TRAIN, *CHAIN)),

@@ -82,6 +82,43 @@ def test_blocks_are_as_large_as_bits_allow() -> None:
         assert sum(counting.rows) >= len(batch) > sum(counting.rows) - BLOCK_ROWS
 
 
+class Refusing(nn.Module):
+    """Takes numbers of its own only, as a model that looks something up by one of them."""
+
+    def __init__(self, part: DensePart, most: float) -> None:
+        super().__init__()
+        self.part, self.most = part, most
+
+    def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
+        if float(dense.max()) > self.most:
+            raise IndexError("index out of range")
+        return self.part.forward(dense, vectors)
+
+
+class Flat(nn.Module):
+    """Gives one of two values, whatever the sums were."""
+
+    def __init__(self, part: DensePart) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, dense: Tensor, vectors: dict[str, Tensor]) -> Tensor:
+        return self.part.forward(dense, vectors).sign()
+
+
+def test_blocks_stay_small_where_a_trial_says_nothing() -> None:
+    part, batch = DensePart(model_of("DLRM")), batch_of(3 * BLOCK_ROWS)
+    assert batch.dense is not None
+    for model in (Refusing(part, float(batch.dense.max())), Flat(part)):
+        with Scorer(model, dict(part.collections), part.features, threads=1) as scorer:
+            scorer(batch)
+            assert scorer._sizes == [BLOCK_ROWS]
+            scorer.replace_dense(part, same_program=True)
+            assert scorer._sizes == [BLOCK_ROWS]
+            scorer.replace_dense(part)
+            assert scorer._sizes is None
+
+
 def test_each_thread_gets_a_block() -> None:
     part, batch = DensePart(model_of("DLRM")), batch_of(100)
     with Scorer(part, dict(part.collections), part.features, threads=2) as scorer:

@@ -251,7 +251,7 @@ class ServedModel:
             self.tables.stage(change, check)
             dense = self._dense(self._model)
             _load(dense, change)
-            self._swap(dense, self._encoder, sequence, change.manifest.written)
+            self._swap(dense, self._encoder, sequence, change.manifest.written, same_program=True)
 
     def take_over(self, model: ExportedModel, *, verify: bool = True, check: Callable[[], None] = lambda: None) -> None:
         """Become the version of another export of this model; files that changes have made are freed.
@@ -292,7 +292,15 @@ class ServedModel:
             self._model.forget(kept=model)
             self._model = model
 
-    def _swap(self, dense: torch.nn.Module, encoder: Encoder, version: StateEntry, written: float) -> None:
+    def _swap(
+        self,
+        dense: torch.nn.Module,
+        encoder: Encoder,
+        version: StateEntry,
+        written: float,
+        *,
+        same_program: bool = False,
+    ) -> None:
         """Let what is staged answer, between two batches."""
         self._swapped.clear()
         self._waiting.set()
@@ -303,7 +311,7 @@ class ServedModel:
                         self.tables.swap()
                     except OSError:  # a disk may fail for a moment; what was swapped is swapped again
                         self.tables.swap()
-                    self._scorer.replace_dense(dense)
+                    self._scorer.replace_dense(dense, same_program=same_program)
                     self._encoder = encoder
                     self.step, self.state, self.written, self._broken = version.step, version.state, written, None
                 except BaseException as error:  # half of it may be there

@@ -13,6 +13,7 @@ Equal bits need equal libraries, processors and devices, too: a GPU, or another 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.nn.dense_part import DensePart, Vectors
 from hotbed.specs import Feature
+
+LOG = logging.getLogger("hotbed")
 
 BLOCK_ROWS = 32
 """Rows of the smallest block on a CPU, where one row costs as much as all (docs/decisions/0034)."""
@@ -71,13 +74,13 @@ class Scorer:
     ) -> None:
         self._lookups, self._features = lookups, features
         self._device = torch.device(device)
-        self._dense = dense
-        self.replace_dense(dense)
         is_cpu = self._device.type == "cpu"
+        self._smallest = BLOCK_ROWS if is_cpu else DEVICE_BLOCK_ROWS
+        self._sizes: list[int] | None = None
         self._threads = threads or torch.get_num_threads()
         self._pool = _single_threads(self._threads) if is_cpu else None
-        self._smallest = BLOCK_ROWS if is_cpu else DEVICE_BLOCK_ROWS
-        self._sizes: list[int] | None = None if is_cpu else [self._smallest]
+        self._dense = dense
+        self.replace_dense(dense)
 
     @classmethod
     def of_model(cls, model: nn.Module, device: torch.device) -> Self:
@@ -85,8 +88,10 @@ class Scorer:
         part = DensePart(model)
         return cls(part, dict(part.collections), part.features, device=device)
 
-    def replace_dense(self, dense: nn.Module) -> None:
-        """Let another dense part compute the batches from now on."""
+    def replace_dense(self, dense: nn.Module, *, same_program: bool = False) -> None:
+        """Let another dense part compute the batches from now on; ``same_program``: only its parameters are others."""
+        if not same_program:
+            self._sizes = None if self._device.type == "cpu" else [self._smallest]
         if isinstance(dense, DensePart):  # programs have no modes: they were traced in that of evaluation
             for collection in dense.collections.values():
                 collection.eval()
@@ -183,10 +188,17 @@ class Scorer:
         return self._sizes
 
     def _equal_sizes(self, batch: Batch, vectors: Mapping[str, Vectors]) -> list[int]:
-        """Compare blocks of all sizes on random vectors: a sum in another order differs in some of so many rows."""
+        """Compare blocks of all sizes on random numbers: a sum in another order differs in some of so many rows.
+
+        The smallest is all that is left where the model refuses such numbers, gives the same for most of them, or has
+        sequences of any length.
+        """
+        draw = torch.Generator().manual_seed(0)
+        at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)
+        sizes = [self._smallest]
+        if any(not feature.is_pooled and feature.max_len is None for _, feature in self._features.values()):
+            return sizes
         with torch.no_grad():
-            draw = torch.Generator().manual_seed(0)
-            at = torch.arange(LARGER_BLOCKS[-1]) % len(batch)
             dense = None if batch.dense is None else batch.dense[at].exponential_(generator=draw)
             given = {n: _random(_rows(of, at), draw) for n, of in vectors.items()}
 
@@ -198,10 +210,14 @@ class Scorer:
                     found.append(self._logits(None if dense is None else dense[rows], of_rows, own))
                 return torch.cat(found)
 
-            expected, sizes = logits(self._smallest), [self._smallest]
-            if bool(expected.isfinite().all()):
-                sizes += [size for size in LARGER_BLOCKS if torch.equal(logits(size), expected)]
-            return sizes
+            try:
+                expected = logits(self._smallest)
+                distinct = len(expected.unique()) > expected.numel() // 2
+                if distinct and bool(expected.isfinite().all()):
+                    sizes += [size for size in LARGER_BLOCKS if torch.equal(logits(size), expected)]
+            except Exception:  # whatever a model does with numbers that are none of its own
+                LOG.debug("blocks of other sizes are not tried", exc_info=True)
+        return sizes
 
 
 def _rows(vectors: Vectors, at: Tensor) -> Vectors:
@@ -210,12 +226,21 @@ def _rows(vectors: Vectors, at: Tensor) -> Vectors:
 
 
 def _random(vectors: Vectors, draw: torch.Generator) -> Vectors:
-    """Put random numbers for vectors, with the lengths that they have."""
+    """Put random numbers for vectors, as wide as they spread, and for lengths; a full sequence and an empty one."""
     if isinstance(vectors, Tensor):
-        return vectors.normal_(generator=draw)
+        spread = _spread(vectors)
+        return vectors.normal_(generator=draw) * spread
     padded, lengths = vectors
-    live = torch.arange(padded.shape[1]) < lengths[:, None]
-    return padded.normal_(generator=draw) * live[..., None], lengths
+    spread, most = _spread(padded), padded.shape[1]
+    lengths = torch.randint(0, most + 1, lengths.shape, dtype=lengths.dtype, generator=draw)
+    lengths[0], lengths[1] = most, 0
+    live = torch.arange(most) < lengths[:, None]
+    return padded.normal_(generator=draw) * spread * live[..., None], lengths
+
+
+def _spread(values: Tensor) -> float:
+    """Root mean square of values, 1 where all are 0."""
+    return float(values.float().square().mean().sqrt()) or 1.0
 
 
 def _single_threads(count: int) -> ThreadPoolExecutor:
