@@ -60,8 +60,9 @@ class Options:
         """Refuse what cannot be, before anything is searched for."""
         if self.sweep is not None:
             sweep = Sweep.parse(self.sweep)
+            here = hardware_of(recipe)
             for value in sweep.values if sweep.what != RANKS else ():
-                sweep.hardware(hardware_of(recipe), value)
+                sweep.hardware(here, value)
         for option, file in (("--trace", self.trace), ("--html", self.html)):
             if file is not None:
                 check_json(file, option)
