@@ -29,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.net.hosts import Hosts, available, run_ranks
 from hotbed.bench.step_jobs import StepJob, request_of, step_seconds
+from hotbed.checkpoint.single_files import write_text
 from hotbed.errors import HotbedError
 from hotbed.files import json_text
 from hotbed.plan import Plan
@@ -168,8 +169,12 @@ def predict(profile: Hardware, file: Path, cases: Mapping[str, Case]) -> dict[st
             f"{file} has measurements, and predictions come before these; give another --json, or remove the file"
         )
     rows = {name: {"case": described(case), **predicted(profile, case)} for name, case in cases.items()}
+    if known.get("cases", {}).keys() - rows.keys() and known["hardware"] != profile.name:
+        raise RefusedError(
+            f"{file} has predictions of other cases for {known['hardware']}, not {profile.name}; give another --json"
+        )
     about = {"hardware": profile.name, "description": profile.description, "predicted": now()}
-    return known | about | {"cases": rows, "definitions": DEFINITIONS}
+    return known | about | {"cases": known.get("cases", {}) | rows, "definitions": DEFINITIONS}
 
 
 def described(case: Case) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def run(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[l
 def measure(
     found: dict[str, Any], file: Path, cases: Mapping[str, Case], rounds: int, steps: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run all cases in turn, and put what was measured beside the predictions."""
+    """Run all cases in turn, and put what was measured beside the predictions; the file is written after each round."""
     rows = found.get("cases", {})
     for name, case in cases.items():
         if rows.get(name, {}).get("case") != described(case):
@@ -215,17 +220,33 @@ def measure(
             if case.mbit_per_s is None or unable is None:
                 tell(f"round {i + 1} of {rounds}: {name}")
                 taken[name] += run(case, [case.job], 1, steps)[0]
+        about = {**environment(torch.device("cpu")), "date": now(), "rounds": i + 1, "steps": steps}
+        found = {**found, "cases": {**rows, **_measured(rows, taken, unable)}, "measured": about}
+        found = found | {"summary": summary_of(found["cases"])}
+        write_text(file, json_text(found))
+    return found
+
+
+def _measured(
+    rows: Mapping[str, dict[str, Any]], taken: Mapping[str, Sequence[float]], unable: str | None
+) -> dict[str, dict[str, Any]]:
+    """Rows of cases with their seconds of all rounds so far, or why there are none."""
+    found: dict[str, dict[str, Any]] = {}
     for name, seconds in taken.items():
-        row = rows[name]
-        if not seconds:
-            row["not_measured"] = unable
-            continue
-        ms = 1e3 * statistics.median(seconds)
-        row |= {"measured_ms": ms, "rounds_ms": [1e3 * s for s in seconds], "error": row["predicted_ms"] / ms - 1}
+        found[name] = rows[name] | {"not_measured": unable}
+        if seconds:
+            ms = 1e3 * statistics.median(seconds)
+            error = rows[name]["predicted_ms"] / ms - 1
+            found[name] = rows[name] | {"measured_ms": ms, "rounds_ms": [1e3 * s for s in seconds], "error": error}
+    return found
+
+
+def summary_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Number of cases that were measured, median and largest of their errors; None where there are none."""
     errors = [abs(row["error"]) for row in rows.values() if "error" in row]
-    summary = {"cases": len(errors), "median_error": statistics.median(errors), "worst_error": max(errors)}
-    about = {**environment(torch.device("cpu")), "date": now(), "rounds": rounds, "steps": steps}
-    return found | {"summary": summary, "measured": about}
+    if not errors:
+        return None
+    return {"cases": len(errors), "median_error": statistics.median(errors), "worst_error": max(errors)}
 
 
 def compare(
@@ -351,7 +372,7 @@ def main() -> int:
         show_auto(console, found["auto"])
         return 0
     show(console, found)
-    if args.measure:
+    if args.measure and found["summary"]:
         picture = args.json.with_suffix(".svg")
         console.print(f"plot: {picture}" if draw(found, picture) else "no plot: matplotlib is not installed")
     return 0

@@ -14,11 +14,11 @@ from torch import nn
 from hotbed.config import Recipe
 from hotbed.files import read_yaml
 from hotbed.plan import Cut, Plan
-from hotbed.plan.cost import CostModel, table_bytes
+from hotbed.plan.cost import LAUNCHES, CostModel, table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
 from hotbed.plan.search import search
-from hotbed.plan.step import LAUNCHES, StepEstimate, estimate_step
+from hotbed.plan.step import StepEstimate, estimate_step
 from hotbed.plan.workload import Workload
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import tiers_of, workload_of

@@ -83,6 +83,54 @@ def test_measurements_need_predictions_of_the_same_cases(
     assert "has no prediction of 'alone' as it is now" in capsys.readouterr().err
 
 
+def test_predictions_of_some_cases_keep_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile: Path
+):
+    monkeypatch.setattr(predicted, "CASES", TWO)
+    file, other = tmp_path / "found.json", tmp_path / "other.yaml"
+    assert run(monkeypatch, "--predict", "--hardware", profile, "--json", file) == 0
+    before = read(file)["cases"]
+    assert run(monkeypatch, "--predict", "--hardware", profile, "--json", file, "--only", "two") == 0
+    assert read(file)["cases"] == before
+    other.write_bytes(profile.read_bytes())
+    assert run(monkeypatch, "--predict", "--hardware", other, "--json", file, "--only", "two") == 1
+    assert f"has predictions of other cases for {profile}, not {other}; give another" in capsys.readouterr().err
+    assert read(file)["cases"] == before
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: Path
+):
+    def interrupted(case: Case, jobs: Sequence[StepJob], repeats: int, steps: int) -> list[list[float]]:
+        calls.append(case)
+        if len(calls) > len(TWO) + 1:
+            raise KeyboardInterrupt
+        return in_a_millisecond(case, jobs, repeats, steps)
+
+    calls: list[Case] = []
+    monkeypatch.setattr(predicted, "CASES", TWO)
+    monkeypatch.setattr(predicted, "run", interrupted)
+    file = tmp_path / "found.json"
+    assert run(monkeypatch, "--predict", "--hardware", profile, "--json", file) == 0
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, "--measure", "--json", file, "--rounds", "3")
+    found = read(file)
+    assert found["measured"]["rounds"] == 1 and found["summary"]["cases"] == 2
+    assert [row["rounds_ms"] for row in found["cases"].values()] == [[1.0], [1.0]]
+
+
+def test_where_nothing_can_be_measured_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], profile: Path
+):
+    monkeypatch.setattr(predicted, "CASES", SLOW)
+    monkeypatch.setattr(predicted, "available", lambda: "network namespaces need root")
+    file = tmp_path / "found.json"
+    assert run(monkeypatch, "--predict", "--hardware", profile, "--json", file) == 0
+    assert run(monkeypatch, "--measure", "--json", file) == 0
+    assert read(file)["summary"] is None and not file.with_suffix(".svg").exists()
+    assert "network namespaces need root" in capsys.readouterr().out
+
+
 def test_predictions_need_a_measured_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

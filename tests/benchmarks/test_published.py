@@ -13,6 +13,7 @@ from benchmarks.published.setups import Setup, hot_share, read, sizes
 from hotbed.plan.popularity import Zipf
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
+from hotbed.train.plan_search import ACTIVATION_PASSES, LAUNCHES_PER_LAYER
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "published.json"
 GIVEN = published()
@@ -55,6 +56,8 @@ def test_constants_are_those_with_which_their_rows_are_met() -> None:
     assert rows["t15_bytes"]["ratio"] == pytest.approx(1, abs=0.01)
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert stored["constants"]["activation_passes"] == pytest.approx(constants["activation_passes"], rel=0.2)
+    assert stored["constants"]["activation_passes"] == pytest.approx(ACTIVATION_PASSES, rel=0.01)
+    assert stored["constants"]["launches_per_layer"] == pytest.approx(LAUNCHES_PER_LAYER, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "billions", "ids"), [("neo_a", 793, 15), ("neo_f", 12_000, 20), ("neo_i", 332, 70)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import yaml
 from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.plan import Plan
+from hotbed.plan.hardware import Hardware
 from hotbed.train import parallel
 from hotbed.train.build import new_model, open_source
+from hotbed.train.plan_search import ACTIVATION_PASSES, LAUNCHES_PER_LAYER, dense_part
 
 RECIPE = """
 name: planned
@@ -143,3 +146,16 @@ def test_what_cannot_be_is_said(
         return
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+def test_layers_on_gpus_move_activations_and_launch_kernels(recipe: Path):
+    made = Recipe.from_dict(yaml.safe_load(recipe.read_text()))
+    source = open_source(made.data)
+    model = new_model(made, source)
+    gpu, cpu = (
+        dense_part(model, replace(made, parallel=replace(made.parallel, hardware=name)), source)
+        for name in ("a100-40", "epyc-7742x2")
+    )
+    assert (gpu.launches, gpu.moved_bytes) == (4 * LAUNCHES_PER_LAYER, ACTIVATION_PASSES * gpu.activation_bytes)
+    assert (cpu.launches, cpu.moved_bytes) == (0, 0.0)
+    assert planned(recipe, "--ranks", "2")["step_s"]["dense"] >= gpu.launches * Hardware.load("a100-40").launch_s

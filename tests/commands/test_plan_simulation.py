@@ -79,8 +79,35 @@ def test_curves_are_varied_by_factors_and_counts_stay_whole():
     assert sweep.hardware(here, 0.5).gather_rate(512) == here.gather_rate(512) / 2 and sweep.shown(0.5) == "× 0.5"
     sweep = Sweep.parse("ranks_per_node=2..4")
     assert sweep.values == (2, 3, 4) and sweep.hardware(here, 2.0).ranks_per_node == 2
-    assert Sweep.parse("ranks=6..50", 3).values == (6, 12, 24, 48)
+    assert Sweep.parse("ranks=6..50").values == (6, 12, 24, 48)
     assert Sweep.parse("message_s=5us..5us").shown(5e-6) == "5 us"
+
+
+def test_a_sweep_of_ranks_goes_on_where_what_was_asked_for_does_not_fit(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+):
+    small = recipe.parent / "small.yaml"
+    small.write_text("extends: a100-40\nfigures: {device_bytes: 3 MB}\n")
+    limited = ["--hardware", str(small), "--ranks", "2"]
+    found = simulated(recipe, *limited, "--sweep", "ranks=2..8")
+    assert [p["fits"] for p in found["sweep"]["points"]] == [False, True, True] and "too few" in found["problem"]
+    assert "--ranks 2 does not fit: rows and moments take" in capsys.readouterr().out
+    html = recipe.parent / "plan.html"
+    for more in (["--sweep", "ranks=1..2"], ["--sweep", "ranks=2..8", "--html", str(html)]):
+        assert main(["plan", str(recipe), *limited, *more]) == 2
+        assert "error: rows and moments take" in capsys.readouterr().err
+    assert not html.exists()
+
+
+def test_a_figure_that_the_step_does_not_wait_for_is_told(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    points = simulated(recipe, "--ranks", "2", "--sweep", "disk_read=1GB/s..2GB/s")["sweep"]["points"]
+    assert len({p["step_s"] for p in points}) == 1
+    assert "disk_read makes no difference here: the step waits for something else" in capsys.readouterr().out
+
+
+def test_ranks_are_chosen_by_the_price_that_is_given(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    simulated(recipe, "--ranks", "auto", "--train.batch_size", "16", "--price", "30")
+    assert "Ranks, by cost" in capsys.readouterr().out
 
 
 def test_a_trace_is_what_chrome_reads(recipe: Path):
@@ -118,10 +145,20 @@ def test_a_page_is_whole_and_needs_nothing_else(recipe: Path, ranks: str):
         (["--sweep", "network=fast..2"], "--sweep: network is 'fast', must be a number of bytes/s"),
         (["--sweep", "ranks=8..4"], "the first value must be above 0, and the second not below it"),
         (["--sweep", "ranks=1..65536"], "and end with 16,384 at most"),
-        (["--sweep", "ranks=3..8", "--replicas", "2"], "ranks must begin with a multiple of parallel.replicas 2"),
+        (
+            ["--sweep", "ranks=3..8", "--replicas", "2"],
+            "ranks begin with 3, must begin with a multiple of parallel.replicas 2",
+        ),
         (["--price", "0"], "--price is 0, must be finite and above 0: what a node costs per hour"),
         (["--stragglers.share", "2"], "stragglers.share is 2, must be between 0 and 1"),
         (["--html", "{folder}"], "which is a directory; give a file"),
+        (["--price", "0", "--ranks", "auto"], "--price is 0, must be finite and above 0"),
+        (["--sweep", "ranks", "--ranks", "auto"], "--sweep is 'ranks', must be like ranks=8..4096"),
+        (["--sweep", "overheads=1us..1ms"], "overheads is a curve, all of which is multiplied: overheads=0.5..2"),
+        (["--sweep", "network_efficiency=0.5..2"], "network_efficiency is 1.25992, must be at most 1"),
+        (["--sweep", "oversubscription=0.5..2"], "oversubscription is 0.5, must be at least 1"),
+        (["--sweep", "mlp=0.5..2"], "nothing reads mlp of a100-40 with 4 ranks: it has none"),
+        (["--sweep", "network=1GB/s..2GB/s"], "with 4 ranks: they are all on one node; vary node_link, or give more"),
     ],
 )
 def test_what_cannot_be_is_said(

@@ -125,6 +125,9 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         told = refused(["predict", str(trained.path), str(tmp_path / f"{name}.parquet"), "--out", str(out)], capsys)
         assert message in told
         assert not out.exists()
+    argv = ["predict", str(trained.path), str(tmp_path / "typo"), "--out", str(tmp_path / "x.parquet")]
+    told = refused(argv, capsys)
+    assert "typo does not exist; give a prepared dataset, or raw rows as `hotbed prepare` takes them" in told
     good.drop("C5").write_parquet(tmp_path / "less.parquet")
     argv = ["predict", str(trained.path), str(tmp_path / "less.parquet"), "--out", str(tmp_path / "x.parquet")]
     assert "has no column 'C5'" in refused(argv, capsys)

@@ -15,7 +15,7 @@ from torch import nn
 from hotbed.checkpoint.single_files import write_text
 from hotbed.commands.arguments import add_json, add_recipe, check_json, console, recipe_of, write_json
 from hotbed.commands.dry_run import cut_of, owners_of
-from hotbed.commands.plan_simulation import Options, simulated
+from hotbed.commands.plan_simulation import Options, simulated, swept_and_shown
 from hotbed.config import Recipe
 from hotbed.data import Source
 from hotbed.errors import PlanError, RecipeError
@@ -26,6 +26,7 @@ from hotbed.plan.placement import Schemes
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Stragglers
 from hotbed.plan.step import estimate_step, parts_of_busiest
+from hotbed.plan.sweep import Sweep, first_that_fits
 from hotbed.plan.tiling import extent
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import searched, searched_ranks
@@ -70,14 +71,22 @@ def run(parsed: Namespace) -> None:
     recipe = recipe_of(values)
     if hardware is not None:
         recipe = replace(recipe, parallel=replace(recipe.parallel, hardware=hardware))
-    if "auto" in (ranks, replicas):
-        ranks, replicas = chosen_ranks(recipe, ranks, recipe.parallel.replicas if replicas is None else replicas)
-    if replicas is not None:
-        recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
     if out is not None:
         check_json(out)
-    options.check(recipe.parallel.replicas)
-    found, others = found_plan(recipe, ranks)
+    options.check(recipe)
+    if "auto" in (ranks, replicas):
+        count = recipe.parallel.replicas if replicas is None else replicas
+        ranks, replicas = chosen_ranks(recipe, ranks, count, options.price)
+    if replicas is not None:
+        recipe = replace(recipe, parallel=replace(recipe.parallel, replicas=replicas))
+    options.check_ranks(recipe, ranks)
+    try:
+        found, others = found_plan(recipe, ranks)
+    except PlanError as error:
+        if out is not None or not options.of_ranks:
+            raise
+        write_json(json, swept_without(recipe, ranks, options, error))
+        return
     if out is not None:
         write_text(out, found.plan.to_json())
     to, figures = console(), as_dict(found, others)
@@ -87,13 +96,27 @@ def run(parsed: Namespace) -> None:
     write_json(json, figures)
 
 
-def chosen_ranks(recipe: Recipe, ranks: int | Literal["auto"], replicas: int | Literal["auto"]) -> tuple[int, int]:
-    """Choose the number of ranks, or of replicas, and print a table of what was tried."""
+def swept_without(recipe: Recipe, ranks: int, options: Options, error: PlanError) -> dict[str, Any]:
+    """Sweep ranks where no plan fits so many; raises that error again if none fits any."""
+    assert options.sweep is not None
+    to = console()
+    points, figures = swept_and_shown(to, Sweep.parse(options.sweep), recipe, ranks, options, plan_for)
+    if first_that_fits(points) is None:
+        raise error
+    to.print(f"--ranks {ranks} does not fit: {error}", soft_wrap=True)
+    return {"problem": str(error), "sweep": figures}
+
+
+def chosen_ranks(
+    recipe: Recipe, ranks: int | Literal["auto"], replicas: int | Literal["auto"], price: float | None = None
+) -> tuple[int, int]:
+    """Choose the number of ranks, or of replicas, and print a table of what was tried; a price is of a node's hour."""
     if ranks != "auto" and ranks < 1:
         raise RecipeError(f"--ranks is {ranks}, must be auto or at least 1")
     source = open_source(recipe.data)
     schemes = _schemes_of(recipe)
-    chosen = searched_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, schemes=schemes, others="auto")
+    options: dict[str, Any] = {"schemes": schemes, "others": "auto", "price": price}
+    chosen = searched_ranks(_model_of(recipe, source), recipe, ranks, replicas, source, **options)
     table = RichTable("ranks", "replicas", "samples/s", "cost of 10⁹ samples", "", title=f"Ranks, by {chosen.goal}")
     for tried in chosen.tried:
         rate = f"{tried.samples_per_s:,.0f}" if tried.found else "does not fit"

@@ -106,9 +106,13 @@ def _which(found: Found, shown: Sequence[int]) -> str:
     group = "All ranks of a group" if found.model.workload.replicas > 1 else "All ranks"
     if len(shown) == found.plan.world_size:
         return f"{group}."
+    fullest = int(found.costs.nbytes.argmax())
+    last = "last, evenly picked between; the one with most bytes is among them"
+    if fullest == shown[-1] and len(shown) == MOST_BARS:
+        last = "last but one, evenly picked between; the last is the one with most bytes"
     return (
         f"A sample of {len(shown)} of {found.plan.world_size:,} ranks, ordered by load: the busiest first, the idlest "
-        "last but one, evenly picked between; the last is the one with most bytes."
+        f"{last}."
     )
 
 
@@ -238,7 +242,8 @@ def _scaling(points: Sequence[Point]) -> str:
         return f"<p>No plan fits any of these numbers of ranks.</p>{said}"
     per_rank = first.simulation.samples_per_s / first.ranks
     low, high = min(p.ranks for p in points), max(p.ranks for p in points)
-    most, least = per_rank * high, min(s.samples_per_s for s in there.values())
+    rates = [s.samples_per_s for s in there.values()]
+    most, least = max(per_rank * high, *rates), min(rates)
 
     def x(ranks: float) -> float:
         return _LEFT + 30 + (WIDTH - _LEFT - 90) * math.log(ranks / low) / max(math.log(high / low), 1e-9)

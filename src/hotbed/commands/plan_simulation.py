@@ -26,8 +26,6 @@ from hotbed.train.plan_search import hardware_of
 
 Search = Callable[[Recipe, int, Hardware | None], Found]
 """Finds the plan of a recipe for so many ranks, on its hardware or another."""
-_AROUND = 4
-"""A page without a sweep of its own shows the ranks from a quarter to so many times what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +50,29 @@ class Options:
     trace: str | None
     html: str | None
 
-    def check(self, replicas: int) -> None:
+    @property
+    def of_ranks(self) -> bool:
+        """Whether ranks are varied, and nothing is asked for that only the plan for one number of them has."""
+        varied = self.sweep is not None and Sweep.parse(self.sweep).what == RANKS
+        return varied and self.trace is None and self.html is None
+
+    def check(self, recipe: Recipe) -> None:
         """Refuse what cannot be, before anything is searched for."""
         if self.sweep is not None:
-            Sweep.parse(self.sweep, replicas)
+            sweep = Sweep.parse(self.sweep)
+            here = hardware_of(recipe)
+            for value in sweep.values if sweep.what != RANKS else ():
+                sweep.hardware(here, value)
         for option, file in (("--trace", self.trace), ("--html", self.html)):
             if file is not None:
                 check_json(file, option)
         if self.price is not None and not (math.isfinite(self.price) and self.price > 0):
             raise RecipeError(f"--price is {self.price:g}, must be finite and above 0: what a node costs per hour")
+
+    def check_ranks(self, recipe: Recipe, ranks: int) -> None:
+        """Refuse a sweep that cannot be with so many ranks and the recipe's replicas."""
+        if self.sweep is not None:
+            Sweep.parse(self.sweep).check(hardware_of(recipe), ranks, recipe.parallel.replicas)
 
     def priced(self, simulation: Simulation) -> Simulation:
         """The simulation with the price that was given."""
@@ -71,15 +83,13 @@ def simulated(
     to: Console, found: Found, recipe: Recipe, ranks: int, options: Options, search_of: Search
 ) -> dict[str, Any]:
     """Simulate, show and write what was asked for; return it for ``--json``."""
-    sweep = None if options.sweep is None else Sweep.parse(options.sweep, recipe.parallel.replicas)
+    sweep = None if options.sweep is None else Sweep.parse(options.sweep)
     simulation = options.priced(simulate(found.plan, found.costs, found.model, stragglers=options.stragglers))
     print_simulation(to, simulation)
     result: dict[str, Any] = {"simulation": simulation.to_dict()}
     points: list[Point] = []
     if sweep is not None:
-        points = swept(sweep, recipe, ranks, options, search_of)
-        print_sweep(to, sweep, points)
-        result["sweep"] = {"of": sweep.what, "points": [point_dict(point, points) for point in points]}
+        points, result["sweep"] = swept_and_shown(to, sweep, recipe, ranks, options, search_of)
         if sweep.what != RANKS:
             result["elasticity"] = elasticities(found, options.stragglers)
             print_elasticities(to, result["elasticity"])
@@ -87,9 +97,18 @@ def simulated(
         write_text(options.trace, json.dumps(chrome_trace(simulation.events)))
     if options.html is not None:
         if sweep is None or sweep.what != RANKS:
-            points = swept(_around(ranks, recipe.parallel.replicas), recipe, ranks, options, search_of)
+            points = swept(Sweep.around(ranks, recipe.parallel.replicas), recipe, ranks, options, search_of)
         write_text(options.html, page(recipe.name, found, simulation, points))
     return result
+
+
+def swept_and_shown(
+    to: Console, sweep: Sweep, recipe: Recipe, ranks: int, options: Options, search_of: Search
+) -> tuple[list[Point], dict[str, Any]]:
+    """Sweep, and show the points; return them, and what ``--json`` has of them."""
+    points = swept(sweep, recipe, ranks, options, search_of)
+    print_sweep(to, sweep, points)
+    return points, {"of": sweep.what, "points": [point_dict(point, points) for point in points]}
 
 
 def swept(sweep: Sweep, recipe: Recipe, ranks: int, options: Options, search_of: Search) -> list[Point]:
@@ -169,6 +188,9 @@ def print_sweep(to: Console, sweep: Sweep, points: list[Point]) -> None:
             "" if simulation.per_billion is None else f"{simulation.per_billion:,.2f}",
         )
     to.print(shown)
+    steps = [point.simulation.step_s if point.simulation else None for point in points]
+    if sweep.what != RANKS and len(steps) > 1 and len(set(steps)) == 1:
+        to.print(f"{sweep.what} makes no difference here: the step waits for something else at all of these values")
     for problem in {point.problem: None for point in points if point.problem}:
         to.print(f"does not fit: {problem}", soft_wrap=True)
 
@@ -177,9 +199,3 @@ def print_elasticities(to: Console, found: dict[str, float]) -> None:
     """Print on which figures the step depends."""
     shown = ", ".join(f"{figure} {value:.2f}" for figure, value in found.items()) or "none"
     to.print(f"a figure 1 % better makes the step of the plan found so many percent shorter: {shown}", soft_wrap=True)
-
-
-def _around(ranks: int, replicas: int) -> Sweep:
-    """Ranks from a quarter of what was asked for to four times as many."""
-    values = [ranks * 2**i / _AROUND for i in range(2 * int(math.log2(_AROUND)) + 1)]
-    return Sweep(RANKS, tuple(v for v in values if v >= 1 and v == int(v) and v % replicas == 0))

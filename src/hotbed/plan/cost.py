@@ -47,6 +47,8 @@ PARTS = (
 """What a step does for tables. `Traffic`'s words are used where bytes cross between ranks."""
 LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS, GROUPING = range(len(PARTS))
 
+LAUNCHES = 12
+"""Kernels of an arena in a step: grouping and looking up, sums per row, update; counted in the code of a GPU's step."""
 EXCHANGES_OF_COPIES = 3
 """Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
 
@@ -211,6 +213,15 @@ class CostModel:
         """Fixed seconds of a step in which rows are cut into columns whose sums are exchanged."""
         return self._fixed_s("sums", 1)
 
+    @property
+    def arena_s(self) -> float:
+        """Seconds of a step that each arena takes beside its bytes: as measured, or those of launching its kernels."""
+        if self.hardware is None:
+            return 0.0
+        if "step" in self.hardware.overheads:
+            return self.hardware.overhead("arena", self.ranks_on_node)
+        return LAUNCHES * self.hardware.launch_s
+
     def _fixed_s(self, what: str, exchanges: int) -> float:
         """Measured seconds of what comes with some exchanges, or else of their messages alone."""
         if self.hardware is None:
@@ -342,13 +353,13 @@ class CostModel:
         seconds, of_replicas = (self._mixed_s(here, self.near_share(among)) for among in ("shards", "replicas"))
         if self.world_size == 1:
             return 0.0, of_replicas
-        if here.all_to_all:
-            ranks = min(here.all_to_all, key=lambda n: abs(n - self.world_size))
+        curve = here.curve_of(here.all_to_all, self.world_size, beyond=self.near_share("shards") < 1)
+        if curve:
             rows = sum(self._distinct(use, range(use.table.rows), 1) * 4 * use.table.dim for use in self.workload.uses)
             size = max(rows / self.world_size, 1.0)
-            seconds = 1 / interpolated(here.all_to_all[ranks], size)
+            seconds = 1 / interpolated(curve, size)
             if "step" in here.overheads:  # which has the fixed part of every exchange
-                seconds = max(seconds - here.message_s / size, 1 / max(here.all_to_all[ranks].values()))
+                seconds = max(seconds - here.message_s / size, 1 / max(curve.values()))
         return seconds, of_replicas
 
     def _mixed_s(self, here: Hardware, near: float) -> float:

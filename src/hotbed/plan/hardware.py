@@ -224,6 +224,21 @@ class Hardware:
         near = min(self.mlp, key=lambda n: abs(n - ranks))
         return interpolated(self.mlp[near], max(operations, 1.0)) / self._crowding(ranks, near)
 
+    def curve_of(self, curves: Mapping[int, Curve], ranks: int, *, beyond: bool) -> Curve | None:
+        """Of curves by ranks that of the nearest number; None where none was measured over the same links.
+
+        Parameters
+        ----------
+        curves
+            ``all_to_all`` or ``all_reduce``.
+        ranks
+            How many exchange.
+        beyond
+            Whether they are on several nodes, as the measured ones were if they are more than ``ranks_per_node``.
+        """
+        alike = [n for n in curves if (n > self.ranks_per_node) == beyond]
+        return curves[min(alike, key=lambda n: abs(n - ranks))] if alike else None
+
     def _crowding(self, ranks: int, measured: int) -> float:
         """How many times more ranks share a core than when so many were measured."""
         if not self.cores_shared:

@@ -30,7 +30,7 @@ from hotbed.plan.limits import Limits, limits_of, refuse_too_large
 from hotbed.plan.parts import Array, Placement, in_order, place_parts
 from hotbed.plan.placement import Cut, refuse_uncut
 from hotbed.plan.popularity import Popularity
-from hotbed.plan.step import LAUNCHES, arenas_of
+from hotbed.plan.step import arenas_of
 from hotbed.plan.tiers import place_in_tiers
 from hotbed.plan.tiling import Plan, Tier, Tile, WireFormat
 from hotbed.plan.workload import Workload
@@ -381,10 +381,9 @@ def _fixed_load(tiles: Sequence[Tile], model: CostModel) -> float:
 
 def _best(found: Sequence[_Candidate], model: CostModel) -> _Candidate:
     """Of the plans with the least load choose by the predicted step, then memory, then number of tiles."""
-    launch_s = LAUNCHES * model.hardware.launch_s if model.hardware else 0.0
 
     def step(candidate: _Candidate) -> float:  # but for what all plans have
-        return candidate.load + launch_s * candidate.arenas
+        return candidate.load + model.arena_s * candidate.arenas
 
     alike = [f for f in found if f.load <= ALIKE_LOAD * min(other.load for other in found)]
     alike = [f for f in alike if step(f) <= ALIKE_LOAD * min(map(step, alike))]

@@ -41,7 +41,7 @@ from hotbed.plan.cost import (
     RankCosts,
 )
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.step import EXCHANGES_OF_COPIES, StepEstimate, estimate_step
+from hotbed.plan.step import EXCHANGES_OF_COPIES, StepEstimate, dense_launches_s, estimate_step, products_s
 from hotbed.plan.tiling import Plan
 from hotbed.plan.timeline import Among, Event, Operation, Timeline
 from hotbed.plan.usage import Usage, link_of, usage_of
@@ -236,9 +236,6 @@ class _Trainer:
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
             self.buckets = min(max(math.ceil(4 * work.dense.parameters / BUCKET_BYTES), 1), MOST_BUCKETS)
-        seconds = estimate.to_dict()
-        named = ("tables", "dense", "messages", "launches", "all_reduce", "input", "step")
-        beside = sum(value for name, value in seconds.items() if name not in named)
         # Fixed costs of messages go with their exchanges, by how many each has.
         peers = size - 1
         messages = {
@@ -251,7 +248,8 @@ class _Trainer:
         }
         every = sum(messages.values())
         fixed = estimate.messages / every if every else 0.0
-        beside += 0.0 if every else estimate.messages
+        beside = 0.0 if every else estimate.messages  # measured, of what has no exchange
+        dense = "cores" if dense_launches_s(model) > products_s(model) else "arithmetic"
         known = (LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS)
         others = [part for part in range(parts.shape[1]) if part not in known]
 
@@ -274,8 +272,8 @@ class _Trainer:
         self._lookup = Operation("lookup", memory, of(LOOKUP))
         self._rows = exchange("rows", ROWS)
         self._pool = Operation("pooling", memory, of(POOLING, 1 / 2))
-        self._forward = Operation("forward", "arithmetic", alike(estimate.dense / 3))
-        self._backward = Operation("backward", "arithmetic", alike(2 / 3 * estimate.dense / self.buckets))
+        self._forward = Operation("forward", dense, alike(estimate.dense / 3))
+        self._backward = Operation("backward", dense, alike(2 / 3 * estimate.dense / self.buckets))
         self._reduce = Operation("all-reduce", "links", alike(estimate.all_reduce / self.buckets), "all")
         self._segment = Operation("sums per row", memory, of(POOLING, 1 / 2))
         self._gradients = exchange("gradients", GRADIENTS)
@@ -374,8 +372,10 @@ def _result(
         resource = does.resources.get(name) or "links"
         by_resource[resource] = by_resource.get(resource, 0.0) + value
     binds = max(by_resource, key=lambda name: by_resource[name], default="cores")
-    if binds == "links":  # bytes, or the fixed costs of messages
-        binds = "messages" if estimate.messages > by_resource["links"] / 2 else link_of(model)
+    if binds == "links":  # bytes, of the exchange that takes longest, or the fixed costs of messages
+        exchanges = [name for name in spent if does.resources.get(name) == "links"]
+        longest = max(exchanges, key=lambda name: spent[name], default="")
+        binds = "messages" if estimate.messages > by_resource["links"] / 2 else link_of(model, longest)
     busy = {name: float((values @ counts).mean() / counts.sum()) / steps for name, values in timeline.busy.items()}
     ranks = model.world_size * work.replicas
     return Simulation(
@@ -385,7 +385,7 @@ def _result(
         critical=dict(sorted(((n, s) for n, s in spent.items() if s > 0), key=lambda item: -item[1])),
         waiting=float((timeline.waited @ counts).mean() / counts.sum()) / steps / seconds,
         binds=binds,
-        usage=usage_of(busy, seconds, costs, model),
+        usage=usage_of(busy, seconds, costs, model, estimate.all_reduce),
         nodes=-(-ranks // here.ranks_per_node),
         price_per_hour=here.price_per_hour,
         closed_form=estimate,

@@ -21,8 +21,6 @@ from hotbed.plan.workload import Workload
 
 EXCHANGES = 4
 """Of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
-LAUNCHES = 12
-"""Kernels of an arena in a step: grouping and looking up, sums per row, update; counted in the code of a GPU's step."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     )
     return StepEstimate(
         tables=float(costs.load.max()),
-        dense=_dense(model, here),
+        dense=max(products_s(model), dense_launches_s(model)),
         messages=messages,
         launches=launches,
         all_reduce=_all_reduce(4.0 * work.dense.parameters, plan.world_size * work.replicas, here),
@@ -79,7 +77,7 @@ def _fixed(plan: Plan, busiest: Array, model: CostModel, here: Hardware) -> tupl
     work = model.workload
     exchanges = EXCHANGES + EXCHANGES_OF_COPIES * bool(busiest[COPIES]) + bool(busiest[SUMS])
     messages = exchanges * (plan.world_size - 1) + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
-    return messages * here.message_s, LAUNCHES * arenas_of(plan.tiles, work) * here.launch_s
+    return messages * here.message_s, model.arena_s * arenas_of(plan.tiles, work)
 
 
 def _overheads(plan: Plan, model: CostModel, here: Hardware) -> tuple[float, float]:
@@ -93,18 +91,18 @@ def _overheads(plan: Plan, model: CostModel, here: Hardware) -> tuple[float, flo
     }
     count = {
         "step": 1,
-        "arena": arenas_of(plan.tiles, work),
         "table": len(tables),
         "layer": work.dense.layers,
         **{tier: len({len(t.cols) for t in plan.tiles if t.tier == tier}) for tier in ("host", "disk")},
     }
     some, every = (sum(n * here.overhead(what, ranks) for what, n in of.items()) for of in (has, count))
-    return some, every
+    return some, every + model.arena_s * arenas_of(plan.tiles, work)
 
 
-def _dense(model: CostModel, here: Hardware) -> float:
-    """Seconds of forward and backward pass, and of the update where that was measured with them."""
-    dense = model.workload.dense
+def products_s(model: CostModel) -> float:
+    """Seconds of forward and backward pass without launches; with the update where that was measured with them."""
+    dense, here = model.workload.dense, model.hardware
+    assert here is not None
     operations = dense.flops * model.local_batch
     wide = here.flops.get("fp32") or min(here.flops.values())
     rate = here.flops.get(dense.dtype) or wide
@@ -114,14 +112,18 @@ def _dense(model: CostModel, here: Hardware) -> float:
     else:
         products = 3 * operations / (measured * rate / wide)
     moved = dense.moved_bytes * model.local_batch / here.stream * model.cores_share
-    return max(products + moved, dense.launches * here.launch_s)
+    return products + moved
+
+
+def dense_launches_s(model: CostModel) -> float:
+    """Seconds that launching the kernels of forward and backward pass takes: they take no less."""
+    return model.workload.dense.launches * (model.hardware.launch_s if model.hardware else 0.0)
 
 
 def _all_reduce(nbytes: float, ranks: int, here: Hardware) -> float:
     """Seconds of an all-reduce of so many bytes."""
-    if here.all_reduce and ranks > 1:
-        near = min(here.all_reduce, key=lambda n: abs(n - ranks))
-        curve = here.all_reduce[near]
+    curve = here.curve_of(here.all_reduce, ranks, beyond=ranks > here.ranks_per_node)
+    if curve and ranks > 1:
         seconds = nbytes / interpolated(curve, max(nbytes, 1.0))
         if "step" in here.overheads:  # which has the smallest
             seconds = max(seconds - min(curve) / curve[min(curve)], 0.0)

@@ -23,10 +23,13 @@ POINTS = 7
 MOST_RANKS = 16384
 NUDGE = 1.05
 """By which factor figures are changed for elasticities."""
-_TIMES = ("message_s", "launch_s")
+_TIMES = ("message_s", "launch_s", "overheads")
 _RATES = ("gather", "scatter", "flops", "host_stream", "host_link", "disk_read", "node_link", "network")
-_MEASURED = ("all_to_all", "all_reduce")
-_CURVES = ("gather", "scatter", "flops", *_MEASURED)
+_MEASURED = ("all_to_all", "all_reduce", "efficiency", "mlp")
+_CURVES = ("gather", "scatter", "flops", "overheads", *_MEASURED)
+_ACROSS = ("network", "network_efficiency", "oversubscription")
+"""What exchanges between nodes go over."""
+_AROUND = 4
 _NO_PART = ("price_per_hour", "stream", "disk_latency")
 
 
@@ -46,7 +49,7 @@ class Sweep:
     values: tuple[float, ...]
 
     @classmethod
-    def parse(cls, text: str, replicas: int = 1) -> Sweep:
+    def parse(cls, text: str) -> Sweep:
         """Read ``ranks=8..4096`` (doubled from point to point), or ``network=100Gbit/s..1.6Tbit/s``.
 
         Raises
@@ -64,22 +67,45 @@ class Sweep:
                 f"--sweep: there is no '{what}' to vary; there are {', '.join(known)}{did_you_mean(what, known)}"
             )
         dimension = "number" if what == RANKS or what in _CURVES else DIMENSIONS[what]
+        curve = f"; {what} is a curve, all of which is multiplied: {what}=0.5..2" if what in _CURVES else ""
         try:
             low, high = parse(low_text, dimension), parse(high_text, dimension)
         except ValueError as error:
-            raise PlanError(f"--sweep: {what} {error}") from None
+            raise PlanError(f"--sweep: {what} {error}{curve}") from None
         if not 0 < low <= high:
             raise PlanError(f"--sweep is {text!r}: the first value must be above 0, and the second not below it")
         if what != RANKS:
             values = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)] if high > low else [low]
             whole = what in COUNTS
             return cls(what, tuple(sorted({round(v) if whole else v for v in values})))
-        if low % replicas or low != int(low) or high > MOST_RANKS:
+        if low != int(low) or high > MOST_RANKS:
             raise PlanError(
-                f"--sweep is {text!r}: ranks must begin with a multiple of parallel.replicas {replicas}, and end with "
-                f"{MOST_RANKS:,} at most"
+                f"--sweep is {text!r}: ranks must begin with a whole number, and end with {MOST_RANKS:,} at most"
             )
         return cls(what, tuple(low * 2**i for i in range(int(math.log2(high / low) + 1e-9) + 1)))
+
+    @classmethod
+    def around(cls, ranks: int, replicas: int) -> Sweep:
+        """Ranks from a quarter of so many to four times as many."""
+        values = [ranks * 2**i / _AROUND for i in range(2 * int(math.log2(_AROUND)) + 1)]
+        return cls(RANKS, tuple(v for v in values if 1 <= v <= MOST_RANKS and v == int(v) and v % replicas == 0))
+
+    def check(self, here: Hardware, ranks: int, replicas: int) -> None:
+        """Refuse numbers of ranks that replicas do not divide, and figures that no formula reads.
+
+        Raises
+        ------
+        PlanError
+            With what to do instead.
+        """
+        if self.what == RANKS:
+            if self.values[0] % replicas:
+                raise PlanError(
+                    f"--sweep: ranks begin with {self.values[0]:g}, must begin with a multiple of parallel.replicas "
+                    f"{replicas}"
+                )
+        elif instead := _unread(self.what, here, ranks, replicas):
+            raise PlanError(f"--sweep: nothing reads {self.what} of {here.name} with {ranks:,} ranks: {instead}")
 
     def hardware(self, here: Hardware, value: float) -> Hardware:
         """The hardware at a point of a sweep over a figure."""
@@ -108,6 +134,24 @@ class Point:
         if self.simulation is None or first.simulation is None:
             return None
         return self.simulation.samples_per_s / self.ranks / (first.simulation.samples_per_s / first.ranks)
+
+
+def _unread(figure: str, here: Hardware, ranks: int, replicas: int) -> str:
+    """Why no formula reads a figure, and what to do; nothing if one does."""
+    size, nodes = ranks // replicas, -(-ranks // here.ranks_per_node)
+    if figure in _CURVES and not getattr(here, figure):
+        return "it has none; measure it with `hotbed doctor --measure FILE`, or add it to a profile of your own"
+    if figure == "cores_per_node" and not (here.cores_shared and (here.overheads or here.mlp)):
+        return "only measured overheads and mlp of ranks that share cores do; vary gather, scatter and flops"
+    if figure == "launch_s" and "step" in here.overheads:
+        return "its measured overheads have launches; vary overheads"
+    if figure in _ACROSS and nodes == 1:
+        return "they are all on one node; vary node_link, or give more --ranks"
+    if figure in (*_ACROSS, "node_link") and replicas == 1:
+        beyond = nodes > 1
+        if all(here.curve_of(curves, size, beyond=beyond) for curves in (here.all_to_all, here.all_reduce)):
+            return "all_to_all and all_reduce were measured, and replace it; vary these"
+    return ""
 
 
 def first_that_fits(points: list[Point]) -> Point | None:

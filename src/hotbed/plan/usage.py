@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from hotbed.plan.cost import (
     COPIES,
     DISK,
@@ -21,6 +23,7 @@ from hotbed.plan.cost import (
     CostModel,
     RankCosts,
 )
+from hotbed.plan.step import products_s
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,20 @@ class Usage:
     utilisation: float
 
 
-def link_of(model: CostModel) -> str:
-    """Which link an exchange in a group waits for: ``"node link"`` or ``"network"``."""
+def link_of(model: CostModel, exchange: str) -> str:
+    """Which link an exchange of the simulation waits for: ``"node link"`` or ``"network"``."""
     here = model.hardware
     assert here is not None
-    near = model.near_share("shards")
+    if exchange == "all-reduce":
+        return "network" if model.world_size * model.workload.replicas > here.ranks_per_node else "node link"
+    near = model.near_share("replicas" if exchange == "average" else "shards")
     across = here.oversubscription / (here.network * here.network_efficiency)
     return "network" if (1 - near) * across > near / here.node_link else "node link"
 
 
-def usage_of(busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel) -> dict[str, Usage]:
+def usage_of(
+    busy: Mapping[str, float], step_s: float, costs: RankCosts, model: CostModel, all_reduce_s: float
+) -> dict[str, Usage]:
     """By resource; those of which nothing is used are left out.
 
     Parameters
@@ -65,32 +72,43 @@ def usage_of(busy: Mapping[str, float], step_s: float, costs: RankCosts, model: 
     step_s
         Seconds of a step.
     costs, model
-        Bytes by part of a step, and what they go over.
+        Bytes and seconds by part of a step, and what they go over.
+    all_reduce_s
+        Seconds of the all-reduce.
+
+    Of two links that carry at once the slower is in use for the seconds that an exchange is charged, messages aside.
     """
     here, work = model.hardware, model.workload
     assert here is not None
     ranks = model.world_size * work.replicas
     parts = costs.parts_bytes
-    shards = parts[:, [IDS, ROWS, GRADIENTS, COPIES, SUMS]].sum(1)
-    average, dense = parts[:, REPLICAS], 2 * (ranks - 1) / ranks * 4.0 * work.dense.parameters
-    near, near_replicas = model.near_share("shards"), model.near_share("replicas")
-    far_dense = ranks > here.ranks_per_node
-    inside = near * shards + near_replicas * average + (0.0 if far_dense else dense)
-    across = (1 - near) * shards + (1 - near_replicas) * average + (dense if far_dense else 0.0)
-    network = here.network * here.network_efficiency / here.oversubscription
-    links = {"node link": (inside, here.node_link), "network": (across, network)}
+    none, exchanged = np.zeros(len(parts)), [IDS, ROWS, GRADIENTS, COPIES, SUMS]
+    dense = none + 2 * (ranks - 1) / ranks * 4.0 * work.dense.parameters
+    rates = {"node link": here.node_link, "network": here.network * here.network_efficiency / here.oversubscription}
+    links, on_links = dict.fromkeys(rates, none), dict.fromkeys(rates, 0.0)
+    for nbytes, near, charged in (
+        (parts[:, exchanged].sum(1), model.near_share("shards"), float(costs.parts[:, exchanged].sum(1).mean())),
+        (parts[:, REPLICAS], model.near_share("replicas"), float(costs.parts[:, REPLICAS].mean())),
+        (dense, float(ranks <= here.ranks_per_node), all_reduce_s),
+    ):
+        shares = {"node link": near, "network": 1 - near}
+        slowest = max(shares[name] / rate for name, rate in rates.items())
+        for name, rate in rates.items():
+            links[name] = links[name] + shares[name] * nbytes
+            on_links[name] += charged * shares[name] / rate / slowest
     amounts = {
         "device memory": parts[:, [LOOKUP, POOLING, UPDATE]].sum(1),
-        "arithmetic": 0 * average + 3 * work.dense.flops * model.local_batch,
-        **{name: amount for name, (amount, _) in links.items()},
+        "arithmetic": none + 3 * work.dense.flops * model.local_batch,
+        **links,
         "host link": parts[:, HOST] + work.dense.input_bytes * model.local_batch,
         "disk": parts[:, DISK],
-        "cores": 0 * average,
+        "cores": none,
     }
+    used = {"arithmetic": products_s(model), **busy, **on_links}
     found: dict[str, Usage] = {}
     for name, amount in amounts.items():
         mean = float(amount.mean())
-        seconds = mean / links[name][1] if name in links else busy.get(name, 0.0)
+        seconds = used.get(name, 0.0)
         if seconds > 0:
             unit = "FLOP" if name == "arithmetic" else "" if name == "cores" else "B"
             found[name] = Usage(mean, unit, float(amount.max()), seconds, seconds / step_s)

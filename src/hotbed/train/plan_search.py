@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 BACKWARD_KEEPS = 2
 """Vectors per output of a layer that a step keeps: what backward needs, and the gradient."""
+
+ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 8.0, 103
+"""On GPUs: how often a step moves the bytes of activations that it keeps, and kernels per layer of an MLP. Fitted on a
+published rate each (`benchmarks/published`, docs/published.md), of a framework that is not hotbed's own."""
 
 
 def searched(
@@ -78,17 +83,21 @@ def searched_ranks(
     *,
     schemes: Schemes | None = None,
     others: str = "table",
+    price: float | None = None,
 ) -> Chosen:
     """Search for the number of ranks, of all replicas together, and of replicas, as `searched` does for a plan.
+
+    With a price of a node per hour, or one in the hardware's profile, the least cost per sample is the best.
 
     Raises
     ------
     PlanError
         If no plan fits.
     """
+    here = hardware_of(recipe)
     return search_ranks(
         workload_of(model, recipe, 1, source),
-        hardware_of(recipe),
+        here if price is None else here.with_(price_per_hour=price),
         ranks="auto" if isinstance(ranks, str) else [ranks],
         replicas=replicas,
         **_options(model, recipe, schemes, others),
@@ -165,7 +174,11 @@ def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None) -
         narrow = not hardware_of(recipe).cores_shared
     dense, labels = (0, 1) if source is None else (source.schema.dense_features, len(source.schema.labels))
     ids = sum(len(c.features) for c in collections_of(model).values())
-    return count_dense_part(model, narrow=narrow, input_bytes=4.0 * (dense + labels) + 8.0 * ids)
+    found = count_dense_part(model, narrow=narrow, input_bytes=4.0 * (dense + labels) + 8.0 * ids)
+    if hardware_of(recipe).cores_shared:  # what CPUs take beside products is measured
+        return found
+    moved, launches = ACTIVATION_PASSES * found.activation_bytes, LAUNCHES_PER_LAYER * found.layers
+    return replace(found, moved_bytes=moved, launches=launches)
 
 
 def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DensePart:

@@ -117,6 +117,8 @@ def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Sour
 def _is_prepared(data: str | Path) -> bool:
     """Whether data are a dataset that `SplitBinarySource` reads, or its description."""
     place = location(str(data))
+    if isinstance(place, Path) and not place.exists():
+        raise DataError(f"{data} does not exist; give a prepared dataset, or raw rows as `hotbed prepare` takes them")
     return isinstance(place, Path) and (place.suffix == ".yaml" or (place / DESCRIPTION).is_file())
 
 
