@@ -139,8 +139,9 @@ def test_of_several_slower_memories_each_table_has_the_cheapest_in_the_bound():
     tables = [Table("narrow", 10_000, 16), Table("wide", 10_000, 1024)]
     here = A100.with_(disk_bytes=10**12, disk_read=A100.host_link / 4, overheads={"host_row": {1: 1e-7}})
     model = CostModel(Workload.of(tables, batch_size=4096), 2, here)
-    least = {}
-    for tiers in (["host"], ["disk"], ["host", "disk"]):
+    least: dict[tuple[str, ...], float] = {}
+    slower: list[list[Tier]] = [["host"], ["disk"], ["host", "disk"]]
+    for tiers in slower:
         for table, stays in itertools.permutations(["narrow", "wide"], 2):
             bytes_of = table_bytes(model.workload.by_table[table].table)
             least[table, *tiers] = lower_bound(model, {}, bytes_of, tiers, [stays]).memory
@@ -149,6 +150,15 @@ def test_of_several_slower_memories_each_table_has_the_cheapest_in_the_bound():
     assert least["narrow", "disk"] < least["narrow", "host"] and least["wide", "host"] < least["wide", "disk"]
     assert least["both", "host", "disk"] == pytest.approx(least["narrow", "disk"] + least["wide", "host"])
     assert least["both", "host", "disk"] < min(least["both", "host"], least["both", "disk"])
+
+
+def test_disks_that_a_machine_has_not_are_not_in_the_bound():
+    work = Workload.of([Table("t", 100_000, 64)], batch_size=4096)
+    bounds = [
+        search(work, 2, A100.with_(disk_bytes=0, disk_read=0.0), capacity_bytes=1 << 20, tiers=tiers).bound
+        for tiers in (("device", "host"), ("device", "host", "disk"))
+    ]
+    assert bounds[0] == bounds[1] and bounds[0].memory > 0
 
 
 @needs_scipy

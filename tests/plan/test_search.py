@@ -256,12 +256,13 @@ def test_tables_may_have_schemes_of_their_own_and_the_others_are_searched_for():
         make_plan(tables, 4, "row", batch_size=4)
 
 
-def test_thousands_of_ranks_are_planned():
+@pytest.mark.parametrize("ranks", [128, pytest.param(1024, marks=pytest.mark.full)])
+def test_hundreds_and_thousands_of_ranks_are_planned(ranks: int):
     """The tables of few rows, which are cut into few tiles, make a row-wise plan of them uneven."""
-    found = search(criteo(), 1024, A100)
-    rows = make_plan([use.table for use in found.model.workload.uses], 1024, "row")
+    found = search(criteo(), ranks, A100)
+    rows = make_plan([use.table for use in found.model.workload.uses], ranks, "row")
     assert found.load <= found.model.ranks(rows).load.max() * 1.005
-    assert found.plan.world_size == 1024
+    assert found.plan.world_size == ranks
 
 
 @pytest.mark.skipif(not milp.is_available(), reason="needs scipy: pip install 'hotbed[plan]'")

@@ -166,7 +166,7 @@ def search(
     slower: list[Tier] = [tier for tier in tiers if tier != "device"]
     pinned = frozenset(name for name in staying if fixed[name].tier != "device")
     uncached = max(overflow - _most_cached_bytes(model, cache_rows), 0)
-    bound = lower_bound(model, fixed, uncached, slower or ["host"], staying)
+    bound = lower_bound(model, fixed, uncached, [t for t in slower if limits.room[t]] or ["host"], staying)
     found: list[_Candidate] = []
     errors: list[PlanError] = []
     forms: list[dict[str, Form]] = []
