@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,6 +29,18 @@ def placed(
 def busiest(found: Placed | tuple[int, int]) -> float:
     assert isinstance(found, Placed)
     return float(found.loads.max())
+
+
+def best_of_all(work: Sequence[float], places: int) -> float:
+    """Load of the busiest place in the best of all assignments; places are alike, so their loads are kept sorted."""
+    reached = {(0.0,) * places}
+    for load in work:
+        reached = {
+            tuple(sorted((*before[:at], before[at] + load, *before[at + 1 :])))
+            for before in reached
+            for at in range(places)
+        }
+    return min(loads[-1] for loads in reached)
 
 
 @pytest.fixture
@@ -63,11 +74,20 @@ def test_local_moves_go_on_where_greedy_ends(monkeypatch: pytest.MonkeyPatch):
 @given(work=st.lists(st.integers(1, 30), min_size=1, max_size=7), places=st.integers(1, 3))
 def test_never_worse_than_four_thirds_of_the_best(work: list[int], places: int):
     """The bound of greedy, longest first (Graham 1969): 4/3 − 1/(3 places)."""
-    best = min(
-        max(sum(w for w, at in zip(work, chosen, strict=True) if at == p) for p in range(places))
-        for chosen in itertools.product(range(places), repeat=len(work))
-    )
+    best = best_of_all(work, places)
     assert best <= busiest(placed(work, start=[0.0] * places)) <= best * (4 / 3 - 1 / (3 * places)) + 1e-9
+
+
+@given(work=st.lists(st.integers(1, 30), min_size=1, max_size=8), places=st.integers(1, 3))
+def test_karmarkar_karp_against_all_assignments(work: list[int], places: int):
+    """Best for up to two items more than places, else its ratio (Michiels et al. 2007): 7/6 or 4/3 − 1/(3 places)."""
+    best = best_of_all(work, places)
+    loads = np.array(work, dtype=float)
+    chosen = balance._karmarkar_karp(loads, np.zeros(places))
+    assert chosen.shape == loads.shape
+    most = float(np.bincount(chosen, weights=loads, minlength=places).max())
+    ratio = 1.0 if len(work) <= places + 2 else {1: 1.0, 2: 7 / 6}.get(places, 4 / 3 - 1 / (3 * places))
+    assert best <= most <= best * ratio + 1e-9
 
 
 @given(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
 from hotbed.plan import Cut, milp
 from hotbed.plan.balance import Placed, best_placement
+from hotbed.plan.bound import lower_bound
 from hotbed.plan.candidates import column_parts, form_of
-from hotbed.plan.cost import CostModel
+from hotbed.plan.cost import HOST, CostModel, table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import search
-from hotbed.plan.tiling import Tile
+from hotbed.plan.tiling import Tier, Tile
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
 
@@ -73,6 +76,89 @@ def test_tables_of_fewer_rows_than_would_be_even_are_cut_by_columns_too():
     found = search(work, 16, flat, integer_program=False)
     assert len({t.cols for t in found.plan.tiles}) > 1
     assert found.costs.imbalance < 1.2
+
+
+LARGE = st.builds(lambda digits, dim: (int(10**digits), dim), st.floats(0, 10.5), st.sampled_from([4, 16, 64, 256]))
+"""Rows and columns of tables of up to 30 billion rows, whose bytes times rows are far beyond 64 bits."""
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    shapes=st.lists(LARGE, min_size=1, max_size=3),
+    ids=st.floats(0.1, 40),
+    ranks=st.integers(1, 6),
+    held=st.floats(0.05, 0.95),
+    cache_rows=st.sampled_from([0, 100]),
+    tiers=st.sampled_from([("device", "host"), ("device", "disk"), ("device", "host", "disk")]),
+    overheads=st.sampled_from([{}, {"host_row": {1: 1e-8}}, {"host_row": {1: 1e-8}, "disk_row": {1: 3e-9}}]),
+)
+@example([(4_411_764_706, 256), (1_102_941_176, 256)], 20.0, 8, 0.2, 0, ("device", "host"), {})
+def test_no_plan_with_slower_memory_is_below_the_bound(
+    shapes: list[tuple[int, int]],
+    ids: float,
+    ranks: int,
+    held: float,
+    cache_rows: int,
+    tiers: tuple[Tier, ...],
+    overheads: dict[str, dict[int, float]],
+):
+    tables = [Table(f"t{i}", rows, dim) for i, (rows, dim) in enumerate(shapes)]
+    moments = RowWiseAdagrad.rule.moments
+    work = Workload.of(tables, ids={t.name: ids for t in tables}, moments=moments, batch_size=512 * ranks)
+    endless = A100.with_(device_bytes=10**16, host_bytes=10**18, disk_bytes=10**18, disk_read=1e9, overheads=overheads)
+    capacity = int(held * sum(table_bytes(t, moments) for t in tables) / ranks) + 10_000
+    try:
+        found = search(
+            work,
+            ranks,
+            endless,
+            capacity_bytes=capacity,
+            tiers=tiers,
+            cache_rows=cache_rows,
+            integer_program=False,
+        )
+    except PlanError as error:  # copies of a few rows may be too many for the smallest devices
+        assert "more than" in str(error)
+        return
+    assert found.gap >= -1e-9
+
+
+def test_the_bound_of_rows_in_slower_memory_is_what_the_coldest_of_them_take():
+    """Half of a table of four billion rows; a plan has the half with the larger numbers there."""
+    table = Table("t", 1 << 32, 256)
+    model = CostModel(Workload.of([table], ids={"t": 20.0}, batch_size=4096), 4, A100)
+    half = range(table.rows // 2, table.rows)
+    cold = float(model.tile(Tile("t", half, range(256), 0, tier="host")).owner[HOST])
+    bound = lower_bound(model, {}, table_bytes(table) // 2)
+    assert bound.memory == pytest.approx(cold / 4, rel=1e-6)
+    assert lower_bound(model, {}, table_bytes(table)).memory > 10 * bound.memory
+
+
+def test_of_several_slower_memories_each_table_has_the_cheapest_in_the_bound():
+    """A narrow row of the host takes longer than its bytes of the disk; a wide one does not."""
+    tables = [Table("narrow", 10_000, 16), Table("wide", 10_000, 1024)]
+    here = A100.with_(disk_bytes=10**12, disk_read=A100.host_link / 4, overheads={"host_row": {1: 1e-7}})
+    model = CostModel(Workload.of(tables, batch_size=4096), 2, here)
+    least: dict[tuple[str, ...], float] = {}
+    slower: list[list[Tier]] = [["host"], ["disk"], ["host", "disk"]]
+    for tiers in slower:
+        for table, stays in itertools.permutations(["narrow", "wide"], 2):
+            bytes_of = table_bytes(model.workload.by_table[table].table)
+            least[table, *tiers] = lower_bound(model, {}, bytes_of, tiers, [stays]).memory
+        everything = sum(map(table_bytes, tables))
+        least["both", *tiers] = lower_bound(model, {}, everything, tiers).memory
+    assert least["narrow", "disk"] < least["narrow", "host"] and least["wide", "host"] < least["wide", "disk"]
+    assert least["both", "host", "disk"] == pytest.approx(least["narrow", "disk"] + least["wide", "host"])
+    assert least["both", "host", "disk"] < min(least["both", "host"], least["both", "disk"])
+
+
+def test_disks_that_a_machine_has_not_are_not_in_the_bound():
+    work = Workload.of([Table("t", 100_000, 64)], batch_size=4096)
+    bounds = [
+        search(work, 2, A100.with_(disk_bytes=0, disk_read=0.0), capacity_bytes=1 << 20, tiers=tiers).bound
+        for tiers in (("device", "host"), ("device", "host", "disk"))
+    ]
+    assert bounds[0] == bounds[1] and bounds[0].memory > 0
 
 
 @needs_scipy

@@ -8,8 +8,10 @@ import pytest
 
 from hotbed.errors import PlanError
 from hotbed.optim import RowWiseAdagrad
+from hotbed.plan import ranks
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.ranks import search_ranks
+from hotbed.plan.search import Found, search
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 
@@ -47,6 +49,25 @@ def test_the_fastest_that_fits_is_chosen_and_all_that_was_tried_is_told():
     }
     again = search_ranks(work(), SMALL, ranks=[4, 1, 2])
     assert [t.to_dict() for t in again.tried] == [t.to_dict() for t in chosen.tried]
+
+
+def test_the_integer_program_is_tried_for_the_choice_only(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int, bool]] = []
+
+    def counted(of: Workload, size: int, hardware: Hardware, *, integer_program: bool = True) -> Found:
+        asked.append((size * of.replicas, of.replicas, integer_program))
+        return search(of, size, hardware, integer_program=integer_program)
+
+    monkeypatch.setattr(ranks, "search", counted)
+    chosen = ranks.search_ranks(work(), A100, ranks=[1, 2, 4])
+    assert asked == [
+        *((t.ranks, t.replicas, False) for t in chosen.tried),
+        (chosen.best.ranks, chosen.best.replicas, True),
+    ]
+    assert chosen.best in chosen.tried and chosen.best.found is not None
+    del asked[:]
+    ranks.search_ranks(work(), A100, ranks=[1], replicas=1, integer_program=False)
+    assert asked == [(1, 1, False)]
 
 
 def test_the_fewest_ranks_end_the_search():

@@ -76,7 +76,7 @@ def lower_bound(
     staying
         Tables of which no row goes there.
     """
-    extra = min(_overflow_load(model, overflow, tier, staying) for tier in tiers) if overflow > 0 else 0.0
+    extra = _overflow_load(model, overflow, tiers, staying) if overflow > 0 else 0.0
     given = {name: form_of(model.workload.by_table[name], cut, model) for name, cut in fixed.items()}
     copies = [True] if any(form.has_copies for form in given.values()) else [False, True]
     sums = [True] if any(form.has_sums for form in given.values()) else [False, True]
@@ -102,15 +102,26 @@ def _bound(model: CostModel, given: Mapping[str, Form], extra: float, *, copies:
         totals += min(form.total for form in forms)
         everywhere += min(form.everyone for form in forms)
         pieces.append((min(form.largest for form in forms), name))
-    for i, (load, name) in enumerate(pieces):  # which are smaller where rows are cut; only large ones can bind
-        if name not in given and load + everywhere > totals / size:
-            cut = _forms(model.workload.by_table[name], 0, model, copies=copies, sums=sums)
-            pieces[i] = min(load, *(form.largest for form in cut)), name
-    pieces.sort(key=lambda piece: -piece[0])
-    piece, last = pieces[0] if pieces else (0.0, "")
-    if len(pieces) > size:  # two of so many share a rank
+
+    def smallest(piece: tuple[float, str]) -> tuple[float, str]:
+        """The largest tile of its table where that is cut as far as it may be."""
+        load, name = piece
+        if name in given:
+            return piece
+        cut = _forms(model.workload.by_table[name], 0, model, copies=copies, sums=sums)
+        return min(load, *(form.largest for form in cut)), name
+
+    def of_two() -> tuple[float, str]:
+        """The least that two of more pieces than ranks have together: they share a rank."""
         (a, _), (b, name) = pieces[size - 1 : size + 1]
-        piece, last = max((piece, last), (a + b, name))
+        return a + b, name
+
+    room = totals / size - everywhere  # of a rank; only more than that can bind
+    pieces = sorted((smallest(piece) if piece[0] > room else piece for piece in pieces), reverse=True)
+    if len(pieces) > size and of_two()[0] > room:
+        pieces = sorted(map(smallest, pieces), reverse=True)
+    largest = [*pieces[:1], (0.0, ""), *([of_two()] if len(pieces) > size else [])]
+    piece, last = max(largest, key=lambda piece: piece[0])
     return Bound(totals / size + exchanges, extra / size, piece + everywhere, last, exchanges)
 
 
@@ -146,13 +157,13 @@ def _forms(use: TableUse, rows: int, model: CostModel, *, copies: bool, sums: bo
     return [form for form in forms if sums or not form.has_sums]
 
 
-def _overflow_load(model: CostModel, overflow: int, tier: Tier, staying: Collection[str]) -> float:
-    """Least load, of all ranks together, of so many bytes in a slower memory."""
+def _overflow_load(model: CostModel, overflow: int, tiers: Sequence[Tier], staying: Collection[str]) -> float:
+    """Least load, of all ranks together, of so many bytes in slower memories."""
     loads, sizes = [np.zeros(0)], [np.zeros(0)]
     for use in model.workload.uses:
         if use.table.name in staying:
             continue
-        load, nbytes = _by_popularity(use, model, tier)
+        load, nbytes = _by_popularity(use, model, tiers)
         loads.append(load)
         sizes.append(nbytes)
     load, nbytes = np.concatenate(loads), np.concatenate(sizes)
@@ -161,14 +172,12 @@ def _overflow_load(model: CostModel, overflow: int, tier: Tier, staying: Collect
     return float((np.diff(taken, prepend=0) / nbytes[order] * load[order]).sum())
 
 
-def _by_popularity(use: TableUse, model: CostModel, tier: Tier) -> tuple[Array, Array]:
-    """Load of rows in a slower memory, and their bytes; of stretches of rows that are alike."""
-    whole = Tile(use.table.name, range(use.table.rows), range(use.table.dim), 0, tier=tier)
-    price = model.tile(whole).prices[DISK if tier == "disk" else HOST]
+def _by_popularity(use: TableUse, model: CostModel, tiers: Sequence[Tier]) -> tuple[Array, Array]:
+    """Load of rows in the cheapest of slower memories, and their bytes; of stretches of rows that are alike."""
+    whole = Tile(use.table.name, range(use.table.rows), range(use.table.dim), 0)
+    prices = (model.tile(replace(whole, tier=tier)).prices[DISK if tier == "disk" else HOST] for tier in tiers)
     record = tile_bytes(use.table, whole, use.moments) / use.table.rows
     rows = np.diff(use.expected.edges)
     lookups = use.ids * model.local_batch * model.world_size
     touched = rows * -np.expm1(-use.expected.rates * lookups)
-    return 2 * touched * record * price, rows * tile_bytes(use.table, replace(whole, tier="device"), use.moments) / len(
-        whole.rows
-    )
+    return 2 * touched * record * min(prices), rows * record  # floats: bytes of rows × rows are beyond 64 bits

@@ -74,6 +74,8 @@ def search_ranks(
 ) -> Chosen:
     """Search for the number of ranks and of replicas, with a plan for each.
 
+    All are tried by heuristics, and the choice once more with the mixed integer program, which takes longer.
+
     Parameters
     ----------
     workload
@@ -88,7 +90,7 @@ def search_ranks(
         What decides. Choices within half a percent count as equal, and of them the one with the fewest ranks and
         replicas is taken.
     **options
-        What `hotbed.plan.search.search` takes besides.
+        What `hotbed.plan.search.search` takes besides; without ``integer_program`` the choice is not searched again.
 
     Raises
     ------
@@ -105,10 +107,11 @@ def search_ranks(
         raise PlanError(f"replicas is {replicas!r}, must be 'auto' or an integer of at least 1")
     if goal == "auto":
         goal = "samples" if hardware.price_per_hour is None else "cost"
+    heuristics = {**options, "integer_program": False}
     tried: list[Tried] = []
     for count in allowed:
         for groups in _replicas(count, replicas):
-            tried.append(_try(replace(workload, replicas=groups), count, hardware, options))
+            tried.append(_try(replace(workload, replicas=groups), count, hardware, heuristics))
             if tried[-1].found is None:
                 break  # groups of fewer ranks have less memory
         if goal == "fewest" and any(t.found for t in tried):
@@ -125,7 +128,12 @@ def search_ranks(
         fitting = [t for t in fitting if (t.cost or 0.0) <= ALIKE * min(other.cost or 0.0 for other in fitting)]
     else:
         fitting = [t for t in fitting if ALIKE * t.samples_per_s >= max(other.samples_per_s for other in fitting)]
-    return Chosen(min(fitting, key=lambda t: (t.ranks, t.replicas)), tuple(tried), goal)
+    best = min(fitting, key=lambda t: (t.ranks, t.replicas))
+    if options.get("integer_program", True):
+        at = tried.index(best)
+        again = _try(replace(workload, replicas=best.replicas), best.ranks, hardware, options)
+        best = tried[at] = again if again.samples_per_s > best.samples_per_s else best
+    return Chosen(best, tuple(tried), goal)
 
 
 def _allowed(workload: Workload, hardware: Hardware, ranks: Sequence[int] | Literal["auto"]) -> list[int]:

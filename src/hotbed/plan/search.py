@@ -166,7 +166,7 @@ def search(
     slower: list[Tier] = [tier for tier in tiers if tier != "device"]
     pinned = frozenset(name for name in staying if fixed[name].tier != "device")
     uncached = max(overflow - _most_cached_bytes(model, cache_rows), 0)
-    bound = lower_bound(model, fixed, uncached, slower or ["host"], staying)
+    bound = lower_bound(model, fixed, uncached, [t for t in slower if limits.room[t]] or ["host"], staying)
     found: list[_Candidate] = []
     errors: list[PlanError] = []
     forms: list[dict[str, Form]] = []
@@ -337,7 +337,7 @@ def _by_milp(
 ) -> Placement | None:
     """Choose among all forms that were tried, of one part each and without copies, if every table has one.
 
-    Tables whose own cuts are others are placed before.
+    Tables whose own cuts are others, or have a part for each rank, are placed before.
     """
     if not milp.is_available() or model.world_size == 1:
         return None
@@ -346,9 +346,10 @@ def _by_milp(
     for chosen in forms:
         for name, form in chosen.items():
             alike = len(form.parts) == 1 and not form.parts[0].replicated
-            if alike and form not in options[name]:
+            one_each = name in fixed and form.tiles == model.world_size  # as the cut says, which tiles alone do not
+            if alike and not one_each and form not in options[name]:
                 options[name].append(form)
-            elif not alike and name in fixed:
+            elif name in fixed and (one_each or not alike):
                 before[name] = form
     options = {name: tried for name, tried in options.items() if name not in before}
     variables = sum(map(len, options.values())) * (model.world_size + 1)
