@@ -182,24 +182,24 @@ def test_split_binary_of_a_table(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
+    ungrouped = replace(SCHEMA, group=None)
     raw = clicks(60)
     write(tmp_path / "raw/a.parquet", raw)
     b = write(tmp_path / "raw/b.parquet", raw.drop_columns("price"))
     with pytest.raises(DataError, match=r"b.parquet has no column 'price'"):
-        prepare(tmp_path / "raw", tmp_path / "out", schema=SCHEMA)
+        prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[f"i{i}" for i in range(60)]))
     with pytest.raises(DataError, match=r"b.parquet, column 'item' is string, and .*table 'item' must be all text or"):
-        prepare(tmp_path / "raw", tmp_path / "out", schema=SCHEMA)
+        prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[{"id": i} for i in range(60)]))
     with pytest.raises(SpecError, match=r"sparse column 'item' is struct<id: int64>, must be integers, strings"):
-        prepare(tmp_path / "raw", tmp_path / "out", schema=SCHEMA)
+        prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=[i + 0.5 * (i == 50) for i in range(60)]))
     with pytest.raises(DataError, match=r"b.parquet, row group 1, column 'item': 50.5 is no id"):
-        prepare(tmp_path / "raw", tmp_path / "out", schema=SCHEMA)
+        prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped)
     write(b, clicks(60, item=pa.array([i + (1 << 63) for i in range(60)], pa.uint64())))
     with pytest.raises(DataError, match=r"b.parquet, row group 0, column 'item': .*; write it as int64, as in other"):
         prepare(tmp_path / "raw", tmp_path / "out", schema=SCHEMA, threshold=1)
-    ungrouped = replace(SCHEMA, group=None)
     assert prepare(tmp_path / "raw", tmp_path / "out", schema=ungrouped, threshold=1).rows["item"] > 40
     write(tmp_path / "raw/c.parquet", clicks(60, item=pa.array(np.arange(60) - 30)))
     with pytest.raises(DataError, match=r"column 'item': .*-30.* must be uint64, as in the other files"):
@@ -224,7 +224,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         ({"test_rows": 5, "valid_fraction": 0.1}, "splits are chosen by a fraction and by rows; choose one way"),
         ({"test_rows": 60}, None),
         ({"format": "csv"}, "format is 'csv', must be one of split_binary, parquet"),
-        ({"executor": "spark"}, "executor is 'spark', must be threads, processes, dask:ADDRESS or ray:ADDRESS"),
+        ({"executor": "spark"}, "executor is 'spark', must be threads, processes or dask:ADDRESS"),
         ({"executor": "dask"}, "executor is 'dask', needs an address, such as dask:tcp://HOST:8786"),
         ({"executor": "dask:tcp://x:1", "workers": 2}, "workers is 2, but dask:tcp://x:1 has workers of its own"),
         ({"test_files": ["c.parquet"]}, "test_files names c.parquet, which is no file of the data"),

@@ -97,7 +97,7 @@ def count(job: CountJob) -> dict[str, int]:
             for column in of_table:
                 counts.add(name, counted.values(column, job.kinds[name]))
     counts.write()
-    by_split: dict[str, int] = dict(zip(SPLITS, samples.tolist(), strict=True))
+    by_split = {str(split): int(n) for split, n in zip(SPLITS, samples.tolist(), strict=True)}
     (unfinished / done.name).write_text(json.dumps(by_split), encoding="utf-8")
     rmtree(job.out, ignore_errors=True)
     unfinished.rename(job.out)
@@ -181,19 +181,24 @@ def _merged(runs: Sequence[Path], job: MergeJob) -> Iterator[pa.Table]:
     while len(runs) > _MOST_RUNS:
         sets = [runs[start : start + _MOST_RUNS] for start in range(0, len(runs), _MOST_RUNS)]
         runs = [
-            _written(of_set, job.counts / f".merged-{level}-{_run_name(job.table)}.{i:06d}.parquet", job.memory_bytes)
+            _written(
+                of_set,
+                job.kind,
+                job.counts / f".merged-{level}-{_run_name(job.table)}.{i:06d}.parquet",
+                job.memory_bytes,
+            )
             for i, of_set in enumerate(sets)
         ]
         level += 1
     yield from _fronts(runs, job.memory_bytes)
 
 
-def _written(runs: Sequence[Path], out: Path, memory_bytes: int) -> Path:
+def _written(runs: Sequence[Path], kind: pa.DataType, out: Path, memory_bytes: int) -> Path:
     with ExitStack() as stack:
-        writer: pq.ParquetWriter | None = None
         file = stack.enter_context(new_file(out))
+        schema = pa.schema([("value", kind), ("count", pa.int64())])
+        writer = stack.enter_context(pq.ParquetWriter(file, schema, compression="lz4"))
         for part in _fronts(runs, memory_bytes):
-            writer = writer or stack.enter_context(pq.ParquetWriter(file, part.schema, compression="lz4"))
             writer.write_table(part)
     return out
 
@@ -205,11 +210,10 @@ def _fronts(runs: Sequence[Path], memory_bytes: int) -> Iterator[pa.Table]:
         files = [stack.enter_context(pq.ParquetFile(run)) for run in runs]
         streams = [file.iter_batches(rows, use_threads=False) for file in files]
         heads = [_next(stream) for stream in streams]
-        while left := [i for i, head in enumerate(heads) if head is not None]:
-            front = min(heads[i]["value"][-1].as_py() for i in left)
+        while left := [(i, head) for i, head in enumerate(heads) if head is not None]:
+            front = min(head["value"][-1].as_py() for _, head in left)
             taken: list[pa.Table] = []
-            for i in left:
-                head = heads[i]
+            for i, head in left:
                 below = pc.sum(pc.less_equal(head["value"], pa.scalar(front, head["value"].type))).as_py()
                 taken.append(head[:below])
                 heads[i] = head[below:] if below < len(head) else _next(streams[i])

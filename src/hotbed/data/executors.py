@@ -1,4 +1,4 @@
-"""Run pure tasks on an executor: threads or processes here, a Dask or Ray cluster, or any that a user has made.
+"""Run pure tasks on an executor: threads or processes here, a Dask cluster, or any that a user has made.
 
 A task is a function of its arguments that writes its result under a name of its own, whole or not at all. So it does
 not matter where it runs, how often, or in which order: a worker that is killed costs a repetition.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hotbed.errors import SpecError, WorkerError
 from hotbed.machine import usable_cores
@@ -38,6 +38,8 @@ class Tasks:
         Errors by which the executor says that workers were lost.
     can_begin_again
         Whether an executor whose processes have died is made anew.
+    can_cancel
+        Whether a task that is cancelled does not run, as it may on a cluster.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class Tasks:
         *,
         lost: tuple[type[BaseException], ...] = (BrokenExecutor,),
         can_begin_again: bool = False,
+        can_cancel: bool = False,
     ) -> None:
+        self._can_cancel = can_cancel
         self._make, self._in_flight, self._lost, self._can_begin_again = make, in_flight, lost, can_begin_again
         self._executor = make()
 
@@ -89,8 +93,10 @@ class Tasks:
                 deaths = 0
                 yield result
         finally:
-            for _, future in running:
-                future.cancel()
+            if self._can_cancel:
+                for _, future in running:
+                    future.cancel()
+            # Of tasks that run on a cluster nothing else says when they have ended, and write no more.
             wait([future for _, future in running if not future.cancelled()])
 
     def _begin_again(self, task: Callable[[A], R], running: deque[tuple[A, Future[R]]]) -> None:
@@ -115,7 +121,7 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
     Parameters
     ----------
     executor
-        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or a `concurrent.futures.Executor`.
+        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"`` or a `concurrent.futures.Executor`.
     workers
         Threads or processes; by default one for each core. Clusters have their own.
 
@@ -131,17 +137,19 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         return
     kind, _, address = executor.partition(":")
     count = workers or usable_cores()
-    if kind in ("dask", "ray"):
+    if kind == "dask":
         if not address:
-            raise SpecError(f"executor is {executor!r}, needs an address, such as {kind}:{_ADDRESSES[kind]}")
+            raise SpecError(f"executor is {executor!r}, needs an address, such as dask:tcp://HOST:8786")
         if workers is not None:
             raise SpecError(f"workers is {workers:,}, but {executor} has workers of its own; leave it out")
-        with _clusters()[kind](address) as cluster:
+        from hotbed.data.clusters import dask_cluster
+
+        with dask_cluster(address) as cluster:
             yield Tasks(lambda: cluster.executor, _IN_FLIGHT, lost=cluster.lost)
         return
     if executor not in _LOCAL:
-        raise SpecError(f"executor is {executor!r}, must be threads, processes, dask:ADDRESS or ray:ADDRESS")
-    tasks = Tasks(lambda: _LOCAL[executor](count), 2 * count, can_begin_again=executor == "processes")
+        raise SpecError(f"executor is {executor!r}, must be threads, processes or dask:ADDRESS")
+    tasks = Tasks(lambda: _LOCAL[executor](count), 2 * count, can_begin_again=executor == "processes", can_cancel=True)
     try:
         yield tasks
     finally:
@@ -158,7 +166,6 @@ def _processes(workers: int) -> Executor:
 
 
 _LOCAL: dict[str, Callable[[int], Executor]] = {"threads": _threads, "processes": _processes}
-_ADDRESSES = {"dask": "tcp://HOST:8786", "ray": "auto"}
 
 
 def _begin_process() -> None:
@@ -172,9 +179,3 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _clusters() -> dict[str, Any]:
-    from hotbed.data.clusters import dask_cluster, ray_cluster
-
-    return {"dask": dask_cluster, "ray": ray_cluster}
