@@ -36,7 +36,7 @@ def dask_cluster(address: str) -> Generator[Cluster]:
     """
     try:
         from distributed import Client, KilledWorker
-        from distributed.comm import CommClosedError
+        from distributed.comm.core import CommClosedError
     except ImportError:
         raise SpecError(f"executor dask:{address} needs Dask; pip install 'hotbed[dask]'") from None
     try:
