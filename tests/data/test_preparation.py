@@ -29,6 +29,7 @@ ENTRY = PreparationEntry(
         "item": VocabularyEntry.of(VALUES["item"], "text"),
         "user": VocabularyEntry.of(VALUES["user"], "integers"),
     },
+    tables={"item": "item", "bought": "item", "user": "user"},
     numericals="as_is",
     dtype="float16",
 )
@@ -89,7 +90,7 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"column 'user': 0\.5 is no id"):
         encoder.batch(pa.table({**ROWS, "user": [0.5] * 5}))
     other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
-    with pytest.raises(DataError, match="column 'place': its table 'place' has no vocabulary; prepare the data again"):
+    with pytest.raises(DataError, match="column 'place' has no vocabulary; prepare the data again"):
         Preparation.rebuilt(ENTRY.model_dump(), other, stored)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow holds no keys and values"):
