@@ -1,4 +1,3 @@
-# pyright: reportUnknownParameterType=false
 """Protects that rows of a table have the scores that they have when `hotbed prepare` made ids of their values."""
 
 from __future__ import annotations

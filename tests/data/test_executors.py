@@ -76,6 +76,7 @@ def die(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_tasks_of_workers_that_die_are_run_again(tmp_path: Path) -> None:
     with open_tasks("processes", 1) as tasks:
         assert list(tasks.map(die_once, [str(tmp_path / "0"), str(tmp_path / "0")])) == ["0", "0"]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -143,6 +144,17 @@ def test_gzip_of_several_members(tmp_path: Path) -> None:
     (tmp_path / "log.gz").write_bytes(first + second)
     prepare(tmp_path / "log.gz", tmp_path / "out", threshold=1, test_fraction=0)
     assert ids_of(tmp_path / "out") == [1, 2, 1, 2]
+
+
+def test_zstd_whole_and_cut_short(tmp_path: Path) -> None:
+    data = pa.compress(c1_log(tmp_path / "log.tsv", "abab" * 20).read_bytes(), codec="zstd", asbytes=True)
+    (tmp_path / "log.tsv.zst").write_bytes(data)
+    prepare(tmp_path / "log.tsv.zst", tmp_path / "out", threshold=1, test_fraction=0)
+    assert ids_of(tmp_path / "out") == [1, 2] * 40
+    (tmp_path / "cut.tsv.zst").write_bytes(data[:-10])
+    with pytest.raises(DataError, match=r"cut.tsv.zst: the zstd stream is damaged or truncated after line \d+ "):
+        prepare(tmp_path / "cut.tsv.zst", tmp_path / "more")
+    assert not list(tmp_path.glob("*more*"))
 
 
 GOOD = log_line(1, [3], ["68fd1e64"])

@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,18 @@ def test_killed_at_every_pass(log: Path, tmp_path: Path, places: list[tuple[str,
     assert list(out.parent.iterdir()) == [out]
 
 
-def lose_workers(tasks: Tasks, task: Any, arguments: Any) -> Any:
+def lose_workers(tasks: Tasks, task: Any, arguments: Any, error: type[BaseException] = WorkerError) -> Any:
     if task.__name__ == "encode":
-        raise WorkerError("workers died")
+        raise error("workers died")
     return map(task, arguments)
 
 
-def test_what_is_done_is_kept_when_workers_are_lost(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(WorkerError):
-        patch.setattr(Tasks, "map", lose_workers)
+@pytest.mark.parametrize("error", [WorkerError, KeyboardInterrupt])
+def test_what_is_done_is_kept_when_workers_are_lost_or_the_user_interrupts(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(Tasks, "map", partialmethod(lose_workers, error=error))
         prepared(log, tmp_path / "out")
     assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == [".out.unfinished"]
     for name in ("spool._parse", "counting._Counts", "counting.write_vocabulary"):
