@@ -17,7 +17,6 @@ from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBin
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
-from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import CheckpointError, DataError
 from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
@@ -101,9 +100,8 @@ def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Sour
         if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
                 f"{data} has raw rows, and the model's data, {recipe.data.path}, do not say how raw values became ids: "
-                "they are of an earlier release, or of another program. Prepare the log again with "
-                f"this release (hotbed prepare RAW OUT --vocabulary {recipe.data.path}/{VOCABULARY} keeps the ids of "
-                "values) and train with that, or predict of rows that are prepared as they were"
+                "they are of an earlier release, or of another program. Prepare the log again with this release "
+                "(hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they were"
             )
         take_features(trained, manifest)
         encoder, text = trained.encoder.inputs, trained.encoder.preparation.text
