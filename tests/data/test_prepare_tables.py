@@ -2,6 +2,7 @@
 
 import datetime
 import gzip
+import pickle
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_the_dataset_says_how_it_is_read(tmp_path: Path) -> None:
     prepare(write(tmp_path / "raw.parquet", clicks(200)), tmp_path / "out", schema=SCHEMA.to_dict(), threshold=1)
     source = source_of(tmp_path / "out")
     assert source.splits == ("train", "test")
-    batch = source.read("train", 0)
+    batch = pickle.loads(pickle.dumps(source)).read("train", 0)
     assert len(batch) == 180
     assert source.schema.rows == {"user": 31, "item": 13}
     assert list(batch.extra) == ["item_value"]

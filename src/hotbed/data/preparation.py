@@ -34,6 +34,7 @@ from hotbed.errors import DataError, SpecError
 Kind = Literal["hexadecimal", "integers", "text"]
 PREPARATION = b"hotbed.preparation"
 """What prepared Parquet files say it under, as JSON."""
+_READING = threading.Lock()
 _KINDS_OF_JSON: Mapping[Kind, str] = {"hexadecimal": "text", "integers": "integers", "text": "text"}
 
 
@@ -113,7 +114,6 @@ class Preparation:
             if entry.tables.get(name) not in entry.vocabularies:
                 raise DataError(f"column '{name}' has no vocabulary; prepare the data again")
         self._tables: dict[str, LookupTable] = {}
-        self._reading = threading.Lock()
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
@@ -246,10 +246,11 @@ class Preparation:
         return pa.array(rounded.astype(np.float32))
 
     def _table(self, name: str) -> LookupTable:
-        with self._reading:
-            if name not in self._tables:
-                self._tables[name] = self.read(name)
-            return self._tables[name]
+        if name not in self._tables:
+            with _READING:
+                if name not in self._tables:
+                    self._tables[name] = self.read(name)
+        return self._tables[name]
 
 
 def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[SparseColumn]) -> str:
