@@ -15,6 +15,7 @@
     ├── BackendError (RuntimeError)     a kernel backend that was asked for and cannot run here
     ├── CommError (RuntimeError)        an exchange between ranks that failed or timed out
     ├── OptimizerError (RuntimeError)   an optimizer used in a way that would lose or repeat an update
+    ├── WorkerError (RuntimeError)      workers of an executor that died, or a cluster that does not answer
     ├── RequestError (ValueError)       a request that a server does not answer with scores
     ├── StoppedError (RuntimeError)     training that was told to stop, and saved a checkpoint
     └── NonFiniteError (ArithmeticError) a loss that is NaN or infinite
@@ -78,6 +79,10 @@ class CommError(HotbedError, RuntimeError):
 
 class OptimizerError(HotbedError, RuntimeError):
     """An optimizer used in a way that would lose or repeat an update."""
+
+
+class WorkerError(HotbedError, RuntimeError):
+    """Workers of an executor that died again and again, or a cluster that does not answer."""
 
 
 class RequestError(HotbedError, ValueError):

@@ -188,7 +188,14 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Generator[Path]:
+def new_directory(
+    path: Path,
+    *,
+    marker: str,
+    overwrite: bool = False,
+    key: str | None = None,
+    kept_on: tuple[type[BaseException], ...] = (),
+) -> Generator[Path]:
     """Give a hidden directory beside ``path`` to write into, and rename it to ``path`` when the body succeeds.
 
     On any failure the hidden directory is removed and ``path`` is as it was. What a killed process has left is removed
@@ -202,27 +209,38 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
         Name of a file that such directories hold. Only a directory with it is ever replaced.
     overwrite
         Replace an existing ``path``.
+    key
+        8 hexadecimal digits of all that decides what is made. What a killed process has left of the same is given
+        again instead of being removed, so that its successor goes on.
+    kept_on
+        Errors after which the hidden directory stays, for a successor with the same key.
 
     Raises
     ------
     DataError
-        If ``path`` exists and may not be replaced.
+        If ``path`` exists and may not be replaced, or another process makes the same.
     OSError
         If writing fails (a full disk); the message says that nothing was left behind.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.parent / f".{path.name}.unfinished-{key or uuid.uuid4().hex[:8]}"
     with _alone_in(path.parent):
-        _clear_up_after_killed(path)
+        _clear_up_after_killed(path, unfinished)
     filled = path.exists() and not (path.is_dir() and not any(path.iterdir()))
     if filled and not overwrite:
         raise DataError(f"{path} exists already; choose another directory, or pass overwrite=True to replace it")
     if filled and not (path / marker).is_file():
         raise DataError(f"{path} holds no {marker}, so it is not a dataset and will not be replaced; choose another")
-    unfinished = path.parent / f".{path.name}.unfinished-{uuid.uuid4().hex[:8]}"
     with _alone_in(path.parent):
-        unfinished.mkdir()
+        is_left = unfinished.is_dir()
+        unfinished.mkdir(exist_ok=True)
         claim = _locked(unfinished)
+    if is_left and claim is None and os.name != "nt":
+        raise DataError(
+            f"{path} is being made by another process; wait for it, or choose another directory (or remove "
+            f"{unfinished}, if there is none)"
+        )
     try:
         yield unfinished
         if filled:
@@ -238,6 +256,8 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
         else:
             unfinished.replace(path)
     except BaseException as error:
+        if isinstance(error, kept_on):
+            raise
         free = shutil.disk_usage(path.parent).free
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
@@ -252,7 +272,7 @@ def new_directory(path: Path, *, marker: str, overwrite: bool = False) -> Genera
             os.close(claim)
 
 
-def _clear_up_after_killed(path: Path) -> None:
+def _clear_up_after_killed(path: Path, keep: Path) -> None:
     """Put back the directory that a killed process was replacing, and remove those that killed ones were filling."""
     for old in sorted(path.parent.glob(f".{glob.escape(path.name)}.old-????????")):
         if not path.exists():  # it died between two renames
@@ -260,7 +280,7 @@ def _clear_up_after_killed(path: Path) -> None:
         else:
             shutil.rmtree(old, ignore_errors=True)
     for unfinished in path.parent.glob(f".{glob.escape(path.name)}.unfinished-????????"):
-        if unfinished.is_dir() and (claim := _locked(unfinished)) is not None:
+        if unfinished != keep and unfinished.is_dir() and (claim := _locked(unfinished)) is not None:
             shutil.rmtree(unfinished, ignore_errors=True)
             os.close(claim)
 

@@ -136,34 +136,34 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
 def test_vocabularies_that_are_not_there_or_others_are_told(
     tmp_path: Path, prepared: Path, trained: Run, capsys: Output
 ) -> None:
-    description = prepared / "feature_spec.yaml"
-    kept, out = description.read_text(), tmp_path / "scores.parquet"
-    shutil.copytree(prepared / "vocabulary", tmp_path / "kept")
-    argv = ["predict", str(trained.path), str(trained.rows), "--out", str(out)]
+    data, out = tmp_path / "data", tmp_path / "scores.parquet"
+    shutil.copytree(prepared, data)
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    status, _, run = train(recipe)
+    assert status == 0
+    capsys.readouterr()
+    description = data / "feature_spec.yaml"
+    kept = description.read_text()
+    argv = ["predict", str(run), str(trained.rows), "--out", str(out)]
     values = yaml.safe_load(kept)
     entry = values["metadata"].pop("preparation")
-    try:
-        description.write_text(yaml.safe_dump(values))
-        assert "do not say how raw values became ids: they are of an earlier release" in refused(argv, capsys)
-        values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
-        description.write_text(yaml.safe_dump(values))
-        assert "metadata.preparation: numericals: Input should be 'log' or 'as_is'" in refused(argv, capsys)
-        other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
-        values["metadata"]["preparation"] = {**entry, "vocabularies": other}
-        description.write_text(yaml.safe_dump(values))
-        told = refused(argv, capsys)
-        assert "table 'C2': the data were prepared with other values than those the model was trained on" in told
-        description.write_text(kept)
-        (file,) = (prepared / "vocabulary").glob("C2.*")
-        other_file = next(iter((prepared / "vocabulary").glob("C3.*")))
-        shutil.copy(other_file, file)
-        assert "has other values of table 'C2' than its dataset was prepared with" in refused(argv, capsys)
-        file.unlink()
-        assert f"{file} does not exist" in refused(argv, capsys)
-    finally:
-        description.write_text(kept)
-        shutil.rmtree(prepared / "vocabulary")
-        shutil.copytree(tmp_path / "kept", prepared / "vocabulary")
+    description.write_text(yaml.safe_dump(values))
+    assert "do not say how raw values became ids: they are of an earlier release" in refused(argv, capsys)
+    values["metadata"]["preparation"] = {**entry, "numericals": "cube"}
+    description.write_text(yaml.safe_dump(values))
+    assert "metadata.preparation: numericals: Input should be 'log' or 'as_is'" in refused(argv, capsys)
+    other = {**entry["vocabularies"], "C2": {**entry["vocabularies"]["C2"], "sha256": "0" * 64}}
+    values["metadata"]["preparation"] = {**entry, "vocabularies": other}
+    description.write_text(yaml.safe_dump(values))
+    told = refused(argv, capsys)
+    assert "table 'C2': the data were prepared with other values than those the model was trained on" in told
+    description.write_text(kept)
+    file = data / "vocabulary/C2.parquet"
+    shutil.copy(data / "vocabulary/C3.parquet", file)
+    assert "has other values of table 'C2' than its dataset was prepared with" in refused(argv, capsys)
+    file.unlink()
+    assert f"{file} does not exist" in refused(argv, capsys)
     assert not out.exists()
 
 

@@ -25,8 +25,8 @@ from torch.optim.adam import Adam
 from hotbed.checkpoint import save, storage, tensor_files
 from hotbed.checkpoint.snapshot import Snapshot
 from hotbed.comm import Handle, Link
+from hotbed.data import counting
 from hotbed.data.split_binary import SplitBinaryWriter
-from hotbed.data.vocabulary import Vocabulary
 from hotbed.embed import dynamic, replicas
 from hotbed.store.cached import CachedRecords
 from hotbed.store.dense import DenseStore
@@ -195,8 +195,9 @@ OPERATIONS: list[tuple[Any, str, str]] = [
     (SplitBinaryWriter, "append_labels", "preparing"),
     (SplitBinaryWriter, "append_dense", "preparing"),
     (SplitBinaryWriter, "append_ids", "preparing"),
-    (Vocabulary, "save", "preparing"),
+    (counting, "write_vocabulary", "preparing"),
     (pq, "write_table", "preparing"),
+    (pq.ParquetWriter, "write_table", "preparing"),
     (Path, "open", "training"),
     (os, "fsync", "training"),
     (os, "rename", "training"),

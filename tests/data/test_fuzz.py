@@ -28,7 +28,7 @@ from hotbed.data.columns import SparseColumn
 from hotbed.data.pack import read_hot_order, write_hot_order
 from hotbed.data.prepare import prepare
 from hotbed.data.split_binary import SplitBinaryWriter
-from hotbed.data.vocabulary import Vocabulary
+from hotbed.data.vocabulary import Vocabulary, read_vocabulary, write_vocabulary
 from hotbed.errors import DataError, HotbedError, SpecError
 from hotbed.train.table_file import read_hot_rows, read_skew
 
@@ -48,7 +48,7 @@ def saved() -> dict[str, bytes]:
         (root / "table.csv.gz").write_bytes(gzip.compress((root / "table.csv").read_bytes()))
         write_synthetic_log(root / "log.tsv", 100, seed=1)
         (root / "log.tsv.gz").write_bytes(gzip.compress((root / "log.tsv").read_bytes()))
-        Vocabulary(np.arange(5, dtype=np.uint32)).save(root / "C1.txt")
+        write_vocabulary(root / "C1.parquet", Vocabulary(pa.array(range(5))))
         write_hot_order(root, {"order": np.arange(9)[::-1].astype(np.int64)})
         return {f.name: f.read_bytes() for f in sorted(root.iterdir())}
 
@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "table.csv.gz": read_table,
     "log.tsv": read_log,
     "log.tsv.gz": read_log,
-    "C1.txt": Vocabulary.load,
+    "C1.parquet": read_vocabulary,
     "order.npy": lambda path: read_hot_order(path.parent, "order", 9),
 }
 
@@ -261,13 +261,6 @@ def test_a_header_of_a_million_columns(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(",".join(f"c{i}" for i in range(100_000)) + "\n")
     with pytest.raises(DataError, match=r"table.csv has 100,000 columns, at most 20,000"):
         draft_schema(tmp_path / "table.csv")
-
-
-def test_a_vocabulary_of_more_values_than_there_are(tmp_path: Path) -> None:
-    (tmp_path / "C1.txt").touch()
-    os.truncate(tmp_path / "C1.txt", 1 << 40)
-    with pytest.raises(DataError, match=r"1,099,511,627,776 bytes are more lines than the 2\^32 values there are"):
-        Vocabulary.load(tmp_path / "C1.txt")
 
 
 def test_a_hot_order_that_is_longer_than_its_file(tmp_path: Path) -> None:

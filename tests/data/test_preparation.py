@@ -29,6 +29,7 @@ ENTRY = PreparationEntry(
         "item": VocabularyEntry.of(VALUES["item"], "text"),
         "user": VocabularyEntry.of(VALUES["user"], "integers"),
     },
+    tables={"item": "item", "bought": "item", "user": "user"},
     numericals="as_is",
     dtype="float16",
 )
@@ -78,6 +79,33 @@ def test_text_integers_and_numbers_that_stay_as_they_are(tmp_path: Path, is_mapp
     assert again.state() == encoder.state()
 
 
+def test_lists_and_numbers_that_the_schema_reads() -> None:
+    schema = Schema(
+        sparse=(SparseColumn(name="item", rows=4), SparseColumn(name="bought", rows=4, table="item", ids=None)),
+        dense=("price",),
+        labels=(),
+    )
+    entry = ENTRY.model_copy(update={"dtype": None})
+    encoder = Encoder(schema, ids="raw", preparation=Preparation.rebuilt(entry.model_dump(), schema, stored))
+    bought = [["ink", None, "new"], None, [], ["pen", ""]]
+    rows = {"item": ["pen", None, "ink", "x"], "bought": bought, "price": [70_000.1, None, 2, 3]}
+    for table in (encoder.table(rows), pa.table({**rows, "bought": pa.array(bought, pa.list_(pa.string_view()))})):
+        batch = encoder.batch(table)
+        assert batch.sparse["item"].values.tolist() == [1, 0, 3, 0]
+        assert batch.sparse["bought"].values.tolist() == [3, 0, 0, 1, 2]
+        assert batch.sparse["bought"].lengths().tolist() == [3, 0, 0, 2]
+        assert batch.dense is not None
+        assert batch.dense[:, 0].tolist() == np.float32([70_000.1, 0, 2, 3]).tolist()
+    missing = encoder.batch(pa.table({"item": [None], "bought": [None], "price": [1.0]}))
+    assert missing.sparse["item"].values.tolist() == [0]
+    assert missing.sparse["bought"].lengths().tolist() == [0]
+    logs = ENTRY.model_copy(update={"dtype": None, "numericals": "log"})
+    encoder = Encoder(schema, ids="raw", preparation=Preparation.rebuilt(logs.model_dump(), schema, stored))
+    batch = encoder.batch(encoder.table({**rows, "price": [0, None, 10**9, -2]}))
+    assert batch.dense is not None
+    assert batch.dense[:, 0].tolist() == np.float32([np.log(3), 0, np.log(10**9 + 3), 0]).tolist()
+
+
 def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     encoder = Encoder(SCHEMA, ids="raw", preparation=Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, stored))
     for column, values, message in [
@@ -86,10 +114,14 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     ]:
         with pytest.raises(SpecError, match=message):
             encoder.batch(pa.table({**ROWS, column: values}))
+    with pytest.raises(DataError, match=r"column 'price', row 1.*: 70000\.0 must be finite and at most 65,504 in size"):
+        encoder.batch(pa.table({**ROWS, "price": [1.0, 70_000.0, None, 1.0, 1.0]}))
+    with pytest.raises(DataError, match=r"x: tables: Field required; prepare the data again"):
+        PreparationEntry.parse(b'{"vocabularies": {}, "numericals": "log", "dtype": null}', "x")
     with pytest.raises(DataError, match=r"column 'user': 0\.5 is no id"):
         encoder.batch(pa.table({**ROWS, "user": [0.5] * 5}))
     other = Schema(sparse=(SparseColumn(name="place", rows=2),), labels=())
-    with pytest.raises(DataError, match="column 'place': its table 'place' has no vocabulary; prepare the data again"):
+    with pytest.raises(DataError, match="column 'place' has no vocabulary; prepare the data again"):
         Preparation.rebuilt(ENTRY.model_dump(), other, stored)
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow holds no keys and values"):

@@ -1,68 +1,98 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hotbed.data.vocabulary import Vocabulary
+from hotbed.data.vocabulary import (
+    Vocabulary,
+    lookup_in_file,
+    read_vocabulary,
+    value_type,
+    vocabulary_file,
+    write_vocabulary,
+)
 from hotbed.errors import DataError
 
-days = st.lists(st.dictionaries(st.integers(0, 2**32 - 1) | st.integers(0, 9), st.integers(1, 5)), max_size=4)
+KINDS = {
+    "int64": pa.array([7, -3, 2**40], pa.int64()),
+    "uint64": pa.array([7, 2**63 + 5, 1], pa.uint64()),
+    "text": pa.array(["b", "", "äöü"], pa.large_string()),
+    "bytes": pa.array([b"\xff\x00", b"", b"b"], pa.large_binary()),
+}
 
 
-def extended(vocabulary: Vocabulary, day: dict[int, int], threshold: int) -> Vocabulary:
-    values = np.array(list(day), dtype=np.uint32)
-    return vocabulary.extended(values, np.array(list(day.values()), dtype=np.uint32), threshold)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hotbed.data.vocabulary.BATCH_ROWS", 2)
+    values = KINDS[kind]
+    path = vocabulary_file(tmp_path, "C1")
+    assert path == tmp_path / "C1.parquet"
+    write_vocabulary(path, Vocabulary(values))
+    found = read_vocabulary(path)
+    assert found.values.equals(values) and found.rows == 4
+    asked = pa.concat_arrays([values[2:], values[:1], pa.nulls(1, values.type), values[1:2], values[2:]])
+    assert found.lookup(asked).tolist() == lookup_in_file(path, asked).tolist() == [3, 1, 0, 2, 3]
+    assert lookup_in_file(path, asked[:0]).tolist() == []
 
 
-@settings(deadline=None)
-@given(days=days, threshold=st.integers(1, 4))
-def test_ids_never_change_as_days_are_added(days: list[dict[int, int]], threshold: int) -> None:
-    vocabulary, ids = Vocabulary.empty(), {}
-    for day in days:
-        vocabulary = extended(vocabulary, day, threshold)
-        new = sorted((v for v, n in day.items() if n >= threshold and v not in ids), key=lambda v: (-day[v], v))
-        ids |= {v: len(ids) + 1 + i for i, v in enumerate(new)}
-        asked = np.array([*ids, *day, 77], dtype=np.uint32)
-        assert vocabulary.lookup(asked).tolist() == [ids.get(int(v), 0) for v in asked]
-        assert vocabulary.rows == len(ids) + 1
+def test_unknown_values_are_0(tmp_path: Path) -> None:
+    vocabulary = Vocabulary(pa.array(["a", "b"], pa.large_string()))
+    assert vocabulary.lookup(pa.array(["c", "b", None])).tolist() == [0, 2, 0]
+    write_vocabulary(tmp_path / "none.parquet", Vocabulary.empty(pa.int64()))
+    assert lookup_in_file(tmp_path / "none.parquet", pa.array([1, 2])).tolist() == [0, 0]
 
 
-@settings(deadline=None)
-@given(days=days)
-def test_files_are_append_only(days: list[dict[int, int]], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("vocabulary") / "C1.txt"
-    vocabulary, before = Vocabulary.empty(), b""
-    for day in days:
-        vocabulary = extended(vocabulary, day, 1)
-        vocabulary.save(path)
-        assert path.read_bytes().startswith(before)
-        before = path.read_bytes()
-        assert Vocabulary.load(path).values.tolist() == vocabulary.values.tolist()
+def test_other_tools_read_it(tmp_path: Path) -> None:
+    write_vocabulary(tmp_path / "C1.parquet", Vocabulary(KINDS["text"]))
+    assert pq.read_table(tmp_path / "C1.parquet").to_pydict() == {"value": ["b", "", "äöü"], "id": [1, 2, 3]}
 
 
-def test_text(tmp_path: Path) -> None:
-    Vocabulary(np.array([0x68FD1E64, 5], dtype=np.uint32)).save(tmp_path / "C1.txt")
-    assert (tmp_path / "C1.txt").read_text() == "68fd1e64\n00000005\n"
+def test_a_table_of_any_name_has_a_file(tmp_path: Path) -> None:
+    assert vocabulary_file(tmp_path, "../a b").parent == tmp_path
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("stored", "kind"),
     [
-        ("68fd1e64\n5\n", "every line must be 8 hexadecimal digits"),
-        ("68fd1e64\n0000000g\n", "every line must be 8 hexadecimal digits"),
-        ("68fd1e64", "every line must be 8 hexadecimal digits"),
-        ("68fd1e64\n\u00e9\n", "every line must be 8 hexadecimal digits"),
-        ("68fd1e64\n68fd1e64\n", "a value occurs twice"),
+        (pa.int8(), pa.int64()),
+        (pa.bool_(), pa.int64()),
+        (pa.float64(), pa.int64()),
+        (pa.uint64(), pa.uint64()),
+        (pa.list_(pa.string()), pa.large_string()),
+        (pa.dictionary(pa.int8(), pa.string()), pa.large_string()),
+        (pa.binary(), pa.large_binary()),
     ],
 )
-def test_damaged_file(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "C1.txt").write_text(text)
-    with pytest.raises(DataError, match=rf"C1.txt is damaged: {message}"):
-        Vocabulary.load(tmp_path / "C1.txt")
+def test_value_types(stored: pa.DataType, kind: pa.DataType) -> None:
+    assert value_type(stored) == kind
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"C1.txt does not exist; give the `vocabulary` directory"):
-        Vocabulary.load(tmp_path / "C1.txt")
+IDS = pa.array(np.arange(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (pa.table({"value": ["a", "a"], "id": IDS}), "damaged: a value occurs twice"),
+        (pa.table({"value": ["a", None], "id": IDS}), "damaged: 1 values are missing"),
+        (pa.table({"value": ["a", "b"], "id": [2, 1]}), "damaged: ids must be 1, 2, … in order"),
+        (pa.table({"value": ["a", "b"], "id": pa.array([1, 2], pa.int32())}), "ids must be 1, 2, … in order, as int64"),
+        (pa.table({"value": [0.5, 1.5], "id": IDS}), "values of type double; a vocabulary has integers, text or bytes"),
+        (pa.table({"value": [["a"], ["b"]], "id": IDS}), "values of type list"),
+        (pa.table({"word": ["a", "b"], "id": IDS}), "has columns word, id, a vocabulary has value and id"),
+    ],
+)
+def test_damaged_file(tmp_path: Path, table: pa.Table, message: str) -> None:
+    pq.write_table(table, tmp_path / "C1.parquet")
+    with pytest.raises(DataError, match=f"C1.parquet .*{message}"):
+        read_vocabulary(tmp_path / "C1.parquet")
+
+
+def test_no_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"C1.parquet does not exist; give the `vocabulary` directory"):
+        read_vocabulary(tmp_path / "C1.parquet")
+    (tmp_path / "C1.parquet").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"C1.parquet is damaged: it cannot be read as Parquet"):
+        read_vocabulary(tmp_path / "C1.parquet")

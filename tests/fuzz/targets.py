@@ -97,7 +97,7 @@ TARGETS: Mapping[str, Target] = {
     "csv": _data("table.csv"),
     "criteo": _data("log.tsv"),
     "criteo-gzip": _data("log.tsv.gz"),
-    "vocabulary": _data("C1.txt"),
+    "vocabulary": _data("C1.parquet"),
     "npy": _data("order.npy"),
     "pt": _import("embedding_bag", "one.pt"),
     "tf2-index": _import("tf2", "dense/dense.index"),

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from hotbed.commands.arguments import add_json, console, write_json
+from hotbed.errors import RecipeError
+from hotbed.files import read_yaml
 from hotbed.locations import local
+from hotbed.plan.quantities import parse
 
 if TYPE_CHECKING:
     from hotbed.data.prepare import PrepareReport
+
+
+_OWN = ("raw", "out", "progress", "vocabulary", "schema", "executor", "memory")
+"""Arguments that are not parsed as those of `hotbed.prepare`."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,10 +30,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
     parser.usage = "hotbed prepare RAW … OUT [options]"
     parser.add_argument(
-        "raw", type=str, nargs="+", help="Raw Criteo logs in time order, or a directory of them; paths or URIs."
+        "raw",
+        type=str,
+        nargs="+",
+        help="Criteo logs in time order, or Parquet, CSV, TSV; or folders; URIs too.",
     )
     parser.add_argument("out", type=str, help="Dataset directory to make.")
-    parser.add_function_arguments(prepare, skip={"raw", "out", "progress", "vocabulary"})
+    parser.add_function_arguments(prepare, skip=set(_OWN))
+    parser.add_argument("--schema", type=str | None, help="YAML of a schema, or a recipe; by default one is drafted.")
+    parser.add_argument("--executor", type=str, default="threads", help="threads, processes or dask:ADDRESS.")
+    parser.add_argument("--memory", type=str, default="2 GiB", help="Bytes to use; the rest waits on the disk.")
     parser.add_argument("--vocabulary", type=str | None, help="vocabulary/ of an earlier dataset, whose ids are kept.")
     add_json(parser)
 
@@ -37,12 +52,35 @@ def run(parsed: Namespace) -> None:
     options = parsed.as_dict()
     raw, out, json = (options.pop(name) for name in ("raw", "out", "json"))
     out = local("OUT", out)
+    options["memory"] = _bytes(options["memory"])
+    if options["schema"] is not None:
+        options["schema"] = _schema(local("--schema", options["schema"]))
     if options["vocabulary"] is not None:
         options["vocabulary"] = local("--vocabulary", options["vocabulary"])
     with StageProgress(console(stderr=True)) as progress:
         report = prepare(raw, out, progress=progress, **options)
     print_prepared(console(), report)
     write_json(json, vars(report))
+
+
+def _bytes(text: str) -> int:
+    try:
+        return int(parse(text, "bytes"))
+    except ValueError as error:
+        raise RecipeError(f"--memory {error}") from None
+
+
+def _schema(path: Path) -> Mapping[str, object]:
+    """A schema that a file holds, or that of the recipe that it is, or of the ``source.yaml`` of a dataset."""
+    found: Any = read_yaml(path)
+    for key in ("data", "source", "init_args", "schema"):
+        if isinstance(found, Mapping) and key in found:
+            found = cast("Mapping[str, Any]", found)[key]
+    if not isinstance(found, Mapping) or "sparse" not in found:
+        raise RecipeError(
+            f"{path} has no schema; give a recipe of `hotbed init`, or what its data.source says as schema"
+        )
+    return cast("Mapping[str, object]", found)
 
 
 def print_prepared(console: Console, report: PrepareReport) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeVar, cast
@@ -149,7 +149,7 @@ def hexadecimal(text: pl.Expr) -> pl.Expr:
 
 
 def find_files(raw: str | Path | Sequence[str | Path]) -> list[Path | RemoteFile]:
-    """List the log's files in time order: as given, or ``day_*``, ``*.tsv[.gz]`` of a directory by number.
+    """List the log's files in time order: as given, or ``day_*``, ``*.tsv[.gz|.zst]`` of a directory by number.
 
     Paths may be URIs.
 
@@ -179,7 +179,7 @@ def _local_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"{path} does not exist; give a Criteo log, plain or gzip, or a directory of them")
+        raise DataError(f"{path} does not exist; give a Criteo log, plain, gzip or zstd, or a directory of them")
     return _in_time_order(str(path), [p for p in path.iterdir() if p.is_file()])
 
 
@@ -189,43 +189,57 @@ def _remote_files(uri: str) -> list[RemoteFile]:
     except ValueError as error:
         raise DataError(str(error)) from None
     if found is None:
-        raise DataError(f"{uri} does not exist; give a Criteo log, plain or gzip, or a directory of them")
+        raise DataError(f"{uri} does not exist; give a Criteo log, plain, gzip or zstd, or a directory of them")
     return [found] if isinstance(found, RemoteFile) else _in_time_order(uri, found)
 
 
 def _in_time_order(path: str, there: Sequence[F]) -> list[F]:
-    found = [file for file in there if re.fullmatch(r"day_.*|.*\.tsv(\.gz)?", file.name)]
+    found = [file for file in there if re.fullmatch(r"day_.*|.*\.tsv(\.gz|\.zst)?", file.name)]
     if not found:
-        raise DataError(f"{path} has no day_*, *.tsv or *.tsv.gz file; give the log's files by name")
+        raise DataError(f"{path} has no day_*, *.tsv, *.tsv.gz or *.tsv.zst file; give the log's files by name")
     # day_2 comes before day_10
     return sorted(found, key=lambda f: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", f.name)])
 
 
 def read_blocks(
-    file: Path | RemoteFile, seen: Callable[[int], None], block_bytes: int = BLOCK_BYTES
+    file: Path | RemoteFile, block_bytes: int = BLOCK_BYTES, *, start: int = 0, stop: int | None = None, line: int = 1
 ) -> Iterator[Block]:
-    """Read a plain or gzip file as blocks of whole lines; ``seen`` is told how many of its bytes were read so far.
+    """Read a file, plain or of gzip or zstd, as blocks of whole lines.
+
+    Parameters
+    ----------
+    file
+        The file.
+    block_bytes
+        Bytes that are read at once.
+    start, stop
+        Lines that begin between these bytes of a plain file; by default all.
+    line
+        Number of the first of them.
 
     Raises
     ------
     DataError
         If the file holds no line, an unfinished line grows beyond `MAX_LINE_BYTES` (so the file is no log, and would
-        be read into memory whole), or its gzip stream is damaged or ends too early.
+        be read into memory whole), or its compressed stream is damaged or ends too early.
     """
-    line, rest = 1, b""
+    rest, first = b"", line
     with file.open("rb") as stored:
-        zipped = stored.read(2) == b"\x1f\x8b"
-        stored.seek(0)
-        pieces = _unzipped(stored, block_bytes) if zipped else iter(lambda: stored.read(block_bytes), b"")
+        codec = codec_of(stored)
+        if codec is None:
+            pieces = _between(stored, block_bytes, start, size_of(file) if stop is None else stop)
+        else:
+            pieces = _unzipped(stored, block_bytes) if codec == "gzip" else _unzstd(stored, block_bytes)
         while True:
             try:
                 text = next(pieces, None)
-            except (EOFError, zlib.error) as error:
+            except (EOFError, OSError, zlib.error) as error:
+                if codec is None or (isinstance(error, OSError) and error.errno is not None):
+                    raise
                 raise DataError(
-                    f"{file}: the gzip stream is damaged or truncated after line {line - 1:,} ({error}); "
+                    f"{file}: the {codec} stream is damaged or truncated after line {line - 1:,} ({error}); "
                     f"fetch the file again"
                 ) from None
-            seen(stored.tell())
             if text is None:
                 break
             whole, newline, tail = text.rpartition(b"\n")
@@ -242,8 +256,66 @@ def read_blocks(
                 )
     if rest:
         yield Block(file, line, _unix_lines(rest + b"\n"))
-    elif line == 1:
+    elif line == first and start == 0:
         raise DataError(f"{file} holds no line, expected lines of {len(COLUMNS)} tab-separated fields")
+
+
+def codec_of(stored: BinaryIO) -> Literal["gzip", "zstd"] | None:
+    """How a file is compressed, by its first bytes; it stands at its beginning then."""
+    head = stored.read(4)
+    stored.seek(0)
+    return "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head == b"\x28\xb5\x2f\xfd" else None
+
+
+def count_lines(file: Path | RemoteFile, stop: int) -> int:
+    """Count the lines that begin before a byte of a plain file, other than the first."""
+    with file.open("rb") as stored:
+        return sum(text.count(b"\n") for text in _bytes(stored, BLOCK_BYTES, stop))
+
+
+def _between(stored: BinaryIO, block_bytes: int, start: int, stop: int) -> Iterator[bytes]:
+    """Text of the lines that begin from ``start`` on and before ``stop``."""
+    at = start
+    if start:  # whether a line begins there, the byte before it says
+        at = start - 1
+        stored.seek(at)
+        at += _rest_of_line(stored)
+    if at >= stop:
+        return
+    stored.seek(at)
+    last = b""
+    for text in _bytes(stored, block_bytes, stop - at):
+        last = text[-1:]
+        yield text
+    if last != b"\n":
+        end = stored.tell()
+        rest = _rest_of_line(stored)
+        stored.seek(end)
+        yield from _bytes(stored, block_bytes, rest)
+
+
+def _rest_of_line(stored: BinaryIO) -> int:
+    """Bytes up to the end of the line that a file stands in; up to one too many for a line, where none ends."""
+    seen = 0
+    while seen <= MAX_LINE_BYTES and (text := stored.read(1 << 16)):
+        if (newline := text.find(b"\n")) >= 0:
+            return seen + newline + 1
+        seen += len(text)
+    return seen
+
+
+def _bytes(stored: BinaryIO, block_bytes: int, count: int) -> Iterator[bytes]:
+    while count > 0 and (text := stored.read(min(block_bytes, count))):
+        count -= len(text)
+        yield text
+
+
+def _unzstd(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd") as stream:
+        while text := stream.read(block_bytes):
+            yield text
 
 
 def _unzipped(stored: BinaryIO, block_bytes: int) -> Iterator[bytes]:

@@ -25,11 +25,14 @@ from hotbed.data.columns import Label
 from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
+from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
 from hotbed.data.row_slices import RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
+from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError
+from hotbed.locations import location
 
 # pyarrow ships no types.
 
@@ -115,6 +118,8 @@ class ParquetSource(Source):
             raise SpecError(f"{path} has the splits {', '.join(groups)}; leave valid and test_fraction at 0")
         self._groups = groups
         self.splits = tuple(groups)
+        preparation = _preparation(path, files, self.schema) if ids == "raw" and encoder is None else None
+        self._raw_encoder = None if preparation is None else Encoder(self.schema, ids=ids, preparation=preparation)
 
     def column_types(self) -> dict[str, str]:
         """Type of every column of the files, also of those that the schema does not name."""
@@ -148,8 +153,16 @@ class ParquetSource(Source):
 
     @property
     def encoder(self) -> Encoder:
-        """What turns stored rows into batches."""
-        if self._encoder.schema is not self.schema:  # of fewer columns, see `only`
+        """What turns rows into batches: stored ones, or raw ones where files are of a dataset of `hotbed.prepare`."""
+        if self._raw_encoder is None:
+            return self._of_stored
+        if self._raw_encoder.schema is not self.schema:  # of fewer columns, see `only`
+            self._raw_encoder = self._raw_encoder.of(self.schema)
+        return self._raw_encoder
+
+    @property
+    def _of_stored(self) -> Encoder:
+        if self._encoder.schema is not self.schema:
             self._encoder = self._encoder.of(self.schema)
         return self._encoder
 
@@ -170,7 +183,7 @@ class ParquetSource(Source):
 
     def _read_numericals(self, split: str, i: int) -> Tensor | None:
         group = self._groups[split][i]
-        encoder = self.encoder
+        encoder = self._of_stored
         return encoder.numericals(group.read(encoder.names_of_dense), place=str(group), row_of=group.place)
 
     def _read_columns(self, split: str, i: int, names: Sequence[str]) -> pa.Table:
@@ -189,8 +202,30 @@ class ParquetSource(Source):
 
     def _read(self, split: str, i: int) -> Batch:
         group = self._groups[split][i]
-        encoder = self.encoder
+        encoder = self._of_stored
         return encoder.batch(group.read(encoder.names), place=str(group), row_of=group.place)
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether a path has Parquet files of a dataset that `hotbed.prepare` made."""
+    return any(_said(file) is not None for of_split in find_parquet(path).values() for file in of_split)
+
+
+def _said(file: ParquetFile) -> bytes | None:
+    return (file.metadata.metadata or {}).get(PREPARATION)
+
+
+def _preparation(path: str | Path, files: Mapping[str, Sequence[ParquetFile]], schema: Schema) -> Preparation | None:
+    """How raw values became what prepared files have; None for others, and where raw rows cannot become theirs."""
+    said = {_said(file) for of_split in files.values() for file in of_split}
+    text, place = next(iter(said)), location(str(path))
+    if len(said) > 1 or text is None or not isinstance(place, Path) or schema.derived:
+        return None
+    tables = PreparationEntry.parse(text, str(path)).tables
+    if any(column.name not in tables for column in schema.sparse):
+        return None
+    folder = next((above for above in (place, *place.parents[:2]) if (above / VOCABULARY).is_dir()), place)
+    return Preparation.of_dataset(folder, schema, text)
 
 
 def _label_range(group: Chunk, name: str, label: Label | None) -> tuple[float, float]:

@@ -129,6 +129,10 @@ class ParquetFile:
         stored = self.metadata.schema.to_arrow_schema().names if self.partitions else ()
         return {name: value for name, value in self.partitions if name not in stored}
 
+    def __getstate__(self) -> dict[str, object]:
+        """What is sent to other processes, which read the footer themselves."""
+        return {name: getattr(self, name) for name in ("filesystem", "path", "name", "shown", "partitions")}
+
     def __str__(self) -> str:
         return self.shown
 
@@ -222,7 +226,8 @@ def find_parquet(
         raise DataError(f"{path} is neither a file nor a folder; give a Parquet, CSV or TSV file, or a folder of them")
     entries = store.get_file_info(fs.FileSelector(root, recursive=True))
     found = [e.path[len(root) :].strip("/") for e in sorted(entries, key=_in_number_order) if e.is_file]
-    names = _by_split([name for name in found if _is_table(name)])
+    others = "vocabulary/" if "source.yaml" in found else "\0"  # of a dataset that `hotbed prepare` made
+    names = _by_split([name for name in found if is_table(name) and not name.startswith(others)])
     if not names:
         raise DataError(f"{path} has no file that ends in {', '.join(_PARQUET)}, .csv or .tsv (also .gz, .zst)")
     if "" in names and len(names) > 1:
@@ -295,7 +300,8 @@ def _in_number_order(entry: fs.FileInfo) -> list[int | str]:
     return [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", entry.path)]
 
 
-def _is_table(name: str) -> bool:
+def is_table(name: str) -> bool:
+    """Whether a file of this name is one of samples, unless it is hidden."""
     hidden = any(part.startswith((".", "_")) for part in name.split("/"))
     return not hidden and (name.lower().endswith(_PARQUET) or is_delimited(name))
 

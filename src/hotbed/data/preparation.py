@@ -1,9 +1,9 @@
 # pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Encode raw values as `hotbed prepare` encoded those to train on: `Preparation`.
 
-A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description), and
-has the values of each table's ids in ``vocabulary/``. Exported models have both, the vocabularies as files that are
-mapped into memory.
+A prepared dataset says of itself how its ids and numbers were made (``metadata.preparation`` of its description, or
+the metadata of its Parquet files), and has the values of each table's ids in ``vocabulary/``. Exported models have
+both, the vocabularies as files that are mapped into memory.
 """
 
 # pyarrow ships no types.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,9 @@ from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError
 
 Kind = Literal["hexadecimal", "integers", "text"]
+PREPARATION = b"hotbed.preparation"
+"""What prepared Parquet files say it under, as JSON."""
+_READING = threading.Lock()
 _KINDS_OF_JSON: Mapping[Kind, str] = {"hexadecimal": "text", "integers": "integers", "text": "text"}
 
 
@@ -58,20 +62,25 @@ class PreparationEntry(_Entry):
     ----------
     vocabularies
         By table. The value at position i has id i + 1; missing values and those that are not there are id 0.
+    tables
+        By sparse column, the table whose ids it has.
     numericals
-        ``"log"``: integers x become ln(x + 3), missing ones 0; ``"as_is"``: missing ones become 0.
+        ``"log"``: integers x become ln(x + 3); ``"as_is"``: numbers stay as they are.
     dtype
-        What they are then rounded to.
+        What they are then rounded to, missing ones as 0; None leaves both to the schema that they are read by.
     """
 
     vocabularies: dict[str, VocabularyEntry]
+    tables: dict[str, str]
     numericals: Literal["log", "as_is"]
-    dtype: Literal["float16", "float32"]
+    dtype: Literal["float16"] | None
 
     @staticmethod
     def parse(values: object, where: str) -> PreparationEntry:
-        """Check what may come from anywhere; a `DataError` says what is wrong."""
+        """Check values, or their JSON, which may come from anywhere; a `DataError` says what is wrong."""
         try:
+            if isinstance(values, bytes):
+                return PreparationEntry.model_validate_json(values)
             return PreparationEntry.model_validate(values)
         except ValidationError as error:
             fault = error.errors()[0]
@@ -87,23 +96,24 @@ class Preparation:
     entry
         How.
     columns
-        By sparse column, its table.
+        The sparse columns.
     read
         Gives the ids of a table's values; called when they are first needed.
 
     Raises
     ------
     DataError
-        If a table has no vocabulary.
+        If a column has no vocabulary.
     """
 
-    def __init__(self, entry: PreparationEntry, columns: Mapping[str, str], read: Callable[[str], LookupTable]) -> None:
-        self.entry, self.read, self._columns = entry, read, dict(columns)
-        for name, table in columns.items():
-            if table not in entry.vocabularies:
-                raise DataError(f"column '{name}': its table '{table}' has no vocabulary; prepare the data again")
+    def __init__(
+        self, entry: PreparationEntry, columns: Sequence[SparseColumn], read: Callable[[str], LookupTable]
+    ) -> None:
+        self.entry, self.read, self._columns = entry, read, {column.name: column for column in columns}
+        for name in self._columns:
+            if entry.tables.get(name) not in entry.vocabularies:
+                raise DataError(f"column '{name}' has no vocabulary; prepare the data again")
         self._tables: dict[str, LookupTable] = {}
-        self._reading = threading.Lock()
 
     @staticmethod
     def of_dataset(path: Path, schema: Schema, values: object) -> Preparation:
@@ -115,14 +125,14 @@ class Preparation:
             If they cannot be right; when raw rows are encoded, if a vocabulary is absent or another.
         """
         entry = PreparationEntry.parse(values, f"{path}: metadata.preparation")
-        return Preparation(entry, _tables_of(schema), partial(_read, path / VOCABULARY, entry))
+        return Preparation(entry, schema.stored[0], partial(_read, path / VOCABULARY, entry))
 
     @staticmethod
     def rebuilt(values: object, schema: Schema, read: Callable[[str], LookupTable] | None) -> Preparation | None:
         """That of an exported model, if it has one."""
         if values is None or read is None:
             return None
-        return Preparation(PreparationEntry.parse(values, "preparation"), _tables_of(schema), read)
+        return Preparation(PreparationEntry.parse(values, "preparation"), schema.stored[0], read)
 
     def state(self) -> dict[str, Any]:
         """What checkpoints know of vocabularies, by table."""
@@ -143,19 +153,25 @@ class Preparation:
     @property
     def kinds(self) -> dict[str, str]:
         """What raw values of sparse columns are in JSON, see `InputColumn`."""
-        return {name: _KINDS_OF_JSON[self.entry.vocabularies[of].kind] for name, of in self._columns.items()}
+        return {name: _KINDS_OF_JSON[self._entry(name).kind] for name in self._columns}
+
+    @property
+    def text(self) -> list[str]:
+        """Columns whose values are text, also where all of a file are digits."""
+        return [name for name in self._columns if self._entry(name).kind == "text"]
 
     def check(self, fields: pa.Schema, what: str) -> None:
         """Raise `SpecError` unless ids of these types can be raw values."""
-        for name, table in self._columns.items():
+        for name, column in self._columns.items():
             if name not in fields.names:
                 continue
-            entry = self.entry.vocabularies[table]
-            kind = arrow.plain_type(fields.field(name).type)
-            fits = not arrow.is_text(kind) if entry.kind == "integers" else arrow.is_text(kind)
-            if arrow.is_list(kind) or not (fits or pa.types.is_null(kind)):
+            kind, wanted = arrow.plain_type(fields.field(name).type), self._entry(name).kind
+            value = kind.value_type if arrow.is_list(kind) and wanted != "hexadecimal" else kind
+            arrow.check_sparse(replace(column, rows=2), value if column.ids == 1 else kind, "hash")
+            fits = arrow.is_text(value) != (wanted == "integers")
+            if not (fits or pa.types.is_null(value)):
                 raise SpecError(
-                    f"{what}: column '{name}' is {kind}, and its raw values are {entry.kind}, as they were before "
+                    f"{what}: column '{name}' is {kind}, and its raw values are {wanted}, as they were before "
                     "hotbed prepare; write them so (ids that are encoded already are in datasets of hotbed prepare, "
                     "or asked of hotbed serve --encoded true)"
                 )
@@ -170,29 +186,42 @@ class Preparation:
         """
         for at, name in enumerate(table.column_names):
             if name in self._columns:
-                found = self._ids(table[name], name, place, row_of)
-            elif name in dense:
-                found = pa.array(self._numbers(table[name], name, place, row_of))
+                found = self._bags(table[name], name, place, row_of)
+            elif name in dense and (self.entry.numericals, self.entry.dtype) != ("as_is", None):
+                found = self._numbers(table[name], name, place, row_of)
             else:
                 continue
             table = table.set_column(at, name, found)
         return table
 
-    def _ids(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
-        where = f"{place}, column '{name}'"
-        if pa.types.is_null(column.type):
-            return pa.array(np.zeros(len(column), np.int32))
-        table = self._columns[name]
-        if self.entry.vocabularies[table].kind == "hexadecimal":
-            values = _parsed(column, where, row_of)
-        else:
-            values = arrow.hashable(_plain(column).combine_chunks(), where)
-        return pc.fill_null(self._table(table).find(values), 0)
+    def _entry(self, column: str) -> VocabularyEntry:
+        return self.entry.vocabularies[self.entry.tables[column]]
 
-    def _numbers(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> arrow.Array:
-        values = arrow.wide_numbers(column)
-        missing = np.isnan(values)
+    def _bags(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
+        """Ids in the place of values, also of those in lists."""
+        array = column.combine_chunks()
+        if not arrow.is_list(array.type):
+            missing = pa.types.is_null(array.type) and self._columns[name].ids != 1  # bags
+            return array if missing else self._ids(array, name, place, row_of)
+        ends = pa.array(np.concatenate([[0], np.cumsum(arrow.lengths(array))]))
+        ids = self._ids(array.flatten(), name, place, row_of)
+        return pa.LargeListArray.from_arrays(ends, ids, mask=array.is_null())
+
+    def _ids(self, array: pa.Array, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
+        where = f"{place}, column '{name}'"
+        if pa.types.is_null(array.type):
+            return pa.array(np.zeros(len(array), np.int64))
+        array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+        is_hexadecimal = self._entry(name).kind == "hexadecimal"
+        values = _parsed(array, where, row_of) if is_hexadecimal else arrow.hashable(array, where)
+        return pc.fill_null(self._table(self.entry.tables[name]).find(values), 0)
+
+    def _numbers(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
+        """Numericals as they are stored: of the same steps of rounding as `hotbed prepare` takes."""
+        found = arrow.numbers(column)
+        missing = np.isnan(found)
         if self.entry.numericals == "log":
+            values = arrow.wide_numbers(column)
             good = missing | (np.isfinite(values) & (values == np.floor(values)) & (values > -3))
             if not good.all():
                 at = int((~good).argmax())
@@ -202,14 +231,26 @@ class Preparation:
                     f"{place}, column '{name}', {row_of(at)}: {complaint('numerical', shown)}; mend it, or leave it "
                     "missing"
                 )
-            values = pl.Series(values).to_frame("x").select(logarithm(pl.col("x")))["x"].to_numpy()
-        return np.where(missing, 0, values).astype(self.entry.dtype).astype(np.float32)
+            found = pl.Series(values).to_frame("x").select(logarithm(pl.col("x")))["x"].to_numpy()
+        if self.entry.dtype is None:
+            return pa.array(found, mask=missing)
+        with np.errstate(over="ignore"):
+            rounded = np.where(missing, 0, found).astype(self.entry.dtype)
+        if (bad := ~np.isfinite(rounded)).any():
+            at = int(bad.argmax())
+            raise DataError(
+                f"{place}, column '{name}', {row_of(at)}: {found[at]} must be finite and at most "
+                f"{np.finfo(self.entry.dtype).max:,.0f} in size, as prepared data are {self.entry.dtype}; mend it, or "
+                "leave it missing"
+            )
+        return pa.array(rounded.astype(np.float32))
 
     def _table(self, name: str) -> LookupTable:
-        with self._reading:
-            if name not in self._tables:
-                self._tables[name] = self.read(name)
-            return self._tables[name]
+        if name not in self._tables:
+            with _READING:
+                if name not in self._tables:
+                    self._tables[name] = self.read(name)
+        return self._tables[name]
 
 
 def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[SparseColumn]) -> str:
@@ -222,13 +263,9 @@ def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[Sparse
     )
 
 
-def _tables_of(schema: Schema) -> dict[str, str]:
-    return {column.name: column.table_name for column in schema.stored[0]}
-
-
 def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
     """The ids of the values of a dataset's column."""
-    values, expected = pa.array(read_vocabulary(vocabulary_file(folder, name)).values), entry.vocabularies[name]
+    values, expected = read_vocabulary(vocabulary_file(folder, name)).values, entry.vocabularies[name]
     if len(values) != expected.values or content_sha256(values) != expected.sha256:
         raise DataError(
             f"{folder} has other values of table '{name}' than its dataset was prepared with ({len(values):,}, not "
@@ -237,14 +274,10 @@ def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
     return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=np.int64)))
 
 
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
-
-
-def _parsed(column: pa.ChunkedArray, where: str, row_of: Callable[[int], str]) -> pa.Array:
+def _parsed(array: pa.Array, where: str, row_of: Callable[[int], str]) -> pa.Array:
     """Hexadecimal text ``[n]`` as integers; null where it is missing or empty, as in a log."""
     try:
-        text = pl.Series("x", _plain(column).cast(pa.large_string()).combine_chunks())
+        text = pl.Series("x", array.cast(pa.large_string()))
     except pa.ArrowInvalid as error:
         raise DataError(f"{where}: its values are no text ({error}); write UTF-8") from None
     text = text.set(text == "", None)

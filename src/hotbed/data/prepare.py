@@ -1,45 +1,54 @@
-"""Prepare a raw Criteo log as a dataset in split-binary format.
+# pyright: reportUnknownParameterType=false
+"""Prepare raw logs or tables as a dataset of ids.
 
-Three stages, each with bounded memory:
+Four passes, each of tasks that write what they make under names of their own, so that any workers can run them and a
+preparation that was killed goes on where it was:
 
-1. *read*: the log, block by block; every field is checked; parsed blocks are spooled to disk as Parquet.
-2. *count*: one column at a time, how often each value occurs; memory is that of one column's distinct values.
-3. *write*: one column at a time, values become ids, block by block.
+1. *read* (`hotbed.data.spool`; logs only): every field is checked; parsed parts are spooled to disk as Parquet.
+2. *count* (`hotbed.data.counting`): how often each value of a table occurs, as sorted runs.
+3. *merge* (`hotbed.data.counting`): runs are merged, and frequent values are numbered: vocabularies.
+4. *write* (`hotbed.data.encoding`): values become ids.
 
 All is written into a hidden directory beside the output, which is renamed when everything is there.
 """
 
+# pyarrow ships no types.
+
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from hotbed.data.columns import SparseColumn
-from hotbed.data.criteo import DENSE, LABEL, SPARSE, LineChecker, OnBadLine, find_files, read_blocks, size_of
-from hotbed.data.preparation import PreparationEntry, VocabularyEntry
+from hotbed.data import arrow
+from hotbed.data.counting import CountJob, MergeJob, count, merge
+from hotbed.data.criteo import OnBadLine
+from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, dataset_schema, encode
+from hotbed.data.executors import open_tasks
+from hotbed.data.pieces import HeldOut, Piece, divided, groups_of, in_order
+from hotbed.data.preparation import Kind, PreparationEntry, VocabularyEntry
+from hotbed.data.raw_inputs import Logs, Progress, RawInput, find_input
+from hotbed.data.row_split import row_split
 from hotbed.data.schema import Schema
-from hotbed.data.split_binary import SplitBinaryWriter
-from hotbed.data.vocabulary import VOCABULARY, Vocabulary, check_exists, vocabulary_file
-from hotbed.errors import DataError, SpecError
+from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
+from hotbed.errors import DataError, SpecError, WorkerError, did_you_mean
 from hotbed.files import new_directory
-from hotbed.locations import RemoteFile
-
-if TYPE_CHECKING:
-    import polars as pl
-
-Progress = Callable[[str, int, int], None]
-"""Called with the stage (``"read"``, ``"count"``, ``"write"``), what is done of it, and what there is to do."""
+from hotbed.machine import usable_cores
 
 CountOn = Literal["train", "all"]
+
+MEMORY_BYTES = 2 << 30
+_BASE_BYTES, _TASK_BYTES = 512 << 20, 384 << 20
+_DONE = ".done"
+_VERSION = 1  # of what is left of a killed preparation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,43 +85,83 @@ def prepare(
     raw: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
+    schema: Schema | Mapping[str, object] | None = None,
     threshold: int = 15,
-    valid_fraction: float = 0.0,
-    test_fraction: float = 0.1,
+    top_k: int | None = None,
+    valid_fraction: float | None = None,
+    test_fraction: float | None = None,
+    valid_rows: int = 0,
+    test_rows: int = 0,
+    valid_files: Sequence[str] = (),
+    test_files: Sequence[str] = (),
+    split: Mapping[str, object] | None = None,
     count_on: CountOn = "train",
     vocabulary: str | Path | None = None,
     on_bad_line: OnBadLine = "error",
+    format: Format | None = None,
+    executor: str | Executor = "threads",
+    workers: int | None = None,
+    memory: int = MEMORY_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> PrepareReport:
-    """Turn a raw Criteo log into a dataset for `SplitBinarySource`.
+    """Turn raw Criteo logs, or Parquet, CSV and TSV files with any columns, into a dataset of ids.
 
-    Per categorical column, values seen at least ``threshold`` times get ids 1, 2, … by falling count, ties by value;
-    missing and rarer values are id 0. Numericals become ln(x + 3), missing ones 0. The log is in time order, so the
-    last lines are the test split and the lines before them the valid split.
+    Per table, values seen at least ``threshold`` times get ids 1, 2, … by falling count, ties by value; missing and
+    rarer values are id 0. Of Criteo logs, numericals become ln(x + 3), missing ones 0; of other files, all columns but
+    the sparse ones stay as they are. Samples keep their order, which is taken for that of time: the last ones are the
+    test split and those before them the valid split, unless files, folders or ``split`` say otherwise.
 
-    The directory holds ``feature_spec.yaml``, one directory per split, and ``vocabulary/``.
+    The directory holds a folder per split, ``vocabulary/``, and ``feature_spec.yaml`` (split-binary format, for
+    `SplitBinarySource`) or ``source.yaml`` (Parquet, for `ParquetSource`). What is in it depends on the data and the
+    options alone, to the byte, whoever computes it. A preparation that was killed goes on where it was when the same
+    is asked for again.
 
     Parameters
     ----------
     raw
-        The log: a file (plain or gzip), several in time order, or a directory of ``day_*`` or ``*.tsv[.gz]`` files;
-        paths or URIs.
+        Criteo logs: a file (plain, gzip or zstd), several in time order, or a directory of ``day_*`` or
+        ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, and of CSV or TSV with a header, as `ParquetSource`
+        reads them. Paths or URIs.
     out
         The dataset directory to make.
+    schema
+        Which columns of Parquet, CSV or TSV files are what; the rows that it says of tables are not used. Default:
+        `draft_schema`'s. Columns that share a table share a vocabulary.
     threshold
         Smallest count of a value that gets an id of its own. NVIDIA's default is 15.
+    top_k
+        Most values of a table that get ids, the most frequent; all that reach the threshold by default.
     valid_fraction, test_fraction
-        Share of the lines in these splits; 0 leaves the split out.
+        Share of the samples in these splits; 0 leaves the split out. By default the test split has 0.1, unless another
+        way to choose it is given.
+    valid_rows, test_rows
+        Number of samples in these splits, in the place of a share.
+    valid_files, test_files
+        Names of files that are in these splits, whole: ``day_23``.
+    split
+        Divide Parquet, CSV and TSV files by row: ``{by: time, column: ts, test_from: …}``, ``{by: hash, test: 0.1}``;
+        see `hotbed.data.row_split`.
     count_on
         ``"train"`` counts values in the train split only, so nothing about the test split leaks into the vocabulary:
-        a value that is new there is id 0, as it would be in production. ``"all"`` counts the whole log, as NVIDIA's
+        a value that is new there is id 0, as it would be in production. ``"all"`` counts all samples, as NVIDIA's
         scripts do.
     vocabulary
         ``vocabulary/`` directory of an earlier dataset: its values keep their ids, whatever their counts are now, and
         new values come after them.
     on_bad_line
-        ``"error"`` stops at a bad line; ``"skip"`` leaves bad lines out and counts them.
+        ``"error"`` stops at a bad line of a log; ``"skip"`` leaves bad lines out and counts them.
+    format
+        ``"split_binary"`` or ``"parquet"``. Default: split-binary for Criteo logs, and Parquet for all else, as the
+        former holds one id per column only.
+    executor
+        What runs the tasks: ``"threads"``, ``"processes"``, ``"dask:ADDRESS"`` or any
+        `concurrent.futures.Executor`. Workers need hotbed, and all files at the same paths.
+    workers
+        Threads or processes. Default: one per core, or as many as ``memory`` is enough for.
+    memory
+        Bytes that may be used, by all threads and processes together, or by each worker of a cluster. What does not
+        fit waits on the disk.
     overwrite
         Replace ``out`` if it is a dataset already.
     progress
@@ -129,154 +178,190 @@ def prepare(
         If a line is bad (names file, line, column and value), a file is empty or truncated, or ``out`` exists.
     SpecError
         If an argument is out of range.
+    WorkerError
+        If workers die again and again, or a cluster does not answer. What was done is kept, so that the same call goes
+        on.
     OSError
-        If the disk is full. Nothing is left behind after any failure.
+        If the disk is full. Nothing is left behind after this or any other failure.
     """
     started = time.perf_counter()
-    _check_arguments(threshold, valid_fraction, test_fraction, count_on, on_bad_line)
-    files, out = find_files(raw), Path(out)
+    held_out = _held_out(valid_fraction, test_fraction, (valid_rows, test_rows), (valid_files, test_files), split)
+    choices = {
+        "count_on": (count_on, get_args(CountOn)),
+        "on_bad_line": (on_bad_line, get_args(OnBadLine)),
+        "format": (format or "parquet", get_args(Format)),
+    }
+    _check_arguments(threshold, top_k, choices, workers, memory)
+    found = find_input([raw] if isinstance(raw, str | Path) else list(raw), schema, on_bad_line)
+    if held_out.by is not None and isinstance(found, Logs):
+        raise SpecError("split is for files with columns of their own; choose splits of Criteo logs by rows or files")
+    form: Format = format or ("split_binary" if isinstance(found, Logs) else "parquet")
+    columns = _columns_by_table(found.schema)
+    earlier = {} if vocabulary is None else {table: vocabulary_file(vocabulary, table) for table in columns}
+    for file in earlier.values():
+        read_vocabulary(file)
+    said = (threshold, top_k, held_out, count_on, on_bad_line, form, sorted(valid_files), sorted(test_files))
+    key = _key(found.state, [_state(file) for file in earlier.values()], found.schema.to_dict(), said)
+    workers = workers or _workers_within(memory, executor)
+    each = max(1 << 20, (memory - _BASE_BYTES) // (2 * (workers or 1)))
     report = progress or _silent
-    old = {} if vocabulary is None else {name: vocabulary_file(vocabulary, name) for name in SPARSE}
-    for file in old.values():
-        check_exists(file)
-    checker = LineChecker(on_bad_line)
-    with new_directory(out, marker="feature_spec.yaml", overwrite=overwrite) as directory:
-        spool = _Spool(directory / "spool")
-        spool.fill(files, checker, report)
-        samples = _split_sizes(spool.samples, valid_fraction, test_fraction)
-        counted = samples["train"] if count_on == "train" else spool.samples
-        vocabularies = directory / VOCABULARY
-        vocabularies.mkdir()
-        columns: list[SparseColumn] = []
+    with (
+        open_tasks(executor, workers) as tasks,
+        new_directory(
+            Path(out), marker=MARKERS[form], overwrite=overwrite, key=key, kept_on=(WorkerError, KeyboardInterrupt)
+        ) as directory,
+    ):
+        rmtree(directory / _DONE, ignore_errors=True)
+        work, vocabularies = directory / ".work", directory / VOCABULARY
+        spool, counts, encoded = work / "spool", work / "counts", work / "encoded"
+        for folder in (vocabularies, spool, counts, encoded):
+            folder.mkdir(parents=True, exist_ok=True)
+        pieces = _with_files(found.pieces(spool, tasks, report), valid_files, test_files)
+        splits = divided(pieces := in_order(pieces), held_out)
+        kinds, types = found.kinds(), found.types()
+        groups = groups_of(pieces)
+        samples: Counter[str] = Counter()
+        counting = [
+            CountJob(group, columns, kinds, splits, count_on == "train", counts / f"{i:06d}", each)
+            for i, group in enumerate(groups)
+        ]
+        total = len(groups) + len(columns)
+        for done, of_group in enumerate(tasks.map(count, counting)):
+            report("count", done, total)
+            samples.update(of_group)
+        _check_splits(samples, splits.names)
+        merging = [
+            MergeJob(table, counts, kinds[table], threshold, top_k, earlier.get(table), vocabularies, each)
+            for table in columns
+        ]
         entries: dict[str, VocabularyEntry] = {}
-        for i, name in enumerate(SPARSE):
-            report("count", i, len(SPARSE))
-            earlier = Vocabulary.load(old[name]) if old else Vocabulary.empty()
-            grown = earlier.extended(*spool.counts(name, counted), threshold)
-            grown.save(vocabulary_file(vocabularies, name))
-            columns.append(SparseColumn(name=name, rows=grown.rows))
-            entries[name] = VocabularyEntry.of(pa.array(grown.values), "hexadecimal")
-        report("count", len(SPARSE), len(SPARSE))
-        schema = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(columns))
-        preparation = PreparationEntry(vocabularies=entries, numericals="log", dtype="float16")
-        with SplitBinaryWriter(directory, schema, list(samples), preparation=preparation.model_dump()) as writer:
-            _write(spool, samples, vocabularies, writer, report)
-        rmtree(spool.path)
+        for table, (values, sha256) in zip(columns, tasks.map(merge, merging), strict=True):
+            report("count", len(groups) + len(entries), total)
+            entries[table] = VocabularyEntry(kind=_kind(found, kinds[table]), values=values, sha256=sha256)
+        rows = {table: entry.values + 1 for table, entry in entries.items()}
+        report("count", total, total)
+        made = dataset_schema(found.schema, rows)
+        preparation = PreparationEntry(
+            vocabularies=entries,
+            tables={column.name: column.table_name for column in made.sparse},
+            numericals="log" if isinstance(found, Logs) else "as_is",
+            dtype="float16" if form == "split_binary" else None,
+        )
+        encoding = [
+            EncodeJob(group, i, made, kinds, types, splits, vocabularies, encoded / f"{i:06d}", form, preparation)
+            for i, group in enumerate(groups)
+        ]
+        for done, _ in enumerate(tasks.map(encode, encoding)):
+            report("write", done, len(groups))
+        assemble([job.out for job in encoding], directory, made, splits, form, preparation)
+        report("write", len(groups), len(groups))
+        work.replace(directory / _DONE)  # so that what is removed in part is not taken for what is there
+        rmtree(directory / _DONE)
     return PrepareReport(
-        path=out,
-        samples=samples,
-        rows=schema.rows,
-        skipped=dict(checker.skipped),
+        path=Path(out),
+        samples={split: samples[split] for split in splits.names},
+        rows=rows,
+        skipped=dict(found.skipped),
         seconds=time.perf_counter() - started,
     )
 
 
-class _Spool:
-    """Parsed blocks on disk, read back column by column."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.sizes: list[int] = []
-        path.mkdir()
-
-    @property
-    def samples(self) -> int:
-        return sum(self.sizes)
-
-    def fill(self, files: Sequence[Path | RemoteFile], checker: LineChecker, report: Progress) -> None:
-        total = sum(map(size_of, files))
-        before = 0
-        for file in files:
-
-            def seen(done: int, before: int = before) -> None:
-                report("read", before + done, total)
-
-            for block in read_blocks(file, seen):
-                frame = checker.parse(block)
-                if len(frame):
-                    # Arrow's writer, because it reports a full disk as an OSError with its errno.
-                    pq.write_table(frame.to_arrow(), self._file(len(self.sizes)), compression="lz4")
-                    self.sizes.append(len(frame))
-            before += size_of(file)
-        if not self.sizes:
-            raise DataError(f"{files[0]} has no good line ({sum(checker.skipped.values()):,} were skipped)")
-
-    def counts(self, column: str, samples: int) -> tuple[NDArray[np.uint32], NDArray[Any]]:
-        """Distinct values of a column in the first samples, and how often each occurs."""
-        import polars as pl
-
-        values = pl.scan_parquet(self.path / "*.parquet").select(column).head(samples).drop_nulls()
-        counted = values.group_by(column).len("count").collect(engine="streaming")
-        return counted[column].to_numpy(), counted["count"].to_numpy()
-
-    def read(self, columns: Sequence[str], samples: Mapping[str, int]) -> Iterator[tuple[str, pl.DataFrame]]:
-        """Parts of some columns in order, none of which crosses from one split to the next."""
-        import polars as pl
-
-        splits = iter(samples.items())
-        split, left = next(splits)
-        for i in range(len(self.sizes)):
-            frame = pl.read_parquet(self._file(i), columns=list(columns))
-            while len(frame):
-                if left == 0:
-                    split, left = next(splits)
-                part = frame.head(left)
-                yield split, part
-                left -= len(part)
-                frame = frame.slice(len(part))
-
-    def _file(self, i: int) -> Path:
-        return self.path / f"{i:08d}.parquet"
+def _columns_by_table(schema: Schema) -> dict[str, tuple[str, ...]]:
+    return {table: tuple(c.name for c in schema.sparse if c.table_name == table) for table in schema.rows}
 
 
-def _write(
-    spool: _Spool,
-    samples: Mapping[str, int],
-    vocabularies: Path,
-    writer: SplitBinaryWriter,
-    report: Progress,
-) -> None:
-    for split, frame in spool.read([LABEL, *DENSE], samples):
-        writer.append_labels(split, frame[LABEL].to_numpy())
-        writer.append_dense(split, frame.select(DENSE).fill_null(0.0).to_numpy())
-    for i, name in enumerate(SPARSE):
-        report("write", i, len(SPARSE))
-        vocabulary = Vocabulary.load(vocabulary_file(vocabularies, name))
-        for split, frame in spool.read([name], samples):
-            missing = frame[name].is_null().to_numpy()
-            ids = vocabulary.lookup(frame[name].fill_null(0).to_numpy())
-            writer.append_ids(split, i, np.where(missing, 0, ids))
-    report("write", len(SPARSE), len(SPARSE))
+def _kind(found: RawInput, values: pa.DataType) -> Kind:
+    if isinstance(found, Logs):
+        return "hexadecimal"
+    return "text" if arrow.is_text(values) else "integers"
 
 
-def _split_sizes(samples: int, valid_fraction: float, test_fraction: float) -> dict[str, int]:
-    valid, test = round(samples * valid_fraction), round(samples * test_fraction)
-    sizes = {"train": samples - valid - test}
-    sizes |= {"valid": valid} if valid_fraction else {}
-    sizes |= {"test": test} if test_fraction else {}
-    for split, size in sizes.items():
-        if size < 1:
-            raise DataError(
-                f"the log has {samples:,} good lines, too few for a {split} split with valid_fraction {valid_fraction} "
-                f"and test_fraction {test_fraction}; change the fractions, or set one to 0"
-            )
-    return sizes
-
-
-def _check_arguments(threshold: int, valid: float, test: float, count_on: str, on_bad_line: str) -> None:
-    if threshold < 1:
-        raise SpecError(f"threshold is {threshold:,}, must be at least 1 (1 keeps every value)")
-    for name, value in (("valid_fraction", valid), ("test_fraction", test)):
-        if not 0 <= value < 1:
-            raise SpecError(f"{name} is {value}, must be at least 0 and below 1")
+def _held_out(
+    valid_fraction: float | None,
+    test_fraction: float | None,
+    rows: tuple[int, int],
+    files: tuple[Sequence[str], Sequence[str]],
+    split: Mapping[str, object] | None,
+) -> HeldOut:
+    """Check how splits were asked for; by default the test split has a tenth."""
+    for name, share in (("valid_fraction", valid_fraction), ("test_fraction", test_fraction)):
+        if share is not None and not 0 <= share < 1:
+            raise SpecError(f"{name} is {share}, must be at least 0 and below 1")
+    for name, number in zip(("valid_rows", "test_rows"), rows, strict=True):
+        if number < 0:
+            raise SpecError(f"{name} is {number:,}, must be at least 0")
+    valid, test = valid_fraction or 0.0, test_fraction or 0.0
     if valid + test >= 1:
         raise SpecError(f"valid_fraction {valid} and test_fraction {test} leave nothing to train on; lower one")
-    for name, value, choices in (
-        ("count_on", count_on, get_args(CountOn)),
-        ("on_bad_line", on_bad_line, get_args(OnBadLine)),
-    ):
-        if value not in choices:
-            raise SpecError(f"{name} is {value!r}, must be one of {', '.join(choices)}")
+    ways = {
+        "a fraction": valid or test,
+        "rows": any(rows),
+        "files": any(files),
+        "split": split is not None,
+    }
+    asked = [way for way, is_asked in ways.items() if is_asked]
+    if len(asked) > 1:
+        raise SpecError(f"splits are chosen by {' and by '.join(asked)}; choose one way")
+    return HeldOut(valid, test_fraction, *rows, None if split is None else row_split(split))
+
+
+def _with_files(pieces: Sequence[Piece], valid: Sequence[str], test: Sequence[str]) -> list[Piece]:
+    """The same pieces, those of some files with their split, all others with that of train."""
+    if not valid and not test:
+        return list(pieces)
+    names = {piece.rows.file.name for piece in pieces}
+    wanted: dict[str, str] = {}
+    for split, of_split in (("valid", valid), ("test", test)):
+        for name in of_split:
+            full = next((n for n in names if name in (n, n.rsplit("/", 1)[-1])), None)
+            if full is None:
+                raise SpecError(f"{split}_files names {name}, which is no file of the data{did_you_mean(name, names)}")
+            if wanted.setdefault(full, split) != split:
+                raise SpecError(f"{name} is in valid_files and in test_files; leave it in one of them")
+    return [replace(piece, split=wanted.get(piece.rows.file.name, piece.split or "train")) for piece in pieces]
+
+
+def _check_arguments(
+    threshold: int,
+    top_k: int | None,
+    choices: Mapping[str, tuple[object, tuple[str, ...]]],
+    workers: int | None,
+    memory: int,
+) -> None:
+    if threshold < 1:
+        raise SpecError(f"threshold is {threshold:,}, must be at least 1 (1 keeps every value)")
+    for name, number in (("top_k", top_k), ("workers", workers)):
+        if number is not None and number < 1:
+            raise SpecError(f"{name} is {number:,}, must be at least 1")
+    if memory < _BASE_BYTES + _TASK_BYTES:
+        least = _BASE_BYTES + _TASK_BYTES
+        raise SpecError(f"memory is {memory:,} bytes, must be at least {least:,}, which one task needs")
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise SpecError(f"{name} is {value!r}, must be one of {', '.join(known)}")
+
+
+def _check_splits(samples: Mapping[str, int], names: Sequence[str]) -> None:
+    for split in names:
+        if not samples[split]:
+            raise DataError(f"no sample is in the {split} split; choose splits another way")
+
+
+def _workers_within(memory: int, executor: str | Executor) -> int | None:
+    """Workers that memory is enough for; None where the executor has its own."""
+    if executor not in ("threads", "processes"):
+        return None
+    return max(1, min(usable_cores(), (memory - _BASE_BYTES) // _TASK_BYTES))
+
+
+def _key(*said: object) -> str:
+    """8 hexadecimal digits of all that decides what is made."""
+    return hashlib.sha256(repr((_VERSION, said)).encode()).hexdigest()[:8]
+
+
+def _state(file: Path) -> object:
+    info = file.stat()
+    return str(file), info.st_size, info.st_mtime_ns
 
 
 def _silent(stage: str, done: int, total: int) -> None: ...

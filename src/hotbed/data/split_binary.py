@@ -14,6 +14,7 @@ module writes load there too, as long as they have no ``valid`` split, which NVI
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -242,13 +243,25 @@ class SplitBinaryWriter:
         for i, column in enumerate(self.schema.sparse):
             self.append_ids(split, i, batch.sparse[column.name].values.numpy())
 
+    def append_dataset(self, path: Path) -> None:
+        """Append all samples of a dataset that another writer has written with the same schema and splits."""
+        for split in self.samples:
+            for name in (*self._label_names, *(["numerical.bin"] if self.schema.dense else []), *self._cat_names):
+                with (path / split / name).open("rb") as stored:
+                    shutil.copyfileobj(stored, self._file(f"{split}/{name}"), 1 << 20)
+            samples = (path / split / self._label_names[0]).stat().st_size  # of a byte each
+            self.samples[split] += samples
+
     def _append(self, split: str, name: str, values: NDArray[Any]) -> None:
         key = f"{split}/{name}"
-        if key not in self._open:
-            (self.path / split).mkdir(exist_ok=True)
-            self._open[key] = self._stack.enter_context((self.path / key).open("wb"))
-        self._open[key].write(np.ascontiguousarray(values).data)
+        self._file(key).write(np.ascontiguousarray(values).data)
         self._written[key] += len(values)
+
+    def _file(self, key: str) -> BinaryIO:
+        if key not in self._open:
+            (self.path / key).parent.mkdir(exist_ok=True)
+            self._open[key] = self._stack.enter_context((self.path / key).open("wb"))
+        return self._open[key]
 
     def _refuse(self, bad: NDArray[np.bool_], values: NDArray[Any], key: str, column: str, problem: str) -> None:
         """Raise `DataError` if any value ``[n]`` is bad, naming the first; samples count from the split's start."""

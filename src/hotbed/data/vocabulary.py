@@ -1,8 +1,12 @@
-"""Number the values of each column; values seen in earlier data keep their ids.
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Number the values of a table's columns; values seen in earlier data keep their ids.
 
-A vocabulary is a text file per column, ``C1.txt``: line n is the value with id n, as 8 hexadecimal digits. Id 0 is not
-in it: it stands for values that are missing or too rare. Files are append-only: a later one starts with the earlier.
+A vocabulary is a Parquet file per table, ``vocabulary/C1.parquet``, with the columns ``value`` (integers, text or
+bytes) and ``id``: 1, 2, … in order. Id 0 is not in it: it stands for values that are missing or too rare. Files are
+append-only: a later one starts with the rows of the earlier.
 """
+
+# pyarrow ships no types.
 
 from __future__ import annotations
 
@@ -12,118 +16,125 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from hotbed.data import arrow
 from hotbed.errors import DataError
+from hotbed.files import new_file
 
 VOCABULARY = "vocabulary"
 """Folder of a prepared dataset that has them."""
-_LINES = 1 << 20  # values converted to text at once
-_LINE_BYTES = 9
+BATCH_ROWS = 1 << 20
+"""Values of a vocabulary that are read at once."""
 
 
 class Vocabulary:
-    """Values of one column in id order.
+    """Values of one table in id order.
 
     Parameters
     ----------
     values
-        Distinct values ``[V]`` uint32; the one at position i has id i + 1.
+        Distinct values ``[V]`` of one of the types of `value_type`; the one at position i has id i + 1.
     """
 
-    def __init__(self, values: NDArray[np.uint32]) -> None:
+    def __init__(self, values: pa.Array) -> None:
         self.values = values
-        order = np.argsort(values, kind="stable")
-        self._sorted = values[order]
-        self._ids = (order + 1).astype(np.int32 if len(values) < np.iinfo(np.int32).max else np.int64)
 
     @staticmethod
-    def empty() -> Vocabulary:
+    def empty(kind: pa.DataType) -> Vocabulary:
         """Make a vocabulary without values."""
-        return Vocabulary(np.zeros(0, dtype=np.uint32))
+        return Vocabulary(pa.array([], kind))
 
     @property
     def rows(self) -> int:
-        """Rows a table of this column needs: all values and id 0."""
+        """Rows a table needs: all values and id 0."""
         return len(self.values) + 1
 
-    def lookup(self, values: NDArray[np.uint32]) -> NDArray[Any]:
-        """Ids ``[n]`` of values ``[n]``; 0 for those that are not in the vocabulary."""
-        if not len(self.values):
-            return np.zeros(len(values), dtype=np.int32)
-        # Clicks are heavy-tailed: searching each distinct value once beats searching all.
-        distinct, inverse = np.unique(values, return_inverse=True)
-        at = np.minimum(np.searchsorted(self._sorted, distinct), len(self.values) - 1)
-        return np.where(self._sorted[at] == distinct, self._ids[at], 0)[inverse]
+    def lookup(self, values: pa.Array) -> NDArray[np.int64]:
+        """Ids ``[n]`` of values ``[n]``; 0 for those that are missing or not in the vocabulary."""
+        whole = pa.table({"value": self.values, "id": pa.array(np.arange(1, self.rows))})
+        return _lookup(iter(whole.to_batches()), values.cast(self.values.type))
 
-    def extended(self, values: NDArray[np.uint32], counts: NDArray[Any], threshold: int) -> Vocabulary:
-        """Append the values that are new and were seen at least ``threshold`` times, by falling count, then by value.
 
-        Parameters
-        ----------
-        values
-            Distinct values ``[n]``.
-        counts
-            How often each was seen ``[n]``.
-        threshold
-            Smallest count of a value that gets an id.
-        """
-        new = (counts >= threshold) & (self.lookup(values) == 0)
-        values, counts = values[new], counts[new]
-        order = np.lexsort((values, -counts.astype(np.int64)))
-        return Vocabulary(np.concatenate([self.values, values[order]]))
-
-    def save(self, path: Path) -> None:
-        """Write the text file."""
-        with path.open("wb") as stream:
-            for text in _lines(self.values):
-                stream.write(text)
-
-    @staticmethod
-    def load(path: Path) -> Vocabulary:
-        """Read a text file.
-
-        Raises
-        ------
-        DataError
-            If the file does not exist, a line is not 8 hexadecimal digits, or a value occurs twice.
-        """
-        check_exists(path)
-        if (size := path.stat().st_size) > _LINE_BYTES << 32:
-            raise DataError(f"{path} is damaged: {size:,} bytes are more lines than the 2^32 values there are")
-        parts: list[NDArray[np.uint32]] = [np.zeros(0, dtype=np.uint32)]
-        with path.open("rb") as stream:
-            while text := stream.read(_LINES * _LINE_BYTES):
-                try:
-                    part = np.frombuffer(bytes.fromhex(text.decode("ascii")), dtype=">u4").astype(np.uint32)
-                except (UnicodeDecodeError, ValueError):
-                    part = np.zeros(0, dtype=np.uint32)
-                if b"".join(_lines(part)) != text.lower():
-                    raise DataError(f"{path} is damaged: every line must be 8 hexadecimal digits; copy the file again")
-                parts.append(part)
-        values = np.concatenate(parts)
-        if len(np.unique(values)) != len(values):
-            raise DataError(f"{path} is damaged: a value occurs twice, so it would have two ids; copy the file again")
-        return Vocabulary(values)
+def value_type(kind: pa.DataType) -> pa.DataType:
+    """Type in which values of a column are counted and stored: int64, uint64, large_string or large_binary."""
+    kind = kind.value_type if arrow.is_list(kind) else kind
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return pa.large_binary()
+    if arrow.is_text(kind):
+        return pa.large_string()
+    return pa.uint64() if pa.types.is_uint64(kind) else pa.int64()
 
 
 def vocabulary_file(directory: str | Path, table: str) -> Path:
     """Where the vocabulary of a table is."""
-    return Path(directory) / f"{quote(table, safe=' ')}.txt"
+    return Path(directory) / f"{quote(table, safe=' ')}.parquet"
+
+
+def write_vocabulary(path: Path, vocabulary: Vocabulary) -> None:
+    """Write a vocabulary; the file appears whole or not at all."""
+    table = pa.table({"value": vocabulary.values, "id": pa.array(np.arange(1, vocabulary.rows))})
+    with new_file(path) as file:
+        pq.write_table(
+            table,
+            file,
+            row_group_size=BATCH_ROWS,
+            compression="zstd",
+            use_dictionary=False,
+            column_encoding={"id": "DELTA_BINARY_PACKED"},
+        )
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """Read a vocabulary, and check it; a `DataError` says that there is none, or that it is damaged."""
-    return Vocabulary.load(path)
+    """Read a vocabulary, and check it.
+
+    Raises
+    ------
+    DataError
+        If the file does not exist or is no vocabulary: its columns are others, ids are not 1, 2, …, or a value is
+        missing or occurs twice.
+    """
+    _check_exists(path)
+    try:
+        stored = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is damaged: it cannot be read as Parquet ({error}); copy the file again") from None
+    if stored.column_names != ["value", "id"]:
+        raise DataError(f"{path} has columns {', '.join(stored.column_names)}, a vocabulary has value and id")
+    values = stored["value"].combine_chunks()
+    kind = value_type(values.type)
+    if arrow.is_list(values.type) or not (arrow.is_text(values.type) or arrow.is_whole(values.type)):
+        raise DataError(f"{path} has values of type {values.type}; a vocabulary has integers, text or bytes")
+    if not stored["id"].combine_chunks().equals(pa.array(np.arange(1, len(stored) + 1))):
+        raise DataError(f"{path} is damaged: ids must be 1, 2, … in order, as int64; copy the file again")
+    if values.null_count:
+        raise DataError(f"{path} is damaged: {values.null_count:,} values are missing; copy the file again")
+    if len(pc.unique(values)) != len(values):
+        raise DataError(f"{path} is damaged: a value occurs twice, so it would have two ids; copy the file again")
+    return Vocabulary(values.cast(kind))
 
 
-def check_exists(path: Path) -> None:
-    """Raise `DataError` unless there is such a vocabulary file."""
+def lookup_in_file(path: Path, values: pa.Array) -> NDArray[np.int64]:
+    """Ids ``[n]`` of values ``[n]`` as `Vocabulary.lookup` finds them; memory does not grow with the vocabulary."""
+    with pq.ParquetFile(path) as stored:
+        return _lookup(stored.iter_batches(BATCH_ROWS, use_threads=False), values)
+
+
+def _lookup(batches: Iterator[pa.RecordBatch], values: pa.Array) -> NDArray[np.int64]:
+    encoded = values.dictionary_encode()
+    ids_of_distinct: NDArray[np.int64] = np.zeros(len(encoded.dictionary) + 1, dtype=np.int64)  # the last: missing
+    for batch in batches:
+        at = pc.index_in(batch["value"], value_set=encoded.dictionary)
+        found = at.is_valid()
+        ids_of_distinct[at.filter(found).to_numpy()] = batch["id"].filter(found).to_numpy()
+    indices: NDArray[Any] = encoded.indices.fill_null(len(encoded.dictionary)).to_numpy(zero_copy_only=False)
+    return ids_of_distinct[indices]
+
+
+def _check_exists(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"{path} does not exist; give the `vocabulary` directory of a prepared dataset")
-
-
-def _lines(values: NDArray[np.uint32]) -> Iterator[bytes]:
-    for start in range(0, len(values), _LINES):
-        part = values[start : start + _LINES].astype(">u4")
-        yield part.tobytes().hex("\n", 4).encode("ascii") + b"\n"

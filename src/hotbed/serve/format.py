@@ -42,6 +42,7 @@ from hotbed.checkpoint.storage import Directory, LocalDirectory, Reader, directo
 from hotbed.data import Encoder, Schema
 from hotbed.data.derived import Lookup
 from hotbed.data.lookup_table import LookupTable
+from hotbed.data.preparation import PreparationEntry
 from hotbed.errors import CheckpointError, DamagedError, DataError, SpecError
 from hotbed.serve.schema import (
     DENSE,
@@ -259,16 +260,15 @@ class ExportedModel(Published):
         from pyarrow import parquet
 
         needed = [("lookups", "table for feature", d.name) for d in self.schema.derived if isinstance(d, Lookup)]
-        if self.manifest.encoder.get("preparation") is not None:
-            needed += [("vocabularies", "values of table", column.table_name) for column in self.schema.stored[0]]
+        if (preparation := self.manifest.encoder.get("preparation")) is not None:
+            tables = PreparationEntry.parse(preparation, f"{self}/{MANIFEST}: encoder.preparation").vocabularies
+            needed += [("vocabularies", "values of table", table) for table in tables]
         for key, what, name in needed:
             if name not in getattr(self.manifest, key):
                 raise CheckpointError(f"{self}/{MANIFEST}: '{key}' has no {what} '{name}'; export the model again")
         try:
-            tables = {
-                feature: parquet.read_table(io.BytesIO(self.read(file)))
-                for feature, file in self.manifest.lookups.items()
-            }
+            found = self.manifest.lookups.items()
+            tables = {feature: parquet.read_table(io.BytesIO(self.read(file))) for feature, file in found}
             return Encoder.from_dict(self.manifest.encoder, tables, self._vocabulary)
         except DamagedError:
             raise

@@ -1,6 +1,7 @@
 """Publish the tests of hotbed's contracts, for implementations of your own; needs pytest.
 
 =========================  ==============================================================================
+`hotbed.testing.executor`  ``ExecutorContract``: what an executor must do that runs the tasks of `hotbed.prepare`
 `hotbed.testing.rule`      ``RuleContract``: what every `hotbed.optim.SparseOptimizer` must do
 `hotbed.testing.source`    ``SourceContract``: what every `hotbed.data.Source` must do
 `hotbed.testing.store`     ``StoreContract``: what every `hotbed.store.RowStore` must do
@@ -14,4 +15,4 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"hotbed.testing needs pytest ({error}); pip install 'hotbed[testing]'") from error
 
-pytest.register_assert_rewrite("hotbed.testing.rule", "hotbed.testing.source", "hotbed.testing.store")
+pytest.register_assert_rewrite(*(f"hotbed.testing.{name}" for name in ("executor", "rule", "source", "store")))

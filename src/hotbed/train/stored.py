@@ -11,11 +11,12 @@ from torch import nn
 
 from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
+from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
+from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
-from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import CheckpointError, DataError
 from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
@@ -94,18 +95,17 @@ def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Sour
         If they are raw rows, and the dataset does not say how it was prepared.
     """
     component = _uncut(_as_trained(recipe.data.source, manifest))
-    if issubclass(component.load(), SplitBinarySource) and not _is_prepared(data):
+    if _takes_raw_rows(component, manifest) and not _is_prepared(data):
         trained = new_source(recipe.data)
-        if trained.encoder is None:
+        if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
                 f"{data} has raw rows, and the model's data, {recipe.data.path}, do not say how raw values became ids: "
-                "they are of an earlier release, or of another program. Prepare the log again with "
-                f"this release (hotbed prepare RAW OUT --vocabulary {recipe.data.path}/{VOCABULARY} keeps the ids of "
-                "values) and train with that, or predict of rows that are prepared as they were"
+                "they are of an earlier release, or of another program. Prepare the log again with this release "
+                "(hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they were"
             )
         take_features(trained, manifest)
-        encoder = trained.encoder.inputs
-        return ParquetSource(data, encoder.schema, ids="raw", encoder=encoder), trained.schema.labels
+        encoder, text = trained.encoder.inputs, trained.encoder.preparation.text
+        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), trained.schema.labels
     given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
@@ -114,12 +114,24 @@ def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Sour
     return source, labels_of(recipe, source)
 
 
+def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
+    """Whether a model was trained on prepared data: others have no vocabularies that its checkpoint knows."""
+    given = component.init_args
+    is_parquet = issubclass(component.load(), ParquetSource) and given.get("ids") == "raw"
+    derived = isinstance(schema := given.get("schema"), Mapping) and "features" in schema
+    return issubclass(component.load(), SplitBinarySource) or (
+        is_parquet and not derived and bool(manifest.parts.get(FEATURES))
+    )
+
+
 def _is_prepared(data: str | Path) -> bool:
-    """Whether data are a dataset that `SplitBinarySource` reads, or its description."""
+    """Whether data are rows of a dataset that ``hotbed prepare`` made."""
     place = location(str(data))
     if isinstance(place, Path) and not place.exists():
         raise DataError(f"{data} does not exist; give a prepared dataset, or raw rows as `hotbed prepare` takes them")
-    return isinstance(place, Path) and (place.suffix == ".yaml" or (place / DESCRIPTION).is_file())
+    if isinstance(place, Path) and (place.suffix == ".yaml" or (place / DESCRIPTION).is_file()):
+        return True
+    return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
 
 
 def _uncut(component: Component) -> Component:

@@ -1,0 +1,192 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Replace values by their ids, group of samples by group, and put the groups together as a dataset.
+
+A dataset is in NVIDIA's split-binary format (`hotbed.data.split_binary`), or Parquet files of ids beside
+``source.yaml``, which says what they are as a recipe's ``data.source`` does.
+"""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shutil import rmtree
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from hotbed.data import arrow
+from hotbed.data.columns import SparseColumn
+from hotbed.data.pieces import Part, Piece, Splits, read_parts
+from hotbed.data.preparation import PREPARATION, PreparationEntry
+from hotbed.data.row_split import SPLITS
+from hotbed.data.schema import Schema
+from hotbed.data.split_binary import SplitBinaryWriter
+from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
+from hotbed.files import write_text, yaml_text
+
+Format = Literal["split_binary", "parquet"]
+MARKERS: Mapping[Format, str] = {"split_binary": "feature_spec.yaml", "parquet": "source.yaml"}
+"""The file of a dataset that is written last."""
+RAW_SUFFIX = "_value"
+"""What the name of a column of groups ends with in a dataset, where ids of the same values are an input."""
+_ROW_GROUP = 65_536
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """Encode some samples.
+
+    Attributes
+    ----------
+    group
+        The samples.
+    index
+        The group's number.
+    schema
+        What is written, with the rows of each table.
+    kinds
+        By table, the type of its values.
+    types
+        Type of each column that stays as it is, which holds the values of all files.
+    splits
+        In which split a row is.
+    vocabularies
+        The directory of vocabularies.
+    out
+        The directory to make.
+    form
+        The format of the dataset.
+    preparation
+        What the dataset says of how it was made.
+    """
+
+    group: tuple[Piece, ...]
+    index: int
+    schema: Schema
+    kinds: Mapping[str, pa.DataType]
+    types: Mapping[str, pa.DataType]
+    splits: Splits
+    vocabularies: Path
+    out: Path
+    form: Format
+    preparation: PreparationEntry
+
+
+def encode(job: EncodeJob) -> None:
+    """Write the samples with ids, unless they are there."""
+    if job.out.is_dir():
+        return
+    unfinished = job.out.with_name(f".{job.out.name}.unfinished")
+    rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    if job.form == "split_binary":
+        with SplitBinaryWriter(unfinished, job.schema, job.splits.names) as writer:
+            _write_binary(job, writer)
+    else:
+        _write_parquet(job, unfinished)
+    unfinished.rename(job.out)
+
+
+def stored_columns(schema: Schema) -> list[str]:
+    """Columns that are read to encode samples."""
+    more = [name for name in (schema.weight, schema.group) if name is not None]
+    return list(dict.fromkeys([*schema.labels, *schema.dense, *more, *(c.name for c in schema.sparse)]))
+
+
+def dataset_schema(schema: Schema, rows: Mapping[str, int]) -> Schema:
+    """The schema of a dataset, given that of what it is made from, and the rows of its tables."""
+    sparse = tuple(replace(column, rows=rows[column.table_name]) for column in schema.sparse)
+    is_input = schema.group in {column.name for column in sparse}
+    return replace(schema, sparse=sparse, group=f"{schema.group}{RAW_SUFFIX}" if is_input else schema.group)
+
+
+def assemble(
+    groups: Sequence[Path],
+    directory: Path,
+    schema: Schema,
+    splits: Splits,
+    form: Format,
+    preparation: PreparationEntry,
+) -> None:
+    """Put encoded groups together, in order; ``directory`` is a dataset then."""
+    if form == "split_binary":
+        with SplitBinaryWriter(directory, schema, splits.names, preparation=preparation.model_dump()) as writer:
+            for group in groups:
+                writer.append_dataset(group)
+        return
+    for split in splits.names:
+        (directory / split).mkdir(exist_ok=True)
+        for group in groups:
+            for file in sorted((group / split).glob("*.parquet")):
+                file.replace(directory / split / file.name)
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"ids": "raw", "schema": schema.to_dict()}}
+    write_text(directory / MARKERS[form], yaml_text(source) + "\n")
+
+
+def _ids(job: EncodeJob, part: Part, column: SparseColumn) -> NDArray[np.int64]:
+    values = part.values(column.name, job.kinds[column.table_name])
+    return lookup_in_file(vocabulary_file(job.vocabularies, column.table_name), values)
+
+
+def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:
+    for part in read_parts(job.group, stored_columns(job.schema), job.splits):
+        chosen = {split: part.codes == SPLITS.index(split) for split in job.splits.names}
+        labels = np.stack([arrow.numbers(part.column(name, job.types[name])) for name in job.schema.labels], axis=1)
+        dense = [arrow.numbers(part.column(name, job.types[name])) for name in job.schema.dense]
+        for split, mask in chosen.items():
+            writer.append_labels(split, labels[mask])
+            if dense:
+                numbers = np.stack([column[mask] for column in dense], axis=1)
+                writer.append_dense(split, np.where(np.isnan(numbers), 0, numbers))
+        for i, column in enumerate(job.schema.sparse):
+            ids = _ids(job, part, column)
+            for split, mask in chosen.items():
+                writer.append_ids(split, i, ids[mask])
+
+
+def _write_parquet(job: EncodeJob, directory: Path) -> None:
+    writers: dict[str, pq.ParquetWriter] = {}
+    try:
+        for part in read_parts(job.group, stored_columns(_raw(job.schema)), job.splits):
+            table = _encoded(job, part)
+            for split in job.splits.names:
+                mine = table.filter(pa.array(part.codes == SPLITS.index(split)))
+                if not len(mine):
+                    continue
+                if split not in writers:
+                    (directory / split).mkdir()
+                    file = directory / split / f"part-{job.index:06d}.parquet"
+                    schema = mine.schema.with_metadata({PREPARATION: job.preparation.model_dump_json()})
+                    writers[split] = pq.ParquetWriter(file, schema, compression="zstd", compression_level=1)
+                writers[split].write_table(mine, row_group_size=_ROW_GROUP)
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def _raw(schema: Schema) -> Schema:
+    """The same with the stored name of the column of groups."""
+    stored = {f"{column.name}{RAW_SUFFIX}": column.name for column in schema.sparse}
+    return replace(schema, group=stored.get(schema.group or "", schema.group))
+
+
+def _encoded(job: EncodeJob, part: Part) -> pa.Table:
+    """Ids in the place of values; all other columns as they are."""
+    schema, raw = job.schema, _raw(job.schema)
+    more = [name for name in (schema.weight,) if name is not None]
+    columns = {name: part.column(name, job.types[name]) for name in (*schema.labels, *schema.dense, *more)}
+    if schema.group is not None and raw.group is not None:
+        columns[schema.group] = part.column(raw.group, job.types[raw.group])
+    for column in schema.sparse:
+        kind = pa.int32() if column.rows <= np.iinfo(np.int32).max else pa.int64()
+        ids = pa.array(_ids(job, part, column)).cast(kind)
+        if (lists := part.lists(column.name)) is not None:
+            ids = pa.LargeListArray.from_arrays(lists[0], ids, mask=lists[1])
+        columns[column.name] = pa.chunked_array([ids])
+    return pa.table(columns)

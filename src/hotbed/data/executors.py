@@ -1,0 +1,181 @@
+"""Run pure tasks on an executor: threads or processes here, a Dask cluster, or any that a user has made.
+
+A task is a function of its arguments that writes its result under a name of its own, whole or not at all. So it does
+not matter where it runs, how often, or in which order: a worker that is killed costs a repetition.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from multiprocessing import get_context, parent_process
+from typing import TypeVar
+
+from hotbed.errors import SpecError, WorkerError
+from hotbed.machine import usable_cores
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+_MOST_DEATHS = 4
+_IN_FLIGHT = 64
+
+
+class Tasks:
+    """Run tasks on an executor.
+
+    Parameters
+    ----------
+    make
+        Makes the executor, anew where its processes have died.
+    in_flight
+        Tasks that are submitted at once.
+    lost
+        Errors by which the executor says that workers were lost.
+    can_begin_again
+        Whether an executor whose processes have died is made anew.
+    can_cancel
+        Whether a task that is cancelled does not run, as it may on a cluster.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Executor],
+        in_flight: int,
+        *,
+        lost: tuple[type[BaseException], ...] = (BrokenExecutor,),
+        can_begin_again: bool = False,
+        can_cancel: bool = False,
+    ) -> None:
+        self._can_cancel = can_cancel
+        self._make, self._in_flight, self._lost, self._can_begin_again = make, in_flight, lost, can_begin_again
+        self._executor = make()
+
+    def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
+        """Results in the order of the arguments; the first error in that order is raised when the others have ended.
+
+        Raises
+        ------
+        WorkerError
+            If workers die again and again at the same tasks.
+        """
+        left, running = iter(arguments), deque[tuple[A, Future[R]]]()
+        deaths = 0
+        try:
+            while True:
+                try:
+                    while len(running) < self._in_flight:
+                        argument = next(left)
+                        # First in the queue, so that it is not lost where submitting it fails.
+                        running.append((argument, Future()))
+                        running[-1] = (argument, self._executor.submit(task, argument))
+                except StopIteration:
+                    if not running:
+                        return
+                except BrokenExecutor as error:
+                    running[-1][1].set_exception(error)
+                try:
+                    result = running[0][1].result()
+                except self._lost as error:
+                    deaths += 1
+                    if not self._can_begin_again or deaths > _MOST_DEATHS:
+                        raise WorkerError(
+                            f"workers died, or cannot be reached ({error or type(error).__name__}); what was done is "
+                            "kept: start the same command again, with less --memory or fewer --workers if it ran out"
+                        ) from None
+                    self._begin_again(task, running)
+                    continue
+                running.popleft()
+                deaths = 0
+                yield result
+        finally:
+            if self._can_cancel:
+                for _, future in running:
+                    future.cancel()
+            # Of tasks that run on a cluster nothing else says when they have ended, and write no more.
+            wait([future for _, future in running if not future.cancelled()])
+
+    def _begin_again(self, task: Callable[[A], R], running: deque[tuple[A, Future[R]]]) -> None:
+        self._executor.shutdown()
+        self._executor = self._make()
+        for i, (argument, future) in enumerate(running):
+            if isinstance(future.exception(), BrokenExecutor):
+                try:
+                    running[i] = (argument, self._executor.submit(task, argument))
+                except BrokenExecutor:
+                    return  # the next turn makes another
+
+    def close(self) -> None:
+        """Wait for the executor's end."""
+        self._executor.shutdown()
+
+
+@contextmanager
+def open_tasks(executor: str | Executor, workers: int | None = None) -> Generator[Tasks]:
+    """Make an executor by its name, or take one that a user has made, which stays open.
+
+    Parameters
+    ----------
+    executor
+        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"`` or a `concurrent.futures.Executor`.
+    workers
+        Threads or processes; by default one for each core. Clusters have their own.
+
+    Raises
+    ------
+    SpecError
+        If there is no such executor, or its package is not installed.
+    WorkerError
+        If a cluster cannot be reached.
+    """
+    if isinstance(executor, Executor):
+        yield Tasks(lambda: executor, _IN_FLIGHT)
+        return
+    kind, _, address = executor.partition(":")
+    count = workers or usable_cores()
+    if kind == "dask":
+        if not address:
+            raise SpecError(f"executor is {executor!r}, needs an address, such as dask:tcp://HOST:8786")
+        if workers is not None:
+            raise SpecError(f"workers is {workers:,}, but {executor} has workers of its own; leave it out")
+        from hotbed.data.clusters import dask_cluster
+
+        with dask_cluster(address) as cluster:
+            yield Tasks(lambda: cluster.executor, _IN_FLIGHT, lost=cluster.lost)
+        return
+    if executor not in _LOCAL:
+        raise SpecError(f"executor is {executor!r}, must be threads, processes or dask:ADDRESS")
+    tasks = Tasks(lambda: _LOCAL[executor](count), 2 * count, can_begin_again=executor == "processes", can_cancel=True)
+    try:
+        yield tasks
+    finally:
+        tasks.close()
+
+
+def _threads(workers: int) -> Executor:
+    return ThreadPoolExecutor(workers, thread_name_prefix="prepare")
+
+
+def _processes(workers: int) -> Executor:
+    # A process that is forked while other threads run may hang in their locks.
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin_process)
+
+
+_LOCAL: dict[str, Callable[[int], Executor]] = {"threads": _threads, "processes": _processes}
+
+
+def _begin_process() -> None:
+    """Compute on one thread, and end when the process that gives the tasks does."""
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

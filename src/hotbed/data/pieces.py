@@ -1,0 +1,232 @@
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
+"""Know the samples that are prepared as pieces of stored files, in order, and in which split each row is."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from hotbed.data import arrow
+from hotbed.data.parquet_files import RowGroup
+from hotbed.data.row_split import SPLITS, Position, RowSplit
+from hotbed.errors import DataError, SpecError
+
+_TEST_FRACTION = 0.1
+_GROUP_ROWS = 1 << 19
+_GROUP_BYTES = 256 << 20
+_FEWEST_ROWS = 1 << 12
+
+
+_NOWHERE = Position(0, 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A row group, its place among all samples, and its split where all of its rows are in one."""
+
+    rows: RowGroup
+    split: str | None = None
+    at: Position = _NOWHERE
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its columns when they are not compressed."""
+        return self.rows.file.metadata.row_group(self.rows.index).total_byte_size
+
+
+class HeldOut(NamedTuple):
+    """Which rows are not for training, where files or folders do not say it; the last tenth is, where nothing does."""
+
+    valid_fraction: float = 0.0
+    test_fraction: float | None = None
+    valid_rows: int = 0
+    test_rows: int = 0
+    by: RowSplit | None = None
+
+
+@dataclass(frozen=True)
+class Splits:
+    """In which split a row is.
+
+    Attributes
+    ----------
+    names
+        The splits that there are, in order.
+    ends
+        Position among all samples where train ends, and where valid does, for pieces without a split.
+    by
+        A rule that is used instead of positions.
+    """
+
+    names: tuple[str, ...]
+    ends: tuple[int, int] = (0, 0)
+    by: RowSplit | None = None
+
+    def codes(self, piece: Piece) -> NDArray[np.int64]:
+        """Number in `SPLITS` of the split of each row of a piece ``[n]``."""
+        n = piece.rows.samples
+        if piece.split is not None:
+            return np.full(n, SPLITS.index(piece.split))
+        if self.by is None:
+            return np.searchsorted(self.ends, np.arange(piece.at.before, piece.at.before + n), side="right")
+        table = None if self.by.column is None else piece.rows.read([self.by.column])
+        return np.asarray(self.by.codes(piece.rows, piece.at, table), dtype=np.int64)
+
+
+def in_order(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same pieces, each with its place among those that have no split of their own."""
+    free = [piece.rows.samples if piece.split is None else 0 for piece in pieces]
+    ends = np.cumsum([0, *free]).tolist()
+    return [replace(p, at=Position(before, ends[-1])) for p, before in zip(pieces, ends, strict=False)]
+
+
+def divided(pieces: Sequence[Piece], rest: HeldOut) -> Splits:
+    """Splits of pieces in order.
+
+    Raises
+    ------
+    DataError
+        If there are too few rows for a split.
+    SpecError
+        If files have splits and others were asked for.
+    """
+    free = [piece for piece in pieces if piece.split is None]
+    named = {piece.split for piece in pieces if piece.split is not None}
+    asked = rest.valid_fraction or rest.test_fraction or rest.valid_rows or rest.test_rows or rest.by is not None
+    if not free:
+        if asked:
+            raise SpecError(f"the files have the splits {', '.join(_ordered(named))}; ask for no others")
+        return Splits(_ordered(named))
+    if rest.by is not None:
+        for piece in free:
+            rest.by.check(piece.rows.file.schema, str(piece.rows.file))
+        return Splits(_ordered({*named, *rest.by.names}), by=rest.by)
+    total = free[0].at.total
+    test_fraction = rest.test_fraction
+    if test_fraction is None:
+        test_fraction = 0.0 if rest.valid_rows or rest.test_rows else _TEST_FRACTION
+    valid = rest.valid_rows or round(total * rest.valid_fraction)
+    test = rest.test_rows or round(total * test_fraction)
+    sizes = {"train": total - valid - test}
+    sizes |= {"valid": valid} if rest.valid_fraction or rest.valid_rows else {}
+    sizes |= {"test": test} if test_fraction or rest.test_rows else {}
+    for split, size in sizes.items():
+        if size < 1:
+            said = (
+                f"valid_rows {valid:,} and test_rows {test:,}"
+                if rest.valid_rows or rest.test_rows
+                else f"valid_fraction {rest.valid_fraction} and test_fraction {test_fraction}"
+            )
+            raise DataError(
+                f"the log has {total:,} good lines, too few for a {split} split with {said}; change them, or set one "
+                "to 0"
+            )
+    return Splits(_ordered({*named, *sizes}), ends=(total - valid - test, total - test))
+
+
+def _ordered(names: set[str]) -> tuple[str, ...]:
+    return tuple(split for split in SPLITS if split in names)
+
+
+def groups_of(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
+    """Pieces that one task reads, in order: the same whoever works, as what is written depends on it."""
+    found: list[tuple[Piece, ...]] = []
+    group: list[Piece] = []
+    rows = size = 0
+    for piece in pieces:
+        n, nbytes = piece.rows.samples, piece.bytes
+        if group and (rows + n > _GROUP_ROWS or size + nbytes > _GROUP_BYTES):
+            found.append(tuple(group))
+            group, rows, size = [], 0, 0
+        group.append(piece)
+        rows, size = rows + n, size + nbytes
+    return [*found, tuple(group)] if group else found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some consecutive rows.
+
+    Attributes
+    ----------
+    tables
+        Their columns, by piece.
+    places
+        Where the rows of each of these are, for messages.
+    codes
+        Number in `SPLITS` of the split of each row ``[n]``.
+    """
+
+    tables: Sequence[pa.Table]
+    places: Sequence[str]
+    codes: NDArray[np.int64]
+
+    def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
+        """A column as a type that holds the values of all pieces; a `DataError` says where one does not fit."""
+        chunks: list[pa.Array] = []
+        for table, place in zip(self.tables, self.places, strict=True):
+            try:
+                chunks += table[name].cast(kind).chunks
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{place}, column '{name}': {error}; write it as {kind}, as in other files") from None
+        return pa.chunked_array(chunks, kind)
+
+    def lists(self, name: str) -> tuple[pa.Array, pa.Array] | None:
+        """Of a column of lists, where they begin and end ``[n + 1]``, and which are missing ``[n]``."""
+        arrays = [table[name].combine_chunks() for table in self.tables]
+        if not any(arrow.is_list(array.type) for array in arrays):
+            return None
+        lengths = [arrow.lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
+        return pa.array(np.cumsum(np.concatenate([[0], *lengths]))), pa.concat_arrays([a.is_null() for a in arrays])
+
+    def only(self, mask: NDArray[np.bool_]) -> Part:
+        """The rows where a mask ``[n]`` is true."""
+        ends = np.cumsum([len(table) for table in self.tables])[:-1]
+        tables = [t.filter(pa.array(m)) for t, m in zip(self.tables, np.split(mask, ends), strict=True)]
+        return Part(tables, self.places, self.codes[mask])
+
+    def values(self, column: str, kind: pa.DataType) -> pa.Array:
+        """All values of a column, those of lists one after the other, as the type in which they are counted.
+
+        Raises
+        ------
+        DataError
+            If a value is no whole number, or does not fit the type.
+        """
+        places = [f"{place}, column '{column}'" for place in self.places]
+        is_list = any(arrow.is_list(table[column].type) for table in self.tables)
+        found = [_values(t[column], kind, p, is_list=is_list) for t, p in zip(self.tables, places, strict=True)]
+        return pa.concat_arrays(found)
+
+
+def read_parts(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -> Iterator[Part]:
+    """Read the rows of a group in order, as many at once as memory should hold."""
+    if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(p.bytes for p in group) <= _GROUP_BYTES:
+        tables = [piece.rows.read(columns) for piece in group]
+        codes = np.concatenate([splits.codes(piece) for piece in group])
+        yield Part(tables, [str(piece.rows) for piece in group], codes)
+        return
+    for piece in group:
+        codes, start = splits.codes(piece), 0
+        rows = max(_FEWEST_ROWS, min(_GROUP_ROWS, _GROUP_BYTES * piece.rows.samples // max(1, piece.bytes)))
+        for table in piece.rows.batches(columns, rows):
+            yield Part([table], [str(piece.rows)], codes[start : start + len(table)])
+            start += len(table)
+
+
+def _values(column: pa.ChunkedArray, kind: pa.DataType, place: str, *, is_list: bool) -> pa.Array:
+    array = column.combine_chunks()
+    if pa.types.is_null(array.type):
+        return pa.nulls(0 if is_list else len(array), kind)
+    values = arrow.hashable(array.flatten() if arrow.is_list(array.type) else array, place)
+    try:
+        return (values.dictionary_decode() if pa.types.is_dictionary(values.type) else values).cast(kind)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{place}: {error}; its values must be {kind}, as in the other files") from None

@@ -1,0 +1,203 @@
+# pyright: reportUnknownParameterType=false
+"""Find what is to be prepared: Criteo logs, which are parsed first, or tables, which are read where they are."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from hotbed.data import arrow
+from hotbed.data.columns import SparseColumn
+from hotbed.data.criteo import DENSE, LABEL, SPARSE, OnBadLine, find_files, size_of
+from hotbed.data.draft import draft_schema
+from hotbed.data.encode import Encoder
+from hotbed.data.executors import Tasks
+from hotbed.data.parquet_files import ParquetFile, find_parquet, is_table
+from hotbed.data.pieces import Piece
+from hotbed.data.schema import Schema
+from hotbed.data.spool import parse_part, parsed_pieces, parts_of
+from hotbed.data.vocabulary import value_type
+from hotbed.errors import DataError, SpecError
+from hotbed.locations import RemoteFile, location
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, what is done of it, and what there is to do."""
+
+_LOG_SCHEMA = Schema(labels=(LABEL,), dense=DENSE, sparse=tuple(SparseColumn(name=name, rows=2) for name in SPARSE))
+
+
+class RawInput(Protocol):
+    """Samples that are to be prepared."""
+
+    @property
+    def schema(self) -> Schema:
+        """Their columns; the rows of tables mean nothing yet."""
+        ...
+
+    @property
+    def state(self) -> object:
+        """What changes when a file does."""
+        ...
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Lines that were left out, by what was wrong with them; known when pieces are."""
+        ...
+
+    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
+        """Read what has to be read first, and list all samples in order."""
+        ...
+
+    def kinds(self) -> dict[str, pa.DataType]:
+        """By table, the type in which its values are counted."""
+        ...
+
+    def types(self) -> dict[str, pa.DataType]:
+        """By column that is no input of ids, a type for the values of all files."""
+        ...
+
+
+def find_input(
+    raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | None, on_bad_line: OnBadLine
+) -> RawInput:
+    """Find logs, or tables where there is a schema or their names say so.
+
+    Raises
+    ------
+    DataError
+        If there is no such file, or files do not fit together.
+    SpecError
+        If the schema does not fit the files, or cannot be prepared.
+    """
+    if schema is None and not any(map(_has_tables, raw)):
+        return Logs(find_files(raw), on_bad_line)
+    return _tables(raw, schema)
+
+
+def _has_tables(path: str | Path) -> bool:
+    place = location(str(path))
+    if isinstance(place, Path) and place.is_dir():
+        return any(_is_no_log(file.name) for file in place.rglob("*"))
+    return _is_no_log(str(path))
+
+
+def _is_no_log(name: str) -> bool:
+    return is_table(name) and ".tsv" not in name.lower()
+
+
+@dataclass
+class Logs:
+    """Criteo logs."""
+
+    files: Sequence[Path | RemoteFile]
+    on_bad_line: OnBadLine
+    schema: Schema = _LOG_SCHEMA
+    skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def state(self) -> object:
+        """Paths, sizes and times of change."""
+        return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else 0) for f in self.files]
+
+    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
+        """Parse the logs into Parquet files."""
+        parts = parts_of([f.absolute() if isinstance(f, Path) else f for f in self.files], self.on_bad_line, spool)
+        done, total = 0, sum(part.bytes for part in parts)
+        report("read", 0, total)
+        for part, _ in zip(parts, tasks.map(parse_part, parts), strict=True):
+            done += part.bytes
+            report("read", done, total)
+        pieces, self.skipped = parsed_pieces(parts)
+        return pieces
+
+    def kinds(self) -> dict[str, pa.DataType]:
+        """Integers: hexadecimal digits are numbers."""
+        return dict.fromkeys(SPARSE, pa.int64())
+
+    def types(self) -> dict[str, pa.DataType]:
+        """As they are spooled."""
+        return {LABEL: pa.uint8(), **dict.fromkeys(DENSE, pa.float32())}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Files of Parquet, or of CSV and TSV that were converted to it, by split where folders or names say one."""
+
+    files: Mapping[str, Sequence[ParquetFile]]
+    schema: Schema
+    skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def state(self) -> object:
+        """Paths, sizes and times of change."""
+        files = [(split, file) for split, of_split in self.files.items() for file in of_split]
+        infos = [file.filesystem.get_file_info(file.path) for _, file in files]
+        return [(split, file.path, i.size, i.mtime_ns) for (split, file), i in zip(files, infos, strict=True)]
+
+    def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
+        """Row groups, which are read where they are."""
+        return [
+            Piece(rows, split=split or None)
+            for split, of_split in self.files.items()
+            for file in of_split
+            for rows in file.row_groups()
+        ]
+
+    def kinds(self) -> dict[str, pa.DataType]:
+        """One type for all files and columns of a table."""
+        found: dict[str, tuple[pa.DataType, str]] = {}
+        for file in (file for of_split in self.files.values() for file in of_split):
+            for column in self.schema.sparse:
+                stored = file.schema.field(column.name).type
+                if not arrow.kind_of_ids(stored):  # all values are missing
+                    continue
+                kind, where = value_type(stored), f"{file}, column '{column.name}'"
+                other, first = found.setdefault(column.table_name, (kind, where))
+                if arrow.is_text(kind) != arrow.is_text(other):
+                    raise DataError(
+                        f"{where} is {stored}, and {first} is {other}: the values of table '{column.table_name}' must "
+                        "be all text or all integers, as 5 and '5' are other ids; write one of them anew"
+                    )
+                if kind in (pa.uint64(), pa.large_binary()):
+                    found[column.table_name] = (kind, first)
+        return {table: found[table][0] if table in found else pa.int64() for table in self.schema.rows}
+
+    def types(self) -> dict[str, pa.DataType]:
+        """Types as they are stored, where all files have the same."""
+        s = self.schema
+        names = [*s.labels, *s.dense, *(name for name in (s.weight, s.group) if name is not None)]
+        files = [file for of_split in self.files.values() for file in of_split]
+        return {name: arrow.common_type([file.schema.field(name).type for file in files]) for name in names}
+
+
+def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | None) -> Tables:
+    if schema is None:
+        if len(raw) > 1:
+            raise SpecError(f"{len(raw)} paths of tables were given without a schema; give one, or one folder of files")
+        schema = draft_schema(raw[0])
+    schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
+    if schema.derived:
+        raise SpecError(
+            f"'{schema.derived[0].name}' is made of other columns when they are read, which are ids in a prepared "
+            "dataset; prepare the columns without `features`, or train on the files as they are"
+        )
+    # What is said of rows is not used.
+    schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
+    files: dict[str, list[ParquetFile]] = {}
+    for path in raw:
+        for split, of_split in find_parquet(path).items():
+            files.setdefault(split, []).extend(of_split)
+    encoder = Encoder(schema, ids="hash")
+    for file in (file for of_split in files.values() for file in of_split):
+        encoder.check(file.schema, str(file))
+    tables = Tables(files, schema)
+    tables.kinds()
+    if not any(file.metadata.num_rows for of_split in files.values() for file in of_split):
+        raise DataError(f"{raw[0]} has no rows")
+    return tables

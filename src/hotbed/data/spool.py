@@ -1,0 +1,119 @@
+# pyright: reportUnknownParameterType=false
+"""Parse raw Criteo logs part by part into Parquet files, which the later passes of a preparation read column by column.
+
+A part is a compressed file, or a range of bytes of a plain one, so that several workers can read one file.
+"""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from hotbed.data.criteo import (
+    DENSE,
+    LABEL,
+    SPARSE,
+    LineChecker,
+    OnBadLine,
+    codec_of,
+    count_lines,
+    read_blocks,
+    size_of,
+)
+from hotbed.data.parquet_files import ParquetFile
+from hotbed.data.pieces import Piece
+from hotbed.errors import DataError
+from hotbed.files import new_file
+from hotbed.locations import RemoteFile
+
+PART_BYTES = 64 << 20
+_SKIPPED = b"hotbed.skipped"
+_SCHEMA = pa.schema(
+    [(LABEL, pa.uint8()), *((name, pa.float32()) for name in DENSE), *((name, pa.uint32()) for name in SPARSE)]
+)
+
+
+class LogPart(NamedTuple):
+    """What one task parses, and where what it finds goes."""
+
+    file: Path | RemoteFile
+    start: int
+    stop: int | None
+    on_bad_line: OnBadLine
+    spool: Path
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file that it reads."""
+        return (size_of(self.file) if self.stop is None else self.stop) - self.start
+
+
+def parts_of(files: Sequence[Path | RemoteFile], on_bad_line: OnBadLine, spool: Path) -> list[LogPart]:
+    """Cut files into parts, in order."""
+    parts: list[LogPart] = []
+    for file in files:
+        with file.open("rb") as stored:
+            is_plain = codec_of(stored) is None
+        size = size_of(file)
+        for start in range(0, size, PART_BYTES) if is_plain else (0,):
+            stop = min(start + PART_BYTES, size) if is_plain else None
+            parts.append(LogPart(file, start, stop, on_bad_line, spool / f"{len(parts):06d}.parquet"))
+    return parts
+
+
+def parse_part(part: LogPart) -> None:
+    """Parse a part, unless that was done.
+
+    Raises
+    ------
+    DataError
+        At a bad line, with its number, if these are not to be skipped.
+    """
+    if part.spool.is_file():
+        return
+    try:
+        _parse(part, line=1)
+    except DataError:
+        if not part.start:
+            raise
+        _parse(part, line=2 + count_lines(part.file, part.start - 1))  # the same error, with the line's number
+        raise
+
+
+def _parse(part: LogPart, line: int) -> None:
+    checker = LineChecker(part.on_bad_line)
+    # The writer is Arrow's, because it reports a full disk as an OSError with its errno.
+    with new_file(part.spool) as unfinished, pq.ParquetWriter(unfinished, _SCHEMA, compression="lz4") as writer:
+        for block in read_blocks(part.file, start=part.start, stop=part.stop, line=line):
+            frame = checker.parse(block)
+            if len(frame):
+                writer.write_table(frame.to_arrow().cast(_SCHEMA))
+        writer.add_key_value_metadata({_SKIPPED: json.dumps(checker.skipped).encode()})
+
+
+def parsed_pieces(parts: Sequence[LogPart]) -> tuple[list[Piece], Counter[str]]:
+    """What was parsed, in order, and the lines that were skipped, by what was wrong with them.
+
+    Raises
+    ------
+    DataError
+        If there is no good line.
+    """
+    pieces: list[Piece] = []
+    skipped: Counter[str] = Counter()
+    for part in parts:
+        file = ParquetFile(fs.LocalFileSystem(), str(part.spool), part.file.name, str(part.file))
+        skipped.update(json.loads((file.metadata.metadata or {}).get(_SKIPPED, b"{}")))
+        pieces += [Piece(rows) for rows in file.row_groups()]
+    if not pieces:
+        raise DataError(f"{parts[0].file} has no good line ({sum(skipped.values()):,} were skipped)")
+    return pieces, skipped

@@ -1,0 +1,159 @@
+"""A preparation that was killed goes on where it was, and makes what an undisturbed one makes."""
+
+import importlib
+import os
+import subprocess
+import sys
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prepare_cases import SMALL, dataset, digests
+
+from hotbed.data import write_synthetic_log
+from hotbed.data.executors import Tasks
+from hotbed.data.prepare import prepare
+from hotbed.errors import DataError, WorkerError
+
+PLACES = [
+    ("hotbed.data.spool", "_parse", 2),
+    ("hotbed.data.spool", "_parse", 0),
+    ("hotbed.data.counting", "_summed", 40),
+    ("hotbed.data.counting", "write_vocabulary", 5),
+    ("hotbed.data.encoding", "_write_binary", 1),
+    ("hotbed.data.split_binary", "SplitBinaryWriter.append_dataset", 1),
+    ("hotbed.data.prepare", "rmtree", 1),
+]
+"""Functions, and how often they are called before the process is killed in one."""
+
+DYING = """
+import importlib, os, signal, sys
+sys.path.insert(0, {tests!r})
+from test_prepare_restart import prepared
+from pathlib import Path
+import hotbed.data.prepare
+for module, name, calls in {places!r}:
+    owner = importlib.import_module(module)
+    *classes, name = name.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    def dying(*args, original=getattr(owner, name), left=[calls], **options):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+    pid = os.fork()
+    if pid == 0:
+        setattr(owner, name, dying)
+        prepared(Path({log!r}), Path({out!r}))
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, (module, name)
+    print(module, name, len(list(Path({out!r}).parent.glob(".out.unfinished-*"))), Path({out!r}).exists())
+"""
+
+
+def prepared(log: Path, out: Path, **options: Any) -> None:
+    """Prepare in parts of 32 KiB, and groups of 300 rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hotbed.data.spool.PART_BYTES", 1 << 15)
+        patch.setattr("hotbed.data.pieces._GROUP_ROWS", 300)
+        prepare(log, out, threshold=2, workers=1, **options)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("log") / "log.tsv"
+    write_synthetic_log(path, 600)
+    return path
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+@pytest.mark.parametrize("places", [PLACES[3:6:2], pytest.param(PLACES, marks=pytest.mark.full)], ids=("two", "all"))
+def test_killed_at_every_pass(log: Path, tmp_path: Path, places: list[tuple[str, str, int]]) -> None:
+    """One after the other, each killed a pass later, into one directory."""
+    prepared(log, tmp_path / "whole/out")
+    out = tmp_path / "killed/out"
+    code = DYING.format(tests=str(Path(__file__).parent), places=places, log=str(log), out=str(out))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[2:] for line in done.stdout.splitlines()] == [["1", "False"]] * len(places)
+    prepared(log, out)
+    assert digests(out) == digests(tmp_path / "whole/out")
+    assert list(out.parent.iterdir()) == [out]
+
+
+def lose_workers(tasks: Tasks, task: Any, arguments: Any, error: type[BaseException] = WorkerError) -> Any:
+    if task.__name__ == "encode":
+        raise error("workers died")
+    return map(task, arguments)
+
+
+@pytest.mark.parametrize("error", [WorkerError, KeyboardInterrupt])
+def test_what_is_done_is_kept_when_workers_are_lost_or_the_user_interrupts(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(Tasks, "map", partialmethod(lose_workers, error=error))
+        prepared(log, tmp_path / "out")
+    assert [path.name.split("-")[0] for path in tmp_path.iterdir()] == [".out.unfinished"]
+    for name in ("spool._parse", "counting._Counts", "counting.write_vocabulary"):
+        monkeypatch.setattr(f"hotbed.data.{name}", None)  # all that is done
+    prepared(log, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_other_options_begin_anew(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(WorkerError):
+        patch.setattr(Tasks, "map", lose_workers)
+        prepared(log, tmp_path / "out")
+    prepared(log, tmp_path / "out", test_rows=7)
+    prepared(log, tmp_path / "whole", test_rows=7)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_two_at_once_are_refused(log: Path, tmp_path: Path) -> None:
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "write":
+            with pytest.raises(DataError, match=r"out is being made by another process; wait for it, or choose"):
+                prepared(log, tmp_path / "out")
+
+    prepared(log, tmp_path / "out", progress=progress)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_same_bytes_with_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts that do not fit are spilled as runs, which are merged in several rounds."""
+    (tmp_path / "raw").mkdir()
+    raw = dataset(tmp_path / "raw")
+    prepare(raw, tmp_path / "much/out", **SMALL, workers=1)
+    counting = importlib.import_module("hotbed.data.counting")
+    runs: list[int] = []
+    original = counting._merged
+
+    def merged(of_table: Any, job: Any) -> Any:
+        runs.append(len(of_table))
+        return original(of_table, job)
+
+    monkeypatch.setattr(counting, "_merged", merged)
+    monkeypatch.setattr(counting, "_MOST_RUNS", 2)
+    monkeypatch.setattr(counting, "_FEWEST_BATCH_ROWS", 3)
+    monkeypatch.setattr(counting, "_ROW_BYTES", 1 << 30)  # few rows at once
+    monkeypatch.setattr("hotbed.data.pieces._GROUP_BYTES", 1)  # a task for each of 24 row groups, 20 rows at once
+    monkeypatch.setattr("hotbed.data.pieces._FEWEST_ROWS", 20)
+    monkeypatch.setattr("hotbed.data.prepare.CountJob", lambda *a: counting.CountJob(*a[:-1], 500))
+    prepare(raw, tmp_path / "little/out", **SMALL, workers=1)
+    assert min(runs) > 48  # more than two of a task
+    little, much = (tmp_path / name / "out/vocabulary" for name in ("little", "much"))
+    assert digests(little) == digests(much)
+
+
+def test_vocabularies_that_do_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = dataset(tmp_path)
+    counting = importlib.import_module("hotbed.data.counting")
+    monkeypatch.setattr("hotbed.data.prepare.MergeJob", lambda *a: counting.MergeJob(*a[:-1], 1000))
+    message = "table 'user': the values seen at least 2 times take more than the 1,000 bytes that a task may have;"
+    with pytest.raises(DataError, match=message):
+        prepare(raw, tmp_path / "out", **SMALL)
+    assert prepare(raw, tmp_path / "out", **SMALL, top_k=5).rows["user"] == 6
