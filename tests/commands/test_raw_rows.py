@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
+import pyarrow as pa
 import pytest
 import yaml
 
 from hotbed.commands.main import main
 from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
+from hotbed.data.preparation import VocabularyEntry
+from hotbed.data.synthetic import write_synthetic_log
+from hotbed.data.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, vocabulary_file
 from tests.commands.cases import Output, refused, train
 
 TEST_ROWS = 300
@@ -177,7 +181,12 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert status == 0
     values["metadata"]["preparation"] = entry
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    capsys.readouterr()
     assert train(recipe, *options, "--train.steps", "4", "--resume", str(run))[0] == 0
+    warning = "it does not say what values its rows stand for"
+    assert capsys.readouterr().err.count(warning) == 1
+    assert train(recipe, *options, "--train.steps", "5", "--resume", str(tmp_path / "runs" / "small"))[0] == 0
+    assert warning not in capsys.readouterr().err
     entry["vocabularies"]["C7"]["sha256"] = "1" * 64
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
     newest = tmp_path / "runs" / "small"
@@ -186,7 +195,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert status == 2
     told = capsys.readouterr().err
     assert "table 'C7': the data were prepared with other values than those the model was trained on" in told
-    assert "give the data that it was trained on, or train with these (init_from takes over the rows" in told
+    assert "give the data that it was trained on. To train the model on with new data (--init_from)" in told
 
 
 def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> None:
@@ -198,3 +207,52 @@ def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> No
         assert encoder is not None
         assert encoder.preparation is not None
         assert len(encoder.preparation.read("C1").keys) == encoder.preparation.entry.vocabularies["C1"].values > 0
+
+
+def swapped(data: Path, table: str) -> None:
+    """Give the values of the first two ids of a table each other's id."""
+    values = read_vocabulary(vocabulary_file(data / VOCABULARY, table)).values.copy()
+    values[:2] = values[[1, 0]]
+    Vocabulary(values).save(vocabulary_file(data / VOCABULARY, table))
+    description = yaml.safe_load((data / "feature_spec.yaml").read_text())
+    entry = VocabularyEntry.of(pa.array(values), "hexadecimal").model_dump()
+    description["metadata"]["preparation"]["vocabularies"][table] = entry
+    (data / "feature_spec.yaml").write_text(yaml.safe_dump(description))
+
+
+def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
+    tmp_path: Path, prepared: Path, trained: Run, capsys: Output
+) -> None:
+    write_synthetic_log(tmp_path / "day2.tsv", 1500, seed=2)
+    prepare = ["prepare", str(tmp_path / "day2.tsv"), str(tmp_path / "grown"), "--threshold", "3"]
+    assert main([*prepare, "--vocabulary", str(prepared / VOCABULARY)]) == 0
+    grown, before = (SplitBinarySource(place).schema.rows for place in (tmp_path / "grown", prepared))
+    assert any(grown[name] > before[name] for name in SPARSE)
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "grown", steps=2)))
+    status, summary, run = train(recipe, "--init_from", str(trained.path))
+    assert status == 0
+    assert sum(of["what"] == "table" and of["taken"] for of in summary["init"]) == len(SPARSE)
+    assert "warning" not in capsys.readouterr().err
+    assert len(predicted(run, trained.rows, tmp_path / "grown.parquet")) == TEST_ROWS
+    other = tmp_path / "other"
+    shutil.copytree(prepared, other)
+    swapped(other, "C4")
+    recipe.write_text(yaml.safe_dump(recipe_of(other, steps=2)))
+    told = refused(["train", str(recipe), "--out", str(tmp_path / "runs2"), "--init_from", str(trained.path)], capsys)
+    assert "table 'C4': the data were prepared with other values than those the model was trained on" in told
+    assert "hotbed prepare RAW OUT --vocabulary OLD/vocabulary" in told
+    assert not (tmp_path / "runs2").exists()
+    assert train(recipe, "--init_from", str(trained.path), "--init.leave", '["C4"]')[0] == 0
+
+
+def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: Path, capsys: Output) -> None:
+    for day in ("2026-01-01", "2026-01-02", "2026-01-03"):
+        shutil.copytree(prepared, tmp_path / day)
+    swapped(tmp_path / "2026-01-03", "C4")
+    recipe = tmp_path / "small.yaml"
+    values = recipe_of(tmp_path / "{date}")
+    recipe.write_text(yaml.safe_dump(values))
+    argv = ["daily", str(recipe), "--out", str(tmp_path / "days"), "--from", "2026-01-01"]
+    assert main([*argv, "--until", "2026-01-02"]) == 0
+    assert "table 'C4': the data were prepared with other values" in refused(argv, capsys)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, Taken, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBinarySource
@@ -158,6 +158,52 @@ def take_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
     """Let a source make derived columns as a checkpoint's model was trained with, see `Encoder.load_state`."""
     if source.encoder is not None:
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
+
+
+def refuse_other_vocabularies(
+    source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
+) -> None:
+    """Raise `DataError` unless a checkpoint's rows stand for what they stood for, in data whose vocabularies may grow.
+
+    Parameters
+    ----------
+    source
+        Data to go on with.
+    manifest
+        The checkpoint's.
+    taken
+        What `init_from` took of it; None: all.
+    rename
+        What it calls tables that have other names now.
+    """
+    preparation = None if source.encoder is None else source.encoder.preparation
+    if preparation is None:
+        return
+    known = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
+    was: dict[str, Any] = {}
+    for name in preparation.state():
+        earlier = next((old for new, old in (rename or {}).items() if _is_table(new, name)), name)
+        found = next((table for table in known if _is_table(earlier, table)), None)
+        is_taken = taken is None or any(of.what == "table" and of.taken and _is_table(of.name, name) for of in taken)
+        if found is not None and is_taken:
+            was[name] = known[found]
+    preparation.refuse_other(was, may_grow=True)
+
+
+def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
+    """Say that a checkpoint does not know the vocabularies of its data; None where it does, or data have none."""
+    preparation = None if source.encoder is None else source.encoder.preparation
+    if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
+        return None
+    return (
+        "it does not say what values its rows stand for (it is of an earlier release, or of data that do not say it), "
+        "so this cannot be compared, and the vocabularies of the data are taken for those of the rows"
+    )
+
+
+def _is_table(full: str, name: str) -> bool:
+    """Whether a table that may be named with its collection is the one of this name."""
+    return full == name or full.endswith(f".{name}")
 
 
 def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
