@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from hotbed.checkpoint.storage import directory
 from hotbed.commands.main import main
 from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
@@ -78,6 +79,8 @@ def test_raw_rows_have_the_scores_of_prepared_ones(tmp_path: Path, trained: Run)
     assert len(set(trained.scores)) > TEST_ROWS // 2
     assert predicted(trained.path, trained.rows, tmp_path / "tsv.parquet") == trained.scores
     rows = raw(trained.rows).drop(LABEL)
+    rows.write_csv(tmp_path / "day_24", separator="\t", include_header=False)  # as Kaggle's rows to predict
+    assert predicted(trained.path, tmp_path / "day_24", tmp_path / "day_24.parquet") == trained.scores
     rows.with_columns(pl.col(DENSE).cast(pl.Int64)).write_parquet(tmp_path / "whole.parquet")
     floats = pl.col(DENSE).cast(pl.Float64)  # as pandas has integers, of which some are missing
     rows.with_columns(floats, pl.col(SPARSE).cast(pl.Categorical)).write_parquet(tmp_path / "floats.parquet")
@@ -256,3 +259,73 @@ def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: 
     argv = ["daily", str(recipe), "--out", str(tmp_path / "days"), "--from", "2026-01-01"]
     assert main([*argv, "--until", "2026-01-02"]) == 0
     assert "table 'C4': the data were prepared with other values" in refused(argv, capsys)
+
+
+def test_columns_of_digits_only_are_text_where_raw_values_are(tmp_path: Path, prepared: Path, trained: Run) -> None:
+    values = read_vocabulary(vocabulary_file(prepared / VOCABULARY, "C1")).values
+    digits = [text for value in values.tolist() if (text := f"{value:x}").isdecimal()][:5]
+    assert digits
+    rows = raw(trained.rows).drop(LABEL)[: len(digits)].with_columns(pl.Series("C1", digits))
+    rows.write_csv(tmp_path / "rows.csv")
+    rows.with_columns(pl.col(DENSE).cast(pl.Int64)).write_parquet(tmp_path / "rows.parquet")
+    expected = predicted(trained.path, tmp_path / "rows.parquet", tmp_path / "of_parquet.parquet")
+    assert predicted(trained.path, tmp_path / "rows.csv", tmp_path / "of_csv.parquet") == expected
+
+
+def test_vocabularies_are_looked_for_where_they_are_said_to_be(
+    tmp_path: Path, prepared: Path, trained: Run, s3: str, capsys: Output
+) -> None:
+    recipe, data, moved = tmp_path / "small.yaml", tmp_path / "data", tmp_path / "moved"
+    shutil.copytree(prepared, data)
+    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    status, _, run = train(recipe)
+    assert status == 0
+    expected = predicted(run, trained.rows, tmp_path / "before.parquet")
+    data.rename(moved)
+    argv = ["predict", str(run), str(trained.rows), "--out", str(tmp_path / "out.parquet")]
+    told = refused(argv, capsys)
+    assert "which are encoded by the vocabularies of the data that the model was trained on, and these cannot" in told
+    assert f"{data}/feature_spec.yaml does not exist" in told
+    assert "name them with --prepared DATASET" in told
+    assert predicted(run, trained.rows, tmp_path / "after.parquet", "--prepared", str(moved)) == expected
+    swapped(moved, "C4")
+    assert "table 'C4': the data were prepared with other values" in refused([*argv, "--prepared", str(moved)], capsys)
+    gone = ["predict", str(trained.path), str(tmp_path / "no.tsv"), "--out", str(tmp_path / "out.parquet")]
+    assert "no.tsv does not exist; give a log or Parquet of raw rows" in refused(gone, capsys)
+    gone[2] = str(prepared)
+    assert "has no raw rows of prepared data; leave it out" in refused([*gone, "--prepared", str(prepared)], capsys)
+    writer = directory(s3.replace("PATH", "prepared")).writer("feature_spec.yaml")
+    writer.write(memoryview((prepared / "feature_spec.yaml").read_bytes()))
+    writer.finish()
+    gone[2] = s3.replace("PATH", "prepared")
+    assert "split-binary data is read from local disks only; copy it there" in refused(gone, capsys)
+
+
+def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(
+    tmp_path: Path, prepared: Path, trained: Run, capsys: Output
+) -> None:
+    data, recipe = tmp_path / "data", tmp_path / "small.yaml"
+    shutil.copytree(prepared, data)
+    described = (data / "feature_spec.yaml").read_text()
+    values = yaml.safe_load(described)
+    del values["metadata"]["preparation"]
+    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2, epochs=9)))
+    status, _, run = train(recipe)
+    assert status == 0
+    assert main(["export", str(run), str(tmp_path / "encoded")]) == 0
+    (data / "feature_spec.yaml").write_text(described)
+    message = "the checkpoint does not say what values its rows stand for"
+    argv = ["predict", str(run), str(trained.rows), "--out", str(tmp_path / "out.parquet")]
+    for command in (argv, ["export", str(run), str(tmp_path / "model")]):
+        told = refused(command, capsys)
+        assert message in told
+        assert "go on with the run on these data (--resume RUN" in told
+    assert not (tmp_path / "model").exists()
+    assert train(recipe, "--resume", str(run), "--train.steps", "3")[0] == 0
+    newest = str(tmp_path / "runs" / "small")
+    assert len(predicted(Path(newest), trained.rows, tmp_path / "now.parquet")) == TEST_ROWS
+    assert main(["export", newest, str(tmp_path / "model")]) == 0
+    since = str(next((run / "checkpoints").glob("last-*")))
+    told = refused(["export", newest, str(tmp_path / "change"), "--since", since], capsys)
+    assert "or the earlier one is of a release that recorded no vocabularies); leave --since out" in told

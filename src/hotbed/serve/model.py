@@ -244,8 +244,8 @@ class ServedModel:
                 raise RefusedError(*self._why_not_after(change, base.step))
             if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
                 raise RefusedError(
-                    f"{change} is of a model that makes other inputs of rows (looked-up tables, boundaries or kinds of "
-                    "ids have changed); a full model brings them",
+                    f"{change} is of a model that makes other inputs of rows (looked-up tables, vocabularies, "
+                    "boundaries or kinds of ids have changed); a full model brings them",
                     "other_model",
                 )
             self.tables.stage(change, check)

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 from torch import nn
 
-from hotbed.checkpoint import Directory, Taken, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.source import refuse_other_kind
 from hotbed.data.vocabulary import VOCABULARY
-from hotbed.errors import CheckpointError, DataError
+from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
@@ -83,29 +83,37 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool) -> Recipe:
     return replace(recipe, parallel=ParallelRecipe())
 
 
-def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Source, tuple[str, ...]]:
+def new_data(
+    recipe: Recipe, manifest: Manifest, data: str | Path, prepared: str | None = None
+) -> tuple[Source, tuple[str, ...]]:
     """Open data with the source of a checkpoint's recipe, without labels and uncut; and say what labels it has.
 
-    Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them.
+    Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them. They are encoded
+    by the vocabularies of the recipe's dataset, or of ``prepared``.
 
     Raises
     ------
     DataError
-        If they are raw rows, and the dataset does not say how it was prepared.
+        If they are raw rows, and the dataset is not there or does not say how it was prepared, or the checkpoint does
+        not say that its model was trained on it.
     """
     component = _uncut(_as_trained(recipe.data.source, manifest))
     if issubclass(component.load(), SplitBinarySource) and not _is_prepared(data):
-        trained = new_source(recipe.data)
-        if trained.encoder is None:
+        trained = _prepared(recipe, data, prepared)
+        if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
-                f"{data} has raw rows, and the model's data, {recipe.data.path}, do not say how raw values became ids: "
-                "they are of an earlier release, or of another program. Prepare the log again with "
-                f"this release (hotbed prepare RAW OUT --vocabulary {recipe.data.path}/{VOCABULARY} keeps the ids of "
-                "values) and train with that, or predict of rows that are prepared as they were"
+                f"{data} has raw rows, and the model's data, {prepared or recipe.data.path}, do not say how raw values "
+                "became ids: they are of an earlier release, or of another program. Prepare the log again with "
+                f"this release (hotbed prepare RAW OUT --vocabulary {prepared or recipe.data.path}/{VOCABULARY} keeps "
+                "the ids of values) and train with that, or predict of rows that are prepared as they were"
             )
+        _refuse_unknown(trained, manifest)
         take_features(trained, manifest)
         encoder = trained.encoder.inputs
-        return ParquetSource(data, encoder.schema, ids="raw", encoder=encoder), trained.schema.labels
+        text = [name for name, kind in trained.encoder.preparation.kinds.items() if kind == "text"]
+        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), trained.schema.labels
+    if prepared is not None:
+        raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
     given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
@@ -115,9 +123,34 @@ def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Sour
 
 
 def _is_prepared(data: str | Path) -> bool:
-    """Whether data are a dataset that `SplitBinarySource` reads, or its description."""
+    """Whether data are a dataset that `SplitBinarySource` reads, or its description; it says if it cannot read them."""
     place = location(str(data))
-    return isinstance(place, Path) and (place.suffix == ".yaml" or (place / DESCRIPTION).is_file())
+    if isinstance(place, str):
+        return place.endswith(".yaml") or directory(place).has(DESCRIPTION)
+    return place.suffix == ".yaml" or (place / DESCRIPTION).is_file()
+
+
+def _prepared(recipe: Recipe, data: str | Path, prepared: str | None) -> Source:
+    """The dataset whose vocabularies encode raw rows."""
+    if isinstance(place := location(str(data)), Path) and not place.exists():
+        raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
+    try:
+        return new_source(replace(recipe.data, path=prepared or recipe.data.path))
+    except DataError as error:
+        raise DataError(
+            f"{data} has raw rows, which are encoded by the vocabularies of the data that the model was trained on, "
+            f"and these cannot be read (in the folder {Path.cwd()}): {error}; name them with --prepared DATASET"
+        ) from None
+
+
+def _refuse_unknown(source: Source, manifest: Manifest) -> None:
+    """Raise `DataError` if a checkpoint does not say that its model was trained with the vocabularies of its data."""
+    if unknown_vocabularies(source, manifest) is not None:
+        raise DataError(
+            "the checkpoint does not say what values its rows stand for (it is of an earlier release, or of data that "
+            "did not say it), and its data now have vocabularies, which may be others; if they are not, go on with "
+            "the run on these data (--resume RUN and a larger train.steps or train.epochs), which records them"
+        )
 
 
 def _uncut(component: Component) -> Component:
@@ -160,7 +193,31 @@ def take_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
 
 
-def refuse_other_vocabularies(
+def begin_with(source: Source, manifest: Manifest, taken: Sequence[Taken], rename: Mapping[str, str]) -> None:
+    """Take over what a checkpoint knows of derived columns, for a new model, and compare vocabularies of tables taken.
+
+    Parameters are those of `_refuse_other_vocabularies`.
+    """
+    take_features(source, manifest, other_tables=True)
+    _refuse_other_vocabularies(source, manifest, taken, rename)
+
+
+def go_on_with(source: Source, manifest: Manifest, data: str | Path, *, are_others: bool) -> None:
+    """Compare data to train on with those that a checkpoint was trained on.
+
+    Raises
+    ------
+    DataError
+        If inputs are made otherwise; of other data (``are_others``), if the same values would have other ids.
+    """
+    if not are_others:
+        take_features(source, manifest)
+        return
+    refuse_other_ids(manifest, source, str(data))
+    _refuse_other_vocabularies(source, manifest)
+
+
+def _refuse_other_vocabularies(
     source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
 ) -> None:
     """Raise `DataError` unless a checkpoint's rows stand for what they stood for, in data whose vocabularies may grow.
@@ -212,7 +269,7 @@ def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
     Raises
     ------
     DataError
-        If the content of a looked-up table is another than in training.
+        If the content of a looked-up table or a vocabulary is another than in training, or may be.
     """
     given = recipe.data.source.init_args
     ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
@@ -221,6 +278,7 @@ def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
     encoder = Encoder(
         source.schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest), tables=tables, preparation=preparation
     )
+    _refuse_unknown(source, manifest)
     encoder.load_state(manifest.parts.get(FEATURES, {}))
     return encoder
 
