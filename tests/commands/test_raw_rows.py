@@ -209,7 +209,9 @@ def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> No
         encoder = SplitBinarySource(place).encoder
         assert encoder is not None
         assert encoder.preparation is not None
-        assert len(encoder.preparation.read("C1").keys) == encoder.preparation.entry.vocabularies["C1"].values > 0
+        table = encoder.preparation.read("C1")
+        assert len(table.keys) == encoder.preparation.entry.vocabularies["C1"].values > 0
+        assert table.keys.nbytes + table.values.nbytes == 12 * len(table.keys)  # and 8 of hashes
 
 
 def swapped(data: Path, table: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from hotbed.commands.main import main
 from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.errors import CheckpointError, DataError, SpecError
-from hotbed.serve.format import ExportedModel
+from hotbed.serve.follower import open_newest
+from hotbed.serve.format import ChangeSet, ExportedModel
 from hotbed.serve.model import RefusedError, ServedModel
 from tests.commands.cases import Output, refused, train
 from tests.commands.test_raw_rows import recipe_of
@@ -232,3 +234,31 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
     model.close()
     with pytest.raises(CheckpointError, match="hash was trained on values that are hashed, not on data of hotbed prep"):
         ServedModel.open(described_otherwise(tmp_path / "hash", exported, hashed), encoded=True)
+
+
+def test_raw_values_are_taken_from_version_to_version(tmp_path: Path, log: Path, prepared: Path) -> None:
+    recipe, published = tmp_path / "small.yaml", tmp_path / "published"
+    recipe.write_text(yaml.safe_dump(recipe_of(prepared, publish=str(published), publish_full_every=1, epochs=9)))
+    saving = ("--train.checkpoint_every", "2", "--train.checkpoint_in_background", "false")
+    rows = pl.read_csv(log, separator="\t", has_header=False, new_columns=list(COLUMNS), infer_schema=False)[:ROWS]
+    rows = rows.drop(LABEL).with_columns(pl.col(DENSE).cast(pl.Int64))
+    rows.write_parquet(tmp_path / "rows.parquet")
+
+    def trained(steps: int) -> list[float]:
+        status, _, run = train(recipe, *saving, "--train.steps", str(steps), "--resume", "auto")
+        assert status == 0
+        out = tmp_path / f"scores-{steps}.parquet"
+        assert main(["predict", str(run), str(tmp_path / "rows.parquet"), "--out", str(out), "--device", "cpu"]) == 0
+        return pl.read_parquet(out)["score"].to_list()
+
+    first = trained(2)
+    with closing(open_newest(published)) as following, closing(open_newest(published)) as replaced:
+        table = following.encoder.table(rows.to_dict(as_series=False))
+        assert following.score(table)[0][:, 0].tolist() == first
+        last = trained(4)
+        assert last != first
+        following.apply(ChangeSet.open(published / "change-000000000004"))
+        replaced.take_over(ExportedModel.open(published / "model-000000000004"))
+        for model in (following, replaced):
+            scores, step = model.score(model.encoder.table(rows.to_dict(as_series=False)))
+            assert (scores[:, 0].tolist(), step) == (last, 4)

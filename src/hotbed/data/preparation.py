@@ -265,7 +265,8 @@ def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
             f"{folder} has other values of table '{name}' than its dataset was prepared with ({len(values):,}, not "
             f"{expected.values:,}, or others); put back what was there, or prepare the data again"
         )
-    return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=np.int64)))
+    ids = np.int32 if len(values) < np.iinfo(np.int32).max else np.int64
+    return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=ids)))
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -119,7 +119,7 @@ def export_model(
 ) -> ModelManifest | ChangeManifest:
     """Write the model of a checkpoint as an exported model, or what has changed in it since an earlier one.
 
-    Memory is that of the dense part and of some windows of the tables.
+    Memory is that of the dense part, of some windows of the tables, and of one table's vocabulary at a time.
 
     Parameters
     ----------
