@@ -296,9 +296,13 @@ def test_vocabularies_are_looked_for_where_they_are_said_to_be(
     assert "no.tsv does not exist; give a log or Parquet of raw rows" in refused(gone, capsys)
     gone[2] = str(prepared)
     assert "has no raw rows of prepared data; leave it out" in refused([*gone, "--prepared", str(prepared)], capsys)
-    writer = directory(s3.replace("PATH", "prepared")).writer("feature_spec.yaml")
-    writer.write(memoryview((prepared / "feature_spec.yaml").read_bytes()))
-    writer.finish()
+    for folder, file in (("prepared", prepared / "feature_spec.yaml"), ("raw", trained.rows)):
+        writer = directory(s3.replace("PATH", folder)).writer(file.name)
+        writer.write(memoryview(file.read_bytes()))
+        writer.finish()
+    argv = ["predict", str(trained.path), s3.replace("PATH", f"raw/{trained.rows.name}"), "--device", "cpu"]
+    assert main([*argv, "--out", str(tmp_path / "remote.parquet")]) == 0
+    assert pl.read_parquet(tmp_path / "remote.parquet")["score"].to_list() == trained.scores
     gone[2] = s3.replace("PATH", "prepared")
     assert "split-binary data is read from local disks only; copy it there" in refused(gone, capsys)
 

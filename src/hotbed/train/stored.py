@@ -11,6 +11,7 @@ from torch import nn
 
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
+from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
 from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
@@ -123,11 +124,9 @@ def new_data(
 
 
 def _is_prepared(data: str | Path) -> bool:
-    """Whether data are a dataset that `SplitBinarySource` reads, or its description; it says if it cannot read them."""
+    """Whether data are a prepared dataset, or its description; `SplitBinarySource` says where it cannot read one."""
     place = location(str(data))
-    if isinstance(place, str):
-        return place.endswith(".yaml") or directory(place).has(DESCRIPTION)
-    return place.suffix == ".yaml" or (place / DESCRIPTION).is_file()
+    return suffix(place) == ".yaml" or directory(place).has(DESCRIPTION)
 
 
 def _prepared(recipe: Recipe, data: str | Path, prepared: str | None) -> Source:
