@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
+import pyarrow as pa
 import pytest
 import yaml
 
+from hotbed.checkpoint.storage import directory
 from hotbed.commands.main import main
 from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
+from hotbed.data.preparation import VocabularyEntry
+from hotbed.data.synthetic import write_synthetic_log
+from hotbed.data.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, vocabulary_file
 from tests.commands.cases import Output, refused, train
 
 TEST_ROWS = 300
@@ -74,6 +79,8 @@ def test_raw_rows_have_the_scores_of_prepared_ones(tmp_path: Path, trained: Run)
     assert len(set(trained.scores)) > TEST_ROWS // 2
     assert predicted(trained.path, trained.rows, tmp_path / "tsv.parquet") == trained.scores
     rows = raw(trained.rows).drop(LABEL)
+    rows.write_csv(tmp_path / "day_24", separator="\t", include_header=False)  # as Kaggle's rows to predict
+    assert predicted(trained.path, tmp_path / "day_24", tmp_path / "day_24.parquet") == trained.scores
     rows.with_columns(pl.col(DENSE).cast(pl.Int64)).write_parquet(tmp_path / "whole.parquet")
     floats = pl.col(DENSE).cast(pl.Float64)  # as pandas has integers, of which some are missing
     rows.with_columns(floats, pl.col(SPARSE).cast(pl.Categorical)).write_parquet(tmp_path / "floats.parquet")
@@ -180,7 +187,12 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert status == 0
     values["metadata"]["preparation"] = entry
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    capsys.readouterr()
     assert train(recipe, *options, "--train.steps", "4", "--resume", str(run))[0] == 0
+    warning = "it does not say what values its rows stand for"
+    assert capsys.readouterr().err.count(warning) == 1
+    assert train(recipe, *options, "--train.steps", "5", "--resume", str(tmp_path / "runs" / "small"))[0] == 0
+    assert warning not in capsys.readouterr().err
     entry["vocabularies"]["C7"]["sha256"] = "1" * 64
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
     newest = tmp_path / "runs" / "small"
@@ -189,7 +201,7 @@ def test_a_run_goes_on_with_the_vocabularies_that_it_began_with(tmp_path: Path, 
     assert status == 2
     told = capsys.readouterr().err
     assert "table 'C7': the data were prepared with other values than those the model was trained on" in told
-    assert "give the data that it was trained on, or train with these (init_from takes over the rows" in told
+    assert "give the data that it was trained on. To train the model on with new data (--init_from)" in told
 
 
 def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> None:
@@ -200,4 +212,129 @@ def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> No
         encoder = SplitBinarySource(place).encoder
         assert encoder is not None
         assert encoder.preparation is not None
-        assert len(encoder.preparation.read("C1").keys) == encoder.preparation.entry.vocabularies["C1"].values > 0
+        table = encoder.preparation.read("C1")
+        assert len(table.keys) == encoder.preparation.entry.vocabularies["C1"].values > 0
+        assert table.keys.nbytes + table.values.nbytes == 12 * len(table.keys)  # and 8 of hashes
+
+
+def swapped(data: Path, table: str) -> None:
+    """Give the values of the first two ids of a table each other's id."""
+    values = read_vocabulary(vocabulary_file(data / VOCABULARY, table)).values.copy()
+    values[:2] = values[[1, 0]]
+    Vocabulary(values).save(vocabulary_file(data / VOCABULARY, table))
+    description = yaml.safe_load((data / "feature_spec.yaml").read_text())
+    entry = VocabularyEntry.of(pa.array(values), "hexadecimal").model_dump()
+    description["metadata"]["preparation"]["vocabularies"][table] = entry
+    (data / "feature_spec.yaml").write_text(yaml.safe_dump(description))
+
+
+def test_a_new_model_takes_rows_of_a_vocabulary_that_has_grown_and_of_no_other(
+    tmp_path: Path, prepared: Path, trained: Run, capsys: Output
+) -> None:
+    write_synthetic_log(tmp_path / "day2.tsv", 1500, seed=2)
+    prepare = ["prepare", str(tmp_path / "day2.tsv"), str(tmp_path / "grown"), "--threshold", "3"]
+    assert main([*prepare, "--vocabulary", str(prepared / VOCABULARY)]) == 0
+    grown, before = (SplitBinarySource(place).schema.rows for place in (tmp_path / "grown", prepared))
+    assert any(grown[name] > before[name] for name in SPARSE)
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "grown", steps=2)))
+    status, summary, run = train(recipe, "--init_from", str(trained.path))
+    assert status == 0
+    assert sum(of["what"] == "table" and of["taken"] for of in summary["init"]) == len(SPARSE)
+    assert "warning" not in capsys.readouterr().err
+    assert len(predicted(run, trained.rows, tmp_path / "grown.parquet")) == TEST_ROWS
+    other = tmp_path / "other"
+    shutil.copytree(prepared, other)
+    swapped(other, "C4")
+    recipe.write_text(yaml.safe_dump(recipe_of(other, steps=2)))
+    told = refused(["train", str(recipe), "--out", str(tmp_path / "runs2"), "--init_from", str(trained.path)], capsys)
+    assert "table 'C4': the data were prepared with other values than those the model was trained on" in told
+    assert "hotbed prepare RAW OUT --vocabulary OLD/vocabulary" in told
+    assert not (tmp_path / "runs2").exists()
+    assert train(recipe, "--init_from", str(trained.path), "--init.leave", '["C4"]')[0] == 0
+
+
+def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: Path, capsys: Output) -> None:
+    for day in ("2026-01-01", "2026-01-02", "2026-01-03"):
+        shutil.copytree(prepared, tmp_path / day)
+    swapped(tmp_path / "2026-01-03", "C4")
+    recipe = tmp_path / "small.yaml"
+    values = recipe_of(tmp_path / "{date}")
+    recipe.write_text(yaml.safe_dump(values))
+    argv = ["daily", str(recipe), "--out", str(tmp_path / "days"), "--from", "2026-01-01"]
+    assert main([*argv, "--until", "2026-01-02"]) == 0
+    assert "table 'C4': the data were prepared with other values" in refused(argv, capsys)
+
+
+def test_columns_of_digits_only_are_text_where_raw_values_are(tmp_path: Path, prepared: Path, trained: Run) -> None:
+    values = read_vocabulary(vocabulary_file(prepared / VOCABULARY, "C1")).values
+    digits = [text for value in values.tolist() if (text := f"{value:x}").isdecimal()][:5]
+    assert digits
+    rows = raw(trained.rows).drop(LABEL)[: len(digits)].with_columns(pl.Series("C1", digits))
+    rows.write_csv(tmp_path / "rows.csv")
+    rows.with_columns(pl.col(DENSE).cast(pl.Int64)).write_parquet(tmp_path / "rows.parquet")
+    expected = predicted(trained.path, tmp_path / "rows.parquet", tmp_path / "of_parquet.parquet")
+    assert predicted(trained.path, tmp_path / "rows.csv", tmp_path / "of_csv.parquet") == expected
+
+
+def test_vocabularies_are_looked_for_where_they_are_said_to_be(
+    tmp_path: Path, prepared: Path, trained: Run, s3: str, capsys: Output
+) -> None:
+    recipe, data, moved = tmp_path / "small.yaml", tmp_path / "data", tmp_path / "moved"
+    shutil.copytree(prepared, data)
+    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2)))
+    status, _, run = train(recipe)
+    assert status == 0
+    expected = predicted(run, trained.rows, tmp_path / "before.parquet")
+    data.rename(moved)
+    argv = ["predict", str(run), str(trained.rows), "--out", str(tmp_path / "out.parquet")]
+    told = refused(argv, capsys)
+    assert "which are encoded by the vocabularies of the data that the model was trained on, and these cannot" in told
+    assert f"{data}/feature_spec.yaml does not exist" in told
+    assert "name them with --prepared DATASET" in told
+    assert predicted(run, trained.rows, tmp_path / "after.parquet", "--prepared", str(moved)) == expected
+    swapped(moved, "C4")
+    assert "table 'C4': the data were prepared with other values" in refused([*argv, "--prepared", str(moved)], capsys)
+    gone = ["predict", str(trained.path), str(tmp_path / "no.tsv"), "--out", str(tmp_path / "out.parquet")]
+    assert "no.tsv does not exist; give a log or Parquet of raw rows" in refused(gone, capsys)
+    gone[2] = str(prepared)
+    assert "has no raw rows of prepared data; leave it out" in refused([*gone, "--prepared", str(prepared)], capsys)
+    for folder, file in (("prepared", prepared / "feature_spec.yaml"), ("raw", trained.rows)):
+        writer = directory(s3.replace("PATH", folder)).writer(file.name)
+        writer.write(memoryview(file.read_bytes()))
+        writer.finish()
+    argv = ["predict", str(trained.path), s3.replace("PATH", f"raw/{trained.rows.name}"), "--device", "cpu"]
+    assert main([*argv, "--out", str(tmp_path / "remote.parquet")]) == 0
+    assert pl.read_parquet(tmp_path / "remote.parquet")["score"].to_list() == trained.scores
+    gone[2] = s3.replace("PATH", "prepared")
+    assert "split-binary data is read from local disks only; copy it there" in refused(gone, capsys)
+
+
+def test_a_model_that_does_not_say_what_its_rows_stand_for_gets_no_raw_values(
+    tmp_path: Path, prepared: Path, trained: Run, capsys: Output
+) -> None:
+    data, recipe = tmp_path / "data", tmp_path / "small.yaml"
+    shutil.copytree(prepared, data)
+    described = (data / "feature_spec.yaml").read_text()
+    values = yaml.safe_load(described)
+    del values["metadata"]["preparation"]
+    (data / "feature_spec.yaml").write_text(yaml.safe_dump(values))
+    recipe.write_text(yaml.safe_dump(recipe_of(data, steps=2, epochs=9)))
+    status, _, run = train(recipe)
+    assert status == 0
+    assert main(["export", str(run), str(tmp_path / "encoded")]) == 0
+    (data / "feature_spec.yaml").write_text(described)
+    message = "the checkpoint does not say what values its rows stand for"
+    argv = ["predict", str(run), str(trained.rows), "--out", str(tmp_path / "out.parquet")]
+    for command in (argv, ["export", str(run), str(tmp_path / "model")]):
+        told = refused(command, capsys)
+        assert message in told
+        assert "go on with the run on these data (--resume RUN" in told
+    assert not (tmp_path / "model").exists()
+    assert train(recipe, "--resume", str(run), "--train.steps", "3")[0] == 0
+    newest = str(tmp_path / "runs" / "small")
+    assert len(predicted(Path(newest), trained.rows, tmp_path / "now.parquet")) == TEST_ROWS
+    assert main(["export", newest, str(tmp_path / "model")]) == 0
+    since = str(next((run / "checkpoints").glob("last-*")))
+    told = refused(["export", newest, str(tmp_path / "change"), "--since", since], capsys)
+    assert "or the earlier one is of a release that recorded no vocabularies); leave --since out" in told

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import fs
 
 from hotbed.data import ParquetSource, Schema, SparseColumn
+from hotbed.data.criteo import COLUMNS as OF_LOG
 from hotbed.data.delimited import _convert, parquet_of
 from hotbed.data.hashing import hash_integers, rows_of
 from hotbed.errors import DataError
@@ -170,6 +171,24 @@ def test_a_log_of_criteo_needs_no_header(tmp_path: Path, log: Path) -> None:
     assert found.column_names[:3] == ["label", "I1", "I2"]
     assert {str(found.schema.field(f"C{i}").type) for i in range(1, 27)} == {"string"}
     assert len(found) == log.read_bytes().count(b"\n")
+
+
+@pytest.mark.parametrize("kind", ["none", "empty", "upper"])
+def test_rows_of_criteo_need_no_label(tmp_path: Path, log: Path, kind: str) -> None:
+    lines = log.read_text().splitlines()[:100]
+    texts = {
+        "none": [line.partition("\t")[2] for line in lines],
+        "empty": ["\t" + line.partition("\t")[2] for line in lines],
+        "upper": [line.upper() for line in lines],
+    }
+    (tmp_path / "day_24").write_text("\n".join(texts[kind]) + "\n")
+    found = converted(tmp_path / "day_24")
+    assert found.column_names == [*(["label"] if kind != "none" else []), *OF_LOG[1:]]
+    assert {str(found.schema.field(f"C{i}").type) for i in range(1, 27)} == {"string"}
+    expected = [line.split("\t")[-1] for line in lines]
+    assert [value or "" for value in found["C26"].to_pylist()] == (
+        [value.upper() for value in expected] if kind == "upper" else expected
+    )
 
 
 def test_it_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> None:

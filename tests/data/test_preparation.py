@@ -126,3 +126,23 @@ def test_what_cannot_be_prepared_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.arrow").write_bytes(b"ARROW1")
     with pytest.raises(DataError, match=r"x\.arrow holds no keys and values"):
         LookupTable.mapped(tmp_path / "x.arrow")
+
+
+def test_files_that_map_other_columns_are_told(tmp_path: Path) -> None:
+    hashes = pa.array([1], pa.uint64())
+    for i, (columns, times, message) in enumerate(
+        [
+            ({"key": pa.array([5]), "value": pa.array([1]), "hash": hashes}, 2, "it has 2 batches, must have one"),
+            ({"key": pa.array([5]), "value": pa.array([1]), "hash": pa.array([1])}, 1, "its hashes are int64 and"),
+            ({"key": pa.array([5]), "value": pa.array(["1"]), "hash": hashes}, 1, "and its values string, must be"),
+            ({"key": pa.array([5]), "value": pa.array([1])}, 1, "hash"),
+        ]
+    ):
+        batch = pa.record_batch(columns)
+        with pa.ipc.new_file(str(tmp_path / f"{i}.arrow"), batch.schema) as writer:
+            for _ in range(times):
+                writer.write_batch(batch)
+        with pytest.raises(DataError, match=f"{i}.arrow holds no keys and values: .*{message}"):
+            LookupTable.mapped(tmp_path / f"{i}.arrow")
+    with pytest.raises(DataError, match=r"'user' has 3 values \(text\), must have 3 \(integers\); it is another's"):
+        Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +20,9 @@ from hotbed.commands.main import main
 from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.errors import CheckpointError, DataError, SpecError
-from hotbed.serve.format import ExportedModel
-from hotbed.serve.model import ServedModel
+from hotbed.serve.follower import open_newest
+from hotbed.serve.format import ChangeSet, ExportedModel
+from hotbed.serve.model import RefusedError, ServedModel
 from tests.commands.cases import Output, refused, train
 from tests.commands.test_raw_rows import recipe_of
 from tests.serve.processes import running
@@ -127,10 +130,15 @@ def test_vocabularies_are_mapped_and_checked(tmp_path: Path, exported: Exported)
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match=r"C1\.arrow is damaged"):
         ServedModel.open(place)
-    with pytest.raises(DataError, match=r"C1\.arrow holds no keys and values"):
-        ServedModel.open(place, verify=False).encoder.batch(
-            pa.table({**{n: pa.array([1.0]) for n in DENSE}, **{n: pa.array(["a"]) for n in SPARSE}})
-        )
+    with pytest.raises(CheckpointError, match=r"C1\.arrow holds no keys and values"):
+        ServedModel.open(place, verify=False)
+    shutil.copy(place / model.manifest.vocabularies["C2"], file)
+    assert len(preparation.read("C2").keys) != preparation.entry.vocabularies["C1"].values
+    description = json.loads((place / "manifest.json").read_text())
+    description["files"][model.manifest.vocabularies["C1"]]["bytes"] = file.stat().st_size
+    (place / "manifest.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match=r"vocabulary of table 'C1' has [\d,]+ values \(integers\), must"):
+        ServedModel.open(place, verify=False)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"C1\.arrow is gone; copy the directory again"):
         ServedModel.open(place)
@@ -166,3 +174,91 @@ def test_a_cache_of_models_at_uris_can_be_named(tmp_path: Path, exported: Export
     told = refused(["serve", str(exported.model), "--port", "0", "--cache", str(tmp_path / "file")], capsys)
     assert "--cache is " in told
     assert "which is no directory" in told
+
+
+def test_a_server_needs_no_file_of_a_vocabulary_once_it_is_open(tmp_path: Path, exported: Exported) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(exported.model, place)
+    model = ServedModel.open(place)
+    shutil.rmtree(place / "vocabulary")
+    columns = {name: [row[name] for row in exported.raw] for name in COLUMNS[1:]}
+    scores, _ = model.score(model.encoder.table(columns))
+    assert scores[:, 0].tolist() == exported.scores
+    model.close()
+
+
+def described_otherwise(place: Path, exported: Exported, change: Callable[[dict[str, Any]], None]) -> ExportedModel:
+    """A copy of a model, written later, with another manifest."""
+    shutil.copytree(exported.model, place)
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest["written"] += 1
+    change(manifest)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return ExportedModel.open(place)
+
+
+def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path: Path, exported: Exported) -> None:
+    def unprepared(manifest: dict[str, Any]) -> None:
+        for file in manifest.pop("vocabularies").values():
+            del manifest["files"][file]
+        del manifest["encoder"]["preparation"]
+
+    def hashed(manifest: dict[str, Any]) -> None:
+        unprepared(manifest)
+        manifest["encoder"]["ids"] = "hash"
+
+    def rounded(manifest: dict[str, Any]) -> None:
+        manifest["encoder"]["preparation"]["dtype"] = "float32"
+
+    none = described_otherwise(tmp_path / "none", exported, unprepared)
+    other = described_otherwise(tmp_path / "other", exported, rounded)
+    same = described_otherwise(tmp_path / "same", exported, lambda manifest: None)
+    for is_encoded, first, later in [
+        (False, exported.model, none),
+        (True, exported.model, none),
+        (True, exported.model, other),
+        (True, none, same),
+    ]:
+        model = ServedModel.open(first, encoded=is_encoded)
+        with pytest.raises(RefusedError, match="was trained on data that were prepared otherwise") as told:
+            model.take_over(later)
+        assert told.value.reason == "other_model"
+        model.close()
+    model = ServedModel.open(exported.model)
+    model.take_over(other)
+    assert model.encoder.preparation is not None
+    assert model.encoder.preparation.entry.dtype == "float32"
+    model.take_over(same)
+    columns = {name: [row[name] for row in exported.raw] for name in COLUMNS[1:]}
+    assert model.score(model.encoder.table(columns))[0][:, 0].tolist() == exported.scores
+    model.close()
+    with pytest.raises(CheckpointError, match="hash was trained on values that are hashed, not on data of hotbed prep"):
+        ServedModel.open(described_otherwise(tmp_path / "hash", exported, hashed), encoded=True)
+
+
+def test_raw_values_are_taken_from_version_to_version(tmp_path: Path, log: Path, prepared: Path) -> None:
+    recipe, published = tmp_path / "small.yaml", tmp_path / "published"
+    recipe.write_text(yaml.safe_dump(recipe_of(prepared, publish=str(published), publish_full_every=1, epochs=9)))
+    saving = ("--train.checkpoint_every", "2", "--train.checkpoint_in_background", "false")
+    rows = pl.read_csv(log, separator="\t", has_header=False, new_columns=list(COLUMNS), infer_schema=False)[:ROWS]
+    rows = rows.drop(LABEL).with_columns(pl.col(DENSE).cast(pl.Int64))
+    rows.write_parquet(tmp_path / "rows.parquet")
+
+    def trained(steps: int) -> list[float]:
+        status, _, run = train(recipe, *saving, "--train.steps", str(steps), "--resume", "auto")
+        assert status == 0
+        out = tmp_path / f"scores-{steps}.parquet"
+        assert main(["predict", str(run), str(tmp_path / "rows.parquet"), "--out", str(out), "--device", "cpu"]) == 0
+        return pl.read_parquet(out)["score"].to_list()
+
+    first = trained(2)
+    with closing(open_newest(published)) as following, closing(open_newest(published)) as replaced:
+        table = following.encoder.table(rows.to_dict(as_series=False))
+        assert following.score(table)[0][:, 0].tolist() == first
+        last = trained(4)
+        assert last != first
+        following.apply(ChangeSet.open(published / "change-000000000004"))
+        replaced.take_over(ExportedModel.open(published / "model-000000000004"))
+        for model in (following, replaced):
+            scores, step = model.score(model.encoder.table(rows.to_dict(as_series=False)))
+            assert (scores[:, 0].tolist(), step) == (last, 4)

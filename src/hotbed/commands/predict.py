@@ -24,6 +24,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--keep", type=str, nargs="+", default=[], help="Columns to copy in front of the scores.")
     parser.add_argument("--split", type=str | None, help="Split to score, where the data have several.")
     parser.add_argument("--batch_size", type=int | None, help="Rows at once; default: train.eval_batch_size.")
+    parser.add_argument(
+        "--prepared",
+        type=str | None,
+        help="For raw rows: the prepared data that the model was trained on, if they have moved.",
+    )
     parser.add_argument("--device", type=str, default="auto", help="cpu, cuda, or auto.")
     add_trust(parser)
     add_json(parser)
@@ -48,6 +53,7 @@ def run(parsed: Namespace) -> None:
             batch_size=parsed.batch_size,
             device=parsed.device,
             trust_recipe=parsed.trust_recipe,
+            prepared=parsed.prepared,
             progress=lambda done, total: progress("predict", done, total),
         )
     rate = made.rows / made.seconds

@@ -35,15 +35,15 @@ from hotbed.errors import DataError
 
 _log = logging.getLogger("hotbed")
 
-_NAME = re.compile(r"\.(csv|tsv)(\.gz|\.zst)?$", re.IGNORECASE)
+_NAME = re.compile(r"(\.(csv|tsv)|(^|/)day_\d+)(\.gz|\.zst)?$", re.IGNORECASE)
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-_VERSION = 2  # part of the names of what is kept: raised where a file would be converted to something else
+_VERSION = 3  # part of the names of what is kept: raised where a file would be converted to something else
 _HEAD_BYTES = 1 << 20
 _HEAD_ROWS = 20
 _BLOCK_BYTES = 16 << 20
 _ROW_GROUP = 65_536
 _KEPT_SECONDS = 7 * 24 * 3600
-_HEX = re.compile(r"[0-9a-f]{0,8}")
+_HEX = re.compile(r"[0-9a-fA-F]{0,8}")
 _INTEGER = re.compile(r"(-?\d+)?")
 _MOST_COLUMNS = 20_000
 
@@ -60,7 +60,7 @@ class Layout:
 
 
 def is_delimited(name: str) -> bool:
-    """Whether a file of this name is one of CSV or TSV, plain or compressed."""
+    """Whether a file of this name is one of CSV or TSV, or a day of Criteo's log, plain or compressed."""
     return _NAME.search(name) is not None
 
 
@@ -133,7 +133,7 @@ def _convert(store: fs.FileSystem, path: str, kept: Path, text: Collection[str])
     layout = _layout(store, path)
     _log.warning("converting %s to Parquet, once; it is kept in %s (set HOTBED_TABLES for another place)", path, kept)
     if not layout.has_header:
-        _log.warning("%s has no header, but the layout of Criteo's logs: label, I1 … I13, C1 … C26", path)
+        _log.warning("%s has no header, but the layout of Criteo's logs: %s … C26", path, ", ".join(layout.names[:2]))
     types = TypesOfText(layout.names, {*layout.text, *text})
     for batch in _batches(store, path, layout):
         types.look_at(batch)
@@ -229,8 +229,8 @@ def _layout(store: fs.FileSystem, path: str) -> Layout:
         raise DataError(f"{path} is empty; it needs a line of column names, and lines of values")
     separator = _separator(path, text)
     rows = _rows(path, text, separator, whole)
-    if tuple(map(len, rows)) == (len(COLUMNS),) * len(rows) and all(map(_is_criteo, rows)):
-        return Layout(COLUMNS, separator, has_header=False, text=frozenset(SPARSE))
+    if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
+        return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE))
     _check_header(path, rows)
     return Layout(tuple(rows[0]), separator, has_header=True)
 
@@ -258,8 +258,14 @@ def _rows(path: str, text: str, separator: str, whole: bool) -> list[list[str]]:
 
 
 def _is_criteo(row: Sequence[str]) -> bool:
-    numbers, ids = row[1 : 1 + len(DENSE)], row[1 + len(DENSE) :]
-    return row[0] in ("0", "1") and all(map(_INTEGER.fullmatch, numbers)) and all(map(_HEX.fullmatch, ids))
+    """Whether a row is one of Criteo's log; new ones have no label, or an empty one."""
+    label, numbers, ids = row[: -len(COLUMNS) + 1], row[-len(COLUMNS) + 1 : -len(SPARSE)], row[-len(SPARSE) :]
+    return (
+        label in ([], [""], ["0"], ["1"])
+        and len(numbers) == len(DENSE)
+        and all(map(_INTEGER.fullmatch, numbers))
+        and all(map(_HEX.fullmatch, ids))
+    )
 
 
 def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
@@ -274,7 +280,8 @@ def _check_header(path: str, rows: Sequence[Sequence[str]]) -> None:
     ):
         raise DataError(
             f"{path} has no header, its first line is {', '.join(names[:8])}{' …' * (len(names) > 8)}; put a line of "
-            "column names before it (a log in Criteo's layout, 40 fields with tabs between them, needs none)"
+            "column names before it (a log in Criteo's layout, 40 fields with tabs between them, or 39 without labels, "
+            "needs none)"
         )
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:

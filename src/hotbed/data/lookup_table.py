@@ -109,14 +109,16 @@ class LookupTable:
             If it is none.
         """
         try:
-            with pa.memory_map(str(path)) as file:
-                table = pa.ipc.open_file(file).read_all()
-            table.validate()
-            key, value, hashes = (
-                table[name].chunk(0) if len(table) else table[name].combine_chunks() for name in _STORED
-            )
+            with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+                if reader.num_record_batches != 1:
+                    raise KeyError(f"it has {reader.num_record_batches:,} batches, must have one")
+                batch = reader.get_batch(0)
+            batch.validate()
+            key, value, hashes = (batch[name] for name in _STORED)
+            if not (pa.types.is_uint64(hashes.type) and pa.types.is_integer(value.type)) or value.null_count:
+                raise KeyError(f"its hashes are {hashes.type} and its values {value.type}, must be uint64 and integers")
             return LookupTable(key, value, hashes.to_numpy(zero_copy_only=True))
-        except (pa.ArrowException, KeyError, IndexError, OSError) as error:
+        except (pa.ArrowException, KeyError, OSError) as error:
             raise DataError(f"{path} holds no keys and values: {error}") from None
 
     def write_mapped(self, stream: IO[bytes]) -> None:

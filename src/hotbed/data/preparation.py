@@ -129,26 +129,51 @@ class Preparation:
 
     @staticmethod
     def rebuilt(values: object, schema: Schema, read: Callable[[str], LookupTable] | None) -> Preparation | None:
-        """That of an exported model, if it has one."""
+        """That of an exported model, if it has one; all its tables are read now, not when they are needed."""
         if values is None or read is None:
             return None
-        return Preparation(PreparationEntry.parse(values, "preparation"), schema.stored[0], read)
+        made = Preparation(PreparationEntry.parse(values, "preparation"), schema.stored[0], read)
+        for name in {made.entry.tables[column] for column in made._columns}:
+            made._table(name)
+        return made
 
     def state(self) -> dict[str, Any]:
         """What checkpoints know of vocabularies, by table."""
         return {name: {"keys": of.values, "sha256": of.sha256} for name, of in self.entry.vocabularies.items()}
 
-    def refuse_other(self, state: Mapping[str, Any]) -> None:
-        """Raise `DataError` if a model was trained with other vocabularies: ids would stand for other values."""
+    def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
+        """Raise `DataError` if a model was trained with other vocabularies: ids would stand for other values.
+
+        Parameters
+        ----------
+        state
+            What `state` gave then, by table; tables that are not in it are not compared.
+        may_grow
+            Whether values may have been added since: those of then must have the ids that they had.
+        """
         for name, now in self.state().items():
             was = state.get(name, now)
-            if was["sha256"] != now["sha256"]:
-                raise DataError(
-                    f"table '{name}': the data were prepared with other values than those the model was trained on "
-                    f"({now['keys']:,} with SHA-256 {now['sha256'][:12]}…, not {was['keys']:,} with "
-                    f"{was['sha256'][:12]}…), so its ids are others; give the data that it was trained on, or train "
-                    "with these (init_from takes over the rows of the earlier model)"
-                )
+            if was["sha256"] == now["sha256"] or (may_grow and self._begins_with(name, was)):
+                continue
+            raise DataError(
+                f"table '{name}': the data were prepared with other values than those the model was trained on "
+                f"({now['keys']:,} with SHA-256 {now['sha256'][:12]}…, not {was['keys']:,} with "
+                f"{was['sha256'][:12]}…), so its ids are others; give the data that it was trained on. To train the "
+                "model on with new data (--init_from), prepare these with hotbed prepare RAW OUT --vocabulary "
+                "OLD/vocabulary, which keeps the ids of the values of OLD and adds new ones"
+            )
+
+    def _begins_with(self, name: str, was: Mapping[str, Any]) -> bool:
+        """Whether the first values of a table, in the order of their ids, are those that were all of them."""
+        if self.entry.vocabularies[name].values < was["keys"]:
+            return False
+        table = self.read(name)
+        in_order = np.argsort(table.values.to_numpy(zero_copy_only=False))[: was["keys"]]
+        return content_sha256(table.keys.take(pa.array(in_order))) == was["sha256"]
+
+    def unknown(self, state: Mapping[str, Any]) -> list[str]:
+        """Tables of whose values a checkpoint says nothing."""
+        return [name for name in self.state() if name not in state]
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -210,7 +235,7 @@ class Preparation:
     def _ids(self, array: pa.Array, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
         where = f"{place}, column '{name}'"
         if pa.types.is_null(array.type):
-            return pa.array(np.zeros(len(array), np.int64))
+            return pa.array(np.zeros(len(array), np.int32))
         array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
         is_hexadecimal = self._entry(name).kind == "hexadecimal"
         values = _parsed(array, where, row_of) if is_hexadecimal else arrow.hashable(array, where)
@@ -249,7 +274,13 @@ class Preparation:
         if name not in self._tables:
             with _READING:
                 if name not in self._tables:
-                    self._tables[name] = self.read(name)
+                    table, entry = self.read(name), self.entry.vocabularies[name]
+                    if len(table.keys) != entry.values or (table.kind_of_keys == "text") != (entry.kind == "text"):
+                        raise DataError(
+                            f"the vocabulary of table '{name}' has {len(table.keys):,} values ({table.kind_of_keys}), "
+                            f"must have {entry.values:,} ({entry.kind}); it is another's, copy it again"
+                        )
+                    self._tables[name] = table
         return self._tables[name]
 
 
@@ -271,7 +302,8 @@ def _read(folder: Path, entry: PreparationEntry, name: str) -> LookupTable:
             f"{folder} has other values of table '{name}' than its dataset was prepared with ({len(values):,}, not "
             f"{expected.values:,}, or others); put back what was there, or prepare the data again"
         )
-    return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=np.int64)))
+    ids = np.int32 if len(values) < np.iinfo(np.int32).max else np.int64
+    return LookupTable.ordered(values, pa.array(np.arange(1, len(values) + 1, dtype=ids)))
 
 
 def _parsed(array: pa.Array, where: str, row_of: Callable[[int], str]) -> pa.Array:

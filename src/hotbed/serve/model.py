@@ -244,8 +244,8 @@ class ServedModel:
                 raise RefusedError(*self._why_not_after(change, base.step))
             if change.manifest.encoder != encoder_digest(self._model.manifest.encoder):
                 raise RefusedError(
-                    f"{change} is of a model that makes other inputs of rows (looked-up tables, boundaries or kinds of "
-                    "ids have changed); a full model brings them",
+                    f"{change} is of a model that makes other inputs of rows (looked-up tables, vocabularies, "
+                    "boundaries or kinds of ids have changed); a full model brings them",
                     "other_model",
                 )
             self.tables.stage(change, check)
@@ -279,6 +279,13 @@ class ServedModel:
                 raise RefusedError(f"{model} has other tables, inputs or labels than {self._model}", "other_model")
             if manifest.step < self.step and manifest.written <= self.written and not self.is_broken:
                 raise RefusedError(f"{model} is of step {manifest.step:,}, before {self.step:,}", "disorder")
+            before, now = (of.encoder.get("preparation") for of in (self._model.manifest, manifest))
+            if (before is None) != (now is None) or (self._encoded and before != now):
+                raise RefusedError(
+                    f"{model} was trained on data that were prepared otherwise than those of {self._model}, so that "
+                    "requests would mean other values; serve it by a server of its own",
+                    "other_model",
+                )
             if verify:
                 model.verify(lambda done, total: check())
             encoder = self._encoder_of(model)
@@ -340,7 +347,14 @@ class ServedModel:
 
     def _encoder_of(self, model: ExportedModel) -> Encoder:
         encoder = model.encoder()
-        return encoder.encoded if self._encoded else encoder
+        if not self._encoded:
+            return encoder
+        if encoder.preparation is None and encoder.ids != "raw":
+            raise CheckpointError(
+                f"{model} was trained on values that are hashed, not on data of hotbed prepare, so its rows cannot be "
+                "encoded beforehand; serve it without --encoded true"
+            )
+        return encoder.encoded
 
     def _dense(self, model: ExportedModel) -> torch.nn.Module:
         return model.dense().to(self._device)

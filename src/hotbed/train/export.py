@@ -82,8 +82,9 @@ class Exporter:
         new, old = read_manifest(checkpoint), read_manifest(since)
         if (new.parts.get(FEATURES), id_kinds_of(new)) != (old.parts.get(FEATURES), id_kinds_of(old)):
             raise CheckpointError(
-                f"{checkpoint} makes other inputs of rows than {since} (looked-up tables, boundaries or kinds of ids "
-                "have changed); leave --since out, so that a full model is written"
+                f"{checkpoint} makes other inputs of rows than {since} (looked-up tables, vocabularies, "
+                "boundaries or kinds of ids have changed, or the earlier one is of a release that recorded no "
+                "vocabularies); leave --since out, so that a full model is written"
             )
         return write_change(target, checkpoint, since, self._loaded(checkpoint), progress)
 
@@ -118,7 +119,7 @@ def export_model(
 ) -> ModelManifest | ChangeManifest:
     """Write the model of a checkpoint as an exported model, or what has changed in it since an earlier one.
 
-    Memory is that of the dense part and of some windows of the tables.
+    Memory is that of the dense part, of some windows of the tables, and of one table's vocabulary at a time.
 
     Parameters
     ----------

@@ -73,6 +73,7 @@ def predict(
     batch_size: int | None = None,
     device: str = "auto",
     trust_recipe: bool = False,
+    prepared: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predicted:
     """Write the probability of each label for every row of new data.
@@ -101,6 +102,9 @@ def predict(
     trust_recipe
         Import what the stored recipe names, also if it is of neither hotbed nor torch.optim; see
         `hotbed.config.check_trust`.
+    prepared
+        Dataset of ``hotbed prepare`` whose vocabularies encode raw rows: the one that the model was trained on, where
+        it is elsewhere than the recipe says.
     progress
         Called with the rows done and those there are.
 
@@ -111,7 +115,8 @@ def predict(
     RecipeError
         If ``out`` exists, or has another ending; if the data have several splits and none is named.
     DataError
-        If the data lack a column, or have one of another kind than in training.
+        If the data lack a column, or have one of another kind than in training; if they are raw rows, and the
+        vocabularies to encode them are not there or are not those of the training.
     SpecError
         If a column's type cannot be its input.
     """
@@ -119,7 +124,7 @@ def predict(
     place = find_checkpoint(checkpoint, best=True)
     manifest = read_manifest(place)
     recipe = recipe_of(manifest, str(place), trusted=trust_recipe)
-    source, labels = new_data(recipe, manifest, data)
+    source, labels = new_data(recipe, manifest, data, prepared)
     source = source.streamed()
     refuse_other_ids(manifest, source, str(data))
     chosen = _split(source, split, str(data))

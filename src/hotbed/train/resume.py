@@ -37,6 +37,7 @@ from hotbed.config.validation import patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
+from hotbed.train.measure import FeaturesState
 from hotbed.train.report import RECIPE, SUMMARY, RunDirectory
 from hotbed.train.stored import FEATURES
 from hotbed.train.trainer import Trainer
@@ -311,8 +312,9 @@ def _load(checkpoint: Directory, manifest: Manifest, trainer: Trainer) -> None:
     if manifest.recipe is not None and (precision := Recipe.from_stored(manifest.recipe).train.precision) != "auto":
         trainer.numerics.unrecorded = precision
     parts = trainer.parts()
-    if FEATURES not in manifest.parts:  # of a release that kept no hashes of vocabularies
-        parts.pop(FEATURES, None)
+    state = parts.get(FEATURES)
+    if FEATURES not in manifest.parts and isinstance(state, FeaturesState) and not state.has_derived:
+        parts.pop(FEATURES)  # of a release that kept no hashes of vocabularies
     load_checkpoint(checkpoint, parts)
 
 

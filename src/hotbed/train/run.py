@@ -33,7 +33,7 @@ from hotbed.train.publish import Publisher
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
 from hotbed.train.retention import KeepBest, KeepLast
-from hotbed.train.stored import FEATURES, bad_ids, has_features, refuse_other_ids, take_features
+from hotbed.train.stored import FEATURES, bad_ids, begin_with, go_on_with, has_features, unknown_vocabularies
 from hotbed.train.summary import best_step, of_checkpoints, of_memory, of_ranks
 from hotbed.train.trainer import Trainer
 from hotbed.train.watchdog import Watchdog, limit_of
@@ -164,16 +164,15 @@ def _begin(
             leave=recipe.init.leave,
             optimizers=recipe.init.optimizers,
         )
-        take_features(source, read_manifest(begun_with), other_tables=True)
+        with ranks.together("compare the vocabularies"):
+            begin_with(source, read_manifest(begun_with), taken, recipe.init.rename)
         if ranks.is_first:
             print_taken(console, str(begun_with), taken)
+        _tell_unknown(source, begun_with, ranks, console)
     if resumed is not None:
-        if other_data is None and has_features(source):
-            with ranks.together("compare the tables of features and the vocabularies"):
-                take_features(source, read_manifest(resumed))
-        if other_data is not None:
-            with ranks.together(f"compare the ids of {recipe.data.path}"):
-                refuse_other_ids(read_manifest(resumed), other_data, recipe.data.path)
+        with ranks.together(f"compare {recipe.data.path} with the data of {resumed}"):
+            go_on_with(source, read_manifest(resumed), recipe.data.path, are_others=other_data is not None)
+        _tell_unknown(source, resumed, ranks, console)
         trainer.resume_data(loader if other_data is None else OtherData(loader))
         if ranks.is_first:
             console.print(f"resumed from {resumed} at step {trainer.step:,}", soft_wrap=True)
@@ -184,6 +183,11 @@ def _begin(
         trainer.saver.lock(_checkpoints(recipe, run))  # before looking: another run may be about to begin there
         refuse_other_checkpoints(_checkpoints(recipe, run), resumed)
     return taken
+
+
+def _tell_unknown(source: Source, checkpoint: Directory, ranks: Ranks, console: Console) -> None:
+    if ranks.is_first and (told := unknown_vocabularies(source, read_manifest(checkpoint))) is not None:
+        console.print(f"warning: {checkpoint}: {told}", soft_wrap=True)
 
 
 def _checkpoints(recipe: Recipe, run: RunDirectory) -> Directory:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from hotbed.checkpoint import Directory, find_checkpoint, load_checkpoint, read_manifest
+from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
@@ -17,7 +17,7 @@ from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBin
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
-from hotbed.errors import CheckpointError, DataError
+from hotbed.errors import CheckpointError, DataError, RecipeError
 from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
@@ -84,28 +84,36 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool) -> Recipe:
     return replace(recipe, parallel=ParallelRecipe())
 
 
-def new_data(recipe: Recipe, manifest: Manifest, data: str | Path) -> tuple[Source, tuple[str, ...]]:
+def new_data(
+    recipe: Recipe, manifest: Manifest, data: str | Path, prepared: str | None = None
+) -> tuple[Source, tuple[str, ...]]:
     """Open data with the source of a checkpoint's recipe, without labels and uncut; and say what labels it has.
 
-    Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them.
+    Where that is a prepared dataset, data that are none are raw rows as ``hotbed prepare`` takes them. They are encoded
+    by the vocabularies of the recipe's dataset, or of ``prepared``.
 
     Raises
     ------
     DataError
-        If they are raw rows, and the dataset does not say how it was prepared.
+        If they are raw rows, and the dataset is not there or does not say how it was prepared, or the checkpoint does
+        not say that its model was trained on it.
     """
     component = _uncut(_as_trained(recipe.data.source, manifest))
     if _takes_raw_rows(component, manifest) and not _is_prepared(data):
-        trained = new_source(recipe.data)
+        trained = _prepared(recipe, data, prepared)
         if trained.encoder is None or trained.encoder.preparation is None:
             raise DataError(
-                f"{data} has raw rows, and the model's data, {recipe.data.path}, do not say how raw values became ids: "
-                "they are of an earlier release, or of another program. Prepare the log again with this release "
-                "(hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they were"
+                f"{data} has raw rows, and the model's data, {prepared or recipe.data.path}, do not say how raw values "
+                "became ids: they are of an earlier release, or of another program. Prepare the log again with this "
+                "release (hotbed prepare RAW OUT) and train with that, or predict of rows that are prepared as they "
+                "were"
             )
+        _refuse_unknown(trained, manifest)
         take_features(trained, manifest)
         encoder, text = trained.encoder.inputs, trained.encoder.preparation.text
         return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), trained.schema.labels
+    if prepared is not None:
+        raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
     given = dict(component.init_args)
     if isinstance(given.get("schema"), Mapping):
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
@@ -125,13 +133,34 @@ def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
 
 
 def _is_prepared(data: str | Path) -> bool:
-    """Whether data are rows of a dataset that ``hotbed prepare`` made."""
+    """Whether data are rows of a dataset that ``hotbed prepare`` made; their source says where it cannot read one."""
     place = location(str(data))
     if isinstance(place, Path) and not place.exists():
-        raise DataError(f"{data} does not exist; give a prepared dataset, or raw rows as `hotbed prepare` takes them")
-    if isinstance(place, Path) and (place.suffix == ".yaml" or (place / DESCRIPTION).is_file()):
+        raise DataError(f"{data} does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare")
+    if suffix(place) == ".yaml" or (suffix(place) == "" and directory(place).has(DESCRIPTION)):
         return True
     return (suffix(place) == ".parquet" or (isinstance(place, Path) and place.is_dir())) and is_prepared(data)
+
+
+def _prepared(recipe: Recipe, data: str | Path, prepared: str | None) -> Source:
+    """The dataset whose vocabularies encode raw rows."""
+    try:
+        return new_source(replace(recipe.data, path=prepared or recipe.data.path))
+    except DataError as error:
+        raise DataError(
+            f"{data} has raw rows, which are encoded by the vocabularies of the data that the model was trained on, "
+            f"and these cannot be read (in the folder {Path.cwd()}): {error}; name them with --prepared DATASET"
+        ) from None
+
+
+def _refuse_unknown(source: Source, manifest: Manifest) -> None:
+    """Raise `DataError` if a checkpoint does not say that its model was trained with the vocabularies of its data."""
+    if unknown_vocabularies(source, manifest) is not None:
+        raise DataError(
+            "the checkpoint does not say what values its rows stand for (it is of an earlier release, or of data that "
+            "did not say it), and its data now have vocabularies, which may be others; if they are not, go on with "
+            "the run on these data (--resume RUN and a larger train.steps or train.epochs), which records them"
+        )
 
 
 def _uncut(component: Component) -> Component:
@@ -174,13 +203,83 @@ def take_features(source: Source, manifest: Manifest, *, other_tables: bool = Fa
         source.encoder.load_state(manifest.parts.get(FEATURES, {}), other_tables=other_tables)
 
 
+def begin_with(source: Source, manifest: Manifest, taken: Sequence[Taken], rename: Mapping[str, str]) -> None:
+    """Take over what a checkpoint knows of derived columns, for a new model, and compare vocabularies of tables taken.
+
+    Parameters are those of `_refuse_other_vocabularies`.
+    """
+    take_features(source, manifest, other_tables=True)
+    _refuse_other_vocabularies(source, manifest, taken, rename)
+
+
+def go_on_with(source: Source, manifest: Manifest, data: str | Path, *, are_others: bool) -> None:
+    """Compare data to train on with those that a checkpoint was trained on.
+
+    Raises
+    ------
+    DataError
+        If inputs are made otherwise; of other data (``are_others``), if the same values would have other ids.
+    """
+    if not are_others:
+        take_features(source, manifest)
+        return
+    refuse_other_ids(manifest, source, str(data))
+    _refuse_other_vocabularies(source, manifest)
+
+
+def _refuse_other_vocabularies(
+    source: Source, manifest: Manifest, taken: Sequence[Taken] | None = None, rename: Mapping[str, str] | None = None
+) -> None:
+    """Raise `DataError` unless a checkpoint's rows stand for what they stood for, in data whose vocabularies may grow.
+
+    Parameters
+    ----------
+    source
+        Data to go on with.
+    manifest
+        The checkpoint's.
+    taken
+        What `init_from` took of it; None: all.
+    rename
+        What it calls tables that have other names now.
+    """
+    preparation = None if source.encoder is None else source.encoder.preparation
+    if preparation is None:
+        return
+    known = cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))
+    was: dict[str, Any] = {}
+    for name in preparation.state():
+        earlier = next((old for new, old in (rename or {}).items() if _is_table(new, name)), name)
+        found = next((table for table in known if _is_table(earlier, table)), None)
+        is_taken = taken is None or any(of.what == "table" and of.taken and _is_table(of.name, name) for of in taken)
+        if found is not None and is_taken:
+            was[name] = known[found]
+    preparation.refuse_other(was, may_grow=True)
+
+
+def unknown_vocabularies(source: Source, manifest: Manifest) -> str | None:
+    """Say that a checkpoint does not know the vocabularies of its data; None where it does, or data have none."""
+    preparation = None if source.encoder is None else source.encoder.preparation
+    if preparation is None or not preparation.unknown(cast("Mapping[str, Any]", manifest.parts.get(FEATURES, {}))):
+        return None
+    return (
+        "it does not say what values its rows stand for (it is of an earlier release, or of data that do not say it), "
+        "so this cannot be compared, and the vocabularies of the data are taken for those of the rows"
+    )
+
+
+def _is_table(full: str, name: str) -> bool:
+    """Whether a table that may be named with its collection is the one of this name."""
+    return full == name or full.endswith(f".{name}")
+
+
 def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
     """What turns raw rows into inputs of a checkpoint's model; of the source only schema and looked-up tables count.
 
     Raises
     ------
     DataError
-        If the content of a looked-up table is another than in training.
+        If the content of a looked-up table or a vocabulary is another than in training, or may be.
     """
     given = recipe.data.source.init_args
     ids = given.get("ids", "hash") if issubclass(recipe.data.source.load(), ParquetSource) else "raw"
@@ -189,6 +288,7 @@ def encoder_of(recipe: Recipe, source: Source, manifest: Manifest) -> Encoder:
     encoder = Encoder(
         source.schema.inputs, ids=ids, id_kinds=id_kinds_of(manifest), tables=tables, preparation=preparation
     )
+    _refuse_unknown(source, manifest)
     encoder.load_state(manifest.parts.get(FEATURES, {}))
     return encoder
 

@@ -18,7 +18,8 @@ class TritonPythonModel:
         """Open the exported model."""
         torch.set_num_threads(1)  # requests are computed beside each other, by the instances of config.pbtxt
         parameters = json.loads(args["model_config"])["parameters"]
-        self.model = Model(parameters["model"]["string_value"])
+        encoded = parameters.get("encoded", {}).get("string_value") == "true"
+        self.model = Model(parameters["model"]["string_value"], encoded=encoded)
 
     def execute(self, requests):
         """Answer requests, each with rows as JSON; one that cannot be scored gets an error and the others scores."""
