@@ -93,7 +93,7 @@ class ServedModel:
             name: (feature.collection, feature.spec(feature.table)) for name, feature in manifest.features.items()
         }
         lookups = dict(tables.collections)
-        self._scorer = Scorer(self._dense(model), lookups, features, device=device, threads=threads)
+        self._scorer = Scorer(model.dense().to(device), lookups, features, device=device, threads=threads)
         self._turn = threading.Lock()
         """Held by a batch, and by a swap."""
         self._waiting = threading.Event()
@@ -249,7 +249,7 @@ class ServedModel:
                     "other_model",
                 )
             self.tables.stage(change, check)
-            dense = self._dense(self._model)
+            dense = self._model.dense().to(self._device)
             _load(dense, change)
             self._swap(dense, self._encoder, sequence, change.manifest.written, same_program=True)
 
@@ -295,7 +295,7 @@ class ServedModel:
             self.tables.stage_model(model, same_state=same_state, check=check)
             check()
             version = StateEntry(step=manifest.step, state=manifest.state)
-            self._swap(self._dense(model), encoder, version, manifest.written)
+            self._swap(model.dense().to(self._device), encoder, version, manifest.written)
             self._model.forget(kept=model)
             self._model = model
 
@@ -355,9 +355,6 @@ class ServedModel:
                 "encoded beforehand; serve it without --encoded true"
             )
         return encoder.encoded
-
-    def _dense(self, model: ExportedModel) -> torch.nn.Module:
-        return model.dense().to(self._device)
 
 
 class _Refusing:
