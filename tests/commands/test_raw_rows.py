@@ -17,7 +17,7 @@ from hotbed.data import SplitBinarySource
 from hotbed.data.criteo import COLUMNS, DENSE, LABEL, SPARSE
 from hotbed.data.preparation import VocabularyEntry
 from hotbed.data.synthetic import write_synthetic_log
-from hotbed.data.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, vocabulary_file
+from hotbed.data.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, vocabulary_file, write_vocabulary
 from tests.commands.cases import Output, refused, train
 
 TEST_ROWS = 300
@@ -134,7 +134,7 @@ def test_rows_that_cannot_be_prepared_are_told(tmp_path: Path, trained: Run, cap
         assert not out.exists()
     argv = ["predict", str(trained.path), str(tmp_path / "typo"), "--out", str(tmp_path / "x.parquet")]
     told = refused(argv, capsys)
-    assert "typo does not exist; give a prepared dataset, or raw rows as `hotbed prepare` takes them" in told
+    assert "typo does not exist; give a log or Parquet of raw rows, or a dataset of hotbed prepare" in told
     good.drop("C5").write_parquet(tmp_path / "less.parquet")
     argv = ["predict", str(trained.path), str(tmp_path / "less.parquet"), "--out", str(tmp_path / "x.parquet")]
     assert "has no column 'C5'" in refused(argv, capsys)
@@ -219,11 +219,11 @@ def test_packed_data_keep_the_vocabularies(tmp_path: Path, prepared: Path) -> No
 
 def swapped(data: Path, table: str) -> None:
     """Give the values of the first two ids of a table each other's id."""
-    values = read_vocabulary(vocabulary_file(data / VOCABULARY, table)).values.copy()
-    values[:2] = values[[1, 0]]
-    Vocabulary(values).save(vocabulary_file(data / VOCABULARY, table))
+    values = read_vocabulary(vocabulary_file(data / VOCABULARY, table)).values
+    values = values.take(pa.array([1, 0, *range(2, len(values))]))
+    write_vocabulary(vocabulary_file(data / VOCABULARY, table), Vocabulary(values))
     description = yaml.safe_load((data / "feature_spec.yaml").read_text())
-    entry = VocabularyEntry.of(pa.array(values), "hexadecimal").model_dump()
+    entry = VocabularyEntry.of(values, "hexadecimal").model_dump()
     description["metadata"]["preparation"]["vocabularies"][table] = entry
     (data / "feature_spec.yaml").write_text(yaml.safe_dump(description))
 
@@ -268,7 +268,7 @@ def test_a_day_whose_vocabulary_is_another_is_refused(tmp_path: Path, prepared: 
 
 def test_columns_of_digits_only_are_text_where_raw_values_are(tmp_path: Path, prepared: Path, trained: Run) -> None:
     values = read_vocabulary(vocabulary_file(prepared / VOCABULARY, "C1")).values
-    digits = [text for value in values.tolist() if (text := f"{value:x}").isdecimal()][:5]
+    digits = [text for value in values.to_pylist() if (text := f"{value:x}").isdecimal()][:5]
     assert digits
     rows = raw(trained.rows).drop(LABEL)[: len(digits)].with_columns(pl.Series("C1", digits))
     rows.write_csv(tmp_path / "rows.csv")

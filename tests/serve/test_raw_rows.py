@@ -208,7 +208,7 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
         manifest["encoder"]["ids"] = "hash"
 
     def rounded(manifest: dict[str, Any]) -> None:
-        manifest["encoder"]["preparation"]["dtype"] = "float32"
+        manifest["encoder"]["preparation"]["numericals"] = "as_is"
 
     none = described_otherwise(tmp_path / "none", exported, unprepared)
     other = described_otherwise(tmp_path / "other", exported, rounded)
@@ -227,7 +227,7 @@ def test_a_model_of_data_that_were_prepared_otherwise_is_not_taken_over(tmp_path
     model = ServedModel.open(exported.model)
     model.take_over(other)
     assert model.encoder.preparation is not None
-    assert model.encoder.preparation.entry.dtype == "float32"
+    assert model.encoder.preparation.entry.numericals == "as_is"
     model.take_over(same)
     columns = {name: [row[name] for row in exported.raw] for name in COLUMNS[1:]}
     assert model.score(model.encoder.table(columns))[0][:, 0].tolist() == exported.scores

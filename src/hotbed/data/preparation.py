@@ -183,7 +183,7 @@ class Preparation:
     @property
     def text(self) -> list[str]:
         """Columns whose values are text, also where all of a file are digits."""
-        return [name for name in self._columns if self._entry(name).kind == "text"]
+        return [name for name, kind in self.kinds.items() if kind == "text"]
 
     def check(self, fields: pa.Schema, what: str) -> None:
         """Raise `SpecError` unless ids of these types can be raw values."""
