@@ -228,9 +228,9 @@ def test_manifests_are_read_once(publisher: Publisher, monkeypatch: pytest.Monke
     opened: list[str] = []
     for kind in (ChangeSet, ExportedModel):
 
-        def opens(place: object, open: Callable[..., object] = kind.open) -> object:
+        def opens(place: object, *given: object, open: Callable[..., object] = kind.open) -> object:
             opened.append(str(place))
-            return open(place)
+            return open(place, *given)
 
         monkeypatch.setattr(kind, "open", opens)
     for _ in range(3):

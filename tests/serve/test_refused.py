@@ -179,7 +179,7 @@ def test_files_that_fail_for_now_are_told_apart(case: Case, monkeypatch: pytest.
 def test_a_swap_that_fails_halfway_answers_nothing_until_a_model_is_whole(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **options: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, OnBadLine, find_files, size_of
+from hotbed.data.delimited import is_delimited
 from hotbed.data.draft import draft_schema
 from hotbed.data.encode import Encoder
 from hotbed.data.executors import Tasks
@@ -88,7 +89,7 @@ def _has_tables(path: str | Path) -> bool:
 
 
 def _is_no_log(name: str) -> bool:
-    return is_table(name) and ".tsv" not in name.lower()
+    return is_table(name) and (".csv" in name.lower() or not is_delimited(name))
 
 
 @dataclass
