@@ -127,7 +127,8 @@ KINDS = (*SETTINGS, *(f"{name}{GRID}" for name in ("ids", "rows", "gradients")))
 
 def settings_of(exchange: str) -> tuple[str, ...]:
     """Options of ``hotbed train`` by which two ranks have an exchange; ``… (grid)``: of a grid-wise plan."""
-    return ("--parallel.plan", "grid") if exchange.endswith(GRID) else SETTINGS[exchange]
+    wide = ("--data.dim", "32", "--model.init_args.bottom", "[16, 32]")  # columns are cut in parts of 16
+    return ("--parallel.plan", "grid", *wide) if exchange.endswith(GRID) else SETTINGS[exchange]
 
 
 @dataclass(frozen=True)
