@@ -122,7 +122,7 @@ def prepare(
     raw
         Criteo logs: a file (plain, gzip or zstd), several in time order, or a directory of ``day_*`` or
         ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, and of CSV or TSV with a header, as `ParquetSource`
-        reads them. Paths or URIs.
+        reads them; ``.tsv`` without a schema is taken for logs. Paths or URIs.
     out
         The dataset directory to make.
     schema

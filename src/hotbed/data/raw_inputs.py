@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
+from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
@@ -25,7 +26,7 @@ from hotbed.data.schema import Schema
 from hotbed.data.spool import parse_part, parsed_pieces, parts_of
 from hotbed.data.vocabulary import value_type
 from hotbed.errors import DataError, SpecError
-from hotbed.locations import RemoteFile, location
+from hotbed.locations import RemoteFile, location, opened
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, what is done of it, and what there is to do."""
@@ -83,12 +84,27 @@ def find_input(
 
 def _has_tables(path: str | Path) -> bool:
     place = location(str(path))
-    if isinstance(place, Path) and place.is_dir():
-        return any(_is_no_log(file.name) for file in place.rglob("*"))
-    return _is_no_log(str(path))
+    if isinstance(place, Path):
+        names = (file.relative_to(place).as_posix() for file in place.rglob("*")) if place.is_dir() else [place.name]
+    else:
+        names = _remote_names(place)
+    return any(map(_is_no_log, names))
+
+
+def _remote_names(uri: str) -> list[str]:
+    """Names of the file at a URI, or of those in its folder and below; none where it cannot be opened."""
+    try:
+        store, root = opened(uri)
+    except ValueError:  # said when logs are looked for
+        return []
+    if store.get_file_info(root).type != fs.FileType.Directory:
+        return [root.rsplit("/", 1)[-1]]
+    found = store.get_file_info(fs.FileSelector(root, recursive=True))
+    return [file.path[len(root) :].strip("/") for file in found if file.is_file]
 
 
 def _is_no_log(name: str) -> bool:
+    """Whether a file of this name, below what was given, is a table and no log."""
     return is_table(name) and (".csv" in name.lower() or not is_delimited(name))
 
 
