@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
-from prepare_cases import dataset
+from prepare_cases import SMALL, dataset
 
 from hotbed.data.prepare import prepare
+from hotbed.errors import DataError, SpecError
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,26 @@ def test_tables_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, giv
     report = prepare(given.format(folder=folder), tmp_path / "out", threshold=2, test_fraction=0)
     assert report.samples == {"train": 400}
     assert (tmp_path / "out/source.yaml").is_file()
+
+
+def test_files_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that several files have chooses none of them; more of the path does."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        dataset(tmp_path / name, files=2)
+    raw = [tmp_path / "a", tmp_path / "b"]
+    message = rf"names day_1.parquet, which is each of {raw[0]}/day_1.parquet, {raw[1]}/day_1.parquet; give more of"
+    with pytest.raises(SpecError, match=message):
+        prepare(raw, tmp_path / "out", **SMALL, test_files=["day_1.parquet"])
+    monkeypatch.chdir(tmp_path / "b")
+    for i, name in enumerate(("b/day_1.parquet", str(raw[1] / "day_1.parquet"), "./day_1.parquet")):
+        prepare(raw, tmp_path / f"out{i}", **SMALL, test_files=[name])
+        prices = pq.read_table(tmp_path / f"out{i}/test")["price"]
+        assert prices == pq.read_table(raw[1] / "day_1.parquet")["price"]
+
+
+def test_a_file_without_rows_is_no_split(tmp_path: Path) -> None:
+    first = dataset(tmp_path, files=2) / "day_0.parquet"
+    pq.write_table(pq.read_table(first)[:0], first)
+    with pytest.raises(DataError, match=r"day_0.parquet has no rows; leave it out of test_files"):
+        prepare(tmp_path, tmp_path.with_name("out"), **SMALL, test_files=["day_0.parquet"])

@@ -47,6 +47,10 @@ class RawInput(Protocol):
         """What changes when a file does."""
         ...
 
+    def names(self) -> list[tuple[str, str]]:
+        """Of each file in order, its path, and its name below what was given."""
+        ...
+
     @property
     def skipped(self) -> Mapping[str, int]:
         """Lines that were left out, by what was wrong with them; known when pieces are."""
@@ -122,6 +126,10 @@ class Logs:
         """Paths, sizes and times of change."""
         return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else 0) for f in self.files]
 
+    def names(self) -> list[tuple[str, str]]:
+        """Paths as pieces have them."""
+        return [(str(f.absolute() if isinstance(f, Path) else f), f.name) for f in self.files]
+
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
         """Parse the logs into Parquet files."""
         parts = parts_of([f.absolute() if isinstance(f, Path) else f for f in self.files], self.on_bad_line, spool)
@@ -156,6 +164,10 @@ class Tables:
         files = [(split, file) for split, of_split in self.files.items() for file in of_split]
         infos = [file.filesystem.get_file_info(file.path) for _, file in files]
         return [(split, file.path, i.size, i.mtime_ns) for (split, file), i in zip(files, infos, strict=True)]
+
+    def names(self) -> list[tuple[str, str]]:
+        """Paths as messages have them."""
+        return [(file.shown, file.name) for of_split in self.files.values() for file in of_split]
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
         """Row groups, which are read where they are."""
