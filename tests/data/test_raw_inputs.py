@@ -1,7 +1,11 @@
 """What is given to a preparation is found, and files that do not fit together are refused."""
 
+from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prepare_cases import SMALL, dataset
@@ -49,3 +53,40 @@ def test_a_file_without_rows_is_no_split(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(first)[:0], first)
     with pytest.raises(DataError, match=r"day_0.parquet has no rows; leave it out of test_files"):
         prepare(tmp_path, tmp_path.with_name("out"), **SMALL, test_files=["day_0.parquet"])
+
+
+def changed(path: Path, name: str, values: Any) -> None:
+    """Replace a column of a file."""
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, values), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kinds"),
+    [
+        ("price", pa.array([Decimal("1.5")] * 400), r"decimal128\(2, 1\), and .*day_0.parquet has double"),
+        ("tags", pa.array([3] * 400), r"int64, and .*day_0.parquet has list<element: int64>"),
+        ("session", pa.array([3] * 400), r"int64, and .*day_0.parquet has string"),
+    ],
+    ids=["decimals", "lists", "group"],
+)
+def test_types_that_differ_between_files(tmp_path: Path, name: str, values: Any, kinds: str) -> None:
+    dataset(tmp_path, files=2)
+    for i in range(2):
+        path = tmp_path / f"day_{i}.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("session", table["user"]), path)
+    changed(tmp_path / "day_1.parquet", name, values)
+    sparse = tuple(replace(column, ids=1) for column in SMALL["schema"].sparse)
+    options = {**SMALL, "schema": replace(SMALL["schema"], sparse=sparse, group="session")}
+    with pytest.raises(DataError, match=rf"day_1.parquet, column '{name}' is {kinds}: .*; write one of them anew"):
+        prepare(tmp_path, tmp_path.with_name("out"), **options)
+    assert not tmp_path.with_name("out").exists()
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    path = dataset(tmp_path, files=1) / "day_0.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("user", table["user"]), path)
+    with pytest.raises(DataError, match=r"day_0.parquet has several columns named 'user'; rename all but one"):
+        prepare(path, tmp_path.with_name("out"), **SMALL)

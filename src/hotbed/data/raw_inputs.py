@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -224,9 +225,35 @@ def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | N
             files.setdefault(split, []).extend(of_split)
     encoder = Encoder(schema, ids="hash")
     for file in (file for of_split in files.values() for file in of_split):
+        _check_names(file, encoder.names)
         encoder.check(file.schema, str(file))
     tables = Tables(files, schema)
     tables.kinds()
+    _check_types([file for of_split in files.values() for file in of_split], encoder.names)
     if not any(file.metadata.num_rows for of_split in files.values() for file in of_split):
         raise DataError(f"{raw[0]} has no rows")
     return tables
+
+
+def _check_names(file: ParquetFile, names: Sequence[str]) -> None:
+    """Raise unless each column that is read is there once."""
+    there = Counter(file.schema.names)
+    for name in names:
+        if there[name] > 1:
+            raise DataError(f"{file} has several columns named '{name}'; rename all but one")
+
+
+def _check_types(files: Sequence[ParquetFile], names: Sequence[str]) -> None:
+    """Raise unless values of one column are of one kind in all files."""
+    for name in names:
+        first: tuple[ParquetFile, pa.DataType] | None = None
+        for file in files:
+            stored = file.schema.field(name).type
+            if not arrow.kind_of_values(stored):  # all values are missing
+                continue
+            other, kind = first = first or (file, stored)
+            if arrow.kind_of_values(stored) != arrow.kind_of_values(kind):
+                raise DataError(
+                    f"{file}, column '{name}' is {stored}, and {other} has {kind}: rows of both cannot stand in one "
+                    "dataset; write one of them anew"
+                )
