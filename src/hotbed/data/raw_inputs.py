@@ -162,9 +162,7 @@ class Tables:
     @property
     def state(self) -> object:
         """Paths, sizes and times of change."""
-        files = [(split, file) for split, of_split in self.files.items() for file in of_split]
-        infos = [file.filesystem.get_file_info(file.path) for _, file in files]
-        return [(split, file.path, i.size, i.mtime_ns) for (split, file), i in zip(files, infos, strict=True)]
+        return [(split, *_state(file)) for split, of_split in self.files.items() for file in of_split]
 
     def names(self) -> list[tuple[str, str]]:
         """Paths as messages have them."""
@@ -233,6 +231,13 @@ def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | N
     if not any(file.metadata.num_rows for of_split in files.values() for file in of_split):
         raise DataError(f"{raw[0]} has no rows")
     return tables
+
+
+def _state(file: ParquetFile) -> tuple[object, ...]:
+    if file.path != file.shown:  # converted: its name says the state of the text, and its time when it was used last
+        return file.shown, file.path
+    info = file.filesystem.get_file_info(file.path)
+    return file.path, info.size, info.mtime_ns
 
 
 def _check_names(file: ParquetFile, names: Sequence[str]) -> None:
