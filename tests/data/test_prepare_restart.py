@@ -4,10 +4,13 @@ import importlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
 import pytest
 from prepare_cases import SMALL, dataset, digests
 
@@ -101,6 +104,22 @@ def test_what_is_done_is_kept_when_workers_are_lost_or_the_user_interrupts(
         monkeypatch.setattr(f"hotbed.data.{name}", None)  # all that is done
     prepared(log, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_text_files_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CSV file was converted to is touched whenever it is used, which changes nothing."""
+    monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "tables"))
+    pc_csv.write_csv(pq.read_table(dataset(tmp_path, files=1)).drop_columns("tags"), tmp_path / "raw.csv")
+    options = {**SMALL, "schema": replace(SMALL["schema"], sparse=SMALL["schema"].sparse[:1])}
+    with monkeypatch.context() as patch, pytest.raises(WorkerError):
+        patch.setattr(Tasks, "map", lose_workers)
+        prepare(tmp_path / "raw.csv", tmp_path / "out", **options)
+    (kept,) = (tmp_path / "tables").glob("*.parquet")
+    os.utime(kept, (1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr("hotbed.data.counting._Counts", None)  # all is counted
+        prepare(tmp_path / "raw.csv", tmp_path / "out", **options)
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_other_options_begin_anew(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Prepare a dataset from raw Criteo logs: ``hotbed prepare``."""
+"""Prepare a dataset from Criteo logs, or Parquet, CSV and TSV files: ``hotbed prepare``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWN = ("raw", "out", "progress", "vocabulary", "schema", "executor", "memory")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the logs, the dataset, and the options of `hotbed.prepare`."""
+    """Add the raw files, the dataset, and the options of `hotbed.prepare`."""
     from hotbed.data.prepare import prepare
 
     parser.usage = "hotbed prepare RAW … OUT [options]"

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from hotbed.data import arrow
 from hotbed.data.parquet_files import RowGroup
 from hotbed.data.row_split import SPLITS, Position, RowSplit
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
 
 _TEST_FRACTION = 0.1
 _GROUP_ROWS = 1 << 19
@@ -78,6 +79,56 @@ class Splits:
             return np.searchsorted(self.ends, np.arange(piece.at.before, piece.at.before + n), side="right")
         table = None if self.by.column is None else piece.rows.read([self.by.column])
         return np.asarray(self.by.codes(piece.rows, piece.at, table), dtype=np.int64)
+
+
+def splits_of_files(files: Sequence[tuple[str, str]], valid: Sequence[str], test: Sequence[str]) -> dict[str, str]:
+    """Split of each file that was chosen for one, by its path.
+
+    Parameters
+    ----------
+    files
+        Path of each file, and its name below what was given.
+    valid, test
+        Their names, the ends of their paths, or their paths.
+
+    Raises
+    ------
+    SpecError
+        If a name is that of no file or of several, or of a file in the other split.
+    """
+    paths = dict(files)
+    wanted: dict[str, str] = {}
+    for split, of_split in (("valid", valid), ("test", test)):
+        for name in of_split:
+            whole = [path for path in (name, str(Path(name).absolute())) if path in paths][:1]
+            found = whole or [p for p, below in paths.items() if name == below or p.endswith(f"/{name}")]
+            if not found:
+                hint = did_you_mean(name, paths.values())
+                raise SpecError(f"{split}_files names {name}, which is no file of the data{hint}")
+            if len(found) > 1:
+                raise SpecError(
+                    f"{split}_files names {name}, which is each of {', '.join(found)}; give more of the path"
+                )
+            if wanted.setdefault(found[0], split) != split:
+                raise SpecError(f"{name} is in valid_files and in test_files; leave it in one of them")
+    return wanted
+
+
+def with_splits(pieces: Sequence[Piece], of_files: Mapping[str, str]) -> list[Piece]:
+    """The same pieces, those of some files with their split, all others with that of train.
+
+    Raises
+    ------
+    DataError
+        If one of these files has no rows.
+    """
+    if not of_files:
+        return list(pieces)
+    paths = [piece.rows.file.shown for piece in pieces]
+    for file, split in of_files.items():
+        if file not in paths:
+            raise DataError(f"{file} has no rows; leave it out of {split}_files")
+    return [replace(p, split=of_files.get(path, p.split or "train")) for p, path in zip(pieces, paths, strict=True)]
 
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal, get_args
@@ -33,13 +33,13 @@ from hotbed.data.counting import CountJob, MergeJob, count, merge
 from hotbed.data.criteo import OnBadLine
 from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, dataset_schema, encode
 from hotbed.data.executors import open_tasks
-from hotbed.data.pieces import HeldOut, Piece, divided, groups_of, in_order
+from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
 from hotbed.data.preparation import Kind, PreparationEntry, VocabularyEntry
 from hotbed.data.raw_inputs import Logs, Progress, RawInput, find_input
 from hotbed.data.row_split import row_split
 from hotbed.data.schema import Schema
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
-from hotbed.errors import DataError, SpecError, WorkerError, did_you_mean
+from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.files import new_directory
 from hotbed.machine import usable_cores
 
@@ -122,7 +122,7 @@ def prepare(
     raw
         Criteo logs: a file (plain, gzip or zstd), several in time order, or a directory of ``day_*`` or
         ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, and of CSV or TSV with a header, as `ParquetSource`
-        reads them. Paths or URIs.
+        reads them; ``.tsv`` without a schema is taken for logs. Paths or URIs.
     out
         The dataset directory to make.
     schema
@@ -138,7 +138,7 @@ def prepare(
     valid_rows, test_rows
         Number of samples in these splits, in the place of a share.
     valid_files, test_files
-        Names of files that are in these splits, whole: ``day_23``.
+        Names or paths of files that are in these splits, whole: ``day_23``, ``week_1/day_23``.
     split
         Divide Parquet, CSV and TSV files by row: ``{by: time, column: ts, test_from: …}``, ``{by: hash, test: 0.1}``;
         see `hotbed.data.row_split`.
@@ -200,7 +200,8 @@ def prepare(
     earlier = {} if vocabulary is None else {table: vocabulary_file(vocabulary, table) for table in columns}
     for file in earlier.values():
         read_vocabulary(file)
-    said = (threshold, top_k, held_out, count_on, on_bad_line, form, sorted(valid_files), sorted(test_files))
+    of_files = splits_of_files(found.names(), valid_files, test_files)
+    said = (threshold, top_k, held_out, count_on, on_bad_line, form, sorted(of_files.items()))
     key = _key(found.state, [_state(file) for file in earlier.values()], found.schema.to_dict(), said)
     workers = workers or _workers_within(memory, executor)
     each = max(1 << 20, (memory - _BASE_BYTES) // (2 * (workers or 1)))
@@ -216,7 +217,7 @@ def prepare(
         spool, counts, encoded = work / "spool", work / "counts", work / "encoded"
         for folder in (vocabularies, spool, counts, encoded):
             folder.mkdir(parents=True, exist_ok=True)
-        pieces = _with_files(found.pieces(spool, tasks, report), valid_files, test_files)
+        pieces = with_splits(found.pieces(spool, tasks, report), of_files)
         splits = divided(pieces := in_order(pieces), held_out)
         kinds, types = found.kinds(), found.types()
         groups = groups_of(pieces)
@@ -303,22 +304,6 @@ def _held_out(
     if len(asked) > 1:
         raise SpecError(f"splits are chosen by {' and by '.join(asked)}; choose one way")
     return HeldOut(valid, test_fraction, *rows, None if split is None else row_split(split))
-
-
-def _with_files(pieces: Sequence[Piece], valid: Sequence[str], test: Sequence[str]) -> list[Piece]:
-    """The same pieces, those of some files with their split, all others with that of train."""
-    if not valid and not test:
-        return list(pieces)
-    names = {piece.rows.file.name for piece in pieces}
-    wanted: dict[str, str] = {}
-    for split, of_split in (("valid", valid), ("test", test)):
-        for name in of_split:
-            full = next((n for n in names if name in (n, n.rsplit("/", 1)[-1])), None)
-            if full is None:
-                raise SpecError(f"{split}_files names {name}, which is no file of the data{did_you_mean(name, names)}")
-            if wanted.setdefault(full, split) != split:
-                raise SpecError(f"{name} is in valid_files and in test_files; leave it in one of them")
-    return [replace(piece, split=wanted.get(piece.rows.file.name, piece.split or "train")) for piece in pieces]
 
 
 def _check_arguments(

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
+from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
@@ -25,7 +27,7 @@ from hotbed.data.schema import Schema
 from hotbed.data.spool import parse_part, parsed_pieces, parts_of
 from hotbed.data.vocabulary import value_type
 from hotbed.errors import DataError, SpecError
-from hotbed.locations import RemoteFile, location
+from hotbed.locations import RemoteFile, location, opened
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, what is done of it, and what there is to do."""
@@ -44,6 +46,10 @@ class RawInput(Protocol):
     @property
     def state(self) -> object:
         """What changes when a file does."""
+        ...
+
+    def names(self) -> list[tuple[str, str]]:
+        """Of each file in order, its path, and its name below what was given."""
         ...
 
     @property
@@ -83,12 +89,27 @@ def find_input(
 
 def _has_tables(path: str | Path) -> bool:
     place = location(str(path))
-    if isinstance(place, Path) and place.is_dir():
-        return any(_is_no_log(file.name) for file in place.rglob("*"))
-    return _is_no_log(str(path))
+    if isinstance(place, Path):
+        names = (file.relative_to(place).as_posix() for file in place.rglob("*")) if place.is_dir() else [place.name]
+    else:
+        names = _remote_names(place)
+    return any(map(_is_no_log, names))
+
+
+def _remote_names(uri: str) -> list[str]:
+    """Names of the file at a URI, or of those in its folder and below; none where it cannot be opened."""
+    try:
+        store, root = opened(uri)
+    except ValueError:  # said when logs are looked for
+        return []
+    if store.get_file_info(root).type != fs.FileType.Directory:
+        return [root.rsplit("/", 1)[-1]]
+    found = store.get_file_info(fs.FileSelector(root, recursive=True))
+    return [file.path[len(root) :].strip("/") for file in found if file.is_file]
 
 
 def _is_no_log(name: str) -> bool:
+    """Whether a file of this name, below what was given, is a table and no log."""
     return is_table(name) and (".csv" in name.lower() or not is_delimited(name))
 
 
@@ -105,6 +126,10 @@ class Logs:
     def state(self) -> object:
         """Paths, sizes and times of change."""
         return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else 0) for f in self.files]
+
+    def names(self) -> list[tuple[str, str]]:
+        """Paths as pieces have them."""
+        return [(str(f.absolute() if isinstance(f, Path) else f), f.name) for f in self.files]
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
         """Parse the logs into Parquet files."""
@@ -137,9 +162,11 @@ class Tables:
     @property
     def state(self) -> object:
         """Paths, sizes and times of change."""
-        files = [(split, file) for split, of_split in self.files.items() for file in of_split]
-        infos = [file.filesystem.get_file_info(file.path) for _, file in files]
-        return [(split, file.path, i.size, i.mtime_ns) for (split, file), i in zip(files, infos, strict=True)]
+        return [(split, *_state(file)) for split, of_split in self.files.items() for file in of_split]
+
+    def names(self) -> list[tuple[str, str]]:
+        """Paths as messages have them."""
+        return [(file.shown, file.name) for of_split in self.files.values() for file in of_split]
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
         """Row groups, which are read where they are."""
@@ -196,9 +223,42 @@ def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | N
             files.setdefault(split, []).extend(of_split)
     encoder = Encoder(schema, ids="hash")
     for file in (file for of_split in files.values() for file in of_split):
+        _check_names(file, encoder.names)
         encoder.check(file.schema, str(file))
     tables = Tables(files, schema)
     tables.kinds()
+    _check_types([file for of_split in files.values() for file in of_split], encoder.names)
     if not any(file.metadata.num_rows for of_split in files.values() for file in of_split):
         raise DataError(f"{raw[0]} has no rows")
     return tables
+
+
+def _state(file: ParquetFile) -> tuple[object, ...]:
+    if file.path != file.shown:  # converted: its name says the state of the text, and its time when it was used last
+        return file.shown, file.path
+    info = file.filesystem.get_file_info(file.path)
+    return file.path, info.size, info.mtime_ns
+
+
+def _check_names(file: ParquetFile, names: Sequence[str]) -> None:
+    """Raise unless each column that is read is there once."""
+    there = Counter(file.schema.names)
+    for name in names:
+        if there[name] > 1:
+            raise DataError(f"{file} has several columns named '{name}'; rename all but one")
+
+
+def _check_types(files: Sequence[ParquetFile], names: Sequence[str]) -> None:
+    """Raise unless values of one column are of one kind in all files."""
+    for name in names:
+        first: tuple[ParquetFile, pa.DataType] | None = None
+        for file in files:
+            stored = file.schema.field(name).type
+            if not arrow.kind_of_values(stored):  # all values are missing
+                continue
+            other, kind = first = first or (file, stored)
+            if arrow.kind_of_values(stored) != arrow.kind_of_values(kind):
+                raise DataError(
+                    f"{file}, column '{name}' is {stored}, and {other} has {kind}: rows of both cannot stand in one "
+                    "dataset; write one of them anew"
+                )

@@ -1,0 +1,92 @@
+"""What is given to a preparation is found, and files that do not fit together are refused."""
+
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepare_cases import SMALL, dataset
+
+from hotbed.data.prepare import prepare
+from hotbed.errors import DataError, SpecError
+
+
+@pytest.mark.parametrize(
+    "given", ["./day_0.parquet", "../_raw/day_0.parquet", "{folder}/day_0.parquet", "memory://raw/parquet/"]
+)
+def test_tables_by_any_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Hidden is what is below the path that was given."""
+    folder = tmp_path / "_raw"
+    folder.mkdir()
+    dataset(folder, files=1)
+    monkeypatch.chdir(folder)
+    if "://" in given:
+        fsspec = pytest.importorskip("fsspec")
+        store = fsspec.filesystem("memory")
+        store.pipe_file("/raw/parquet/day_0.parquet", (folder / "day_0.parquet").read_bytes())
+    report = prepare(given.format(folder=folder), tmp_path / "out", threshold=2, test_fraction=0)
+    assert report.samples == {"train": 400}
+    assert (tmp_path / "out/source.yaml").is_file()
+
+
+def test_files_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that several files have chooses none of them; more of the path does."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        dataset(tmp_path / name, files=2)
+    raw = [tmp_path / "a", tmp_path / "b"]
+    message = rf"names day_1.parquet, which is each of {raw[0]}/day_1.parquet, {raw[1]}/day_1.parquet; give more of"
+    with pytest.raises(SpecError, match=message):
+        prepare(raw, tmp_path / "out", **SMALL, test_files=["day_1.parquet"])
+    monkeypatch.chdir(tmp_path / "b")
+    for i, name in enumerate(("b/day_1.parquet", str(raw[1] / "day_1.parquet"), "./day_1.parquet")):
+        prepare(raw, tmp_path / f"out{i}", **SMALL, test_files=[name])
+        prices = pq.read_table(tmp_path / f"out{i}/test")["price"]
+        assert prices == pq.read_table(raw[1] / "day_1.parquet")["price"]
+
+
+def test_a_file_without_rows_is_no_split(tmp_path: Path) -> None:
+    first = dataset(tmp_path, files=2) / "day_0.parquet"
+    pq.write_table(pq.read_table(first)[:0], first)
+    with pytest.raises(DataError, match=r"day_0.parquet has no rows; leave it out of test_files"):
+        prepare(tmp_path, tmp_path.with_name("out"), **SMALL, test_files=["day_0.parquet"])
+
+
+def changed(path: Path, name: str, values: Any) -> None:
+    """Replace a column of a file."""
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, values), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kinds"),
+    [
+        ("price", pa.array([Decimal("1.5")] * 400), r"decimal128\(2, 1\), and .*day_0.parquet has double"),
+        ("tags", pa.array([3] * 400), r"int64, and .*day_0.parquet has list<element: int64>"),
+        ("session", pa.array([3] * 400), r"int64, and .*day_0.parquet has string"),
+    ],
+    ids=["decimals", "lists", "group"],
+)
+def test_types_that_differ_between_files(tmp_path: Path, name: str, values: Any, kinds: str) -> None:
+    dataset(tmp_path, files=2)
+    for i in range(2):
+        path = tmp_path / f"day_{i}.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("session", table["user"]), path)
+    changed(tmp_path / "day_1.parquet", name, values)
+    sparse = tuple(replace(column, ids=1) for column in SMALL["schema"].sparse)
+    options = {**SMALL, "schema": replace(SMALL["schema"], sparse=sparse, group="session")}
+    with pytest.raises(DataError, match=rf"day_1.parquet, column '{name}' is {kinds}: .*; write one of them anew"):
+        prepare(tmp_path, tmp_path.with_name("out"), **options)
+    assert not tmp_path.with_name("out").exists()
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    path = dataset(tmp_path, files=1) / "day_0.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("user", table["user"]), path)
+    with pytest.raises(DataError, match=r"day_0.parquet has several columns named 'user'; rename all but one"):
+        prepare(path, tmp_path.with_name("out"), **SMALL)
