@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import rmtree
 from typing import Literal
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
+from hotbed.data.executors import task_directory
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
@@ -82,15 +82,12 @@ def encode(job: EncodeJob) -> None:
     """Write the samples with ids, unless they are there."""
     if job.out.is_dir():
         return
-    unfinished = job.out.with_name(f".{job.out.name}.unfinished")
-    rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    if job.form == "split_binary":
-        with SplitBinaryWriter(unfinished, job.schema, job.splits.names) as writer:
-            _write_binary(job, writer)
-    else:
-        _write_parquet(job, unfinished)
-    unfinished.rename(job.out)
+    with task_directory(job.out) as directory:
+        if job.form == "split_binary":
+            with SplitBinaryWriter(directory, job.schema, job.splits.names) as writer:
+                _write_binary(job, writer)
+        else:
+            _write_parquet(job, directory)
 
 
 def stored_columns(schema: Schema) -> list[str]:
