@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from prepare_cases import SMALL, dataset, digests
 
-from hotbed.data.executors import open_tasks
+from hotbed.data.executors import Tasks, open_tasks
 from hotbed.data.prepare import prepare
 from hotbed.errors import SpecError, WorkerError
 from hotbed.testing.executor import ExecutorContract, double
@@ -97,6 +98,31 @@ def test_the_first_error_in_order_is_raised() -> None:
 
     with open_tasks("threads", 4) as tasks, pytest.raises(SpecError, match="task 3"):
         list(tasks.map(fail, range(10)))
+
+
+def test_an_executor_that_takes_no_tasks() -> None:
+    """Its error is raised when the tasks that it has taken have ended."""
+    pool, ended = ThreadPoolExecutor(1), list[int]()
+
+    def arguments() -> Iterator[int]:
+        yield 1
+        pool.shutdown(wait=False)
+        yield 2
+
+    with open_tasks(pool) as tasks, pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+        list(tasks.map(ended.append, arguments()))
+    assert ended == [1]
+
+
+def test_workers_that_are_lost_before_a_task_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> NoReturn:
+        raise ConnectionError("the scheduler is gone")
+
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(pool, "submit", submit)
+        tasks = Tasks(lambda: pool, 4, lost=(ConnectionError,))
+        with pytest.raises(WorkerError, match=r"cannot be reached \(the scheduler is gone\); what was done is kept"):
+            list(tasks.map(double, range(9)))
 
 
 def test_dask_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

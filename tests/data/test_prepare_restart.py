@@ -2,8 +2,11 @@
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -14,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_cases import SMALL, dataset, digests
 
-from hotbed.data import write_synthetic_log
+from hotbed.data import executors, write_synthetic_log
 from hotbed.data.executors import Tasks
 from hotbed.data.prepare import prepare
 from hotbed.errors import DataError, WorkerError
@@ -120,6 +123,34 @@ def test_text_files_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         patch.setattr("hotbed.data.counting._Counts", None)  # all is counted
         prepare(tmp_path / "raw.csv", tmp_path / "out", **options)
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_tasks_that_run_twice_at_once(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster that takes a worker for lost; a third run was killed, and has left what it wrote."""
+    prepared(log, tmp_path / "once")
+    original, nested = executors.task_directory, set[Path]()
+    again: list[Any] = []
+
+    @contextmanager
+    def within(out: Path) -> Generator[Path]:
+        with original(out) as directory:
+            yield directory
+            if out not in nested:
+                nested.add(out)
+                shutil.copytree(directory, out.with_name(f".{out.name}.unfinished-killed"))
+                again[-1]()
+                assert out.is_dir()
+
+    def run(tasks: Tasks, task: Any, arguments: Any) -> Any:
+        for argument in arguments:
+            again.append(lambda task=task, argument=argument: task(argument))
+            yield task(argument)
+
+    for module in ("counting", "encoding"):
+        monkeypatch.setattr(f"hotbed.data.{module}.task_directory", within)
+    monkeypatch.setattr(Tasks, "map", run)
+    prepared(log, tmp_path / "twice")
+    assert nested and digests(tmp_path / "twice") == digests(tmp_path / "once")
 
 
 def test_other_options_begin_anew(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

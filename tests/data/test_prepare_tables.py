@@ -178,8 +178,25 @@ def test_split_binary_of_a_table(tmp_path: Path) -> None:
     batch = SplitBinarySource(tmp_path / "out").read("test", 0)
     assert batch.dense is not None
     assert batch.dense.flatten().tolist() == [v or 0.0 for v in raw["price"][90:].to_pylist()]
+    passes: list[str] = []
+    options: dict[str, Any] = {"format": "split_binary", "progress": lambda stage, *_: passes.append(stage)}
     with pytest.raises(SpecError, match="has no weight or group column; use Parquet"):
-        prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=SCHEMA, format="split_binary")
+        prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=SCHEMA, **options)
+    lists = replace(SCHEMA, weight=None, group=None)
+    with pytest.raises(SpecError, match="'history' has a varying number of ids per sample, but the split-binary"):
+        prepare(tmp_path / "raw.parquet", tmp_path / "other", schema=lists, **options)
+    assert not passes  # before anything is counted
+
+
+def test_groups_beside_a_column_of_their_stored_name(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw.parquet", clicks(60, item_value=[i // 3 for i in range(60)]))
+    other = replace(SCHEMA, group="item_value")
+    prepare(raw, tmp_path / "out", schema=other, threshold=1, test_fraction=0)
+    stored = pq.read_table(tmp_path / "out/train")["item_value"].to_pylist()
+    assert stored == [i // 3 for i in range(60)]
+    clash = replace(SCHEMA, dense=("price", "item_value"))
+    with pytest.raises(SpecError, match=r"'item' is an input and the group, .* as 'item_value', which is another"):
+        prepare(raw, tmp_path / "clash", schema=clash)
 
 
 def test_files_that_do_not_fit_together(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import rmtree
 from urllib.parse import quote
 
 import numpy as np
@@ -23,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from hotbed.data import arrow
+from hotbed.data.executors import task_directory
 from hotbed.data.lookup_table import content_sha256
 from hotbed.data.pieces import Piece, Splits, read_parts
 from hotbed.data.row_split import SPLITS
@@ -85,23 +85,19 @@ def count(job: CountJob) -> dict[str, int]:
     done = job.out / "samples.json"
     if done.is_file():
         return json.loads(done.read_text(encoding="utf-8"))
-    unfinished = job.out.with_name(f".{job.out.name}.unfinished")
-    rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    counts = _Counts(unfinished, job.memory_bytes)
     samples = np.zeros(len(SPLITS), dtype=np.int64)
     names = list(dict.fromkeys(name for of_table in job.columns.values() for name in of_table))
-    for part in read_parts(job.group, names, job.splits):
-        samples += np.bincount(part.codes, minlength=len(SPLITS))
-        counted = part.only(part.codes == 0) if job.train_only else part
-        for name, of_table in job.columns.items():
-            for column in of_table:
-                counts.add(name, counted.values(column, job.kinds[name]))
-    counts.write()
-    by_split = {str(split): int(n) for split, n in zip(SPLITS, samples.tolist(), strict=True)}
-    (unfinished / done.name).write_text(json.dumps(by_split), encoding="utf-8")
-    rmtree(job.out, ignore_errors=True)
-    unfinished.rename(job.out)
+    with task_directory(job.out) as directory:
+        counts = _Counts(directory, job.memory_bytes)
+        for part in read_parts(job.group, names, job.splits):
+            samples += np.bincount(part.codes, minlength=len(SPLITS))
+            counted = part.only(part.codes == 0) if job.train_only else part
+            for name, of_table in job.columns.items():
+                for column in of_table:
+                    counts.add(name, counted.values(column, job.kinds[name]))
+        counts.write()
+        by_split = {str(split): int(n) for split, n in zip(SPLITS, samples.tolist(), strict=True)}
+        (directory / done.name).write_text(json.dumps(by_split), encoding="utf-8")
     return by_split
 
 
@@ -154,7 +150,7 @@ def merge(job: MergeJob) -> tuple[int, str]:
         )
     most = None if job.top_k is None else max(0, job.top_k - len(known))
     found: list[pa.Table] = []
-    for counted in _merged(sorted(job.counts.glob(f"*/{_run_name(job.table)}.*.parquet")), job):
+    for counted in _merged(sorted(job.counts.glob(f"[0-9]*/{_run_name(job.table)}.*.parquet")), job):
         found.append(counted.filter(pc.greater_equal(counted["count"], job.threshold)))
         if sum(table.nbytes for table in found) + known.nbytes > job.memory_bytes:
             found = [_most_frequent_new(found, known, most)]

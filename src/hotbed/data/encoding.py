@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import rmtree
 from typing import Literal
 
 import numpy as np
@@ -22,12 +21,14 @@ from numpy.typing import NDArray
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
+from hotbed.data.executors import task_directory
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
 from hotbed.data.schema import Schema
-from hotbed.data.split_binary import SplitBinaryWriter
+from hotbed.data.split_binary import SplitBinaryWriter, check_split_binary
 from hotbed.data.vocabulary import lookup_in_file, vocabulary_file
+from hotbed.errors import SpecError
 from hotbed.files import write_text, yaml_text
 
 Format = Literal["split_binary", "parquet"]
@@ -50,6 +51,8 @@ class EncodeJob:
         The group's number.
     schema
         What is written, with the rows of each table.
+    group_column
+        The name under which the column of groups is stored in the samples.
     kinds
         By table, the type of its values.
     types
@@ -69,6 +72,7 @@ class EncodeJob:
     group: tuple[Piece, ...]
     index: int
     schema: Schema
+    group_column: str | None
     kinds: Mapping[str, pa.DataType]
     types: Mapping[str, pa.DataType]
     splits: Splits
@@ -82,15 +86,12 @@ def encode(job: EncodeJob) -> None:
     """Write the samples with ids, unless they are there."""
     if job.out.is_dir():
         return
-    unfinished = job.out.with_name(f".{job.out.name}.unfinished")
-    rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    if job.form == "split_binary":
-        with SplitBinaryWriter(unfinished, job.schema, job.splits.names) as writer:
-            _write_binary(job, writer)
-    else:
-        _write_parquet(job, unfinished)
-    unfinished.rename(job.out)
+    with task_directory(job.out) as directory:
+        if job.form == "split_binary":
+            with SplitBinaryWriter(directory, job.schema, job.splits.names) as writer:
+                _write_binary(job, writer)
+        else:
+            _write_parquet(job, directory)
 
 
 def stored_columns(schema: Schema) -> list[str]:
@@ -100,10 +101,30 @@ def stored_columns(schema: Schema) -> list[str]:
 
 
 def dataset_schema(schema: Schema, rows: Mapping[str, int]) -> Schema:
-    """The schema of a dataset, given that of what it is made from, and the rows of its tables."""
+    """The schema of a dataset, given that of what it is made from, and the rows of its tables.
+
+    Raises
+    ------
+    SpecError
+        If the values of a group that is an input, too, would take the name of another column.
+    """
     sparse = tuple(replace(column, rows=rows[column.table_name]) for column in schema.sparse)
-    is_input = schema.group in {column.name for column in sparse}
-    return replace(schema, sparse=sparse, group=f"{schema.group}{RAW_SUFFIX}" if is_input else schema.group)
+    if schema.group is None or schema.group not in {column.name for column in sparse}:
+        return replace(schema, sparse=sparse)
+    group = f"{schema.group}{RAW_SUFFIX}"
+    if group in stored_columns(schema):
+        raise SpecError(
+            f"column '{schema.group}' is an input and the group, so its values would be stored as '{group}', which is "
+            "another column; rename that one, or leave it out of the schema"
+        )
+    return replace(schema, sparse=sparse, group=group)
+
+
+def check_format(schema: Schema, form: Format) -> None:
+    """Raise a `SpecError` if no dataset of a format can be made of samples of a schema, before they are read."""
+    dataset_schema(schema, schema.rows)
+    if form == "split_binary":
+        check_split_binary(schema)
 
 
 def assemble(
@@ -153,7 +174,7 @@ def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:
 def _write_parquet(job: EncodeJob, directory: Path) -> None:
     writers: dict[str, pq.ParquetWriter] = {}
     try:
-        for part in read_parts(job.group, stored_columns(_raw(job.schema)), job.splits):
+        for part in read_parts(job.group, stored_columns(replace(job.schema, group=job.group_column)), job.splits):
             table = _encoded(job, part)
             for split in job.splits.names:
                 mine = table.filter(pa.array(part.codes == SPLITS.index(split)))
@@ -170,19 +191,13 @@ def _write_parquet(job: EncodeJob, directory: Path) -> None:
             writer.close()
 
 
-def _raw(schema: Schema) -> Schema:
-    """The same with the stored name of the column of groups."""
-    stored = {f"{column.name}{RAW_SUFFIX}": column.name for column in schema.sparse}
-    return replace(schema, group=stored.get(schema.group or "", schema.group))
-
-
 def _encoded(job: EncodeJob, part: Part) -> pa.Table:
     """Ids in the place of values; all other columns as they are."""
-    schema, raw = job.schema, _raw(job.schema)
+    schema = job.schema
     more = [name for name in (schema.weight,) if name is not None]
     columns = {name: part.column(name, job.types[name]) for name in (*schema.labels, *schema.dense, *more)}
-    if schema.group is not None and raw.group is not None:
-        columns[schema.group] = part.column(raw.group, job.types[raw.group])
+    if schema.group is not None and job.group_column is not None:
+        columns[schema.group] = part.column(job.group_column, job.types[job.group_column])
     for column in schema.sparse:
         kind = pa.int32() if column.rows <= np.iinfo(np.int32).max else pa.int64()
         ids = pa.array(_ids(job, part, column)).cast(kind)

@@ -12,8 +12,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import islice
 from multiprocessing import get_context, parent_process
+from pathlib import Path
+from shutil import rmtree
 from typing import TypeVar
+from uuid import uuid4
 
 from hotbed.errors import SpecError, WorkerError
 from hotbed.machine import usable_cores
@@ -67,17 +71,10 @@ class Tasks:
         deaths = 0
         try:
             while True:
-                try:
-                    while len(running) < self._in_flight:
-                        argument = next(left)
-                        # First in the queue, so that it is not lost where submitting it fails.
-                        running.append((argument, Future()))
-                        running[-1] = (argument, self._executor.submit(task, argument))
-                except StopIteration:
-                    if not running:
-                        return
-                except BrokenExecutor as error:
-                    running[-1][1].set_exception(error)
+                for argument in islice(left, self._in_flight - len(running)):
+                    running.append((argument, self._submitted(task, argument)))
+                if not running:
+                    return
                 try:
                     result = running[0][1].result()
                 except self._lost as error:
@@ -104,14 +101,40 @@ class Tasks:
         self._executor = self._make()
         for i, (argument, future) in enumerate(running):
             if isinstance(future.exception(), BrokenExecutor):
-                try:
-                    running[i] = (argument, self._executor.submit(task, argument))
-                except BrokenExecutor:
-                    return  # the next turn makes another
+                running[i] = (argument, self._submitted(task, argument))
+
+    def _submitted(self, task: Callable[[A], R], argument: A) -> Future[R]:
+        """A future, which has failed already where workers were lost before the task was taken."""
+        try:
+            return self._executor.submit(task, argument)
+        except self._lost as error:
+            failed = Future[R]()
+            failed.set_exception(error)
+            return failed
 
     def close(self) -> None:
         """Wait for the executor's end."""
         self._executor.shutdown()
+
+
+@contextmanager
+def task_directory(out: Path) -> Generator[Path]:
+    """Give a hidden directory to write a task's result into, and rename it to ``out`` when the body succeeds.
+
+    A task may run twice at once, where a worker is taken for lost: each run has a directory of its own, and what is
+    there first stays. Nothing is made where the preparation has ended, and has taken the directory of results away.
+    """
+    unfinished = out.with_name(f".{out.name}.unfinished-{uuid4().hex[:8]}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        try:
+            unfinished.rename(out)
+        except OSError:
+            if not out.is_dir():
+                raise
+    finally:
+        rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

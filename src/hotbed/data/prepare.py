@@ -31,7 +31,7 @@ import pyarrow as pa
 from hotbed.data import arrow
 from hotbed.data.counting import CountJob, MergeJob, count, merge
 from hotbed.data.criteo import OnBadLine
-from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, dataset_schema, encode
+from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, check_format, dataset_schema, encode
 from hotbed.data.executors import open_tasks
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
 from hotbed.data.preparation import Kind, PreparationEntry, VocabularyEntry
@@ -196,8 +196,11 @@ def prepare(
     if held_out.by is not None and isinstance(found, Logs):
         raise SpecError("split is for files with columns of their own; choose splits of Criteo logs by rows or files")
     form: Format = format or ("split_binary" if isinstance(found, Logs) else "parquet")
+    check_format(found.schema, form)
     columns = _columns_by_table(found.schema)
-    earlier = {} if vocabulary is None else {table: vocabulary_file(vocabulary, table) for table in columns}
+    earlier = (
+        {} if vocabulary is None else {table: vocabulary_file(Path(vocabulary).absolute(), table) for table in columns}
+    )
     for file in earlier.values():
         read_vocabulary(file)
     of_files = splits_of_files(found.names(), valid_files, test_files)
@@ -249,7 +252,19 @@ def prepare(
             dtype="float16" if form == "split_binary" else None,
         )
         encoding = [
-            EncodeJob(group, i, made, kinds, types, splits, vocabularies, encoded / f"{i:06d}", form, preparation)
+            EncodeJob(
+                group,
+                i,
+                made,
+                found.schema.group,
+                kinds,
+                types,
+                splits,
+                vocabularies,
+                encoded / f"{i:06d}",
+                form,
+                preparation,
+            )
             for i, group in enumerate(groups)
         ]
         for done, _ in enumerate(tasks.map(encode, encoding)):

@@ -137,6 +137,24 @@ def _label_range(name: str, file: StoredFile, samples: int) -> tuple[float, floa
     return low, high
 
 
+def check_split_binary(schema: Schema) -> None:
+    """Raise a `SpecError` if the format cannot hold samples of a schema."""
+    if schema.weight or schema.group:
+        raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
+    if schema.scaling or schema.numericals:
+        raise SpecError("the split-binary format does not scale numericals; write them scaled, or use Parquet")
+    if schema.positives:
+        raise SpecError("the split-binary format does not map labels; write them as 0 and 1, or use Parquet")
+    if not schema.labels:
+        raise SpecError("the split-binary format needs at least one label column")
+    for column in schema.sparse:
+        if column.ids != 1:
+            raise SpecError(
+                f"sparse column '{column.name}' has {column.ids or 'a varying number of'} ids per sample, but the "
+                f"split-binary format holds one; use Parquet for multi-hot columns"
+            )
+
+
 class SplitBinaryWriter:
     """Write samples in split-binary format, part by part; a context manager.
 
@@ -168,20 +186,7 @@ class SplitBinaryWriter:
         *,
         preparation: Mapping[str, object] | None = None,
     ) -> None:
-        if schema.weight or schema.group:
-            raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
-        if schema.scaling or schema.numericals:
-            raise SpecError("the split-binary format does not scale numericals; write them scaled, or use Parquet")
-        if schema.positives:
-            raise SpecError("the split-binary format does not map labels; write them as 0 and 1, or use Parquet")
-        if not schema.labels:
-            raise SpecError("the split-binary format needs at least one label column")
-        for column in schema.sparse:
-            if column.ids != 1:
-                raise SpecError(
-                    f"sparse column '{column.name}' has {column.ids or 'a varying number of'} ids per sample, but the "
-                    f"split-binary format holds one; use Parquet for multi-hot columns"
-                )
+        check_split_binary(schema)
         self.path = Path(path)
         self.schema = schema
         self._preparation = preparation
