@@ -219,7 +219,7 @@ def prepare(
             folder.mkdir(parents=True, exist_ok=True)
         pieces = with_splits(found.pieces(spool, tasks, report), of_files)
         splits = divided(pieces := in_order(pieces), held_out)
-        kinds, types = found.kinds(), found.types()
+        kinds, types, lists = found.kinds(), found.types(), found.lists()
         groups = groups_of(pieces)
         samples: Counter[str] = Counter()
         counting = [
@@ -249,7 +249,9 @@ def prepare(
             dtype="float16" if form == "split_binary" else None,
         )
         encoding = [
-            EncodeJob(group, i, made, kinds, types, splits, vocabularies, encoded / f"{i:06d}", form, preparation)
+            EncodeJob(
+                group, i, made, kinds, types, lists, splits, vocabularies, encoded / f"{i:06d}", form, preparation
+            )
             for i, group in enumerate(groups)
         ]
         for done, _ in enumerate(tasks.map(encode, encoding)):
