@@ -8,8 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from prepare_cases import SMALL, dataset
 
+from hotbed.data import ParquetSource
 from hotbed.data.prepare import prepare
 from hotbed.errors import DataError, SpecError
 
@@ -52,7 +54,7 @@ def test_a_file_without_rows_is_no_split(tmp_path: Path) -> None:
     first = dataset(tmp_path, files=2) / "day_0.parquet"
     pq.write_table(pq.read_table(first)[:0], first)
     with pytest.raises(DataError, match=r"day_0.parquet has no rows; leave it out of test_files"):
-        prepare(tmp_path, tmp_path.with_name("out"), **SMALL, test_files=["day_0.parquet"])
+        prepare(tmp_path, tmp_path / "made/out", **SMALL, test_files=["day_0.parquet"])
 
 
 def changed(path: Path, name: str, values: Any) -> None:
@@ -80,8 +82,8 @@ def test_types_that_differ_between_files(tmp_path: Path, name: str, values: Any,
     sparse = tuple(replace(column, ids=1) for column in SMALL["schema"].sparse)
     options = {**SMALL, "schema": replace(SMALL["schema"], sparse=sparse, group="session")}
     with pytest.raises(DataError, match=rf"day_1.parquet, column '{name}' is {kinds}: .*; write one of them anew"):
-        prepare(tmp_path, tmp_path.with_name("out"), **options)
-    assert not tmp_path.with_name("out").exists()
+        prepare(tmp_path, tmp_path / "made/out", **options)
+    assert not (tmp_path / "made/out").exists()
 
 
 def test_two_columns_of_one_name(tmp_path: Path) -> None:
@@ -89,4 +91,25 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     table = pq.read_table(path)
     pq.write_table(table.append_column("user", table["user"]), path)
     with pytest.raises(DataError, match=r"day_0.parquet has several columns named 'user'; rename all but one"):
-        prepare(path, tmp_path.with_name("out"), **SMALL)
+        prepare(path, tmp_path / "made/out", **SMALL)
+
+
+@pytest.mark.parametrize("group_rows", [100, 10_000])
+@pytest.mark.parametrize("missing", [1, 2])
+def test_lists_that_are_all_missing_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int, group_rows: int
+) -> None:
+    """All files of a dataset have the same types, whatever was read at once."""
+    monkeypatch.setattr("hotbed.data.pieces._GROUP_ROWS", group_rows)
+    dataset(tmp_path, files=2)
+    for i in range(missing):
+        changed(tmp_path / f"day_{1 - i}.parquet", "tags", pa.nulls(400))
+    out = tmp_path / "made/out"
+    prepare(tmp_path, out, **SMALL, test_fraction=0)
+    types = {pq.read_schema(file).field("tags").type for file in (out / "train").iterdir()}
+    assert types == {pa.large_list(pa.field("element", pa.int32()))}
+    tags = pq.read_table(out / "train")["tags"].to_pylist()
+    assert [x is None for x in tags] == [i >= 400 or missing == 2 for i in range(800)]
+    source = ParquetSource(out, **yaml.safe_load((out / "source.yaml").read_text(encoding="utf-8"))["init_args"])
+    read = [source.read("train", i).sparse["tags"] for i in range(len(source.chunks("train")))]
+    assert sum(len(bags.values) for bags in read) == sum(len(x or []) for x in tags)

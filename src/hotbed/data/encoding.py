@@ -57,6 +57,8 @@ class EncodeJob:
         By table, the type of its values.
     types
         Type of each column that stays as it is, which holds the values of all files.
+    lists
+        Sparse columns that are written as lists.
     splits
         In which split a row is.
     vocabularies
@@ -75,6 +77,7 @@ class EncodeJob:
     group_column: str | None
     kinds: Mapping[str, pa.DataType]
     types: Mapping[str, pa.DataType]
+    lists: frozenset[str]
     splits: Splits
     vocabularies: Path
     out: Path
@@ -151,7 +154,7 @@ def assemble(
 
 
 def _ids(job: EncodeJob, part: Part, column: SparseColumn) -> NDArray[np.int64]:
-    values = part.values(column.name, job.kinds[column.table_name])
+    values = part.values(column.name, job.kinds[column.table_name], is_list=column.name in job.lists)
     return lookup_in_file(vocabulary_file(job.vocabularies, column.table_name), values)
 
 
@@ -201,7 +204,8 @@ def _encoded(job: EncodeJob, part: Part) -> pa.Table:
     for column in schema.sparse:
         kind = pa.int32() if column.rows <= np.iinfo(np.int32).max else pa.int64()
         ids = pa.array(_ids(job, part, column)).cast(kind)
-        if (lists := part.lists(column.name)) is not None:
-            ids = pa.LargeListArray.from_arrays(lists[0], ids, mask=lists[1])
+        if column.name in job.lists:
+            ends, is_missing = part.lists(column.name)
+            ids = pa.LargeListArray.from_arrays(ends, ids, mask=is_missing)
         columns[column.name] = pa.chunked_array([ids])
     return pa.table(columns)

@@ -229,11 +229,9 @@ class Part:
                 raise DataError(f"{place}, column '{name}': {error}; write it as {kind}, as in other files") from None
         return pa.chunked_array(chunks, kind)
 
-    def lists(self, name: str) -> tuple[pa.Array, pa.Array] | None:
+    def lists(self, name: str) -> tuple[pa.Array, pa.Array]:
         """Of a column of lists, where they begin and end ``[n + 1]``, and which are missing ``[n]``."""
         arrays = [table[name].combine_chunks() for table in self.tables]
-        if not any(arrow.is_list(array.type) for array in arrays):
-            return None
         lengths = [arrow.lengths(a) if arrow.is_list(a.type) else np.zeros(len(a), np.int64) for a in arrays]
         return pa.array(np.cumsum(np.concatenate([[0], *lengths]))), pa.concat_arrays([a.is_null() for a in arrays])
 
@@ -243,8 +241,10 @@ class Part:
         tables = [t.filter(pa.array(m)) for t, m in zip(self.tables, np.split(mask, ends), strict=True)]
         return Part(tables, self.places, self.codes[mask])
 
-    def values(self, column: str, kind: pa.DataType) -> pa.Array:
+    def values(self, column: str, kind: pa.DataType, *, is_list: bool = False) -> pa.Array:
         """All values of a column, those of lists one after the other, as the type in which they are counted.
+
+        A file that has only missing values does not say whether they are lists: ``is_list`` does.
 
         Raises
         ------
@@ -252,7 +252,6 @@ class Part:
             If a value is no whole number, or does not fit the type.
         """
         places = [f"{place}, column '{column}'" for place in self.places]
-        is_list = any(arrow.is_list(table[column].type) for table in self.tables)
         found = [_values(t[column], kind, p, is_list=is_list) for t, p in zip(self.tables, places, strict=True)]
         return pa.concat_arrays(found)
 

@@ -222,7 +222,7 @@ def prepare(
             folder.mkdir(parents=True, exist_ok=True)
         pieces = with_splits(found.pieces(spool, tasks, report), of_files)
         splits = divided(pieces := in_order(pieces), held_out)
-        kinds, types = found.kinds(), found.types()
+        kinds, types, lists = found.kinds(), found.types(), found.lists()
         groups = groups_of(pieces)
         samples: Counter[str] = Counter()
         counting = [
@@ -259,6 +259,7 @@ def prepare(
                 found.schema.group,
                 kinds,
                 types,
+                lists,
                 splits,
                 vocabularies,
                 encoded / f"{i:06d}",

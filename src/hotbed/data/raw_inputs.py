@@ -69,6 +69,10 @@ class RawInput(Protocol):
         """By column that is no input of ids, a type for the values of all files."""
         ...
 
+    def lists(self) -> frozenset[str]:
+        """Inputs of ids that are written as lists."""
+        ...
+
 
 def find_input(
     raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | None, on_bad_line: OnBadLine
@@ -150,6 +154,10 @@ class Logs:
         """As they are spooled."""
         return {LABEL: pa.uint8(), **dict.fromkeys(DENSE, pa.float32())}
 
+    def lists(self) -> frozenset[str]:
+        """None: each has one value."""
+        return frozenset()
+
 
 @dataclass(frozen=True)
 class Tables:
@@ -202,6 +210,14 @@ class Tables:
         names = [*s.labels, *s.dense, *(name for name in (s.weight, s.group) if name is not None)]
         files = [file for of_split in self.files.values() for file in of_split]
         return {name: arrow.common_type([file.schema.field(name).type for file in files]) for name in names}
+
+    def lists(self) -> frozenset[str]:
+        """Lists in any of the files, or, where all values of all files are missing, by the schema."""
+        files = [file for of_split in self.files.values() for file in of_split]
+        of_column = {c: {arrow.kind_of_values(f.schema.field(c.name).type) for f in files} for c in self.schema.sparse}
+        return frozenset(
+            c.name for c, kinds in of_column.items() if "lists" in kinds or (not any(kinds) and c.ids != 1)
+        )
 
 
 def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | None) -> Tables:
