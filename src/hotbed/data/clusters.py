@@ -12,7 +12,6 @@ from hotbed.errors import SpecError, WorkerError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_RETRIES = 8
 _CONNECT_S = 30
 
 
@@ -44,7 +43,7 @@ def dask_cluster(address: str) -> Generator[Cluster]:
     except (OSError, ValueError) as error:
         raise WorkerError(f"the scheduler dask:{address} cannot be reached ({error}); is it running there?") from None
     try:
-        with client.get_executor(retries=_RETRIES, pure=False) as executor:
+        with client.get_executor(pure=False) as executor:
             yield Cluster(executor, (KilledWorker, CommClosedError, CancelledError))
     finally:
         client.close()

@@ -34,7 +34,8 @@ _MOST_RUNS = 64
 _FEWEST_BATCH_ROWS = 1 << 10
 _MOST_BATCH_ROWS = 1 << 18
 _ROW_BYTES = 64
-"""Bytes of a value and its count that are reckoned with when runs are merged."""
+"""Bytes beside those that a run has of a value and its count, which are reckoned with when runs are merged."""
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -206,10 +207,11 @@ def _written(runs: Sequence[Path], kind: pa.DataType, out: Path, memory_bytes: i
 
 def _fronts(runs: Sequence[Path], memory_bytes: int) -> Iterator[pa.Table]:
     """Merge runs: of each, what is not above the least of the last values that have been read of all."""
-    rows = min(_MOST_BATCH_ROWS, max(_FEWEST_BATCH_ROWS, memory_bytes // (_ROW_BYTES * max(1, len(runs)))))
+    each = memory_bytes // max(1, len(runs))
     with ExitStack() as stack:
-        files = [stack.enter_context(pq.ParquetFile(run)) for run in runs]
-        streams = [file.iter_batches(rows, use_threads=False) for file in files]
+        # Without buffers of whole row groups.
+        files = [stack.enter_context(pq.ParquetFile(run, pre_buffer=False, buffer_size=_READ_BYTES)) for run in runs]
+        streams = [file.iter_batches(_batch_rows(file, each), use_threads=False) for file in files]
         heads = [_next(stream) for stream in streams]
         while left := [(i, head) for i, head in enumerate(heads) if head is not None]:
             front = min(head["value"][-1].as_py() for _, head in left)
@@ -219,6 +221,12 @@ def _fronts(runs: Sequence[Path], memory_bytes: int) -> Iterator[pa.Table]:
                 taken.append(head[:below])
                 heads[i] = head[below:] if below < len(head) else _next(streams[i])
             yield _summed(taken)
+
+
+def _batch_rows(run: pq.ParquetFile, memory_bytes: int) -> int:
+    stored = sum(run.metadata.row_group(i).total_byte_size for i in range(run.metadata.num_row_groups))
+    row_bytes = _ROW_BYTES + stored // max(1, run.metadata.num_rows)
+    return min(_MOST_BATCH_ROWS, max(_FEWEST_BATCH_ROWS, memory_bytes // row_bytes))
 
 
 def _next(stream: Iterator[pa.RecordBatch]) -> pa.Table | None:
