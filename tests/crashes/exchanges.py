@@ -18,6 +18,7 @@ from typing import Any, Literal
 from hotbed.checkpoint import storage
 from hotbed.comm import Link
 from tests.crashes.points import DEATH
+from tests.crashes.workloads import WIDE
 
 How = Literal["kill", "stop", "slow"]
 FILES = "files of a checkpoint"
@@ -127,8 +128,7 @@ KINDS = (*SETTINGS, *(f"{name}{GRID}" for name in ("ids", "rows", "gradients")))
 
 def settings_of(exchange: str) -> tuple[str, ...]:
     """Options of ``hotbed train`` by which two ranks have an exchange; ``… (grid)``: of a grid-wise plan."""
-    wide = ("--data.dim", "32", "--model.init_args.bottom", "[16, 32]")  # columns are cut in parts of 16
-    return ("--parallel.plan", "grid", *wide) if exchange.endswith(GRID) else SETTINGS[exchange]
+    return ("--parallel.plan", "grid", *WIDE) if exchange.endswith(GRID) else SETTINGS[exchange]
 
 
 @dataclass(frozen=True)
