@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -220,3 +221,36 @@ def test_there_is_nothing_to_throttle_without_a_gnu_runtime(tmp_path: Path) -> N
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/maps").write_text("7f00-7f01 r-xp 0000 08:01 12 /usr/lib/libm.so.6\n7f02-7f03 rw-p 0 0 0\n")
     assert machine.SpinThrottle().set(True, tmp_path) is False
+
+
+HEAPS = """
+import ctypes, os, sys, threading
+from hotbed.machine import share_heap
+
+print(share_heap(os.environ), flush=True)
+all_allocate = threading.Barrier(6)
+threads = [threading.Thread(target=lambda: (bytearray(10_000), all_allocate.wait())) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+stdout = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, stdout)
+libc.fflush(stdout)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="arenas are glibc's")
+def test_threads_of_a_command_share_few_arenas_unless_the_user_has_set_how_many() -> None:
+    own, *heaps = python(HEAPS).stdout.splitlines()
+    assert own == "True" and sum(line.startswith("<heap nr=") for line in heaps) == machine.HEAPS
+    for name, value in (("MALLOC_ARENA_MAX", "5"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=5")):
+        own, *heaps = python(HEAPS, **{name: value}).stdout.splitlines()
+        assert own == "False" and sum(line.startswith("<heap nr=") for line in heaps) == 5
+
+
+def test_nothing_is_set_where_the_c_library_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.platform, "libc_ver", lambda: ("", ""))
+    assert not machine.share_heap({})

@@ -59,7 +59,7 @@ class StepSizes:
     slow_rows: int = 10_000
     """Of tables in other memories, which are all materialized before the clock starts."""
     steps: int = 12
-    repeats: int = 5
+    repeats: int = 11
 
 
 def jobs_of(ranks: int, sizes: StepSizes) -> dict[str, StepJob]:
