@@ -39,7 +39,7 @@ from hotbed.plan.search import search
 from hotbed.plan.step import estimate_step, parts_of_busiest
 from hotbed.train.report import environment
 
-STEPS = 8
+STEPS = 16
 TIMEOUT_S = 300
 PAYLOAD = 1448 / 1514
 """Of an Ethernet frame, what a long TCP transfer carries."""
@@ -60,7 +60,7 @@ class Case:
 WIDE = StepJob(tables=8, rows=(200_000,), dim=64, batch=2048, bottom=(128,), top=(128, 64, 1))
 """410 MB of tables, uniform ids."""
 SKEWED = replace(WIDE, rows=(100_000,), zipf=1.05, ids=4, batch=512)
-SMALL = replace(WIDE, tables=4, rows=(20_000,), batch=1024, zipf=1.05, warmup=20)
+SMALL = replace(WIDE, tables=4, rows=(20_000,), batch=1024, zipf=1.05)
 SLOWER = {"tier": "disk", "cache_rows": 4000}
 
 CASES: Mapping[str, Case] = {
@@ -73,7 +73,7 @@ CASES: Mapping[str, Case] = {
     "2 ranks, table": Case(2, replace(WIDE, plan="table")),
     "2 ranks, row": Case(2, replace(WIDE, plan="row", batch=4096)),
     "2 ranks, column": Case(2, replace(WIDE, plan="column", rows=(100_000,), dim=128)),
-    "2 ranks, data-parallel": Case(2, replace(SMALL, plan="dp", tables=8, warmup=3)),
+    "2 ranks, data-parallel": Case(2, replace(SMALL, plan="dp", tables=8)),
     "2 ranks, row with a hot prefix": Case(2, replace(SKEWED, plan={"*": {"rows": 0, "hot_rows": 2000}})),
     "2 ranks, row, bf16 at 100 Mbit/s": Case(
         2, replace(WIDE, plan="row", batch=512, forward_codec="bf16", backward_codec="bf16"), 100

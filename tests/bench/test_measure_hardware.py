@@ -16,14 +16,16 @@ from hotbed.bench import measure_disk, measure_exchanges, measure_hardware, meas
 from hotbed.bench.measure_disk import disk_rates
 from hotbed.bench.measure_exchanges import rates, seconds_per_message
 from hotbed.bench.measure_hardware import MeasureOptions
-from hotbed.bench.measure_steps import StepSizes, measure_overheads
+from hotbed.bench.measure_steps import StepSizes, averaged_rows, measure_overheads
 from hotbed.bench.step_jobs import Measured, StepJob
 from hotbed.comm import Link
 from hotbed.commands.doctor import print_profile
 from hotbed.commands.main import main
 from hotbed.errors import RecipeError
+from hotbed.plan.cost import CostModel
 from hotbed.plan.hardware import OVERHEADS, Hardware
 from hotbed.plan.profile_files import DIMENSIONS
+from hotbed.plan.step import estimate_step
 from tests.commands.cases import Output, refused
 from tests.ranks import Ranks
 
@@ -58,6 +60,19 @@ def test_training_steps_are_measured() -> None:
     assert set(found["overheads"]) == set(OVERHEADS)
     assert all(min(repeats) >= 0 for by_ranks in found["overheads"].values() for repeats in by_ranks.values())
     assert all(min(repeats) > 0 for by in found["mlp"].values() for repeats in by.values())
+
+
+def test_what_a_row_takes_that_replicas_average_is_found_in_a_step() -> None:
+    here = Hardware.load("epyc-7742x2").with_(cores_per_node=2, ranks_per_node=2)
+    job = StepJob(tables=8, rows=(1000,), batch=64, replicas=2)
+
+    def seconds(of_row: float) -> float:
+        model = CostModel(job.workload(2), 1, here.with_(overheads={"step": {2: 1e-3}, "average_row": {2: of_row}}))
+        plan = job.placed(2)
+        return estimate_step(plan, model.ranks(plan), model).seconds
+
+    known = here.with_(overheads={"step": {2: 1e-3}})
+    assert averaged_rows(job, [seconds(2e-6), seconds(5e-6), 0.0], known, 2) == pytest.approx([2e-6, 5e-6, 0.0])
 
 
 @pytest.mark.usefixtures("instant_steps")

@@ -11,7 +11,7 @@ from tests.crashes.points import DIGESTS
 from tests.crashes.workloads import TRAIN
 from tests.matrix import full
 
-IN_SHORT = ("pooled vectors", "rows of replicas", LAST_FILES)
+IN_SHORT = ("rows of replicas", LAST_FILES)
 """Run always; `tests/train/test_dying_ranks.py` has rows and dense gradients."""
 LONGER = ("--parallel.timeout_s", "3600")
 """Than a test waits: who ends, does not do so by this limit."""

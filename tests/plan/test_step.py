@@ -88,6 +88,14 @@ def test_rows_in_slower_memory_cost_what_a_row_was_measured_to() -> None:
     assert found.launches == pytest.approx(1.0 + 0.1 + 2 * 0.01 + 3 * 0.001 + 0.5)
 
 
+def test_a_row_that_replicas_average_costs_what_it_was_measured_to() -> None:
+    hardware = MEASURED.with_(overheads=OVERHEADS | {"average_row": {2: 1e-3}})
+    options = {"replicas": 2, "sync_every": 4}
+    cheap, dear = (step("row", 2, of, **options) for of in (MEASURED, hardware))
+    changed = sum(use.expected.distinct(range(1000), 8.0 * 2 * 4) for use in dear[1].workload.uses)
+    assert dear[0].tables - cheap[0].tables == pytest.approx(1e-3 * changed / 4, rel=0.01)
+
+
 def test_one_rank_pools_from_its_table_and_passes_no_rows_on() -> None:
     _, model = step("table", 1, CPU)
     plan = make_plan([use.table for use in model.workload.uses], 1, "table")

@@ -124,6 +124,7 @@ def with_an_error_of_one_rank(group: Group) -> tuple[str, int, list[str], list[f
     return message, trainer.step, hotbed_threads(), losses.losses
 
 
+@pytest.mark.full  # it waits for the timeout
 def test_an_error_of_one_rank_reaches_the_others_within_the_timeout(ranks: Ranks) -> None:
     """Its process would end, and theirs at once; here it lives on."""
     expected = Losses()

@@ -11,6 +11,7 @@ overhead                      how it is found
 ``step``                      the smallest step − its tables, arena and layers
 ``copies``, ``sums``          the same tables copied to all ranks; cut into columns
 ``average``                   the same between two replicas, averaged in every step
+``average_row``               a larger batch between two replicas − what is known of its step, ÷ averaged rows
 ``host``, ``disk``            the same in another memory
 ``host_row``, ``disk_row``    a larger batch in that memory − the same batch in the device's, ÷ its distinct rows
 ``id``, and `efficiency`      a larger batch at two dims − fixed parts, exchanged bytes and dense part, is
@@ -78,6 +79,8 @@ def jobs_of(ranks: int, sizes: StepSizes) -> dict[str, StepJob]:
         found["sums"] = replace(few, plan="column")
         if ranks % 2 == 0:
             found["average"] = replace(few, replicas=2)
+            rows = max(sizes.table_bytes // (8 * 4 * few.dim), 1)
+            found["average, many"] = replace(few, tables=8, rows=(rows,), batch=sizes.batch // 4, replicas=2)
         return found
     warm = 2 + 5 * -(-sizes.slow_rows // sizes.batch)
     many = replace(few, rows=(sizes.slow_rows,), batch=sizes.batch, warmup=warm)
@@ -130,6 +133,12 @@ def measure_overheads(
         pairs = [rows_of(jobs, found, here, ranks, i) for i in range(sizes.repeats)]
         overheads.setdefault("id", {})[ranks] = [of_id for of_id, _ in pairs]
         efficiency[ranks] = [1 / factor for _, factor in pairs]
+        if "average, many" in jobs:
+            known["id"] = {ranks: statistics.median(overheads["id"][ranks])}
+            here = here.with_(overheads=known, efficiency={ranks: statistics.median(efficiency[ranks])})
+            seconds = found.steps[list(jobs).index("average, many")]
+            of_row = averaged_rows(jobs["average, many"], seconds, here, ranks)
+            overheads.setdefault("average_row", {})[ranks] = of_row
     return {"overheads": overheads, "efficiency": efficiency, "mlp": mlp}
 
 
@@ -166,6 +175,20 @@ def fixed_overheads(jobs: Mapping[str, StepJob], found: Measured, repeat: int) -
             more = step[f"{tier}, many"] - step["device, many"] - of[tier]
             of[f"{tier}_row"] = max(more, 0.0) / touched
     return of | {codec: seconds[repeat] for codec, seconds in found.codecs.items()}
+
+
+def averaged_rows(job: StepJob, seconds: Samples, here: Hardware, ranks: int) -> Samples:
+    """Seconds of a row that replicas average, without those of its bytes, in each repeat; none is negative."""
+    plan = job.placed(ranks)
+
+    def step(of_row: float) -> float:
+        priced = here.with_(overheads={**here.overheads, "average_row": {ranks: of_row}})
+        model = CostModel(job.workload(ranks), ranks // job.replicas, priced)
+        return estimate_step(plan, model.ranks(plan), model).seconds
+
+    others = step(0.0)
+    rows = step(1.0) - others
+    return [max(each - others, 0.0) / rows for each in seconds]
 
 
 def rows_of(

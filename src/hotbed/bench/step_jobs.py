@@ -51,8 +51,9 @@ from hotbed.train.process_group import process_group
 
 DENSE_FEATURES = 13
 LEARNING_RATE = 0.01
-WARMUP = 3
-"""Steps before the clock starts: kernels are compiled, connections opened."""
+WARMUP = 24
+"""Steps before the clock starts: kernels are compiled, connections opened, memory of results is there to be used again.
+After 3 steps a process still took a fifth more than later (docs/log.md)."""
 _PATIENCE_S = 300
 _CODEC_ROWS, _CODEC_DIM = 2048, 64
 

@@ -334,7 +334,7 @@ class CostModel:
         for part, row in ((HOST, "host_row"), (DISK, "disk_row")):
             if row in here.overheads:  # of the bytes that are counted for one
                 found[part] = here.overhead(row, ranks) / (2 * record)
-        found[REPLICAS] = self.replica_s
+        found[REPLICAS] = self.replica_s + here.overhead("average_row", ranks) / (4 * cols + record - one)
         return found
 
     def near_share(self, among: Literal["shards", "replicas"]) -> float:

@@ -26,6 +26,7 @@ DTYPES = ("fp32", "tf32", "bf16", "fp16")
 OVERHEADS = (
     *("step", "arena", "table", "layer", "copies", "sums", "average", "host", "disk"),  # of a step
     *("id", "host_row", "disk_row"),  # of an id, and of a row that is not in the device's memory
+    "average_row",  # of a row that two replicas average, beside its bytes
     *("bf16", "fp16", "fp8", "int8"),  # of a value that a codec encodes and decodes
 )
 """What `Hardware.overheads` has seconds of; `hotbed.bench.measure_steps` says how each is measured."""
