@@ -3,6 +3,7 @@
 import itertools
 import random
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from reader_cases import Recorded
 
 from hotbed.batch import Batch
+from hotbed.commands.main import main
 from hotbed.data import Loader, ParquetSource, Source, SplitBinarySource, open_readers
 from hotbed.data.executors import Tasks
 from hotbed.errors import DataError, SpecError, WorkerError
@@ -241,6 +243,22 @@ def test_threads_are_the_loaders_own() -> None:
 def test_an_unknown_executor() -> None:
     with pytest.raises(SpecError, match="executor is 'spark', must be threads, processes"), open_readers("spark"):
         pass
+
+
+def test_the_command_says_what_it_cannot_read_with(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is made."""
+    runs = ["--out", str(recipe.parent / "runs")]
+    assert main(["train", str(recipe), "--data.executor", "spark", *runs]) == 2
+    assert "executor is 'spark', must be threads, processes" in (said := capsys.readouterr().err)
+    assert "Traceback" not in said
+    pytest.importorskip("distributed", reason="needs hotbed[dask]")
+    monkeypatch.setattr("hotbed.data.clusters._CONNECT_S", 1)
+    with warnings.catch_warnings(action="ignore"):  # of Dask
+        assert main(["train", str(recipe), "--data.executor", "dask:tcp://127.0.0.1:1", *runs]) != 0
+    assert "the scheduler dask:tcp://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+    assert not (recipe.parent / "runs").exists()
 
 
 def test_queue_depth_says_what_was_ready() -> None:

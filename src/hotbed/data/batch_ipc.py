@@ -1,4 +1,4 @@
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
 """Carry a batch between processes as one Arrow IPC message: `batch_to_buffer`, `batch_from_buffer`.
 
 The message has a column for each tensor, with one row, a list of all its elements. Its metadata say shapes, dtypes that
