@@ -38,9 +38,9 @@ from hotbed.files import write_json
 from hotbed.plan.cost import table_bytes
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
+from hotbed.train.loaders import training_loader
 from hotbed.train.process_group import process_group
 from hotbed.train.report import environment
-from hotbed.train.run import training_loader
 
 
 class Steps(Callback):

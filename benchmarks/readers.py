@@ -1,37 +1,25 @@
-"""Measure who best reads the batches of several ranks: each its own, the first for all, or owners of tables.
-
-    python -m benchmarks.readers [--ranks 2] [--rounds 3] [--samples 40000] [--json FILE]
+"""Who best reads the batches of several ranks: each its own, the first for all, or owners of tables.
 
 Every rate is that of ``torchrun … -m hotbed train`` over whole tables (``parallel.plan table``), on a Parquet file that
-is made here: 26 columns of one id, or 8 columns of 20 ids. Readers take turns, so that all of them meet the same load.
+is made here: 26 columns of one id, or 8 columns of 20 ids. `benchmarks.loader` measures them (``--only ranks``).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 import yaml
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from hotbed.config.places import Reader
 from hotbed.data.zipf_source import Zipf
-from hotbed.train.report import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, DIM, BATCH = 50_000, 32, 1024
@@ -49,6 +37,23 @@ def write_log(file: Path, samples: int, columns: int, ids: int) -> None:
         values = pa.array(law.draw((0, column), counters).astype(np.int64))
         table[f"c{column}"] = values if ids == 1 else pa.FixedSizeListArray.from_arrays(values, type=lists)
     pq.write_table(pa.table(table), file, row_group_size=-(-samples // 8))
+
+
+def write_all(folder: Path, samples: int) -> dict[str, Path]:
+    """Write logs and their recipes, by the name of their columns."""
+    files: dict[str, Path] = {}
+    for name, (columns, ids) in COLUMNS.items():
+        files[name] = folder / f"{columns}.yaml"
+        (place := files[name].with_suffix("")).mkdir(parents=True)
+        write_log(place / "train.parquet", samples, columns, ids)
+        write_log(place / "test.parquet", BATCH, columns, ids)
+        files[name].write_text(yaml.safe_dump(recipe(place, columns, ids)), encoding="utf-8")
+    return files
+
+
+def cases() -> list[tuple[str, bool, str]]:
+    """What is measured: columns, overlap, reader."""
+    return [(name, overlap, reader) for name in COLUMNS for overlap in OVERLAP for reader in get_args(Reader)]
 
 
 def recipe(file: Path, columns: int, ids: int) -> dict[str, Any]:
@@ -77,40 +82,3 @@ def measure(file: Path, ranks: int, reader: str, overlap: bool, place: Path) -> 
     if done.returncode:
         raise SystemExit(done.stderr)
     return float(json.loads(out.read_text(encoding="utf-8"))["samples_per_s"])
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all readers, print and write the rates."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=40_000)
-    parser.add_argument("--json", type=Path, help="write results here")
-    args = parser.parse_args(argv)
-    rates: dict[tuple[str, bool, str], list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        files: dict[str, Path] = {}
-        for name, (columns, ids) in COLUMNS.items():
-            files[name] = Path(folder) / f"{columns}.yaml"
-            (place := files[name].with_suffix("")).mkdir()
-            write_log(place / "train.parquet", args.samples, columns, ids)
-            write_log(place / "test.parquet", BATCH, columns, ids)
-            files[name].write_text(yaml.safe_dump(recipe(place, columns, ids)), encoding="utf-8")
-        turns = [(n, o, r) for _ in range(args.rounds) for n in COLUMNS for o in OVERLAP for r in get_args(Reader)]
-        for name, overlap, reader in track(turns, "measuring", console=Console(stderr=True), transient=True):
-            rate = measure(files[name], args.ranks, reader, overlap, Path(folder))
-            rates.setdefault((name, overlap, reader), []).append(rate)
-    table = Table("data", "overlap", *get_args(Reader), title="samples/s, medians", title_justify="left")
-    for name in COLUMNS:
-        for overlap in OVERLAP:
-            medians = [statistics.median(rates[name, overlap, reader]) for reader in get_args(Reader)]
-            table.add_row(name, str(overlap), *(f"{rate:,.0f}" for rate in medians))
-    Console().print(table)
-    if args.json:
-        about = {**environment(torch.device("cpu")), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        found = [{"data": n, "overlap": o, "reader": r, "samples_per_s": v} for (n, o, r), v in rates.items()]
-        args.json.write_text(json.dumps({"results": found, "ranks": args.ranks, "measured": about}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotbed.batch import Batch
-from hotbed.data.loader import join
+from hotbed.data.join import join
 from hotbed.testing.source import assert_same
 
 
@@ -22,6 +22,8 @@ def test_join_is_take_then_concatenate(sizes: list[int], data: st.DataObject) ->
     assert_same(join(parts), expected)
     order = np.random.default_rng(0).permutation(len(expected))
     assert_same(join(parts, order), expected.take(torch.from_numpy(order)))
+    some = order[: data.draw(st.integers(0, len(order)))]
+    assert_same(join(parts, some), expected.take(torch.from_numpy(some)))
 
 
 def test_joined_starts_are_those_that_validation_computes() -> None:

@@ -19,7 +19,7 @@ from hotbed.data import Loader, Schema, SparseColumn
 from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
-from hotbed.train.broadcast import BroadcastLoader, packed, unpacked
+from hotbed.train.broadcast import BroadcastLoader
 from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
 
@@ -69,54 +69,6 @@ def mixed_batch(n: int, seed: int = 0) -> Batch:
         weights=torch.rand(n, generator=draw),
         extra={"session": torch.arange(n), "odd": torch.arange(n, dtype=torch.uint8)},
     )
-
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-ids = torch.tensor([3, 1, 2], dtype=torch.int32)
-ONE_HOT = Jagged.from_dict({"a": ids, "b": ids + 1})
-KINDS = {
-    "everything": mixed_batch(7),
-    "ids only": Batch(sparse=ONE_HOT),
-    "ragged without weights": Batch(sparse=Jagged.from_dict({"a": [[1, 2], [], [3]]}), labels=torch.ones(3, 2)),
-    "weighted": Batch(sparse=ONE_HOT, weights=torch.tensor([0.5, torch.nan, torch.inf])),
-    "empty bags": Batch(sparse=Jagged.from_dict({"a": [[], []], "b": [[], []]})),
-    "no sample": mixed_batch(5).take(torch.arange(0)),
-    "one sample": mixed_batch(1),
-    "strided": Batch(sparse=ONE_HOT, dense=torch.arange(12.0).view(4, 3).T, extra={"x": torch.arange(6)[::2]}),
-    "dtypes": Batch(
-        sparse=ONE_HOT,
-        dense=torch.tensor([[1.0], [2.0], [-0.0]], dtype=torch.bfloat16),
-        labels=torch.ones(3, 1, dtype=torch.float64),
-        extra={
-            "bool": torch.tensor([True, False, True]),
-            "int8": torch.tensor([-1, 2, 3], dtype=torch.int8),
-            "int16": torch.tensor([[1, -2], [3, 4], [5, 6]], dtype=torch.int16),
-            "float16": torch.tensor([0.5, 1.5, torch.nan], dtype=torch.float16),
-            "nothing": torch.empty(3, 0),
-            "complex64": torch.tensor([1j, 2, 3 - 1j]),
-            "a.b ü": torch.arange(3),
-            "dense": torch.arange(3),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_is_unpacked_as_it_was_packed(kind: str) -> None:
-    batch, state = KINDS[kind], {"epoch": 3, "consumed": 1 << 40, "shuffle": True, "split": "train"}
-    message = packed(batch, state)
-    assert (message.dtype, message.dim()) == (torch.uint8, 1)
-    found, found_state = unpacked(message)
-    assert found is not None
-    assert content(found) == content(batch)
-    assert found_state == state
-    message.zero_()  # what was unpacked has memory of its own
-    assert content(found) == content(batch)
-
-
-def test_the_end_of_the_batches_is_unpacked_as_it_was_packed() -> None:
-    assert unpacked(packed(None, {"epoch": 1})) == (None, {"epoch": 1})
 
 
 # -- exchanges --------------------------------------------------------------------------------------------------------

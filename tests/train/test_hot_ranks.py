@@ -17,7 +17,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.train import Callback
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSchedule
-from hotbed.train.run import evaluation_loader, training_loader
+from hotbed.train.loaders import evaluation_loader, training_loader
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S, Ranks
 from tests.train import planted

@@ -22,8 +22,8 @@ from hotbed.nn import DLRM
 from hotbed.train import Trainer
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.hot_batches import HotSplit
+from hotbed.train.loaders import training_loader
 from hotbed.train.pipeline import Divide, whole
-from hotbed.train.run import training_loader
 from tests.commands.cases import Output, refused, train
 from tests.matrix import full
 from tests.ranks import TIMEOUT_S

@@ -56,8 +56,10 @@ class DataRecipe:
     """Train in another order every epoch."""
     window: int = 8
     """Chunks of the source that are shuffled together."""
+    executor: str = "threads"
+    """What reads: ``threads`` or ``processes`` of each trainer, or a cluster for all of them, ``dask:ADDRESS``."""
     workers: int = 2
-    """Threads that read and cut batches."""
+    """Threads or processes that read; of a cluster, how many of its workers each trainer keeps busy."""
     prefetch: int = 4
     """Batches made ahead of the trainer."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
 from hotbed.data.loader import Loader
+from hotbed.data.readers import open_readers
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
@@ -37,6 +38,7 @@ __all__ = [
     "ZipfSource",
     "draft_schema",
     "measure_popularity",
+    "open_readers",
     "read_hot_order",
     "write_synthetic_log",
 ]

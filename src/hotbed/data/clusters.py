@@ -39,7 +39,8 @@ def dask_cluster(address: str) -> Generator[Cluster]:
     except ImportError:
         raise SpecError(f"executor dask:{address} needs Dask; pip install 'hotbed[dask]'") from None
     try:
-        client = Client(address, timeout=_CONNECT_S, set_as_default=False)
+        # Results come from the workers that have them: through the scheduler it would be the bottleneck.
+        client = Client(address, timeout=_CONNECT_S, set_as_default=False, direct_to_workers=True)
     except (OSError, ValueError) as error:
         raise WorkerError(f"the scheduler dask:{address} cannot be reached ({error}); is it running there?") from None
     try:

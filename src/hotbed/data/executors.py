@@ -6,18 +6,29 @@ not matter where it runs, how often, or in which order: a worker that is killed 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from shutil import rmtree
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 from hotbed.errors import SpecError, WorkerError
 from hotbed.machine import usable_cores
@@ -25,8 +36,20 @@ from hotbed.machine import usable_cores
 A = TypeVar("A")
 R = TypeVar("R")
 
+_log = logging.getLogger("hotbed")
+
 _MOST_DEATHS = 4
 _IN_FLIGHT = 64
+
+
+@dataclass(eq=False)
+class Pending(Generic[A, R]):
+    """A task that was begun, and the future of its present attempt; of one that was given up, ``attempts`` is 0."""
+
+    task: Callable[[A], R]
+    argument: A
+    future: Future[R]
+    attempts: int = 1
 
 
 class Tasks:
@@ -58,6 +81,13 @@ class Tasks:
         self._can_cancel = can_cancel
         self._make, self._in_flight, self._lost, self._can_begin_again = make, in_flight, lost, can_begin_again
         self._executor = make()
+        self._lock = threading.Lock()
+        self._pending = WeakSet[Pending[Any, Any]]()  # those that somebody may ask for
+
+    @staticmethod
+    def of(executor: Executor) -> Tasks:
+        """Tasks on an executor that a user has made, which stays open."""
+        return Tasks(lambda: executor, _IN_FLIGHT)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
         """Results in the order of the arguments; the first error in that order is raised when the others have ended.
@@ -112,6 +142,62 @@ class Tasks:
             failed.set_exception(error)
             return failed
 
+    def submit(self, task: Callable[[A], R], argument: A) -> Pending[A, R]:
+        """Begin a task, which `result` waits for. This, `result` and `cancel` are safe from several threads."""
+        with self._lock:
+            pending = Pending(task, argument, self._submitted(task, argument))
+            self._pending.add(pending)
+        return pending
+
+    def result(self, pending: Pending[A, R]) -> R:
+        """Wait for a task, which is run again where workers were lost.
+
+        Raises
+        ------
+        WorkerError
+            If workers die again and again at this task.
+        """
+        while True:
+            future = pending.future
+            try:
+                return future.result()
+            except self._lost as error:
+                self._submit_again(pending, future, error)
+
+    def cancel(self, pending: Pending[A, R]) -> None:
+        """Give up a task, whose result nobody wants."""
+        with self._lock:
+            pending.attempts = 0
+        pending.future.cancel()
+
+    def _submit_again(self, pending: Pending[A, R], failed: Future[R], error: BaseException) -> None:
+        """Submit a task again whose worker was lost; where all workers of a pool were, make it anew for all tasks."""
+        with self._lock:
+            if not pending.attempts:
+                raise CancelledError
+            if pending.future is not failed:
+                return  # another thread did
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if pending.attempts > _MOST_DEATHS:
+                raise WorkerError(
+                    f"workers died, or cannot be reached ({reason}), {pending.attempts} times at the same task; see "
+                    "what they have logged, give them more memory if it ran out, and go on from the last checkpoint"
+                ) from None
+            pending.attempts += 1
+            again: list[Pending[Any, Any]] = [pending]
+            if self._can_begin_again:
+                self._executor.shutdown()
+                self._executor = self._make()
+                again += [
+                    one for one in self._pending if one is not pending and one.attempts and self._is_lost(one.future)
+                ]
+            _log.warning("workers died (%s); %d tasks are run again", reason, len(again))
+            for one in again:
+                one.future = self._submitted(one.task, one.argument)
+
+    def _is_lost(self, future: Future[Any]) -> bool:
+        return future.done() and not future.cancelled() and isinstance(future.exception(), self._lost)
+
     def close(self) -> None:
         """Wait for the executor's end."""
         self._executor.shutdown()
@@ -156,7 +242,7 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         If a cluster cannot be reached.
     """
     if isinstance(executor, Executor):
-        yield Tasks(lambda: executor, _IN_FLIGHT)
+        yield Tasks.of(executor)
         return
     kind, _, address = executor.partition(":")
     count = workers or usable_cores()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -50,6 +50,14 @@ class FeatureSpec:
     schema: Schema
     files: Mapping[str, Mapping[str, StoredFile]]
     preparation: object = None
+
+    def absolute(self) -> FeatureSpec:
+        """The same with paths that hold in any working directory."""
+        files = {
+            split: {name: replace(file, path=file.path.absolute()) for name, file in of_split.items()}
+            for split, of_split in self.files.items()
+        }
+        return replace(self, folder=self.folder.absolute(), files=files)
 
 
 def id_dtype(name: str, rows: int) -> np.dtype[Any]:

@@ -40,6 +40,8 @@ class HotColdLoader:
     ----------
     rate
         As above; may be set at any time, and counts from the next round on. It is no part of the position.
+    queue_depth
+        That of the loader whose batch was given last.
 
     Raises
     ------
@@ -53,6 +55,7 @@ class HotColdLoader:
         if not 0 < rate <= 100:
             raise SpecError(f"rate is {rate}, must be above 0 and at most 100 percent")
         self.rate = rate
+        self.queue_depth = 0
         self._loaders = {kind: loader for kind, loader in (("cold", cold), ("hot", hot)) if loader is not None}
         self._sizes = _NONE | {kind: len(loader) for kind, loader in self._loaders.items()}
         # Of this epoch, by kind: batches given, and those given when the round begins and ends, if that is set.
@@ -76,6 +79,7 @@ class HotColdLoader:
             while self._given != self._sizes:
                 kind = self._next_kind()
                 batch = next(batches[kind])
+                self.queue_depth = self._loaders[kind].queue_depth
                 self._given[kind] += 1
                 yield batch
 

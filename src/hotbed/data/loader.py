@@ -1,4 +1,4 @@
-"""Make batches of a source in a reproducible order, read ahead by threads.
+"""Make batches of a source in a reproducible order, read ahead by threads or by readers elsewhere.
 
 *Theory of operation.* The order of an epoch is fixed before anything is read: chunks in order, or for a shuffled epoch
 chunks in a random order, taken ``window`` at a time, the samples of a window in a random order. All randomness comes
@@ -11,142 +11,31 @@ running task never waits for one that has not started: no deadlock at any number
 batches ahead of the consumer, which bounds memory: at most two windows more than the one being consumed, and
 ``prefetch`` batches.
 
-*The inner loop* cuts, joins and permutes batches. NumPy does the copying: it lets other threads run and, unlike torch,
-starts no threads of its own, so the loader's threads do not take cores from the training step. Every column is written
-once, where it ends up: fresh memory is what costs here, in page faults (3 × the time of the copies where whole windows
-were copied twice).
+With an ``executor`` a window is one task of it (`hotbed.data.readers`): it reads the chunks, merges them, and returns
+this rank's samples. ``workers`` windows are asked for beyond those that the next batches need, and no more, so a pool
+is never ahead of the consumer by more than that; batches are cut here.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from hotbed.batch import Batch
+from hotbed.data.executors import Tasks
+from hotbed.data.join import join
+from hotbed.data.readers import Ranges, RemoteWindow, WindowTask, merged, packed_source
 from hotbed.data.source import Source
 from hotbed.errors import SpecError, did_you_mean
-from hotbed.jagged import Jagged
 
-Array: TypeAlias = NDArray[Any]
-Order: TypeAlias = NDArray[np.int64]
-BatchSlice: TypeAlias = tuple[Batch, int, int]
-"""Samples ``start … stop − 1`` of a batch."""
-
-
-def join(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
-    """Make a new batch of the samples of all parts, which have the same columns.
-
-    Parameters
-    ----------
-    parts
-        Parts of batches in CPU memory, ``B`` samples in all.
-    order
-        A permutation ``[B]`` of the joined samples; default: as they are.
-    """
-    first = parts[0][0]
-
-    def column(of: Callable[[Batch], Tensor | None]) -> Tensor | None:
-        pieces = [t.numpy()[start:stop] for batch, start, stop in parts if (t := of(batch)) is not None]
-        return torch.from_numpy(_joined(pieces, order)) if pieces else None
-
-    extra = {name: column(lambda batch, name=name: batch.extra[name]) for name in first.extra}
-    return Batch(
-        sparse=_join_sparse(parts, order),
-        dense=column(lambda batch: batch.dense),
-        labels=column(lambda batch: batch.labels),
-        weights=column(lambda batch: batch.weights),
-        extra={name: t for name, t in extra.items() if t is not None},
-    )
-
-
-def _join_sparse(parts: Sequence[BatchSlice], order: Order | None) -> Jagged:
-    first = parts[0][0].sparse
-    size = sum(stop - start for _, start, stop in parts)
-    spans = [_id_spans(parts, i) for i in range(len(first.names))]
-    starts = (0, *np.cumsum([sum(b - a for a, b in span) for span in spans]).tolist())
-    values = np.empty(starts[-1], dtype=first.values.numpy().dtype)
-    weights = None if first.weights is None else np.empty(starts[-1], dtype=first.weights.numpy().dtype)
-    offsets: list[Array] = []
-    for i, (k, span) in enumerate(zip(first.fixed, spans, strict=True)):
-        ids_order, width = order, k or 1
-        if k is None:
-            lengths = np.concatenate([np.diff(_offsets(b.sparse, i)[start : stop + 1]) for b, start, stop in parts])
-            if order is not None:
-                ids_order = _order_of_ids(lengths, order)
-                lengths = lengths[order]
-            offsets.append(np.concatenate([[0], np.cumsum(lengths)]))
-        for out, of in ((values, _values), (weights, _weights)):
-            if out is not None:
-                pieces = [of(b.sparse)[a:z] for (b, _, _), (a, z) in zip(parts, span, strict=True)]
-                _joined(pieces, ids_order, out[starts[i] : starts[i + 1]], width)
-    return Jagged(
-        first.names,
-        torch.from_numpy(values),
-        batch_size=size,
-        fixed=first.fixed,
-        offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
-        weights=None if weights is None else torch.from_numpy(weights),
-        starts=starts,
-    )
-
-
-def _joined(pieces: Sequence[Array], order: Order | None, out: Array | None = None, width: int = 1) -> Array:
-    """Concatenate and permute into ``out``; ``width`` consecutive elements move as one."""
-    if out is None:
-        out = np.empty((sum(map(len, pieces)), *pieces[0].shape[1:]), dtype=pieces[0].dtype)
-    if order is None:
-        return np.concatenate(pieces, out=out)
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    if width > 1:
-        whole, target = whole.reshape(-1, width), out.reshape(-1, width)
-    else:
-        target = out
-    # mode="clip" lets NumPy write into `out` without a buffer; a permutation has nothing to clip.
-    np.take(whole, order, axis=0, out=target, mode="clip")
-    return out
-
-
-def _order_of_ids(lengths: Array, order: Order) -> Order:
-    """Order of the ids of bags of these lengths ``[B]``, when the bags are permuted."""
-    moved = lengths[order]
-    first = (np.cumsum(lengths) - lengths)[order]
-    return np.arange(int(moved.sum())) + np.repeat(first - (np.cumsum(moved) - moved), moved)
-
-
-def _id_spans(parts: Sequence[BatchSlice], i: int) -> list[tuple[int, int]]:
-    """Per part, where the ids of feature ``i`` are in the values of its batch."""
-    spans: list[tuple[int, int]] = []
-    for batch, start, stop in parts:
-        base, k = batch.sparse.starts[i], batch.sparse.fixed[i]
-        if k is None:
-            offsets = _offsets(batch.sparse, i)
-            spans.append((base + int(offsets[start]), base + int(offsets[stop])))
-        else:
-            spans.append((base + start * k, base + stop * k))
-    return spans
-
-
-def _offsets(sparse: Jagged, i: int) -> Array:
-    assert sparse.offsets is not None  # feature i is ragged
-    return sparse.offsets[sparse.ragged_rows[i]].numpy()
-
-
-def _values(sparse: Jagged) -> Array:
-    return sparse.values.numpy()
-
-
-def _weights(sparse: Jagged) -> Array:
-    assert sparse.weights is not None  # all parts have the same columns
-    return sparse.weights.numpy()
+_CUTTERS = 2
+"""Threads that cut batches where others read."""
 
 
 def share_of(samples: int, rank: int, world_size: int) -> slice:
@@ -177,9 +66,13 @@ class Loader:
     window
         Chunks that are shuffled together. More mixes better and takes more memory: about three windows are held.
     workers
-        Threads that read, shuffle and cut.
+        Threads that read, shuffle and cut; with an executor the windows that are asked of it ahead, so how many of its
+        workers this loader keeps busy.
     prefetch
         Batches made ahead of the consumer.
+    executor
+        What reads in the place of threads: any `concurrent.futures.Executor`, or what `hotbed.data.open_readers`
+        gives, which also repeats what workers were doing that died. Several loaders may share it, and it stays open.
     pin_memory
         Put batches into page-locked memory. Default: where there is a CUDA device.
     transform
@@ -188,10 +81,17 @@ class Loader:
         Of ``world_size`` loaders with equal arguments, that of ``rank`` gives its share of every batch: neighbouring
         samples, as equally many as can be; none, where a batch has fewer samples than there are loaders.
 
+    Attributes
+    ----------
+    queue_depth
+        Of the ``prefetch`` batches, those that were ready when the consumer asked for the last one; 0 where it waited.
+
     Raises
     ------
     SpecError
         If an argument is out of range, the source has no such split, or the split has no sample.
+    WorkerError
+        When iterated, if readers die again and again.
     """
 
     def __init__(
@@ -210,6 +110,7 @@ class Loader:
         transform: Callable[[Batch], Batch] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        executor: Executor | Tasks | None = None,
     ) -> None:
         numbers = {"batch_size": batch_size, "window": window, "workers": workers, "prefetch": prefetch}
         for name, value in numbers.items():
@@ -234,6 +135,8 @@ class Loader:
         self.transform = transform
         self.rank = rank
         self.world_size = world_size
+        self.tasks = Tasks.of(executor) if isinstance(executor, Executor) else executor
+        self.queue_depth = 0
         sizes = source.chunks(split)
         self.samples = sum(sizes)
         self._chunks_digest = hashlib.sha256(",".join(map(str, sizes)).encode()).hexdigest()[:16]
@@ -252,9 +155,11 @@ class Loader:
         if not self._fresh:
             self._epoch, self._consumed = self._epoch + 1, 0
         self._fresh = False
-        epoch, start = _Epoch(self, self._epoch), self._consumed
+        start = self._consumed
         end = self.samples - (self.samples % self.batch_size if self.drop_last else 0)
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="hotbed-loader") as pool:
+        epoch = _Epoch(self, self._epoch, start, end)
+        threads = self.workers if self.tasks is None else _CUTTERS
+        with ThreadPoolExecutor(threads, thread_name_prefix="hotbed-loader") as pool:
             ahead: deque[tuple[Future[Batch], int]] = deque()
             try:
                 while start < end or ahead:
@@ -263,6 +168,7 @@ class Loader:
                         share = share_of(stop - start, self.rank, self.world_size)
                         ahead.append((epoch.batch(pool, start + share.start, start + share.stop), stop))
                         start = stop
+                    self.queue_depth = sum(future.done() for future, _ in ahead)
                     future, stop = ahead.popleft()
                     batch = future.result()
                     # Set before the yield: inside the loop's body the position counts the batch that was just given.
@@ -271,6 +177,7 @@ class Loader:
                     yield batch
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+                epoch.cancel()
 
     # -- position --------------------------------------------------------------------------------------------------
 
@@ -326,20 +233,31 @@ _CHUNK_ORDER, _WINDOW_ORDER = 1, 2
 
 
 class _Epoch:
-    """The order of one epoch, and the tasks that make its batches. Used by the consumer's thread only."""
+    """The order of one epoch, and the tasks that make its batches. Used by the consumer's thread only.
 
-    def __init__(self, loader: Loader, number: int) -> None:
+    Parameters
+    ----------
+    loader
+        Whose batches.
+    number
+        Which epoch.
+    start, end
+        The samples of it that are wanted.
+    """
+
+    def __init__(self, loader: Loader, number: int, start: int, end: int) -> None:
         self.number = number
-        self._loader = loader
-        sizes = loader.source.chunks(loader.split)
-        chunks = list(range(len(sizes)))
+        self._loader, self._begin, self._end = loader, start, end
+        self._sizes = loader.source.chunks(loader.split)
+        chunks = list(range(len(self._sizes)))
         per_window = 1
         if loader.shuffle:
-            chunks = np.random.default_rng((_CHUNK_ORDER, loader.seed, number)).permutation(len(sizes)).tolist()
+            chunks = np.random.default_rng((_CHUNK_ORDER, loader.seed, number)).permutation(len(chunks)).tolist()
             per_window = loader.window
         self._windows = [chunks[i : i + per_window] for i in range(0, len(chunks), per_window)]
-        self._starts = [0, *accumulate(sum(sizes[c] for c in window) for window in self._windows)]
-        self._pending: dict[int, Future[Batch]] = {}
+        self._starts = [0, *accumulate(sum(self._sizes[c] for c in window) for window in self._windows)]
+        self._pending: dict[int, Future[Batch] | RemoteWindow] = {}
+        self._source = b"" if loader.tasks is None else packed_source(loader.source)
 
     def batch(self, pool: ThreadPoolExecutor, start: int, stop: int) -> Future[Batch]:
         """Queue the batch of samples ``start … stop − 1`` of the epoch, perhaps none, and the windows it needs."""
@@ -347,28 +265,57 @@ class _Epoch:
         last = max(int(np.searchsorted(self._starts, stop, side="left")) - 1, first)
         for done in [w for w in self._pending if w < first]:
             del self._pending[done]
-        for w in range(first, min(last + 2, len(self._windows))):  # one window more than needed, to read ahead
-            if w not in self._pending:
+        ahead = 1 if self._loader.tasks is None else self._loader.workers  # windows more than needed
+        for w in range(first, min(last + 1 + ahead, len(self._windows))):
+            if w not in self._pending and (w <= last or self._starts[w] < self._end):
                 self._pending[w] = self._queue_window(pool, w)
         parts = [
-            (self._pending[w], max(start - self._starts[w], 0), min(stop, self._starts[w + 1]) - self._starts[w])
+            self._part(w, max(start - self._starts[w], 0), min(stop, self._starts[w + 1]) - self._starts[w])
             for w in range(first, last + 1)
         ]
         return pool.submit(self._cut, parts)
 
-    def _queue_window(self, pool: ThreadPoolExecutor, w: int) -> Future[Batch]:
-        chunks = [pool.submit(self._loader.source.read, self._loader.split, i) for i in self._windows[w]]
-        return pool.submit(self._merge, w, chunks) if self._loader.shuffle else chunks[0]
+    def cancel(self) -> None:
+        """Give up the windows that readers were asked for."""
+        for window in self._pending.values():
+            if isinstance(window, RemoteWindow):
+                window.cancel()
 
-    def _merge(self, w: int, chunks: list[Future[Batch]]) -> Batch:
-        parts = [(batch := chunk.result(), 0, len(batch)) for chunk in chunks]
-        rng = np.random.default_rng((_WINDOW_ORDER, self._loader.seed, self.number, w))
-        # The whole window at once: taking a batch at a time from an unshuffled window takes 5 times as long, because
-        # each column falls out of the cache between batches (2 cores of AMD EPYC (Zen 5), 26 columns × 524,288).
-        return join(parts, rng.permutation(sum(stop for _, _, stop in parts)))
+    def _part(self, w: int, start: int, stop: int) -> tuple[Future[Batch] | RemoteWindow, int, int]:
+        window = self._pending[w]
+        if isinstance(window, RemoteWindow):
+            return window, window.place(start), window.place(stop)
+        return window, start, stop
 
-    def _cut(self, parts: list[tuple[Future[Batch], int, int]]) -> Batch:
+    def _queue_window(self, pool: ThreadPoolExecutor, w: int) -> Future[Batch] | RemoteWindow:
+        loader, order = self._loader, (_WINDOW_ORDER, self._loader.seed, self.number, w)
+        if loader.tasks is not None:
+            chunks = tuple(self._windows[w])
+            sizes = tuple(self._sizes[i] for i in chunks)
+            seed = order if loader.shuffle else None
+            task = WindowTask(self._source, loader.split, chunks, sizes, seed, self._own_samples(w))
+            return RemoteWindow(loader.tasks, task)
+        read = [pool.submit(loader.source.read, loader.split, i) for i in self._windows[w]]
+        return pool.submit(_merge, read, order) if loader.shuffle else read[0]
+
+    def _own_samples(self, w: int) -> Ranges:
+        """Samples of a window that are this rank's: its share of every batch."""
+        loader, at, window_end = self._loader, self._starts[w], min(self._starts[w + 1], self._end)
+        found: list[tuple[int, int]] = [(0, 0)]
+        of_batch = max(at - self._begin, 0) // loader.batch_size * loader.batch_size + self._begin
+        for start in range(of_batch, window_end, loader.batch_size):
+            share = share_of(min(loader.batch_size, self._end - start), loader.rank, loader.world_size)
+            low, high = max(start + share.start, at), min(start + share.stop, window_end)
+            if low < high:
+                found.append((low - at, high - at))
+        return np.array(found, np.int64)
+
+    def _cut(self, parts: list[tuple[Future[Batch] | RemoteWindow, int, int]]) -> Batch:
         batch = join([(window.result(), start, stop) for window, start, stop in parts])
         if self._loader.transform is not None:
             batch = self._loader.transform(batch)
         return batch.pin_memory() if self._loader.pin_memory else batch
+
+
+def _merge(chunks: list[Future[Batch]], order: tuple[int, ...]) -> Batch:
+    return merged([chunk.result() for chunk in chunks], order)

@@ -152,16 +152,18 @@ class RowGroup:
         try:
             return self.file.read(self.index, columns, self.samples)
         except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from None
+            raise self._unreadable(error) from error
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
         """Read some columns in order, at most so many rows at once."""
         try:
             yield from self.file.batches(self.index, columns, rows)
         except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from None
+            raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> DataError:
+        if isinstance(error, FileNotFoundError):
+            return DataError(f"{self}: {self.file.path} does not exist, or no longer")
         damaged = "the file is damaged or cut short"
         if not isinstance(self.file.filesystem, fs.LocalFileSystem):
             damaged += ", or where it is does not answer"

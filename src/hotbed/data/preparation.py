@@ -137,6 +137,10 @@ class Preparation:
             made._table(name)
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent to readers: without the vocabularies that were read, which each reads that needs them."""
+        return {**self.__dict__, "_tables": {}}
+
     def state(self) -> dict[str, Any]:
         """What checkpoints know of vocabularies, by table."""
         return {name: {"keys": of.values, "sha256": of.sha256} for name, of in self.entry.vocabularies.items()}

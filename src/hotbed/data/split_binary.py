@@ -89,6 +89,10 @@ class SplitBinarySource(Source):
             self._encoder = self._encoder.of(self.schema)
         return self._encoder
 
+    def __getstate__(self) -> dict[str, object]:
+        """What is sent to readers, which may run in other directories."""
+        return {**self.__dict__, "_spec": self._spec.absolute(), "_encoder": None}
+
     def _chunks(self, split: str) -> Sequence[int]:
         full, rest = divmod(self._samples[split], self.chunk_samples)
         return [self.chunk_samples] * full + [rest] * (rest > 0)

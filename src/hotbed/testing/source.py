@@ -10,6 +10,7 @@ A test class of a source subclasses `SourceContract` and says how to make one::
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,6 +115,15 @@ class SourceContract(ABC):
             reads = [(i, pool.submit(source.read, "train", i)) for i in order]
             for i, batch in reads:
                 assert_same(batch.result(), expected[i])
+
+    def test_readers_in_other_processes(self, made: Made) -> None:
+        """A pickled copy reads the same; it has paths that hold in any directory."""
+        source = made[0]
+        sent = pickle.loads(pickle.dumps(source))
+        for split in source.splits:
+            assert sent.chunks(split) == source.chunks(split)
+            for i in range(len(source.chunks(split))):
+                assert_same(sent.read(split, i), source.read(split, i))
 
     def test_loads(self, made: Made) -> None:
         """A `Loader` cuts it into batches of any size, in order or shuffled."""

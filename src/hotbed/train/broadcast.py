@@ -7,13 +7,11 @@ all ranks do.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping
 from queue import Queue
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ from hotbed.batch import Batch
 from hotbed.comm import Link
 from hotbed.data import Loader
 from hotbed.data.loader import share_of
-from hotbed.jagged import Jagged
 
 
 class BroadcastLoader:
@@ -37,13 +34,19 @@ class BroadcastLoader:
         The rank that reads.
     ahead
         Batches that are sent before their use.
+
+    Attributes
+    ----------
+    queue_depth
+        Batches that had arrived when the consumer asked for the last one.
     """
 
     def __init__(self, loader: Loader | None, link: Link, *, reader: int = 0, ahead: int = 2) -> None:
         self._loader, self._link, self._reader, self._ahead = loader, link.clone(), reader, ahead
         about: dict[str, Any] = {} if loader is None else {"length": len(loader), "position": loader.state_dict()}
-        messages = None if loader is None else [packed(None, about)] * self._link.size
-        _, about = unpacked(self._exchange(messages))
+        messages = None if loader is None else [_message(None, about)] * self._link.size
+        _, about = _read(self._exchange(messages))
+        self.queue_depth = 0
         self._length: int = about["length"]
         self._state: dict[str, Any] = about["position"]
 
@@ -60,6 +63,7 @@ class BroadcastLoader:
         thread.start()
         try:
             while True:
+                self.queue_depth = arrived.qsize()
                 found = arrived.get()
                 if isinstance(found, BaseException):
                     raise found
@@ -100,12 +104,12 @@ class BroadcastLoader:
         shares = [
             None if batch is None else batch.take(torch.arange(size)[share_of(size, r, ranks)]) for r in range(ranks)
         ]
-        messages = [packed(share, state) for share in shares]
+        messages = [_message(share, state) for share in shares]
         self._exchange(messages)
         return shares[self._link.rank], state
 
     def _receive(self) -> tuple[Batch | None, Any]:
-        return unpacked(self._exchange(None))
+        return _read(self._exchange(None))
 
     def _exchange(self, messages: list[Tensor] | None) -> Tensor:
         """Send every rank its message, or receive this rank's from the reader."""
@@ -120,52 +124,18 @@ class BroadcastLoader:
         return link.all_to_all("batches", whole, sent, expected).wait()
 
 
-def packed(batch: Batch | None, state: Mapping[str, Any]) -> Tensor:
-    """A batch as bytes: the length of a JSON header, the header, and the tensors it describes one after the other."""
-    tensors: dict[str, Tensor] = {}
-    header: dict[str, Any] = {"state": dict(state), "batch": None}
-    if batch is not None:
-        sparse = batch.sparse
-        found = {"values": sparse.values, "offsets": sparse.offsets, "id_weights": sparse.weights}
-        found |= {"dense": batch.dense, "labels": batch.labels, "weights": batch.weights}
-        found |= {f"extra.{name}": column for name, column in batch.extra.items()}
-        tensors = {name: t.contiguous() for name, t in found.items() if t is not None}
-        header["batch"] = {"names": sparse.names, "fixed": sparse.fixed, "size": len(sparse), "starts": sparse.starts}
-    header["tensors"] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    text = json.dumps(header).encode()
-    head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    return torch.cat([torch.from_numpy(head.copy()), *(t.view(-1).view(torch.uint8) for t in tensors.values())])
+def _message(batch: Batch | None, about: Mapping[str, Any]) -> Tensor:
+    """A batch, or none, and the position beside it as bytes ``[n]``."""
+    import pyarrow as pa
+
+    from hotbed.data.batch_ipc import batch_to_buffer
+
+    message = batch_to_buffer(batch, about)
+    return torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), message.size, [None, message]))
 
 
-def unpacked(message: Tensor) -> tuple[Batch | None, Any]:
-    """A batch and the loader's position from what `packed` made of them."""
-    length = int.from_bytes(bytes(message[:8].tolist()), "little")
-    header = json.loads(message[8 : 8 + length].numpy().tobytes())
-    at = 8 + length
-    tensors: dict[str, Tensor] = {}
-    for name, dtype, shape in header["tensors"]:
-        kind: torch.dtype = getattr(torch, dtype)
-        nbytes = int(np.prod(shape)) * kind.itemsize
-        tensors[name] = message[at : at + nbytes].clone().view(kind).view(shape)  # a clone is aligned
-        at += nbytes
-    about = header["batch"]
-    if about is None:
-        return None, header["state"]
-    sparse = Jagged(
-        about["names"],
-        tensors["values"],
-        batch_size=about["size"],
-        fixed=about["fixed"],
-        offsets=tensors.get("offsets"),
-        weights=tensors.get("id_weights"),
-        starts=tuple(about["starts"]),
-    )
-    extra = {name.removeprefix("extra."): t for name, t in tensors.items() if name.startswith("extra.")}
-    batch = Batch(
-        sparse=sparse,
-        dense=tensors.get("dense"),
-        labels=tensors.get("labels"),
-        weights=tensors.get("weights"),
-        extra=extra,
-    )
-    return batch, header["state"]
+def _read(message: Tensor) -> tuple[Batch | None, dict[str, Any]]:
+    """What `_message` was made of; views of the message."""
+    from hotbed.data.batch_ipc import batch_from_buffer
+
+    return batch_from_buffer(message.numpy())

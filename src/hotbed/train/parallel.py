@@ -114,12 +114,20 @@ class Ranks:
 
     def add(self, *values: float | Tensor) -> list[float]:
         """Sums over ranks, in rank order."""
+        return [sum(column) for column in self._columns(values)]
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest over ranks."""
+        return [max(column) for column in self._columns(values)]
+
+    def _columns(self, values: Sequence[float | Tensor]) -> list[list[float]]:
+        """By value, that of each rank."""
         if self.link is None:
-            return [float(v.detach()) if isinstance(v, Tensor) else float(v) for v in values]
+            return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
         own = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values])
         rows = self.link.all_gather("losses and sizes", own).wait().tolist()
-        return [sum(column) for column in zip(*rows, strict=True)]
+        return [list(column) for column in zip(*rows, strict=True)]
 
     def gather(self, values: Tensor) -> Tensor:
         """Rows of all ranks ``[Σ n, …]``, in rank order."""

@@ -309,7 +309,8 @@ class ShowProgress(Callback):
     def on_step(self, trainer: Trainer, loss: float) -> None:
         """Move the bar."""
         if self._bar is not None:
-            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s"
+            stalled = _stalled({"stall_share": trainer.clock.stall_share})
+            note = f"loss {loss:.4f}  {trainer.samples_per_s:,.0f} samples/s{stalled}"
             self._bar.update(self._bar.task_ids[0], completed=trainer.step, note=note)
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
@@ -318,7 +319,7 @@ class ShowProgress(Callback):
             of = f"/{trainer.steps_total:,}" if trainer.steps_total else ""
             self._console.print(
                 f"step {trainer.step:,}{of}  loss {record['loss']:.4f}  "
-                f"{record['samples_per_s']:,.0f} samples/s{self._time_left(trainer)}"
+                f"{record['samples_per_s']:,.0f} samples/s{_stalled(record)}{self._time_left(trainer)}"
             )
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
@@ -342,6 +343,12 @@ class ShowProgress(Callback):
         seconds = (time.perf_counter() - self._started) / done * (trainer.steps_total - trainer.step)
         minutes, seconds = divmod(round(seconds), 60)
         return f"  {minutes}:{seconds:02d} left"
+
+
+def _stalled(record: Mapping[str, float]) -> str:
+    """How much of the time went by in waits for batches, where it is at least 1 %."""
+    share = record.get("stall_share", 0.0)
+    return f"  {share:.0%} stalled" if share >= 0.01 else ""
 
 
 def _shown(metrics: Metrics, name: str) -> str:

@@ -51,7 +51,7 @@ MAY_DIFFER = frozenset(
     {
         "name",
         "hot.rows",
-        *(f"data.{key}" for key in ("path", "workers", "prefetch", "valid_split", "test_split")),
+        *(f"data.{key}" for key in ("path", "executor", "workers", "prefetch", "valid_split", "test_split")),
         *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
         *(f"init.{field.name}" for field in fields(InitRecipe)),
         *(f"memory.{field.name}" for field in fields(MemoryRecipe)),

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
 from rich.console import Console
-from torch import nn
 
-from hotbed.batch import Batch
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, read_manifest
 from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, notice, patience
 from hotbed.data import Loader, Source
+from hotbed.data.executors import Tasks
 from hotbed.data.hot_loader import HotColdLoader
-from hotbed.data.pack import COLD, HOT
 from hotbed.embed import Distributed, collections_of
-from hotbed.errors import RecipeError, StoppedError
+from hotbed.errors import StoppedError
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
@@ -27,8 +25,9 @@ from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.continuation import Continuation, OtherData
 from hotbed.train.export import Exporter
 from hotbed.train.hot_batches import HotSchedule
+from hotbed.train.loaders import evaluation_loader, readers_of, training_loader
 from hotbed.train.measure import FeaturesState, measure_buckets, measure_numericals
-from hotbed.train.parallel import Ranks, model_parallel_batch
+from hotbed.train.parallel import Ranks
 from hotbed.train.publish import Publisher
 from hotbed.train.report import RunDirectory, ShowProgress, environment, print_taken
 from hotbed.train.resume import Resume, finished_run, resume_from, resume_newest
@@ -75,7 +74,19 @@ def train(
     dict
         The summary, as in ``summary.json``.
     """
-    wanted = Resume.of(resume, recipe)
+    with readers_of(recipe) as readers:
+        return _train(recipe, run, console, Resume.of(resume, recipe), extra or {}, continuation, readers)
+
+
+def _train(
+    recipe: Recipe,
+    run: RunDirectory,
+    console: Console,
+    wanted: Resume,
+    extra: Mapping[str, Any],
+    continuation: Continuation | None,
+    readers: Tasks | None,
+) -> dict[str, Any]:
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
@@ -91,7 +102,7 @@ def train(
         return summary
     if ranks.is_first and continuation is None and (told := notice(recipe)):
         console.print(told, soft_wrap=True)
-    loader = training_loader(recipe, source, ranks, trainer.model)
+    loader = training_loader(recipe, source, ranks, trainer.model, readers)
     ids = trainer.other_parts["ids"] = IdCounts(trainer, recipe)
     if has_features(source):
         trainer.other_parts[FEATURES] = FeaturesState(source)
@@ -100,15 +111,19 @@ def train(
         taken = _begin(trainer, loader, recipe, run, wanted, console, source, other_data=other_data)
         measure_buckets(trainer, source, train_splits(recipe), console)
         measure_numericals(trainer, source, train_splits(recipe), console)
-        if continuation is not None and (batches := evaluation_loader(recipe, source, recipe.data.train_split, ranks)):
+        if continuation is not None and (
+            batches := evaluation_loader(recipe, source, recipe.data.train_split, ranks, readers)
+        ):
             with watchdog(trainer, recipe, run):
                 continuation.before(trainer, source, batches)
-        signal = _fit(trainer, loader, recipe, source, run, console, () if continuation is None else continuation.kept)
+        valid = evaluation_loader(recipe, source, recipe.data.valid_split, ranks, readers)
+        kept = () if continuation is None else continuation.kept
+        signal = _fit(trainer, loader, valid, recipe, source, run, console, kept)
     finally:
         trainer.saver.release()
     if trainer.told_to_stop:
         raise StoppedError(_stopped(trainer, recipe, run), signal or SIGTERM)
-    test = evaluation_loader(recipe, source, recipe.data.test_split, ranks)
+    test = evaluation_loader(recipe, source, recipe.data.test_split, ranks, readers)
     with watchdog(trainer, recipe, run):
         tested = None if test is None else trainer.evaluate(test).to_dict()
     summary = {
@@ -118,6 +133,7 @@ def train(
         "epochs": trainer.epoch,
         "samples": trainer.samples,
         "samples_per_s": trainer.samples_per_s,
+        "stall_share": trainer.clock.stall_share,
         **trainer.numerics.summary(),
         "best_step": best_step(trainer),
         "test": tested,
@@ -128,7 +144,7 @@ def train(
         **of_memory(trainer),
         **environment(trainer.device),
         "run": str(run.path),
-        **(extra or {}),
+        **extra,
     }
     if ranks.is_first:
         run.finish(summary)
@@ -197,6 +213,7 @@ def _checkpoints(recipe: Recipe, run: RunDirectory) -> Directory:
 def _fit(
     trainer: Trainer,
     loader: Loader | BroadcastLoader | HotColdLoader,
+    valid: Loader | None,
     recipe: Recipe,
     source: Source,
     run: RunDirectory,
@@ -216,7 +233,7 @@ def _fit(
             run.begin(recipe, trainer.model.plan if isinstance(trainer.model, Distributed) else None)
         try:
             with watchdog(trainer, recipe, run):
-                trainer.fit(loader, evaluation_loader(recipe, source, recipe.data.valid_split, ranks))
+                trainer.fit(loader, valid)
         finally:
             if isinstance(progress, ShowProgress):
                 progress.close()
@@ -320,75 +337,3 @@ def _callbacks(
     if enough is not None:
         callbacks.append(EarlyStop(enough, train.monitor))
     return callbacks
-
-
-def training_loader(
-    recipe: Recipe, source: Source, ranks: Ranks, model: nn.Module
-) -> Loader | BroadcastLoader | HotColdLoader:
-    """Batches of this rank, as `ParallelRecipe.reader` and `HotRecipe.batches` say."""
-    train = recipe.data.train_split
-
-    def loader(
-        source: Source,
-        rank: int,
-        world_size: int,
-        transform: Callable[[Batch], Batch] | None = None,
-        split: str = train,
-    ) -> Loader:
-        return Loader(
-            source,
-            split,
-            recipe.train.batch_size,
-            shuffle=recipe.data.shuffle,
-            seed=recipe.train.seed,
-            window=recipe.data.window,
-            workers=recipe.data.workers,
-            prefetch=recipe.data.prefetch,
-            transform=transform,
-            rank=rank,
-            world_size=world_size,
-        )
-
-    if recipe.hot.batches == "alternating":
-        kinds = {kind: f"{train}_{kind}" for kind in (HOT, COLD)}
-        for split in kinds.values():
-            if split not in source.splits:
-                raise RecipeError(
-                    f"hot.batches is 'alternating', but the data has no split '{split}', only "
-                    f"{', '.join(source.splits)}; "
-                    f"make it with hotbed pack, and set data.path to what that wrote"
-                )
-        hot, cold = (
-            loader(source, ranks.rank, ranks.size, split=split) if source.samples(split) else None
-            for split in kinds.values()
-        )
-        return HotColdLoader(hot, cold, rate=recipe.hot.rate)
-    if recipe.parallel.reader == "first" and ranks.link is not None:
-        return BroadcastLoader(loader(source, 0, 1) if ranks.is_first else None, ranks.link)
-    if recipe.parallel.reader == "owners" and isinstance(model, Distributed):
-        tables = {c.table_name for c in source.schema.sparse}
-        if tables != set(model.plan.by_table):
-            raise RecipeError(
-                f"parallel.reader is 'owners', but the tables of {recipe.model.class_path} are not those of the data, "
-                "once each; use 'each' or 'first'"
-            )
-        cut = [table for table, tiles in model.plan.by_table.items() if any(t.rows != tiles[0].rows for t in tiles)]
-        copied = [table for table, tiles in model.plan.by_table.items() if any(t.readers for t in tiles)]
-        for how, names in (("cut into rows", cut), ("copied", copied)):
-            if names:
-                raise RecipeError(
-                    f"parallel.reader is 'owners', but parallel.plan {recipe.parallel.plan} has tables that are {how} "
-                    f"({', '.join(names[:3])}{' …' * (len(names) > 3)}), whose owners need ids of other samples; "
-                    "use 'each' or 'first', or plan 'table' or 'column'"
-                )
-        own = model.plan.tables_of(ranks.rank) or set(list(model.plan.by_table)[:1])
-        features = [c.name for c in source.schema.sparse if c.table_name in own]
-        return loader(source.only(features), 0, 1, lambda batch: model_parallel_batch(batch, ranks.rank, ranks.size))
-    return loader(source, ranks.rank, ranks.size)
-
-
-def evaluation_loader(recipe: Recipe, source: Source, split: str | None, ranks: Ranks) -> Loader | None:
-    """Batches of a split to evaluate on; None for no split."""
-    if split is None:
-        return None
-    return Loader(source, split, recipe.train.eval_batch_size, rank=ranks.rank, world_size=ranks.size)

@@ -1,11 +1,12 @@
-"""Measure training: samples per second, how evenly ranks share the load of tables, traffic of caches and files."""
+"""Measure training: samples per second, waits for batches, how evenly ranks share the load of tables, traffic."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,12 +15,14 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.store import Traffic
 from hotbed.train.threads import ThreadWatch
 
+T = TypeVar("T")
+
 SETTLING_STEPS = 5
 """First steps that the rate leaves out: kernels are compiled and buffers allocated in them."""
 
 
 class Clock:
-    """Count training samples and the seconds they took.
+    """Count training samples, the seconds they took, and those of them in which batches were waited for.
 
     Attributes
     ----------
@@ -31,8 +34,10 @@ class Clock:
         self.batches = 0
         self._mark = time.perf_counter()
         self._steps = 0
-        # Seconds and samples of the settling steps, and of those after them.
-        self._settling, self._settled = [0.0, 0], [0.0, 0]
+        # Seconds, samples and seconds waited for batches: of the settling steps, of those after them, since `record`.
+        self._settling, self._settled, self._recent = [0.0, 0, 0.0], [0.0, 0, 0.0], [0.0, 0, 0.0]
+        self._waited = 0.0
+        self._depths: list[float] = []
         self._threads = ThreadWatch()
 
     def start(self) -> None:
@@ -45,11 +50,27 @@ class Clock:
         self.count()
         now = time.perf_counter()
         self._steps += 1
-        total = self._settling if self._steps <= SETTLING_STEPS else self._settled
-        total[0] += now - self._mark
-        total[1] += samples
+        for total in (self._settling if self._steps <= SETTLING_STEPS else self._settled, self._recent):
+            total[0] += now - self._mark
+            total[1] += samples
+            total[2] += self._waited
         self._threads.tick()
-        self._mark = now
+        self._mark, self._waited = now, 0.0
+
+    def waited_for(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches, count the seconds until each is there, and note how many were ready (`Loader.queue_depth`)."""
+        iterator = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.perf_counter() - start
+            depth: float | None = getattr(batches, "queue_depth", None)
+            self._depths += [] if depth is None else [depth]
+            yield batch
 
     def count(self) -> None:
         """Count a batch that is finished."""
@@ -63,13 +84,43 @@ class Clock:
     def paused(self) -> Generator[None]:
         """Leave out the time of the body."""
         yield
-        self._mark = time.perf_counter()
+        self._mark, self._waited = time.perf_counter(), 0.0
 
     @property
     def samples_per_s(self) -> float:
         """Rate without the settling steps; where there were no others, theirs."""
-        seconds, samples = self._settled if self._settled[1] else self._settling
+        seconds, samples, _ = self._whole
         return samples / seconds if seconds else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the same seconds in which the next batch was waited for."""
+        seconds, _, waited = self._whole
+        return waited / seconds if seconds else 0.0
+
+    def record(self, largest: Callable[..., list[float]]) -> dict[str, float]:
+        """Return entries for a record of training, of the steps since the last one; all ranks must call this.
+
+        Parameters
+        ----------
+        largest
+            The largest of each value over ranks.
+
+        Returns
+        -------
+        dict
+            ``stall_share`` of these seconds, and ``queue_depth``, the mean of the batches that were ready, of the ranks
+            that waited most; without this one where batches come from something that does not say it.
+        """
+        seconds, _, waited = self._recent
+        depth = sum(self._depths) / len(self._depths) if self._depths else None
+        self._recent, self._depths = [0.0, 0, 0.0], []
+        share, least = largest(waited / seconds if seconds else 0.0, -(depth or 0.0))
+        return {"stall_share": share} | ({} if depth is None else {"queue_depth": -least})
+
+    @property
+    def _whole(self) -> list[float]:
+        return self._settled if self._settled[1] else self._settling
 
 
 _LOADS = ("bytes", "lookups", "time")

@@ -46,7 +46,7 @@ class Callback:
         """After every step; ``trainer.step`` counts it already."""
 
     def on_log(self, trainer: Trainer, record: dict[str, float]) -> None:
-        """Every ``log_every`` steps: step, epoch, mean loss since the last record, learning rates, samples/s."""
+        """Every ``log_every`` steps: step, epoch, mean loss since the last record, learning rates, samples/s, waits."""
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """After every evaluation during training."""
@@ -310,11 +310,10 @@ class Trainer:
     def _epoch_of(self, batches: Iterable[Batch]) -> Iterator[tuple[list[Batch], bool]]:
         """Yield the batches of an epoch on the device, divided, and whether each is the last.
 
-        One batch is prefetched, so that it is there when the step is over. A checkpoint must not count it, so the
-        loader's position is noted with each.
+        One batch is prefetched, which a checkpoint must not count: the loader's position is noted with each.
         """
         last, state = False, getattr(batches, "state_dict", lambda: None)
-        for parts, position, last in self.prefetcher((batch, state()) for batch in batches):
+        for parts, position, last in self.prefetcher((batch, state()) for batch in self.clock.waited_for(batches)):
             self._data_position = position
             yield parts, last
         if not last:
@@ -337,6 +336,7 @@ class Trainer:
                 "loss": sum(self._recent) / len(self._recent),
                 **{f"lr_{name}": s.base_lrs[0] * self._factor(self.step) for name, s in self.schedules.items()},
                 "samples_per_s": self.samples_per_s,
+                **self.clock.record(self.ranks.largest),
                 **self._tiers.record(),
                 **self._balance.record(),
             }

@@ -22,16 +22,17 @@ from typing_extensions import override
 from hotbed.config import Recipe
 from hotbed.config.validation import checkpoint_policy, patience
 from hotbed.data import Source
+from hotbed.data.executors import Tasks
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.files import read_yaml, write_text
 from hotbed.nn.normalization import normalization_of
 from hotbed.parsing import TextError, parse_json, read_limited
 from hotbed.train.build import build_trainer, open_source, train_splits
 from hotbed.train.callbacks import EarlyStop
+from hotbed.train.loaders import evaluation_loader, readers_of, training_loader
 from hotbed.train.measure import measure_buckets, measure_numericals
 from hotbed.train.metrics import Metrics
 from hotbed.train.report import RECIPE, ShowProgress, recipe_yaml
-from hotbed.train.run import evaluation_loader, training_loader
 from hotbed.train.search_space import Space, changed, search_space
 from hotbed.train.trainer import Callback, Trainer
 
@@ -258,7 +259,8 @@ def _run_trial(
         drawn = space.apply(drawn, space.draw(trial))
     started = time.perf_counter()
     try:
-        report = _train(drawn, source, trial, measured, console)
+        with readers_of(drawn) as readers:
+            report = _train(drawn, source, trial, measured, console, readers)
     except NonFiniteError:
         trial.set_user_attr("diverged", True)
         study.tell(trial, state=states.PRUNED)
@@ -274,7 +276,12 @@ def _run_trial(
 
 
 def _train(
-    recipe: Recipe, source: Source, trial: optuna.Trial, measured: dict[str, Tensor], console: Console
+    recipe: Recipe,
+    source: Source,
+    trial: optuna.Trial,
+    measured: dict[str, Tensor],
+    console: Console,
+    readers: Tasks | None,
 ) -> _Report:
     """Train and evaluate; statistics of numericals are measured by the first trial, and kept for the others."""
     trainer = build_trainer(recipe, source)
@@ -284,7 +291,7 @@ def _train(
             normalization.load_state_dict(measured)
         measure_numericals(trainer, source, train_splits(recipe), console)
         measured |= {name: of.clone() for name, of in normalization.state_dict().items()}
-    loader = training_loader(recipe, source, trainer.ranks, trainer.model)
+    loader = training_loader(recipe, source, trainer.ranks, trainer.model, readers)
     best, due = checkpoint_policy(recipe) == "best", _due(recipe, len(loader))
     report = _Report(trial, recipe.train.monitor, best=best, due=due)
     trainer.callbacks.append(report)
@@ -293,8 +300,9 @@ def _train(
     progress = ShowProgress(console) if console.is_terminal else None
     if progress is not None:
         trainer.callbacks.append(progress)
+    valid = evaluation_loader(recipe, source, recipe.data.valid_split, trainer.ranks, readers)
     try:
-        trainer.fit(loader, evaluation_loader(recipe, source, recipe.data.valid_split, trainer.ranks))
+        trainer.fit(loader, valid)
     finally:
         trainer.saver.release()
         if progress is not None:

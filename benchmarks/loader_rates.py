@@ -1,0 +1,178 @@
+"""How fast loaders give batches of one dataset: hotbed's, PyTorch's, TorchRec's, and what reading alone would take.
+
+All of them give the same samples, shaped like Criteo's (26 ids, 13 numericals, a label), from files that were read just
+before and are in the page cache. What a loader is compared with is a loop of ``preadv`` over hotbed's own files, into
+one buffer that is used again: no conversion, no batches, no memory that is new.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from hotbed.data import Loader, ParquetSource, Schema, SparseColumn, SplitBinarySource, SplitBinaryWriter
+from hotbed.data.zipf_source import Zipf
+
+FEATURES, NUMERICALS, ROWS = 26, 13, 100_000
+CHUNK = 65_536
+NAMES = [f"C{i + 1}" for i in range(FEATURES)]
+NUMBERS = [f"I{i + 1}" for i in range(NUMERICALS)]
+SCHEMA = Schema(
+    sparse=tuple(SparseColumn(name=name, rows=ROWS) for name in NAMES), dense=tuple(NUMBERS), labels=("label",)
+)
+HAS_TORCHREC = importlib.util.find_spec("torchrec") is not None
+TORCHREC = "TorchRec, in memory" if HAS_TORCHREC else "TorchRec's algorithm, written anew, in memory"
+"""Where TorchRec is not installed: what its documentation says of its loader, on the same kind of files."""
+Step = Callable[[], Iterator[int]]
+"""Begins an epoch; gives the samples of each batch."""
+
+
+def write_data(folder: Path, samples: int) -> None:
+    """Write the same samples as split-binary, Parquet, and TorchRec's ``.npy`` files."""
+    rng, law = np.random.default_rng(0), Zipf(ROWS, 1.05)
+    ids = np.stack([law.draw((0, i + 1), np.arange(samples, dtype=np.uint64)) for i in range(FEATURES)], axis=1)
+    ids = ids.astype(np.int32)
+    dense = rng.random((samples, NUMERICALS), dtype=np.float32).astype(np.float16)
+    labels = rng.integers(0, 2, samples)
+    (folder / "binary").mkdir(parents=True)
+    with SplitBinaryWriter(folder / "binary", SCHEMA, ["train"]) as writer:
+        writer.append_labels("train", labels)
+        writer.append_dense("train", dense.astype(np.float32))
+        for i in range(FEATURES):
+            writer.append_ids("train", i, ids[:, i])
+    columns = {"label": labels} | {name: ids[:, i] for i, name in enumerate(NAMES)}
+    columns |= {name: dense[:, i].astype(np.float32) for i, name in enumerate(NUMBERS)}
+    pq.write_table(pa.table(columns), folder / "log.parquet", row_group_size=CHUNK)
+    (folder / "npy").mkdir()
+    for name, array in (
+        ("dense", dense.astype(np.float32)),
+        ("sparse", ids),
+        ("labels", labels.astype(np.int32)[:, None]),
+    ):
+        np.save(folder / "npy" / f"day_0_{name}.npy", array)
+
+
+def sides(folder: Path, batch: int, workers: int) -> dict[str, Step]:
+    """What is measured, by name."""
+    binary = SplitBinarySource(folder / "binary", chunk_samples=CHUNK)
+    parquet = ParquetSource(folder / "log.parquet", SCHEMA, ids="raw")
+
+    def hotbed(source: Any, *, shuffle: bool) -> Step:
+        return lambda: map(len, Loader(source, "train", batch, shuffle=shuffle, workers=workers, pin_memory=False))
+
+    found: dict[str, Step] = {
+        "bare preadv": lambda: bare_loop(folder / "binary" / "train"),
+        "hotbed, split-binary": hotbed(binary, shuffle=False),
+        "hotbed, split-binary, shuffled": hotbed(binary, shuffle=True),
+        "hotbed, Parquet": hotbed(parquet, shuffle=False),
+        "hotbed, Parquet, shuffled": hotbed(parquet, shuffle=True),
+    }
+    for processes in (0, workers):
+        for shuffle in (False, True):
+            name = f"DataLoader, {processes} workers, whole batches" + ", shuffled" * shuffle
+            found[name] = data_loader(folder / "npy", batch, processes, shuffle=shuffle)
+    found["DataLoader, sample by sample"] = sample_by_sample(folder / "npy", batch)
+    for shuffle in (False, True):
+        name = TORCHREC + ", batches shuffled in themselves" * shuffle
+        found[name] = torchrec(folder / "npy", batch, shuffle=shuffle)
+    return found
+
+
+def bare_loop(folder: Path) -> Iterator[int]:
+    """Read all files of a split with ``preadv`` into one buffer, a chunk of samples of each file at a time."""
+    files = sorted(folder.glob("*.bin"))
+    samples = (folder / "label.bin").stat().st_size
+    widths = {file: file.stat().st_size // samples for file in files}
+    buffer = bytearray(max(widths.values()) * CHUNK)
+    opened = {file: os.open(file, os.O_RDONLY) for file in files}
+    try:
+        for start in range(0, samples, CHUNK):
+            count = min(CHUNK, samples - start)
+            for file, width in widths.items():
+                view, at = memoryview(buffer)[: count * width], start * width
+                while view:
+                    read = os.preadv(opened[file], [view], at)
+                    view, at = view[read:], at + read
+            yield count
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
+
+
+class NpyRows(Dataset[Any]):
+    """Rows of TorchRec's files, mapped; an index, or the indices of a whole batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.arrays = [np.load(folder / f"day_0_{name}.npy", mmap_mode="r") for name in ("dense", "sparse", "labels")]
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, at: Any) -> list[torch.Tensor]:
+        return [torch.from_numpy(np.array(array[at])) for array in self.arrays]
+
+
+def data_loader(folder: Path, batch: int, workers: int, *, shuffle: bool) -> Step:
+    """PyTorch's, at its best: a batch is one index, so there is no Python per sample, and workers stay."""
+    rows = NpyRows(folder)
+    order = RandomSampler(rows) if shuffle else SequentialSampler(rows)
+    loader = DataLoader(
+        rows,
+        sampler=BatchSampler(order, batch, drop_last=False),
+        batch_size=None,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    return lambda: (len(dense) for dense, _, _ in loader)
+
+
+def sample_by_sample(folder: Path, batch: int) -> Step:
+    """PyTorch's as most people write it: a dataset of samples."""
+    loader = DataLoader(NpyRows(folder), batch_size=batch)
+    return lambda: (len(dense) for dense, _, _ in loader)
+
+
+def torchrec(folder: Path, batch: int, *, shuffle: bool) -> Step:
+    """TorchRec's loader of arrays in memory, or a loop that does what it is described to do."""
+    if HAS_TORCHREC:
+        from torchrec.datasets.criteo import InMemoryBinaryCriteoIterDataPipe
+
+        paths = [[str(folder / f"day_0_{name}.npy")] for name in ("dense", "sparse", "labels")]
+        loader = InMemoryBinaryCriteoIterDataPipe("train", *paths, batch, 0, 1, shuffle_batches=shuffle)
+        return lambda: (len(found.dense_features) for found in loader)
+    arrays = [np.load(folder / f"day_0_{name}.npy") for name in ("dense", "sparse", "labels")]
+    return lambda: _in_memory(arrays, batch, shuffle=shuffle)
+
+
+def _in_memory(arrays: list[NDArray[Any]], batch: int, *, shuffle: bool) -> Iterator[int]:
+    for start in range(0, len(arrays[0]), batch):
+        dense, sparse, labels = (array[start : start + batch] for array in arrays)
+        if shuffle:
+            order = np.random.default_rng(start).permutation(len(dense))
+            dense, sparse, labels = dense[order], sparse[order], labels[order]
+        found = torch.from_numpy(dense.copy())
+        torch.from_numpy(sparse.T.reshape(-1))
+        torch.from_numpy(labels.reshape(-1).copy())
+        yield len(found)
+
+
+def rate(begin: Step, seconds: float) -> float:
+    """Samples per second over whole epochs that take so long together, after a part of one."""
+    for _ in zip(range(3), begin(), strict=False):
+        pass
+    start, samples = time.perf_counter(), 0
+    while (passed := time.perf_counter() - start) < seconds:
+        samples += sum(begin())
+    return samples / passed

@@ -1,0 +1,71 @@
+"""Readers that die at chosen moments."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotbed.data.readers import WindowTask, read_window
+
+PLACES = ("begin", "end")
+"""Where in a task its reader is killed: before it has read anything, and before its window is sent."""
+
+
+def choose_moments(folder: Path, windows: Sequence[str], n: int, seed: int) -> None:
+    """Draw moments, a file of each."""
+    folder.mkdir()
+    moments = [f"{window}-{place}" for window in windows for place in PLACES]
+    for moment in random.Random(seed).sample(moments, n):
+        (folder / moment).touch()
+
+
+def kill_at(moment: Path) -> None:
+    """Kill this process, once, if the moment was drawn."""
+    try:
+        moment.unlink()
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(folder: Path, task: WindowTask) -> Any:
+    """Read a window, and kill the reader at the moments that were drawn, named ``EPOCH-WINDOW-PLACE``."""
+    name = "-".join(map(str, task.order[2:])) if task.order is not None else "in_order"
+    kill_at(folder / f"{name}-begin")
+    found = read_window(task)
+    kill_at(folder / f"{name}-end")
+    return found
+
+
+def kill_readers_at(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let readers die at the moments of a folder."""
+    patch.setattr("hotbed.data.readers.read_window", partial(dying, folder))
+
+
+class Recorded(Executor):
+    """Run calls at once, in this thread, or lose some of them; note what was asked for and what came back."""
+
+    def __init__(self, lost: Iterator[bool] | None = None) -> None:
+        self.asked = list[WindowTask]()
+        self.results = list[Any]()
+        self.lost = lost
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        self.asked.append(args[-1])
+        if self.lost is not None and next(self.lost):
+            future.set_exception(BrokenExecutor("a reader died"))
+            return future
+        try:
+            self.results.append(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self.results[-1])
+        return future

@@ -1,0 +1,270 @@
+"""Whoever reads, the batches are the same, and each sample comes exactly once."""
+
+import itertools
+import random
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_cases import MIXED_SCHEMA, ListSource, mixed_batch, numbered_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reader_cases import Recorded
+
+from hotbed.batch import Batch
+from hotbed.commands.main import main
+from hotbed.data import Loader, ParquetSource, Source, SplitBinarySource, open_readers
+from hotbed.data.executors import Tasks
+from hotbed.errors import DataError, SpecError, WorkerError
+from hotbed.testing.source import assert_same
+
+MIXED = mixed_batch(60)
+
+
+def mixed(parts: int) -> ListSource:
+    return ListSource(MIXED, [len(part) for part in np.array_split(np.arange(len(MIXED)), parts)], MIXED_SCHEMA)
+
+
+def numbered(total: int = 200, chunk: int = 10) -> ListSource:
+    return ListSource(numbered_batch(total), [chunk] * (total // chunk))
+
+
+def assert_equal(found: Sequence[Batch], expected: Sequence[Batch]) -> None:
+    assert len(found) == len(expected)
+    for a, e in zip(found, expected, strict=True):
+        assert_same(a, e)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(3) as made:
+        yield made
+
+
+options = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 50),
+        "shuffle": st.booleans(),
+        "drop_last": st.booleans(),
+        "window": st.integers(1, 4),
+        "workers": st.integers(1, 5),
+        "prefetch": st.integers(1, 5),
+    }
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(options=options, parts=st.integers(1, 9), size=st.integers(1, 3), data=st.data())
+def test_the_same_batches_from_any_position(
+    pool: Executor, options: dict[str, Any], parts: int, size: int, data: st.DataObject
+) -> None:
+    """Of every rank, and where an epoch is entered in the middle, with batches of another size."""
+    consumed = data.draw(st.integers(0, len(MIXED)))
+    for rank in range(size):
+        make = partial(Loader, mixed(parts), "train", **options, rank=rank, world_size=size)
+        here, there = make(), make(executor=pool)
+        for loader in (here, there):
+            loader.load_state_dict(loader.state_dict() | {"consumed": consumed})
+        for _ in range(2):
+            assert_equal(list(there), list(here))
+            assert there.state_dict() == here.state_dict()
+
+
+def test_two_trainers_share_a_pool(pool: Executor) -> None:
+    """Each has a position of its own; whose turn it is changes nothing."""
+    make = partial(Loader, numbered(), "train", 7, shuffle=True, window=3)
+    first, second = make(seed=1, executor=pool), make(seed=2, executor=pool)
+    found: list[list[Batch]] = [[], []]
+    for pair in zip(first, second, strict=True):
+        for batches, batch in zip(found, pair, strict=True):
+            batches.append(batch)
+    assert_equal(found[0], list(make(seed=1)))
+    assert_equal(found[1], list(make(seed=2)))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_windows_in_flight_are_bounded(shuffle: bool) -> None:
+    """No more than those of the next batches and ``workers`` more, however slow the consumer is."""
+    executor = Recorded()
+    loader = Loader(numbered(), "train", 10, shuffle=shuffle, window=1, prefetch=2, workers=3, executor=executor)
+    for given_batches, _ in enumerate(loader, 1):
+        assert len(executor.asked) <= given_batches + 2 + 3
+    assert len(executor.asked) == 20  # each once
+
+
+def test_what_is_sent_is_arrow_and_a_ranks_own_samples() -> None:
+    executor = Recorded()
+    loader = Loader(mixed(4), "train", 20, shuffle=True, window=4, executor=executor, rank=1, world_size=4)
+    assert [len(batch) for batch in loader] == [5, 5, 5]
+    (message,) = executor.results
+    assert isinstance(message, pa.Buffer)
+    stored = pa.ipc.open_stream(message).read_next_batch()
+    assert len(stored["labels"][0].values) == 15 * 2
+
+
+def test_batches_own_their_memory() -> None:
+    executor = Recorded()
+    for batch in Loader(numbered(), "train", 10, executor=executor):
+        batch.sparse.values.zero_()
+    again = list(Loader(numbered(), "train", 10, executor=executor))
+    assert [i for b in again for i in b.sparse["a"].values.tolist()] == list(range(200))
+
+
+def test_readers_that_die_cost_a_repetition() -> None:
+    draw = random.Random(0)
+    executor = Recorded(draw.random() < 0.4 for _ in itertools.count())
+    make = partial(Loader, numbered(), "train", 7, shuffle=True, window=1)
+    assert_equal(list(make(executor=executor)), list(make()))
+    assert len(executor.asked) > 20
+
+
+def test_readers_that_always_die_are_an_error() -> None:
+    message = r"workers died, or cannot be reached \(a reader died\), 5 times at the same task.*last checkpoint"
+    loader = Loader(numbered(), "train", 7, executor=Recorded(itertools.repeat(True)))
+    with pytest.raises(WorkerError, match=message):
+        list(loader)
+
+
+def test_leaving_early_gives_up_what_was_asked_for() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        loader = Loader(numbered(), "train", 10, workers=15, executor=pool)
+        assert loader.tasks is not None
+        for _ in loader:
+            assert len(loader.tasks._pending) > 10
+            break
+        assert not loader.tasks._pending
+
+
+class Unpicklable(ListSource):
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("cannot pickle an open file")
+
+
+def test_a_source_that_cannot_be_sent() -> None:
+    source = Unpicklable(numbered_batch(10), [10])
+    message = r"Unpicklable cannot be sent to readers \(cannot pickle an open file\); use data.executor threads"
+    with pytest.raises(SpecError, match=message):
+        list(Loader(source, "train", 10, executor=Recorded()))
+
+
+class Elsewhere(ListSource):
+    def _read(self, split: str, i: int) -> Batch:
+        raise ModuleNotFoundError("No module named 'mine'")
+
+
+def test_readers_without_a_package() -> None:
+    message = r"readers cannot load what they are to run \(No module named 'mine'\); install the same release of hotbed"
+    with pytest.raises(WorkerError, match=message):
+        list(Loader(Elsewhere(numbered_batch(10), [10]), "train", 10, executor=Recorded()))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> ParquetSource:
+    pq.write_table(pa.table({"label": [0, 1] * 50, "a": list(range(100))}), tmp_path / "log.parquet", row_group_size=10)
+    return ParquetSource(tmp_path, {"sparse": [{"name": "a", "rows": 50}]})
+
+
+def binary(prepared: Path, out: Path) -> SplitBinarySource:
+    shutil.copytree(prepared, out)
+    return SplitBinarySource(out, chunk_samples=500)
+
+
+def test_files_that_readers_do_not_find(table: ParquetSource, prepared: Path, tmp_path: Path) -> None:
+    """They may run on other machines: the message names the reader and the path."""
+    (tmp_path / "log.parquet").unlink()
+    readers_need = "readers need the data at the same path as the trainer: on a file system that all have, or at a URI"
+    place = rf"reader \S+ \(process \d+\): {tmp_path}/log.parquet, row group 0: {tmp_path}/log.parquet does not exist"
+    with pytest.raises(DataError, match=f"{place}, or no longer; {readers_need}"):
+        list(Loader(table, "train", 10, executor=Recorded()))
+    source = binary(prepared, tmp_path / "data")
+    (tmp_path / "data" / "train" / "cat_3.bin").unlink()
+    place = rf"reader \S+ \(process \d+\) cannot read the data \(.*No such file.*{tmp_path}/data/train/cat_3.bin'\)"
+    with pytest.raises(DataError, match=f"{place}; {readers_need}"):
+        list(Loader(source, "train", 10, executor=Recorded()))
+
+
+def test_other_files_at_the_same_path(prepared: Path, tmp_path: Path) -> None:
+    class Longer(ListSource):
+        def _read(self, split: str, i: int) -> Batch:
+            return numbered_batch(13)
+
+    message = r"reader \S+ \(process \d+\) finds 13 samples in chunk 0 of split 'train', where .* found 10: the files"
+    with pytest.raises(DataError, match=message):
+        list(Loader(numbered(), "train", 10, executor=Replaced(Longer(numbered_batch(10), [10]))))
+
+
+class Replaced(Recorded):
+    """Its workers have another source at the same path."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hotbed.data.readers._opened", lambda _: self.source)
+            return super().submit(fn, *args, **kwargs)
+
+
+def test_readers_in_other_directories(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means the trainer's."""
+    shutil.copytree(prepared, tmp_path / "data")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table({"label": [0, 1] * 50, "a": list(range(100))}), "log.parquet", row_group_size=10)
+    sources = SplitBinarySource("data"), ParquetSource("log.parquet", {"sparse": [{"name": "a", "rows": 50}]})
+
+    class InOtherDirectory(Recorded):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.chdir(tmp_path / "elsewhere")
+                return super().submit(fn, *args, **kwargs)
+
+    for source in sources:
+        make = partial(Loader, source, "train", 64, shuffle=True)
+        assert_equal(list(make(executor=InOtherDirectory())), list(make()))
+
+
+def test_threads_are_the_loaders_own() -> None:
+    with open_readers("threads") as readers:
+        assert readers is None
+    with ThreadPoolExecutor(1) as pool, open_readers(pool) as tasks:
+        assert isinstance(tasks, Tasks)
+
+
+def test_an_unknown_executor() -> None:
+    with pytest.raises(SpecError, match="executor is 'spark', must be threads, processes"), open_readers("spark"):
+        pass
+
+
+def test_the_command_says_what_it_cannot_read_with(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is made."""
+    runs = ["--out", str(recipe.parent / "runs")]
+    assert main(["train", str(recipe), "--data.executor", "spark", *runs]) == 2
+    assert "executor is 'spark', must be threads, processes" in (said := capsys.readouterr().err)
+    assert "Traceback" not in said
+    pytest.importorskip("distributed", reason="needs hotbed[dask]")
+    monkeypatch.setattr("hotbed.data.clusters._CONNECT_S", 1)
+    with warnings.catch_warnings(action="ignore"):  # of Dask
+        assert main(["train", str(recipe), "--data.executor", "dask:tcp://127.0.0.1:1", *runs]) != 0
+    assert "the scheduler dask:tcp://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_queue_depth_says_what_was_ready() -> None:
+    loader = Loader(numbered(), "train", 10, prefetch=3)
+    batches = iter(loader)
+    next(batches)
+    assert 0 <= loader.queue_depth <= 3
+    for _ in batches:
+        assert 0 <= loader.queue_depth <= 3

@@ -1,0 +1,133 @@
+"""How long training waits for batches is in its log."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from hotbed.batch import Batch
+from hotbed.data import Loader
+from hotbed.train import throughput
+from hotbed.train.callbacks import JsonLines
+from hotbed.train.report import ShowProgress, _stalled
+from hotbed.train.throughput import SETTLING_STEPS, Clock
+from tests.ranks import Ranks
+from tests.train import planted
+from tests.train.parallel_cases import TRAIN, InMemory, make_trainer
+
+
+class Time:
+    """Passes as it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(throughput, "time", made)
+    return made
+
+
+class Slow:
+    """Batches that take 1 s each; three were ready."""
+
+    queue_depth = 3
+
+    def __init__(self, time: Time, batches: int) -> None:
+        self.time, self.batches = time, batches
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self.batches):
+            self.time.now += 1
+            yield i
+
+
+def own(*values: float) -> list[float]:
+    return list(values)
+
+
+def test_the_share_of_time_that_was_waited(time: Time) -> None:
+    clock = Clock()
+    for i in clock.waited_for(Slow(time, SETTLING_STEPS + 4)):
+        time.now += 3 if i >= SETTLING_STEPS else 99  # the step
+        clock.tick(10)
+        if i == SETTLING_STEPS - 1:
+            assert clock.record(own) == {"stall_share": 1 / 100, "queue_depth": 3}
+        with clock.paused():
+            time.now += 1000  # an evaluation
+    assert clock.stall_share == 1 / 4  # without the settling steps
+    assert clock.record(own) == {"stall_share": 1 / 4, "queue_depth": 3}
+    assert clock.record(own) == {"stall_share": 0}
+
+
+def test_a_record_is_of_the_rank_that_waited_most(time: Time) -> None:
+    clock = Clock()
+    for _ in clock.waited_for(Slow(time, 2)):
+        clock.tick(1)
+    others = [(0.5, -1.0), (0.25, -2.0)]
+    found = clock.record(lambda *values: [max(column) for column in zip(values, *others, strict=True)])
+    assert found == {"stall_share": 1, "queue_depth": 1}
+
+
+def test_waits_are_logged(tmp_path: Path) -> None:
+    trainer = planted.trainer(replace(TRAIN, log_every=2, device="cpu"), callbacks=[JsonLines(tmp_path / "m.jsonl")])
+    trainer.fit(planted.batches(4))
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text(encoding="utf-8").splitlines()]
+    of_training = [line for line in lines if line["event"] == "train"]
+    assert len(of_training) == 2
+    for line in of_training:
+        assert 0 <= line["stall_share"] <= 1
+        assert "queue_depth" not in line  # a list has none
+
+
+def records_of(group: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """What rank logs of two epochs, of batches that a loader makes."""
+    seen: list[dict[str, Any]] = []
+
+    class Keep(planted.Callback):
+        def on_log(self, trainer: Any, record: dict[str, Any]) -> None:
+            seen.append(record)
+
+    trainer = make_trainer(group, "table", recipe=replace(TRAIN, epochs=2, log_every=2), callbacks=[Keep()])
+    rank, size = trainer.ranks.rank, trainer.ranks.size
+    trainer.fit(Loader(InMemory(), "train", 40, prefetch=3, rank=rank, world_size=size))
+    assert trainer.ranks.largest(rank, -rank) == [size - 1, 0]
+    return seen
+
+
+def test_all_ranks_log_the_same(ranks: Ranks) -> None:
+    first, second = ranks.run(2, records_of)
+    assert first
+    for one, other in zip(first, second, strict=True):
+        assert (one["stall_share"], one["queue_depth"]) == (other["stall_share"], other["queue_depth"])
+        assert 0 <= one["stall_share"] <= 1 and 0 <= one["queue_depth"] <= 3
+
+
+def test_the_progress_line_tells_waits_that_matter() -> None:
+    assert _stalled({"stall_share": 0.126}) == "  13% stalled"
+    assert _stalled({"stall_share": 0.009}) == ""
+    stream = io.StringIO()
+    trainer = planted.trainer(TRAIN, callbacks=[])
+    record = {"loss": 0.5, "samples_per_s": 1000.0, "stall_share": 0.5}
+    ShowProgress(Console(file=stream, width=100)).on_log(trainer, record)
+    assert stream.getvalue() == "step 0  loss 0.5000  1,000 samples/s  50% stalled\n"
+
+
+def test_a_batch_is_no_part_of_the_clock() -> None:
+    """Whatever is iterated over is given as it is."""
+    batches = planted.batches(3)
+    found: list[Batch] = list(Clock().waited_for(batches))
+    assert all(a is b for a, b in zip(found, batches, strict=True))
