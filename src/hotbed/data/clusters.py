@@ -178,29 +178,33 @@ class RayExecutor(ThreadPoolExecutor):
     def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         errors = self._ray.exceptions
         try:
-            result, error = self._ray.get(self._task.remote(fn, args, kwargs))
+            result, error, stack = self._ray.get(self._task.remote(fn, args, kwargs))
         except errors.RayTaskError as failed:  # before or after the call: what cannot be imported or pickled
             raise failed.cause from None
         except errors.RayError as lost:
             raise BrokenExecutor(f"Ray: {lost}") from lost
         if error is not None:
-            raise error
+            raise error from _RaisedByWorker(stack)
         return result
+
+
+class _RaisedByWorker(Exception):  # noqa: N818
+    """The traceback of an error of a worker, as text, which is what this process has of it."""
 
 
 def _outcome(
     fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[T, None] | tuple[None, BaseException]:
-    """What a call returns, or what it raises: Ray would raise an error of a type of its own."""
+) -> tuple[T, None, str] | tuple[None, BaseException, str]:
+    """What a call returns, or what it raises, with its traceback: Ray would raise an error of a type of its own."""
     try:
-        return fn(*args, **kwargs), None
+        return fn(*args, **kwargs), None, ""
     except BaseException as error:
-        return None, _portable(error)
+        stack = "".join(traceback.format_exception(error))
+        return None, _portable(error), f"on {platform.node()}:\n{stack}"
 
 
 def _portable(error: BaseException) -> BaseException:
-    """An error that arrives, with its traceback as a note."""
-    error.add_note(f"Raised by a worker on {platform.node()}:\n{''.join(traceback.format_exception(error))}")
+    """An error that arrives."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
