@@ -180,6 +180,9 @@ class RayExecutor(ThreadPoolExecutor):
         try:
             result, error, stack = self._ray.get(self._task.remote(fn, args, kwargs))
         except errors.RayTaskError as failed:  # before or after the call: what cannot be imported or pickled
+            missing = re.search(r"No module named '([\w.]+)'", str(failed.cause))
+            if missing is not None:
+                raise ModuleNotFoundError(missing[0], name=missing[1]) from None
             raise failed.cause from None
         except errors.RayError as lost:
             raise BrokenExecutor(f"Ray: {lost}") from lost

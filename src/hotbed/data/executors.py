@@ -95,12 +95,6 @@ class Tasks:
                     return
                 try:
                     result = running[0][1].result()
-                except ModuleNotFoundError as error:
-                    if not self._elsewhere:
-                        raise
-                    raise WorkerError(
-                        f"a worker cannot import {error.name}; install on all workers what is installed here"
-                    ) from error
                 except self._lost as error:
                     deaths += 1
                     reason = " ".join(str(error).split()) or type(error).__name__
@@ -113,6 +107,15 @@ class Tasks:
                     again = self._begin_again(task, running)
                     _log.warning("workers died (%s); %d tasks are run again", reason, again)
                     continue
+                except (ModuleNotFoundError, RuntimeError) as error:
+                    # Dask's scheduler reads tasks, too, and raises its error from this one.
+                    missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+                    if not self._elsewhere or not isinstance(missing, ModuleNotFoundError):
+                        raise
+                    raise WorkerError(
+                        f"a worker cannot import {missing.name}; install on all workers what is installed here, and on "
+                        "the scheduler of Dask"
+                    ) from error
                 running.popleft()
                 deaths, ended = 0, ended + 1
                 if ended == most:
