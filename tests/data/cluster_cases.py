@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,6 +23,7 @@ DEADLINE_S = 300
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 """Found without importing it, as Ray reads how it authenticates when it is imported."""
+HAS_CLIENT = importlib.util.find_spec("grpc") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'hotbed[ray]'")
 
 
@@ -77,9 +78,16 @@ def dask_command_line(folder: Path) -> Iterator[str]:
         yield f"dask:{address}"
 
 
+class Ray(NamedTuple):
+    """The executor of a Ray cluster on its nodes, and elsewhere."""
+
+    executor: str
+    client: str
+
+
 @contextmanager
-def ray_command_line(folder: Path) -> Iterator[str]:
-    """The executor of a Ray cluster of two nodes that asks for a token; its sockets need a short path."""
+def ray_command_line(folder: Path) -> Iterator[Ray]:
+    """A Ray cluster of two nodes that asks for a token; its sockets need a short path."""
     (folder / "token").write_text(secrets.token_hex(32), encoding="utf-8")
     environment = {
         "RAY_AUTH_MODE": "token",
@@ -104,12 +112,14 @@ def ray_command_line(folder: Path) -> Iterator[str]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name, value in environment.items():
             patch.setenv(name, value)
-        head = ("--head", "--port", "0", "--ray-client-server-port", str(free_port()), "--include-dashboard", "false")
+        client = ("--ray-client-server-port", str(free_port())) if HAS_CLIENT else ()
+        head = ("--head", "--port", "0", "--include-dashboard", "false", *client)
         options = (*start, *head, "--temp-dir", str(folder))
         process = stack.enter_context(running(folder / "head", *options))
         address = read_when_there(folder / "ray_current_cluster", process, folder / "head" / "log")
         stack.enter_context(running(folder / "node", *start, "--address", address))
-        yield f"ray:{address}"
+        host = address.rpartition(":")[0]
+        yield Ray(f"ray:{address}", f"ray://{host}:{client[1]}" if client else "")
 
 
 PLACES = ("begin", "halfway", "end")

@@ -1,25 +1,37 @@
 """What runs the tasks of a preparation changes nothing of what is made."""
 
 import os
+import platform
+import re
 import signal
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from prepare_cases import SMALL, dataset, digests
 
+from hotbed.data.clusters import versions
 from hotbed.data.executors import Tasks, open_tasks
 from hotbed.data.prepare import prepare
-from hotbed.errors import SpecError, WorkerError
+from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.testing.executor import ExecutorContract, double
 
 
 class TestThreads(ExecutorContract):
+    own_processes = False
+
     def make(self) -> Executor:
         return ThreadPoolExecutor(2)
+
+
+@pytest.mark.full
+class TestProcesses(ExecutorContract):
+    def make(self) -> Executor:
+        return ProcessPoolExecutor(2, mp_context=get_context("spawn"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,7 +97,9 @@ def test_tasks_of_workers_that_die_are_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tasks_that_always_kill_their_worker_end_in_an_error() -> None:
-    message = r"workers died, or cannot be reached .*terminated abruptly.* start the same command again"
+    message = (
+        r"workers died, or cannot be reached, 5 times in a row .*terminated abruptly.* start the same command again"
+    )
     with open_tasks("processes", 1) as tasks, pytest.raises(WorkerError, match=message):
         list(tasks.map(die, [0, 1]))
 
@@ -114,19 +128,66 @@ def test_an_executor_that_takes_no_tasks() -> None:
     assert ended == [1]
 
 
+def test_more_tasks_are_submitted_when_workers_come() -> None:
+    """How many is asked for again when as many have ended."""
+    slots, submitted = iter([1, 3, 3]), list[int]()
+
+    def arguments() -> Iterator[int]:
+        for i in range(6):
+            submitted.append(i)
+            yield i
+
+    with ThreadPoolExecutor(1) as pool:
+        results = Tasks(lambda: pool, lambda: next(slots)).map(abs, arguments())
+        seen = [(result, len(submitted)) for result in results]
+    assert seen == [(0, 1), (1, 4), (2, 5), (3, 6), (4, 6), (5, 6)]
+
+
 def test_workers_that_are_lost_before_a_task_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(*_: object) -> NoReturn:
         raise ConnectionError("the scheduler is gone")
 
     with ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(pool, "submit", submit)
-        tasks = Tasks(lambda: pool, 4, lost=(ConnectionError,))
+        tasks = Tasks(lambda: pool, lambda: 4, lost=(ConnectionError,))
         with pytest.raises(WorkerError, match=r"cannot be reached \(the scheduler is gone\); what was done is kept"):
             list(tasks.map(double, range(9)))
 
 
-def test_dask_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    message = r"executor dask:x needs Dask; pip install 'hotbed\[dask\]'"
-    with pytest.raises(SpecError, match=message), open_tasks("dask:x"):
+@pytest.mark.parametrize(("kind", "package"), [("dask", "distributed"), ("ray", "ray")])
+def test_a_cluster_whose_package_is_not_installed(monkeypatch: pytest.MonkeyPatch, kind: str, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"executor {kind}:x needs {kind.title()}; pip install 'hotbed\[{kind}\]'"
+    with pytest.raises(SpecError, match=message), open_tasks(f"{kind}:x"):
         pass
+
+
+@pytest.mark.parametrize("executor", ["dask:", "ray:", "ray"])
+def test_a_cluster_without_an_address(executor: str) -> None:
+    with (
+        pytest.raises(
+            SpecError, match=rf"executor is '{executor}', needs an address, such as {executor[:4].strip(':')}:"
+        ),
+        open_tasks(executor),
+    ):
+        pass
+
+
+def other_versions(_: int) -> None:
+    raise AssertionError("a worker of other versions runs no task")
+
+
+def test_a_worker_of_other_versions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {**versions(), "pyarrow": "1.2.3"}
+    monkeypatch.setattr("hotbed.data.executors.versions", lambda: asked)
+    message = rf"worker on {re.escape(platform.node())} has pyarrow \d\S* and not 1.2.3, .* install on all workers"
+    with ThreadPoolExecutor(1) as pool, open_tasks(pool) as tasks, pytest.raises(WorkerError, match=message):
+        list(tasks.map(other_versions, [1]))
+
+
+def test_a_worker_that_does_not_find_a_file_is_named(tmp_path: Path) -> None:
+    message = (
+        rf"worker on {re.escape(platform.node())} \(process {os.getpid()}, in .*\) does not find .*gone.parquet; all"
+    )
+    with ThreadPoolExecutor(1) as pool, open_tasks(pool) as tasks, pytest.raises(DataError, match=message):
+        list(tasks.map(Path.read_bytes, [tmp_path / "gone.parquet"]))

@@ -1,14 +1,34 @@
-"""Use a Dask cluster that exists already as a `concurrent.futures.Executor`."""
+"""Use a Dask or Ray cluster that exists already as a `concurrent.futures.Executor`.
+
+The cluster brings scheduling, retries and its own addresses, ports and authentication; hotbed adds a thread per task of
+Ray that waits for it (`RayExecutor`), and errors that name the worker they come from (`on_worker`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from concurrent.futures import CancelledError, Executor
+import os
+import pickle
+import platform
+import re
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, ParamSpec, TypeVar
+from functools import cache, partial
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from hotbed.errors import SpecError, WorkerError
+from typing_extensions import override
 
+from hotbed.errors import DataError, SpecError, WorkerError
+from hotbed.machine import release
+
+A = TypeVar("A")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -16,10 +36,24 @@ _CONNECT_S = 30
 
 
 class Cluster(NamedTuple):
-    """An executor, and the errors by which it says that workers, or the cluster, were lost."""
+    """A cluster that this process is connected to.
+
+    Attributes
+    ----------
+    executor
+        Runs calls on it.
+    lost
+        Errors by which it says that workers, or all of it, were lost.
+    slots
+        Asks how many tasks its workers run at a time, as workers come and go.
+    can_cancel
+        Whether a call that is cancelled does not run, and writes nothing.
+    """
 
     executor: Executor
     lost: tuple[type[BaseException], ...]
+    slots: Callable[[], int]
+    can_cancel: bool
 
 
 @contextmanager
@@ -44,7 +78,184 @@ def dask_cluster(address: str) -> Generator[Cluster]:
     except (OSError, ValueError) as error:
         raise WorkerError(f"the scheduler dask:{address} cannot be reached ({error}); is it running there?") from None
     try:
+        lost = (KilledWorker, CommClosedError, CancelledError)
         with client.get_executor(pure=False) as executor:
-            yield Cluster(executor, (KilledWorker, CommClosedError, CancelledError))
+            yield Cluster(executor, lost, partial(_dask_slots, client), can_cancel=False)
     finally:
         client.close()
+
+
+def _dask_slots(client: Any) -> int:
+    try:
+        return sum(client.nthreads().values())
+    except OSError:  # the scheduler is gone, as the tasks will say
+        return 0
+
+
+@contextmanager
+def ray_cluster(address: str) -> Generator[Cluster]:
+    """Connect to a Ray cluster, unless this process is connected already, and then leave it as it was.
+
+    Parameters
+    ----------
+    address
+        ``auto``, the cluster that this machine or ``RAY_ADDRESS`` belongs to; ``HOST:6379`` on a machine of the
+        cluster; or ``ray://HOST:10001`` from any other, by Ray's client server (``pip install 'ray[client]'``).
+
+    Raises
+    ------
+    SpecError
+        If Ray is not installed, the address is none, or this process is connected to another cluster.
+    WorkerError
+        If the cluster does not answer, does not let this process in, or has other versions of Ray or Python.
+    """
+    try:
+        ray: Any = import_module("ray")
+    except ImportError:
+        raise SpecError(f"executor ray:{address} needs Ray; pip install 'hotbed[ray]'") from None
+    was_connected: bool = ray.is_initialized()
+    if not was_connected:
+        _connect(ray, address)
+    elif address not in ("auto", connected := str(ray.get_runtime_context().gcs_address)):
+        raise SpecError(f"executor is ray:{address}, but this process is connected to ray:{connected}; use ray:auto")
+    try:
+        with RayExecutor() as executor:
+            yield Cluster(executor, (BrokenExecutor,), lambda: int(ray.cluster_resources().get("CPU", 0)), True)
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Join a cluster; a SIGTERM goes to who had it before, and not to Ray, which would end the process."""
+    place = re.fullmatch(r"(?:ray://)?(?P<host>[^/]+):(?P<port>\d{1,5})", address)
+    if place is None and address != "auto":
+        raise SpecError(
+            f"executor is 'ray:{address}', must be ray:auto, ray:HOST:6379, or ray://HOST:10001 for a client server"
+        )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if place is not None:  # Ray itself tries for minutes
+            socket.create_connection((place["host"].strip("[]"), int(place["port"])), _CONNECT_S).close()
+        ray.init(address, log_to_driver=False, configure_logging=False)
+    except (OSError, OverflowError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+        reason = " ".join(str(error).split())
+        if "ersion mismatch" in reason:
+            raise WorkerError(
+                f"the cluster ray:{address} has other versions ({reason}); install the same as on the cluster"
+            ) from None
+        raise WorkerError(
+            f"the cluster ray:{address} cannot be reached ({reason}); is it running there? If it asks for a token, set "
+            "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file that has it"
+        ) from None
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+class RayExecutor(ThreadPoolExecutor):
+    """Run calls as tasks of the Ray cluster that this process is connected to.
+
+    A thread waits for each task that Ray has, and calls that wait for a thread can be cancelled. Calls must be
+    repeatable: Ray gives one whose worker has died to another, 3 times by default. Results come through Ray's object
+    store, and arrays in them are read-only views of it.
+
+    Parameters
+    ----------
+    tasks
+        Tasks that Ray has at once.
+    """
+
+    def __init__(self, tasks: int = 1024) -> None:
+        super().__init__(tasks, thread_name_prefix="ray")
+        self._ray: Any = import_module("ray")
+        self._task: Any = self._ray.remote(_outcome)
+
+    @override
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `concurrent.futures.Executor.submit`; workers that die again and again are a `BrokenExecutor`."""
+        return super().submit(self._run, fn, args, kwargs)
+
+    def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        errors = self._ray.exceptions
+        try:
+            result, error, stack = self._ray.get(self._task.remote(fn, args, kwargs))
+        except errors.RayTaskError as failed:  # before or after the call: what cannot be imported or pickled
+            missing = re.search(r"No module named '([\w.]+)'", str(failed.cause))
+            if missing is not None:
+                raise ModuleNotFoundError(missing[0], name=missing[1]) from None
+            raise failed.cause from None
+        except errors.RayError as lost:
+            raise BrokenExecutor(f"Ray: {lost}") from lost
+        if error is not None:
+            raise error from _RaisedByWorker(stack)
+        return result
+
+
+class _RaisedByWorker(Exception):  # noqa: N818
+    """The traceback of an error of a worker, as text, which is what this process has of it."""
+
+
+def _outcome(
+    fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[T, None, str] | tuple[None, BaseException, str]:
+    """What a call returns, or what it raises, with its traceback: Ray would raise an error of a type of its own."""
+    try:
+        return fn(*args, **kwargs), None, ""
+    except BaseException as error:
+        stack = "".join(traceback.format_exception(error))
+        return None, _portable(error), f"on {platform.node()}:\n{stack}"
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An error that arrives."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__qualname__}: {error}")
+    return error
+
+
+_DECIDE_BYTES = ("numpy", "pyarrow", "polars")
+"""Packages beside hotbed whose version may change what is written."""
+
+
+@cache
+def versions() -> Mapping[str, str]:
+    """Versions that must be the same in all processes that write one dataset."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"hotbed": release(), "Python": python, **{name: version(name) for name in _DECIDE_BYTES}}
+
+
+def on_worker(asked: Mapping[str, str], task: Callable[[A], T], argument: A) -> T:
+    """Run a task on a worker of a cluster, and name the worker in the errors that are about it.
+
+    Parameters
+    ----------
+    asked
+        `versions` of the process that asks.
+    task, argument
+        What to run.
+
+    Raises
+    ------
+    WorkerError
+        If the worker has other versions, so that it might write other bytes.
+    DataError
+        If the worker does not find a file that the process that asks has.
+    """
+    unlike = {name: (here, asked[name]) for name, here in versions().items() if here != asked[name]}
+    if unlike:
+        found = ", ".join(f"{name} {here} and not {there}" for name, (here, there) in unlike.items())
+        raise WorkerError(
+            f"the worker on {platform.node()} has {found}, so it might write other bytes; install on all workers what "
+            "is installed where the command runs, and start it again"
+        )
+    try:
+        return task(argument)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"the worker on {platform.node()} (process {os.getpid()}, in {Path.cwd()}) does not find "
+            f"{error.filename or error}; all workers need the input and the output at the same paths, on a shared disk "
+            "or at a URI"
+        ) from error

@@ -1,4 +1,4 @@
-"""Run pure tasks on an executor: threads or processes here, a Dask cluster, or any that a user has made.
+"""Run pure tasks on an executor: threads or processes here, a Dask or Ray cluster, or any that a user has made.
 
 A task is a function of its arguments that writes its result under a name of its own, whole or not at all. So it does
 not matter where it runs, how often, or in which order: a worker that is killed costs a repetition.
@@ -20,7 +20,7 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -30,6 +30,7 @@ from typing import Any, Generic, TypeVar
 from uuid import uuid4
 from weakref import WeakSet
 
+from hotbed.data.clusters import Cluster, dask_cluster, on_worker, ray_cluster, versions
 from hotbed.errors import SpecError, WorkerError
 from hotbed.machine import usable_cores
 
@@ -38,7 +39,7 @@ R = TypeVar("R")
 
 _log = logging.getLogger("hotbed")
 
-_MOST_DEATHS = 4
+_RETRIES = 4
 _IN_FLIGHT = 64
 
 
@@ -53,33 +54,39 @@ class Pending(Generic[A, R]):
 
 
 class Tasks:
-    """Run tasks on an executor.
+    """Run tasks on an executor, again where their workers were lost.
 
     Parameters
     ----------
     make
         Makes the executor, anew where its processes have died.
     in_flight
-        Tasks that are submitted at once.
+        Tasks that are submitted at once; asked for again when as many have ended.
     lost
         Errors by which the executor says that workers were lost.
-    can_begin_again
-        Whether an executor whose processes have died is made anew.
+    retries
+        How often tasks are submitted again whose workers were lost, before one of them has a result.
+    make_anew
+        Whether the executor is made anew for that, as all processes of a pool end with one.
     can_cancel
         Whether a task that is cancelled does not run, as it may on a cluster.
+    elsewhere
+        Whether tasks may run on other machines, whose versions and files are checked.
     """
 
     def __init__(
         self,
         make: Callable[[], Executor],
-        in_flight: int,
+        in_flight: Callable[[], int],
         *,
         lost: tuple[type[BaseException], ...] = (BrokenExecutor,),
-        can_begin_again: bool = False,
+        retries: int = 0,
+        make_anew: bool = False,
         can_cancel: bool = False,
+        elsewhere: bool = False,
     ) -> None:
-        self._can_cancel = can_cancel
-        self._make, self._in_flight, self._lost, self._can_begin_again = make, in_flight, lost, can_begin_again
+        self._make, self._in_flight, self._lost = make, in_flight, lost
+        self._retries, self._make_anew, self._can_cancel, self._elsewhere = retries, make_anew, can_cancel, elsewhere
         self._executor = make()
         self._lock = threading.Lock()
         self._pending = WeakSet[Pending[Any, Any]]()  # those that somebody may ask for
@@ -87,7 +94,7 @@ class Tasks:
     @staticmethod
     def of(executor: Executor) -> Tasks:
         """Tasks on an executor that a user has made, which stays open."""
-        return Tasks(lambda: executor, _IN_FLIGHT)
+        return Tasks(lambda: executor, lambda: _IN_FLIGHT, elsewhere=True)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
         """Results in the order of the arguments; the first error in that order is raised when the others have ended.
@@ -98,10 +105,10 @@ class Tasks:
             If workers die again and again at the same tasks.
         """
         left, running = iter(arguments), deque[tuple[A, Future[R]]]()
-        deaths = 0
+        deaths, most, ended = 0, self._in_flight(), 0
         try:
             while True:
-                for argument in islice(left, self._in_flight - len(running)):
+                for argument in islice(left, max(0, most - len(running))):
                     running.append((argument, self._submitted(task, argument)))
                 if not running:
                     return
@@ -109,15 +116,29 @@ class Tasks:
                     result = running[0][1].result()
                 except self._lost as error:
                     deaths += 1
-                    if not self._can_begin_again or deaths > _MOST_DEATHS:
+                    reason = " ".join(str(error).split()) or type(error).__name__
+                    if deaths > self._retries:
+                        times = f", {deaths} times in a row" if deaths > 1 else ""
                         raise WorkerError(
-                            f"workers died, or cannot be reached ({error or type(error).__name__}); what was done is "
-                            "kept: start the same command again, with less --memory or fewer --workers if it ran out"
+                            f"workers died, or cannot be reached{times} ({reason}); what was done is kept: start the "
+                            "same command again, with less --memory or fewer --workers if it ran out"
                         ) from None
-                    self._begin_again(task, running)
+                    again = self._begin_again(task, running)
+                    _log.warning("workers died (%s); %d tasks are run again", reason, again)
                     continue
+                except (ModuleNotFoundError, RuntimeError) as error:
+                    # Dask's scheduler reads tasks, too, and raises its error from this one.
+                    missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+                    if not self._elsewhere or not isinstance(missing, ModuleNotFoundError):
+                        raise
+                    raise WorkerError(
+                        f"a worker cannot import {missing.name}; install on all workers what is installed here, and on "
+                        "the scheduler of Dask"
+                    ) from error
                 running.popleft()
-                deaths = 0
+                deaths, ended = 0, ended + 1
+                if ended == most:
+                    most, ended = self._in_flight(), 0
                 yield result
         finally:
             if self._can_cancel:
@@ -126,16 +147,27 @@ class Tasks:
             # Of tasks that run on a cluster nothing else says when they have ended, and write no more.
             wait([future for _, future in running if not future.cancelled()])
 
-    def _begin_again(self, task: Callable[[A], R], running: deque[tuple[A, Future[R]]]) -> None:
-        self._executor.shutdown()
-        self._executor = self._make()
-        for i, (argument, future) in enumerate(running):
-            if isinstance(future.exception(), BrokenExecutor):
-                running[i] = (argument, self._submitted(task, argument))
+    def _begin_again(self, task: Callable[[A], R], running: deque[tuple[A, Future[R]]]) -> int:
+        """Submit the tasks again that were lost; their number."""
+        if self._make_anew:
+            self._executor.shutdown()
+            self._executor = self._make()
+        lost = [i for i, (_, future) in enumerate(running) if self._is_lost(future)]
+        for i in lost:
+            argument, _ = running[i]
+            running[i] = (argument, self._submitted(task, argument))
+        return len(lost)
+
+    def _is_lost(self, future: Future[Any]) -> bool:
+        if future.cancelled():
+            return issubclass(CancelledError, self._lost)
+        return future.done() and isinstance(future.exception(), self._lost)
 
     def _submitted(self, task: Callable[[A], R], argument: A) -> Future[R]:
         """A future, which has failed already where workers were lost before the task was taken."""
         try:
+            if self._elsewhere:
+                return self._executor.submit(on_worker, versions(), task, argument)
             return self._executor.submit(task, argument)
         except self._lost as error:
             failed = Future[R]()
@@ -178,14 +210,14 @@ class Tasks:
             if pending.future is not failed:
                 return  # another thread did
             reason = " ".join(str(error).split()) or type(error).__name__
-            if pending.attempts > _MOST_DEATHS:
+            if pending.attempts > _RETRIES:
                 raise WorkerError(
                     f"workers died, or cannot be reached ({reason}), {pending.attempts} times at the same task; see "
                     "what they have logged, give them more memory if it ran out, and go on from the last checkpoint"
                 ) from None
             pending.attempts += 1
             again: list[Pending[Any, Any]] = [pending]
-            if self._can_begin_again:
+            if self._make_anew:
                 self._executor.shutdown()
                 self._executor = self._make()
                 again += [
@@ -194,9 +226,6 @@ class Tasks:
             _log.warning("workers died (%s); %d tasks are run again", reason, len(again))
             for one in again:
                 one.future = self._submitted(one.task, one.argument)
-
-    def _is_lost(self, future: Future[Any]) -> bool:
-        return future.done() and not future.cancelled() and isinstance(future.exception(), self._lost)
 
     def close(self) -> None:
         """Wait for the executor's end."""
@@ -230,7 +259,7 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
     Parameters
     ----------
     executor
-        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"`` or a `concurrent.futures.Executor`.
+        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or a `concurrent.futures.Executor`.
     workers
         Threads or processes; by default one for each core. Clusters have their own.
 
@@ -246,23 +275,37 @@ def open_tasks(executor: str | Executor, workers: int | None = None) -> Generato
         return
     kind, _, address = executor.partition(":")
     count = workers or usable_cores()
-    if kind == "dask":
+    if kind in _CLUSTERS:
+        connect, example = _CLUSTERS[kind]
         if not address:
-            raise SpecError(f"executor is {executor!r}, needs an address, such as dask:tcp://HOST:8786")
+            raise SpecError(f"executor is {executor!r}, needs an address, such as {example}")
         if workers is not None:
             raise SpecError(f"workers is {workers:,}, but {executor} has workers of its own; leave it out")
-        from hotbed.data.clusters import dask_cluster
-
-        with dask_cluster(address) as cluster:
-            yield Tasks(lambda: cluster.executor, _IN_FLIGHT, lost=cluster.lost)
+        # Ray's client servers have the scheme of the executor: ray://HOST:10001.
+        with connect(f"{kind}:{address}" if address.startswith("//") else address) as cluster:
+            yield Tasks(
+                lambda: cluster.executor,
+                lambda: max(_IN_FLIGHT, 2 * cluster.slots()),
+                lost=cluster.lost,
+                retries=_RETRIES,
+                can_cancel=cluster.can_cancel,
+                elsewhere=True,
+            )
         return
     if executor not in _LOCAL:
-        raise SpecError(f"executor is {executor!r}, must be threads, processes or dask:ADDRESS")
-    tasks = Tasks(lambda: _LOCAL[executor](count), 2 * count, can_begin_again=executor == "processes", can_cancel=True)
+        raise SpecError(f"executor is {executor!r}, must be threads, processes, dask:ADDRESS or ray:ADDRESS")
+    tasks = Tasks(lambda: _LOCAL[executor](count), lambda: 2 * count, retries=_RETRIES, make_anew=True, can_cancel=True)
     try:
         yield tasks
     finally:
         tasks.close()
+
+
+_CLUSTERS: dict[str, tuple[Callable[[str], AbstractContextManager[Cluster]], str]] = {
+    "dask": (dask_cluster, "dask:tcp://HOST:8786"),
+    "ray": (ray_cluster, "ray:HOST:6379, or ray:auto on a machine of the cluster"),
+}
+"""Connects to a cluster, and an example of its address."""
 
 
 def _threads(workers: int) -> Executor:

@@ -155,7 +155,7 @@ def prepare(
         ``"split_binary"`` or ``"parquet"``. Default: split-binary for Criteo logs, and Parquet for all else, as the
         former holds one id per column only.
     executor
-        What runs the tasks: ``"threads"``, ``"processes"``, ``"dask:ADDRESS"`` or any
+        What runs the tasks: ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or any
         `concurrent.futures.Executor`. Workers need hotbed, and all files at the same paths.
     workers
         Threads or processes. Default: one per core, or as many as ``memory`` is enough for.

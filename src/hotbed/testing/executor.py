@@ -6,16 +6,22 @@ A test class of an executor subclasses `ExecutorContract` and says how to make o
         def make(self):
             return MyExecutor()
 
-Calls are repeatable and may run in other processes, so a worker that dies must cost a repetition at most.
+Calls are repeatable and may run in other processes, so a worker that dies must cost a repetition, or a
+`concurrent.futures.BrokenExecutor`. Where calls run in the process that asks, set ``own_processes = False``.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from concurrent.futures import Executor, Future, as_completed, wait
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed, wait
+from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from hotbed.errors import DataError
@@ -33,8 +39,29 @@ def fail(message: str) -> None:
     raise DataError(message)
 
 
+def ones(n: int) -> np.ndarray:
+    """An array of ``n`` float64."""
+    return np.ones(n)
+
+
+def die_once(file: Path) -> int:
+    """Kill this process, but return its number when the file is there, which says that one was killed before."""
+    if not file.exists():
+        file.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
 class ExecutorContract(ABC):
-    """What every executor must do; the tests of a subclass run for the executor that its `make` returns."""
+    """What every executor must do; the tests of a subclass run for the executor that its `make` returns.
+
+    Attributes
+    ----------
+    own_processes
+        Whether calls run in processes of their own, which see the same files.
+    """
+
+    own_processes: ClassVar[bool] = True
 
     @abstractmethod
     def make(self) -> Executor:
@@ -102,3 +129,17 @@ class ExecutorContract(ABC):
         _, left = wait([future for future in futures if not future.cancelled()], _DEADLINE_S)
         assert not left
         assert all(future.cancelled() or future.result() == 2 * i for i, future in enumerate(futures))
+
+    def test_large_results(self, executor: Executor) -> None:
+        """Of 32 MB each."""
+        for future in [executor.submit(ones, 4_000_000) for _ in range(3)]:
+            assert future.result(_DEADLINE_S).sum() == 4_000_000
+
+    def test_a_worker_that_is_killed(self, executor: Executor, tmp_path: Path) -> None:
+        """Its call is repeated by another, or is known to be lost; in no case does anybody wait for ever."""
+        if not self.own_processes:
+            pytest.skip("calls run in this process")
+        future = executor.submit(die_once, tmp_path / "killed")
+        error = future.exception(_DEADLINE_S)
+        assert (tmp_path / "killed").exists()
+        assert isinstance(error, BrokenExecutor) or future.result() != os.getpid()
