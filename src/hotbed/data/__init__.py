@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
 from hotbed.data.loader import Loader
+from hotbed.data.npy import NpySource
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource, SplitBinaryWriter
@@ -25,6 +26,7 @@ __all__ = [
     "Encoder",
     "Label",
     "Loader",
+    "NpySource",
     "Numerical",
     "ParquetSource",
     "PlantedLog",
