@@ -19,7 +19,6 @@ from hotbed.data.source import Source, label_error
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.locations import location
-from hotbed.specs import is_int
 
 _LABELS_AT_ONCE = 1 << 22
 _HELD_OUT = 0.1
@@ -186,7 +185,7 @@ def _named(day: Day, rows: int | Sequence[int] | None, path: str) -> Schema:
             f"{path} does not say how many rows tables have; write `rows`, a number for each of its {len(names)} "
             "features, or let hotbed init draft a recipe, which counts them"
         )
-    each = [rows] * len(names) if is_int(rows) else list(rows)
+    each = [rows] * len(names) if isinstance(rows, int) else list(rows)
     if len(each) != len(names):
         raise SpecError(f"rows has {len(each)} numbers, and {path} has {len(names)} features; give one for each")
     sparse = tuple(SparseColumn(name=n, rows=r, ids=k) for n, r, k in zip(names, each, day.ids, strict=True))

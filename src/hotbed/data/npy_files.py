@@ -159,9 +159,7 @@ def find_days(path: Path) -> list[Day]:
     if not path.is_dir():
         raise DataError(f"{path} is no folder; give the one that has day_0_dense.npy, day_0_sparse.npy and so on")
     parts: dict[str, dict[str, Path]] = {}
-    for file in sorted(
-        path.iterdir(), key=lambda f: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", f.name)]
-    ):
+    for file in sorted(path.iterdir(), key=_in_number_order):
         if found := _PART.fullmatch(file.name):
             parts.setdefault(found[1], {})[found[2]] = file
     if not parts:
