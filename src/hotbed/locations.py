@@ -102,6 +102,8 @@ class RemoteFile:
     uri: str
     size: int
     """Bytes."""
+    mtime_ns: int | None = None
+    """When it was changed, in nanoseconds since 1970; None where its place does not say that."""
 
     @property
     def name(self) -> str:
@@ -132,10 +134,12 @@ def remote_files(uri: str) -> RemoteFile | list[RemoteFile] | None:
     if there.type == fs.FileType.NotFound:
         return None
     if there.is_file:
-        return RemoteFile(filesystem, path, uri, there.size)
+        return RemoteFile(filesystem, path, uri, there.size, there.mtime_ns)
     address, mark, query = uri.partition("?")
     return [
-        RemoteFile(filesystem, file.path, f"{address.rstrip('/')}/{file.base_name}{mark}{query}", file.size)
+        RemoteFile(
+            filesystem, file.path, f"{address.rstrip('/')}/{file.base_name}{mark}{query}", file.size, file.mtime_ns
+        )
         for file in filesystem.get_file_info(fs.FileSelector(path))
         if file.is_file
     ]

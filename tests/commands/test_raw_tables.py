@@ -61,12 +61,16 @@ def table() -> pa.Table:
 
 @pytest.fixture(name="trained", scope="module")
 def _trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("tables")
+    return run_on(tmp_path_factory.mktemp("tables"))
+
+
+def run_on(folder: Path, *options: str) -> Run:
+    """Prepare with some options, and train."""
     raw = table()
     pq.write_table(raw, folder / "raw.parquet")
     (folder / "schema.yaml").write_text(yaml.safe_dump(SCHEMA))
     argv = ["prepare", str(folder / "raw.parquet"), str(folder / "data"), "--schema", str(folder / "schema.yaml")]
-    assert main([*argv, "--threshold", "3", "--test_rows", str(TEST_ROWS)]) == 0
+    assert main([*argv, "--threshold", "3", "--test_rows", str(TEST_ROWS), *options]) == 0
     recipe = recipe_of(folder / "data")
     recipe["data"]["source"] = yaml.safe_load((folder / "data/source.yaml").read_text())
     (folder / "small.yaml").write_text(yaml.safe_dump(recipe))
@@ -108,6 +112,17 @@ def test_servers_take_raw_values_of_exported_models(tmp_path: Path, trained: Run
     ids = pq.read_table(trained.data / "test", columns=rows.column_names)
     answered, _ = model.score(model.encoder.table(ids.to_pydict()))
     assert answered[:, 0].tolist() == trained.scores
+    model.close()
+
+
+def test_hashed_values_are_taken_by_predictions_and_servers(tmp_path: Path) -> None:
+    run = run_on(tmp_path, "--hash_rows", "{code: 40, item: 64}", "--hash_seed", "5")
+    assert not list((run.data / "vocabulary").iterdir())
+    assert predicted(run.path, run.rows, tmp_path / "raw_scores.parquet") == run.scores
+    assert main(["export", str(run.path), str(tmp_path / "model")]) == 0
+    model = ServedModel.open(tmp_path / "model")
+    answered, _ = model.score(model.encoder.table(json.loads(json.dumps(pq.read_table(run.rows).to_pydict()))))
+    assert answered[:, 0].tolist() == run.scores
     model.close()
 
 

@@ -49,6 +49,17 @@ def mixed_batch(n: int, seed: int = 0) -> Batch:
     )
 
 
+def unweighted(batch: Batch) -> Batch:
+    """The same without weights per id, which files do not carry."""
+    return Batch(
+        sparse=Jagged.from_dict(batch.sparse.to_dict()),
+        dense=batch.dense,
+        labels=batch.labels,
+        weights=batch.weights,
+        extra=batch.extra,
+    )
+
+
 def numbered_batch(n: int) -> Batch:
     """One-hot samples whose ids are their positions."""
     ids = torch.arange(n, dtype=torch.int32)

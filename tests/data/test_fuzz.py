@@ -23,7 +23,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from hotbed.data import ParquetSource, Schema, SplitBinarySource, draft_schema, write_synthetic_log
+from hotbed.data import NpySource, ParquetSource, Schema, SplitBinarySource, draft_schema, write_synthetic_log
 from hotbed.data.columns import SparseColumn
 from hotbed.data.pack import read_hot_order, write_hot_order
 from hotbed.data.prepare import prepare
@@ -49,6 +49,8 @@ def saved() -> dict[str, bytes]:
         write_synthetic_log(root / "log.tsv", 100, seed=1)
         (root / "log.tsv.gz").write_bytes(gzip.compress((root / "log.tsv").read_bytes()))
         write_vocabulary(root / "C1.parquet", Vocabulary(pa.array(range(5))))
+        np.save(root / "day_0_sparse.npy", np.arange(60, dtype=np.int32).reshape(20, 3))
+        np.savez(root / "day_0_sparse_multi_hot.npz", **{"0": np.ones((20, 2), np.int32), "1": np.ones((20, 1), int)})
         write_hot_order(root, {"order": np.arange(9)[::-1].astype(np.int64)})
         return {f.name: f.read_bytes() for f in sorted(root.iterdir())}
 
@@ -73,6 +75,13 @@ def read_dataset(path: Path) -> None:
             source.read(split, i)
 
 
+def read_arrays(path: Path) -> None:
+    np.save(path.parent / "day_0_labels.npy", np.zeros((20, 1), np.int32))
+    source = NpySource(path.parent, rows=100, splits="none", chunk_samples=7)
+    for i in range(min(len(source.chunks("train")), 4)):
+        source.read("train", i)
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "table.parquet": read_table,
     "table.csv": read_table,
@@ -80,6 +89,8 @@ READERS: dict[str, Callable[[Path], object]] = {
     "log.tsv": read_log,
     "log.tsv.gz": read_log,
     "C1.parquet": read_vocabulary,
+    "day_0_sparse.npy": read_arrays,
+    "day_0_sparse_multi_hot.npz": read_arrays,
     "order.npy": lambda path: read_hot_order(path.parent, "order", 9),
 }
 

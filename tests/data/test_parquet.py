@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_cases import MIXED_SCHEMA, mixed_batch
+from data_cases import MIXED_SCHEMA, mixed_batch, unweighted
 from pyarrow import fs
 
 from hotbed.batch import Batch
@@ -40,17 +40,6 @@ def table_of(batch: Batch) -> pa.Table:
             "weight": None if batch.weights is None else batch.weights.numpy(),
             "unused": pa.array([{"x": 1}] * len(batch)),
         }
-    )
-
-
-def unweighted(batch: Batch) -> Batch:
-    """The same without weights per id, which Parquet columns do not carry."""
-    return Batch(
-        sparse=Jagged.from_dict(batch.sparse.to_dict()),
-        dense=batch.dense,
-        labels=batch.labels,
-        weights=batch.weights,
-        extra=batch.extra,
     )
 
 
@@ -277,7 +266,9 @@ def test_file_damaged_after_opening(tmp_path: Path) -> None:
     pq.write_table(pa.table({"c": np.arange(1000)}), path)
     source = ParquetSource(path, Schema(sparse=(SparseColumn(name="c", rows=9),), labels=()))
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=r"t.parquet, row group 0: cannot be read, the file is damaged or cut short"):
+    with pytest.raises(
+        DataError, match=r"t.parquet, row group 0, column 'c': cannot be read, the file is damaged or cut short"
+    ):
         source.read("train", 0)
 
 

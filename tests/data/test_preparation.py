@@ -146,3 +146,20 @@ def test_files_that_map_other_columns_are_told(tmp_path: Path) -> None:
             LookupTable.mapped(tmp_path / f"{i}.arrow")
     with pytest.raises(DataError, match=r"'user' has 3 values \(text\), must have 3 \(integers\); it is another's"):
         Preparation.rebuilt(ENTRY.model_dump(), SCHEMA, lambda name: stored("item"))
+
+
+def test_a_vocabulary_is_read_once() -> None:
+    reads: list[str] = []
+
+    def read(name: str) -> LookupTable:
+        reads.append(name)
+        return stored(name)
+
+    preparation = Preparation(ENTRY, SCHEMA.stored[0], read)
+    before = VocabularyEntry.of(VALUES["item"][:2], "text")
+    state = {"item": {"keys": before.values, "sha256": before.sha256}}
+    for _ in range(2):
+        preparation.refuse_other(state, may_grow=True)
+    encoder = Encoder(SCHEMA, ids="raw", preparation=preparation)
+    assert encoder.batch(encoder.table(ROWS)).sparse["item"].values.tolist() == [3, 1, 0, 0, 2]
+    assert sorted(reads) == ["item", "user"]

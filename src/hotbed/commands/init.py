@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.errors import RecipeError
+from hotbed.errors import DataError, RecipeError
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
@@ -17,7 +17,7 @@ _LONGEST_NAME = 100
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the data, what its columns are where that cannot be seen, and the recipe's file."""
     parser.usage = "hotbed init PATH [options]"
-    parser.add_argument("path", type=str, help="Parquet, CSV or TSV file, or a folder of them; a path or a URI.")
+    parser.add_argument("path", type=str, help="Parquet, CSV, TSV, or a folder; also of a dataset; a path or a URI.")
     parser.add_argument("--label", type=str | None, help="Label column, where its name is not a usual one.")
     parser.add_argument(
         "--positive", type=str | None, help="Which values of the label are positive, as '>= 4', '== yes', 'in [a, b]'."
@@ -61,12 +61,13 @@ def draft_recipe(
     test: str | Path | None = None,
     valid: bool = False,
 ) -> str:
-    """Write a commented recipe for Parquet, CSV or TSV files, as YAML.
+    """Write a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
 
     Parameters
     ----------
     path
-        File, folder or URI, as for `ParquetSource`.
+        File, folder or URI, as for `ParquetSource`; or a folder of `hotbed.prepare`, in NVIDIA's split-binary format,
+        or of NumPy arrays as TorchRec's and MLPerf's scripts write them.
     label, positive, drop, time, test, valid
         See `hotbed.data.draft.draft`.
 
@@ -78,12 +79,30 @@ def draft_recipe(
         If an option cannot be right.
     """
     from hotbed.commands.init_recipe import recipe_text
+    from hotbed.commands.init_stored import draft_stored
     from hotbed.data import ParquetSource
     from hotbed.data.draft import draft
     from hotbed.train.build import refuse_one_class
 
-    found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
-    source = ParquetSource(path, found.schema, **found.splits.source_args())
+    options = {
+        "--label": label,
+        "--positive": positive,
+        "--drop": drop,
+        "--time": time,
+        "--test": test,
+        "--valid": valid,
+    }
+    stored = draft_stored(path, [option for option, given in options.items() if given])
+    if stored is not None:
+        found, source = stored.draft, stored.source
+    else:
+        found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
+        source = ParquetSource(path, found.schema, **found.splits.source_args())
+        if source.is_prepared:
+            raise DataError(
+                f"{path} has ids of hotbed prepare, which would be hashed once more; give the whole folder that was "
+                "prepared, the one with source.yaml"
+            )
     labels = {split: source.check_labels(split) for split in source.splits}
     refuse_one_class(source, [labels["train"]])
     counts = {split: source.samples(split) for split in source.splits}

@@ -108,7 +108,7 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
         yield from _comment(note, 2)
     if splits.has_valid:
         yield "  valid_split: valid"
-    else:
+    elif draft.source is None:
         yield from _comment("One epoch needs no validation split; hotbed tune does: draft with --valid for it.", 2)
     if splits.has_test:
         yield "  test_split: test"
@@ -117,6 +117,12 @@ def _data(draft: Draft, path: str, counts: Mapping[str, int], training: Training
     if splits.in_time_order:
         yield _beside("  shuffle: false", "the rows are in the order of time: the newest are learnt last")
     yield "  source:"
+    if draft.source is not None:
+        yield f"    class_path: {draft.source['class_path']}"
+        if arguments := draft.source.get("init_args"):
+            yield "    init_args:"
+            yield from _indented(yaml_text(arguments, width=_WIDTH), 6)
+        return
     yield "    class_path: hotbed.data.ParquetSource"
     yield "    init_args:"
     if splits.init_args.get("split"):

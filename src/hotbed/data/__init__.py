@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
 from hotbed.data.loader import Loader
+from hotbed.data.npy import NpySource
 from hotbed.data.readers import open_readers
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
@@ -26,6 +27,7 @@ __all__ = [
     "Encoder",
     "Label",
     "Loader",
+    "NpySource",
     "Numerical",
     "ParquetSource",
     "PlantedLog",

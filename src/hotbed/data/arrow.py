@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hotbed.data.columns import Scaling, SparseColumn
 from hotbed.data.hashing import Hashes, hash_integers, hash_strings, rows_of
-from hotbed.errors import DataError, SpecError
+from hotbed.errors import DataError, SpecError, did_you_mean
 
 Ids = Literal["hash", "raw"]
 Array = NDArray[Any]
@@ -120,21 +120,50 @@ def common_type(types: Sequence[pa.DataType]) -> pa.DataType:
     return pa.int64() if all(map(is_whole, values)) else pa.float64()
 
 
-def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids) -> None:
-    """Raise `SpecError` unless a column of this type can be this sparse input."""
+def check_there(names: Sequence[str], fields: pa.Schema, what: str) -> None:
+    """Raise `DataError` unless ``what`` has columns of these names."""
+    known: list[str] = fields.names
+    for name in names:
+        if name in known:
+            continue
+        outer, _, inner = name.partition(".")
+        hint = did_you_mean(name, known)
+        if inner and outer in known and pa.types.is_struct(fields.field(outer).type):
+            hint = f"; fields of structs are not read: write '{inner}' of '{outer}' as a column of its own"
+        raise DataError(f"{what} has no column '{name}'; it has {', '.join(known)}{hint}")
+
+
+def check_sparse(column: SparseColumn, t: pa.DataType, ids: Ids, what: str) -> None:
+    """Raise `SpecError` unless a column of this type, of the file ``what``, can be this sparse input."""
     value = t.value_type if is_list(t) else t
     if pa.types.is_null(t):  # all values are missing, which says nothing of the column
         return
+    where = f"{what}: sparse column '{column.name}'"
     # pandas makes floats of integers where some are missing, so whole numbers pass, and others are refused when read.
     if not (is_whole(value) or is_text(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
-        raise SpecError(f"sparse column '{column.name}' is {t}, must be integers, strings or lists of them")
+        raise SpecError(f"{where} is {t}, must be integers, strings or lists of them{hint_for_struct(t)}")
     if ids == "raw" and not (is_whole(value) or pa.types.is_floating(t) or pa.types.is_null(value)):
-        raise SpecError(f"sparse column '{column.name}' is {t}, but ids='raw' needs integers; use ids='hash'")
+        raise SpecError(f"{where} is {t}, but ids='raw' needs integers; use ids='hash'")
     if ids == "hash" and column.rows < 2:
         raise SpecError(f"sparse column '{column.name}': hashing needs at least 2 rows (row 0 is for missing values)")
     if not is_list(t) and column.ids != 1:
         wanted = "a varying number of" if column.ids is None else column.ids
-        raise SpecError(f"sparse column '{column.name}' is {t}, not a list, but ids says {wanted} per sample")
+        raise SpecError(f"{where} is {t}, not a list, but ids says {wanted} per sample")
+
+
+def check_number(name: str, t: pa.DataType, what: str) -> None:
+    """Raise `SpecError` unless a column of this type, of the file ``what``, can be a numerical or weight."""
+    if not is_number(t):
+        hint = hint_for_struct(t)
+        raise SpecError(f"{what}: column '{name}' is {t}, must be numbers to be a numerical or weight{hint}")
+
+
+def hint_for_struct(t: pa.DataType) -> str:
+    """Say what to do with a column of structs, or lists of them; nothing of others."""
+    inner = t.value_type if is_list(t) else t
+    if not pa.types.is_struct(inner):
+        return ""
+    return f"; write its fields {', '.join(field.name for field in inner)} as columns of their own"
 
 
 def microseconds(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -92,7 +92,7 @@ def count(job: CountJob) -> dict[str, int]:
         counts = _Counts(directory, job.memory_bytes)
         for part in read_parts(job.group, names, job.splits):
             samples += np.bincount(part.codes, minlength=len(SPLITS))
-            counted = part.only(part.codes == 0) if job.train_only else part
+            counted = part.only(part.codes == 0) if job.train_only and names else part
             for name, of_table in job.columns.items():
                 for column in of_table:
                     counts.add(name, counted.values(column, job.kinds[name]))

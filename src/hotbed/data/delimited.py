@@ -32,6 +32,7 @@ from pyarrow import fs
 from hotbed.data.criteo import COLUMNS, DENSE, SPARSE
 from hotbed.data.text_types import TypesOfText
 from hotbed.errors import DataError
+from hotbed.locations import RemoteFile
 
 _log = logging.getLogger("hotbed")
 
@@ -62,6 +63,22 @@ class Layout:
 def is_delimited(name: str) -> bool:
     """Whether a file of this name is one of CSV or TSV, or a day of Criteo's log, plain or compressed."""
     return _NAME.search(name) is not None
+
+
+def has_header(file: Path | RemoteFile) -> bool:
+    """Whether a file of tab-separated fields begins with a line of names, as no log of Criteo's does.
+
+    Names are at least two, different, and no numbers, and the next line has as many fields.
+    """
+    remote = isinstance(file, RemoteFile)
+    store, path = (file.filesystem, file.path) if remote else (fs.LocalFileSystem(), str(file))
+    try:
+        rows = _rows(path, *_head(store, path))
+    except DataError:
+        return False
+    names = rows[0] if rows else []
+    alike = len(rows) < 2 or len(rows[1]) == len(names)
+    return len({*names}) == len(names) > 1 and alike and all(names) and not any(map(_is_number, names))
 
 
 def cache_folder() -> Path:
@@ -211,8 +228,8 @@ def _batches(store: fs.FileSystem, path: str, layout: Layout) -> Iterator[pa.Tab
                 yield pa.Table.from_batches([batch])
 
 
-def _layout(store: fs.FileSystem, path: str) -> Layout:
-    """Find separator and names in the first lines."""
+def _head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
+    """The first lines, what separates their fields, and whether they are all that there are."""
     with _explained(path), _stream(store, path) as stream:
         head: bytes = stream.read(_HEAD_BYTES)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -227,7 +244,12 @@ def _layout(store: fs.FileSystem, path: str) -> Layout:
         text = cut  # a character at the end that is cut into halves
     if not text.strip():
         raise DataError(f"{path} is empty; it needs a line of column names, and lines of values")
-    separator = _separator(path, text)
+    return text, _separator(path, text), whole
+
+
+def _layout(store: fs.FileSystem, path: str) -> Layout:
+    """Find separator and names in the first lines."""
+    text, separator, whole = _head(store, path)
     rows = _rows(path, text, separator, whole)
     if all(map(_is_criteo, rows)) and len({*map(len, rows)}) == 1:
         return Layout(COLUMNS[-len(rows[0]) :], separator, has_header=False, text=frozenset(SPARSE))

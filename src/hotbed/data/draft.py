@@ -18,7 +18,7 @@ from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import Numerical, SparseColumn
-from hotbed.data.draft_labels import FoundLabel, find_labels, sample_labels
+from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sample_labels
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
 from hotbed.data.hashing import rows_of
 from hotbed.data.parquet_files import ParquetFile
@@ -69,6 +69,8 @@ class Draft:
         Rows to train on and to cut other splits off.
     repeats
         How often an id is met in them, in the mean.
+    source
+        What the recipe says under ``data.source``, where that is no `ParquetSource` with this schema.
     """
 
     schema: Schema
@@ -78,6 +80,7 @@ class Draft:
     splits: DraftedSplits
     samples: int
     repeats: float
+    source: Mapping[str, object] | None = None
 
 
 def draft_schema(path: str | Path, *, label: str | None = None, filesystem: fs.FileSystem | None = None) -> Schema:
@@ -152,7 +155,15 @@ def draft(
     sample, total = take_sample(groups, [name for name in names if name not in missing]), sum(g.samples for g in groups)
     if label in drop:
         raise SpecError(f"--label and --drop both name '{label}'; leave one of them out")
-    labels = find_labels(str(path), sample.select([n for n in sample.column_names if n not in drop]), label, positive)
+    unlike = next((n for n in missing if n == label or (label is None and n.lower() in LABEL_NAMES)), None)
+    try:
+        labels = find_labels(
+            str(path), sample.select([n for n in sample.column_names if n not in drop]), label, positive
+        )
+    except DataError:
+        if unlike is None:
+            raise
+        raise DataError(f"{path}, column '{unlike}': {missing[unlike]}, so it can be no label; write it anew") from None
     of_label = [found.name for found in labels]
     if time in of_label:
         raise SpecError(f"--time names '{time}', which is the label; name the column of the rows' times")
@@ -313,11 +324,16 @@ def _sparse(column: ColumnProfile, table: str | None) -> SparseColumn:
     ids = None if ragged else 1
     if pa.types.is_fixed_size_list(kind) and not column.missing:
         ids = int(kind.list_size)
-    per_value = next(times for most, times in _ROWS_PER_VALUE if column.distinct <= most)
-    rows = max(_SMALLEST_TABLE, per_value * column.distinct)
-    rows = _without_collisions(column, min(_LARGEST_TABLE, 1 << (rows - 1).bit_length()))
+    rows = _without_collisions(column, hashed_rows(column.distinct))
     pooling = "mean" if ragged and ids is None else "sum"
     return SparseColumn(name=column.name, rows=rows, table=table, ids=ids, pooling=pooling)
+
+
+def hashed_rows(distinct: int) -> int:
+    """Compute the rows of a table whose ids so many distinct values are hashed to, see `draft_schema`."""
+    per_value = next(times for most, times in _ROWS_PER_VALUE if distinct <= most)
+    rows = max(_SMALLEST_TABLE, per_value * distinct)
+    return min(_LARGEST_TABLE, 1 << (rows - 1).bit_length())
 
 
 def _without_collisions(column: ColumnProfile, rows: int) -> int:

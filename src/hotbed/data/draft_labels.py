@@ -71,7 +71,7 @@ def find_labels(path: str, sample: pa.Table, label: str | None, positive: str | 
         )
     if positive is not None:
         mapping = Label(candidates[0], positive)
-        check_label(mapping.column, sample.schema.field(mapping.column).type, mapping)
+        check_label(mapping.column, sample.schema.field(mapping.column).type, mapping, path)
         return [FoundLabel(mapping.column, mapping, _share(sample, mapping))]
     return [_found(path, sample, name) for name in candidates]
 

@@ -19,9 +19,10 @@ from pyarrow import fs
 from hotbed.data import arrow
 from hotbed.data.criteo import COLUMNS
 from hotbed.data.delimited import is_delimited
-from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
+from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns
 from hotbed.data.profile import ColumnProfile
 from hotbed.data.roles import time_rank
+from hotbed.data.row_groups import RowGroup
 from hotbed.errors import DataError, SpecError
 
 FEWEST_ROWS = 50

@@ -30,7 +30,7 @@ from hotbed.data.plain_rows import InputColumn, typed_table
 from hotbed.data.preparation import Preparation, hint_for_text
 from hotbed.data.schema import Schema
 from hotbed.data.source import refuse_other_kind
-from hotbed.errors import DataError, SpecError, did_you_mean
+from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
 
 LISTS_OF = "lists of "
@@ -177,28 +177,25 @@ class Encoder:
         SpecError
             If a column has a type that does not fit its role.
         """
-        s, known = self.schema, fields.names
-        for name in self.names:
-            if name not in known:
-                raise DataError(f"{what} has no column '{name}'; it has {', '.join(known)}{did_you_mean(name, known)}")
+        s = self.schema
+        arrow.check_there(self.names, fields, what)
         sparse, dense = s.stored
         if self.preparation is None:
             for column in sparse:
-                arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids)
+                arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids, what)
         else:
             self.preparation.check(fields, what)
         for name in self.hashed:
             refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
         check_derived_types(s, fields, self._lookups, what, self._lists)
         for name in [*dense, *([s.weight] if s.weight else [])]:
-            kind = fields.field(name).type
-            if not arrow.is_number(kind) and not (pa.types.is_null(kind) and name in dense):
-                raise SpecError(f"{what}: column '{name}' is {kind}, must be numbers to be a numerical or weight")
+            if name not in dense or not pa.types.is_null(fields.field(name).type):
+                arrow.check_number(name, fields.field(name).type, what)
         mapped = {label.column: label for label in s.positives}
         for name in s.labels:
-            check_label(name, fields.field(name).type, mapped.get(name))
+            check_label(name, fields.field(name).type, mapped.get(name), what)
         if s.group and not (arrow.is_whole(kind := fields.field(s.group).type) or arrow.is_text(kind)):
-            raise SpecError(f"group column '{s.group}' is {kind}, must be integers or strings")
+            raise SpecError(f"{what}: group column '{s.group}' is {kind}, must be integers or strings")
 
     def kind_of(self, name: str, fields: pa.Schema) -> str:
         """What the ids of a column of these types are, see ``id_kinds``."""

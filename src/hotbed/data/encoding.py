@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.executors import task_directory
+from hotbed.data.feature_spec import id_dtype
+from hotbed.data.labels import read_labels, read_weights, refuse_null
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
 from hotbed.data.row_split import SPLITS
@@ -123,11 +125,16 @@ def dataset_schema(schema: Schema, rows: Mapping[str, int]) -> Schema:
     return replace(schema, sparse=sparse, group=group)
 
 
-def check_format(schema: Schema, form: Format) -> None:
-    """Raise a `SpecError` if no dataset of a format can be made of samples of a schema, before they are read."""
+def check_format(schema: Schema, form: Format, hashed: Mapping[str, int]) -> None:
+    """Raise a `SpecError` if no dataset of a format can be made of samples of a schema, before they are read.
+
+    ``hashed`` are the rows of tables that are known before.
+    """
     dataset_schema(schema, schema.rows)
     if form == "split_binary":
         check_split_binary(schema)
+        for table, rows in hashed.items():
+            id_dtype(table, rows)
 
 
 def assemble(
@@ -155,11 +162,30 @@ def assemble(
 
 def _ids(job: EncodeJob, part: Part, column: SparseColumn) -> NDArray[np.int64]:
     values = part.values(column.name, job.kinds[column.table_name], is_list=column.name in job.lists)
+    if (hashed := job.preparation.hashed.get(column.table_name)) is not None:
+        return hashed.ids(values)
     return lookup_in_file(vocabulary_file(job.vocabularies, column.table_name), values)
+
+
+def _check(job: EncodeJob, part: Part) -> None:
+    """Raise `DataError` for a label, weight or group that training would refuse, while it is known where it is from."""
+    mapped = {label.column: label for label in job.schema.positives}
+    for table, place, start in zip(part.tables, part.places, part.starts, strict=True):
+
+        def row_of(at: int, start: int = start) -> str:
+            return f"row {start + at:,}"
+
+        for name in job.schema.labels:
+            read_labels(table[name], name, mapped.get(name), place, row_of, check=True)
+        if job.schema.weight is not None:
+            read_weights(table[job.schema.weight], job.schema.weight, place, row_of)
+        if job.group_column is not None:
+            refuse_null(table[job.group_column], job.group_column, place, row_of)
 
 
 def _write_binary(job: EncodeJob, writer: SplitBinaryWriter) -> None:
     for part in read_parts(job.group, stored_columns(job.schema), job.splits):
+        _check(job, part)
         chosen = {split: part.codes == SPLITS.index(split) for split in job.splits.names}
         labels = np.stack([arrow.numbers(part.column(name, job.types[name])) for name in job.schema.labels], axis=1)
         dense = [arrow.numbers(part.column(name, job.types[name])) for name in job.schema.dense]
@@ -196,6 +222,7 @@ def _write_parquet(job: EncodeJob, directory: Path) -> None:
 
 def _encoded(job: EncodeJob, part: Part) -> pa.Table:
     """Ids in the place of values; all other columns as they are."""
+    _check(job, part)
     schema = job.schema
     more = [name for name in (schema.weight,) if name is not None]
     columns = {name: part.column(name, job.types[name]) for name in (*schema.labels, *schema.dense, *more)}

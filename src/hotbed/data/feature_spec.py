@@ -85,7 +85,10 @@ def read_feature_spec(path: str | Path) -> FeatureSpec:
     path = place
     file = path if path.is_file() else path / DESCRIPTION
     if not file.is_file():
-        raise DataError(f"{file} does not exist; make one with `hotbed prepare`, or give its directory")
+        raise DataError(
+            f"{file} does not exist; make one with `hotbed prepare`, or give its directory; for data in another format "
+            "`hotbed init` drafts a recipe"
+        )
     try:
         content: object = parse_yaml(read_limited(file).decode("utf-8"))
     except UnicodeDecodeError as error:

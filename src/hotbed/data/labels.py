@@ -29,28 +29,29 @@ _COMPARED: Mapping[str, Callable[[Any, Any], Any]] = {
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def check_label(name: str, kind: pa.DataType, label: Label | None) -> None:
-    """Raise `SpecError` unless a column of this type can be a label, by its condition if it has one."""
+def check_label(name: str, kind: pa.DataType, label: Label | None, what: str) -> None:
+    """Raise `SpecError` unless a column of this type, of the file ``what``, can be a label, by its condition if any."""
+    where = f"{what}: label column '{name}'"
     if label is None:
         if arrow.is_text(kind):
             raise SpecError(
-                f"label column '{name}' is {kind}, and labels are numbers from 0 to 1; say which values are positive: "
+                f"{where} is {kind}, and labels are numbers from 0 to 1; say which values are positive: "
                 f"labels: [{{column: {name!r}, positive: '== yes'}}] in the schema"
             )
         if not arrow.is_number(kind):
-            raise SpecError(f"label column '{name}' is {kind}, must be numbers, booleans or text")
+            raise SpecError(f"{where} is {kind}, must be numbers, booleans or text")
         return
     condition = label.parsed()
     if arrow.is_text(kind):
         if condition.comparison not in ("==", "!=", "in"):
             raise SpecError(
-                f"label column '{name}' is {kind}, and text is compared by ==, != and in; positive is "
+                f"{where} is {kind}, and text is compared by ==, != and in; positive is "
                 f"{label.positive!r}: give one of these, or write the column as numbers"
             )
     elif arrow.is_number(kind):
         _numbers(name, kind, condition)
     else:
-        raise SpecError(f"label column '{name}' is {kind}, must be numbers, booleans or text")
+        raise SpecError(f"{where} is {kind}, must be numbers, booleans or text")
 
 
 def read_labels(

@@ -24,8 +24,9 @@ from hotbed.data.column_statistics import ColumnStatistics, quantile_boundaries
 from hotbed.data.columns import Label
 from hotbed.data.encode import Encoder
 from hotbed.data.labels import read_labels
-from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet, refuse_same_files, text_columns
+from hotbed.data.parquet_files import ParquetFile, find_parquet, refuse_same_files, text_columns
 from hotbed.data.preparation import PREPARATION, Preparation, PreparationEntry
+from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_slices import RowSlice, in_slices
 from hotbed.data.row_split import SPLITS, Rows, RowSplit, divide, row_split
 from hotbed.data.schema import Schema
@@ -120,6 +121,12 @@ class ParquetSource(Source):
         self.splits = tuple(groups)
         preparation = _preparation(path, files, self.schema) if ids == "raw" and encoder is None else None
         self._raw_encoder = None if preparation is None else Encoder(self.schema, ids=ids, preparation=preparation)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether files are of a dataset that `hotbed.prepare` made."""
+        files = {g.file.shown: g.file for of_split in self._groups.values() for g in of_split}
+        return any(isinstance(file, ParquetFile) and _said(file) is not None for file in files.values())
 
     def column_types(self) -> dict[str, str]:
         """Type of every column of the files, also of those that the schema does not name."""
@@ -303,8 +310,8 @@ def _by_rows(path: str, groups: Groups, split: RowSplit, fractions: float) -> Gr
             f"split makes a split '{both}', which {path} has already; leave it out of split, or say split_paths: "
             f"{{{both}: null}} not to use that of the path"
         )
-    for file in {group.file.path: group.file for group in whole}.values():
-        split.check(file.schema, str(file))
+    for file in {group.file.shown: group.file for group in whole}.values():
+        split.check(file.schema, file.shown)
     divided: Groups = {name: [*of_split] for name, of_split in divide(split, whole).items()}
     return divided | others
 

@@ -19,6 +19,7 @@ from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.delimited import is_delimited, parquet_of
+from hotbed.data.row_groups import RowGroup
 from hotbed.errors import DataError
 from hotbed.locations import opened
 
@@ -38,7 +39,7 @@ Partitions = tuple[tuple[str, pa.Scalar], ...]
 
 @dataclass(frozen=True)
 class ParquetFile:
-    """One file with its footer, which is read once."""
+    """One file with its footer, which is read once; a `TableFile`."""
 
     filesystem: fs.FileSystem
     path: str
@@ -80,6 +81,24 @@ class ParquetFile:
             found = found.append(pa.field(name, value.type))
         return found
 
+    @property
+    def unit(self) -> str:
+        """A row group."""
+        return "row group"
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Path, size and time of change; of one that was converted its name says the state of the text."""
+        if self.path != self.shown:  # its time says when it was used last
+            return self.shown, self.path
+        info = self.filesystem.get_file_info(self.path)
+        return self.path, info.size, info.mtime_ns
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether it is not on a local disk."""
+        return not isinstance(self.filesystem, fs.LocalFileSystem)
+
     @cached_property
     def leaves(self) -> dict[str, int]:
         """Position of the column of each name in the row groups' descriptions; a nested one has none."""
@@ -114,6 +133,15 @@ class ParquetFile:
                 table = arrow.plain(pa.Table.from_batches([batch]))
                 yield self._with_folders(table, columns, batch.num_rows)
 
+    def nbytes(self, row_group: int) -> int:
+        """Bytes of a row group's columns when they are not compressed."""
+        return self.metadata.row_group(row_group).total_byte_size
+
+    def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
+        """What the footer says of a column."""
+        leaf = self.leaves.get(column)
+        return None if leaf is None else self.metadata.row_group(row_group).column(leaf).statistics
+
     def _stored(self, columns: Sequence[str]) -> list[str]:
         folders = self._of_folders()
         return [name for name in columns if name not in folders]
@@ -135,61 +163,6 @@ class ParquetFile:
 
     def __str__(self) -> str:
         return self.shown
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """One row group of a file."""
-
-    file: ParquetFile
-    index: int
-    samples: int
-    first_row: int
-    """Number of its first row in the file."""
-
-    def read(self, columns: Sequence[str]) -> pa.Table:
-        """Read some columns; safe from several threads."""
-        try:
-            return self.file.read(self.index, columns, self.samples)
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
-
-    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
-        """Read some columns in order, at most so many rows at once."""
-        try:
-            yield from self.file.batches(self.index, columns, rows)
-        except (pa.ArrowException, OSError) as error:
-            raise self._unreadable(error) from error
-
-    def _unreadable(self, error: Exception) -> DataError:
-        if isinstance(error, FileNotFoundError):
-            return DataError(f"{self}: {self.file.path} does not exist, or no longer")
-        damaged = "the file is damaged or cut short"
-        if not isinstance(self.file.filesystem, fs.LocalFileSystem):
-            damaged += ", or where it is does not answer"
-        return DataError(f"{self}: cannot be read, {damaged} ({error})")
-
-    def place(self, at: int) -> str:
-        """Where the row is that `read` gives at this position."""
-        return f"row {at:,} (row {self.first_row + at:,} of the file)"
-
-    def integer_range(self, column: str) -> tuple[int, int] | None:
-        """Smallest and largest value of a column of integers or booleans without nulls, if the footer has them.
-
-        Footers tell nothing of NaN, so a column of floats has to be read.
-        """
-        found = self.statistics(column)
-        return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
-
-    def statistics(self, column: str) -> pq.Statistics | None:
-        """What the footer says of a column without nulls; None if it does not say the range."""
-        leaf = self.file.leaves.get(column)
-        found = None if leaf is None else self.file.metadata.row_group(self.index).column(leaf).statistics
-        complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
-        return found if complete else None
-
-    def __str__(self) -> str:
-        return f"{self.file}, row group {self.index}"
 
 
 def find_parquet(

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotbed.data import arrow
-from hotbed.data.parquet_files import RowGroup
+from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS, Position, RowSplit
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -39,7 +39,7 @@ class Piece:
     @property
     def bytes(self) -> int:
         """Bytes of its columns when they are not compressed."""
-        return self.rows.file.metadata.row_group(self.rows.index).total_byte_size
+        return self.rows.file.nbytes(self.rows.index)
 
 
 class HeldOut(NamedTuple):
@@ -157,7 +157,7 @@ def divided(pieces: Sequence[Piece], rest: HeldOut) -> Splits:
         return Splits(_ordered(named))
     if rest.by is not None:
         for piece in free:
-            rest.by.check(piece.rows.file.schema, str(piece.rows.file))
+            rest.by.check(piece.rows.file.schema, piece.rows.file.shown)
         return Splits(_ordered({*named, *rest.by.names}), by=rest.by)
     total = free[0].at.total
     test_fraction = rest.test_fraction
@@ -211,12 +211,15 @@ class Part:
         Their columns, by piece.
     places
         Where the rows of each of these are, for messages.
+    starts
+        Position of their first rows there.
     codes
         Number in `SPLITS` of the split of each row ``[n]``.
     """
 
     tables: Sequence[pa.Table]
     places: Sequence[str]
+    starts: Sequence[int]
     codes: NDArray[np.int64]
 
     def column(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
@@ -239,7 +242,7 @@ class Part:
         """The rows where a mask ``[n]`` is true."""
         ends = np.cumsum([len(table) for table in self.tables])[:-1]
         tables = [t.filter(pa.array(m)) for t, m in zip(self.tables, np.split(mask, ends), strict=True)]
-        return Part(tables, self.places, self.codes[mask])
+        return Part(tables, self.places, self.starts, self.codes[mask])
 
     def values(self, column: str, kind: pa.DataType, *, is_list: bool = False) -> pa.Array:
         """All values of a column, those of lists one after the other, as the type in which they are counted.
@@ -261,13 +264,13 @@ def read_parts(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -
     if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(p.bytes for p in group) <= _GROUP_BYTES:
         tables = [piece.rows.read(columns) for piece in group]
         codes = np.concatenate([splits.codes(piece) for piece in group])
-        yield Part(tables, [str(piece.rows) for piece in group], codes)
+        yield Part(tables, [str(piece.rows) for piece in group], [0] * len(group), codes)
         return
     for piece in group:
         codes, start = splits.codes(piece), 0
         rows = max(_FEWEST_ROWS, min(_GROUP_ROWS, _GROUP_BYTES * piece.rows.samples // max(1, piece.bytes)))
         for table in piece.rows.batches(columns, rows):
-            yield Part([table], [str(piece.rows)], codes[start : start + len(table)])
+            yield Part([table], [str(piece.rows)], [start], codes[start : start + len(table)])
             start += len(table)
 
 

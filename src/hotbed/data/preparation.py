@@ -21,28 +21,24 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import complaint, hexadecimal, logarithm
+from hotbed.data.hashed_tables import Entry, HashEntry, Kind
 from hotbed.data.lookup_table import LookupTable, content_sha256
 from hotbed.data.schema import Schema
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError
 
-Kind = Literal["hexadecimal", "integers", "text"]
 PREPARATION = b"hotbed.preparation"
 """What prepared Parquet files say it under, as JSON."""
 _READING = threading.Lock()
 _KINDS_OF_JSON: Mapping[Kind, str] = {"hexadecimal": "text", "integers": "integers", "text": "text"}
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class VocabularyEntry(_Entry):
+class VocabularyEntry(Entry):
     """What is known of a vocabulary: what its values are in raw rows, how many there are, and their hash."""
 
     kind: Kind
@@ -55,7 +51,7 @@ class VocabularyEntry(_Entry):
         return VocabularyEntry(kind=kind, values=len(values), sha256=content_sha256(values))
 
 
-class PreparationEntry(_Entry):
+class PreparationEntry(Entry):
     """How raw values became what a prepared dataset stores.
 
     Attributes
@@ -64,6 +60,8 @@ class PreparationEntry(_Entry):
         By table. The value at position i has id i + 1; missing values and those that are not there are id 0.
     tables
         By sparse column, the table whose ids it has.
+    hashed
+        By table that has no vocabulary, how its values become ids.
     numericals
         ``"log"``: integers x become ln(x + 3); ``"as_is"``: numbers stay as they are.
     dtype
@@ -72,6 +70,7 @@ class PreparationEntry(_Entry):
 
     vocabularies: dict[str, VocabularyEntry]
     tables: dict[str, str]
+    hashed: dict[str, HashEntry] = Field(default_factory=dict)
     numericals: Literal["log", "as_is"]
     dtype: Literal["float16"] | None
 
@@ -111,7 +110,7 @@ class Preparation:
     ) -> None:
         self.entry, self.read, self._columns = entry, read, {column.name: column for column in columns}
         for name in self._columns:
-            if entry.tables.get(name) not in entry.vocabularies:
+            if entry.tables.get(name) not in {**entry.vocabularies, **entry.hashed}:
                 raise DataError(f"column '{name}' has no vocabulary; prepare the data again")
         self._tables: dict[str, LookupTable] = {}
 
@@ -133,7 +132,7 @@ class Preparation:
         if values is None or read is None:
             return None
         made = Preparation(PreparationEntry.parse(values, "preparation"), schema.stored[0], read)
-        for name in {made.entry.tables[column] for column in made._columns}:
+        for name in {made.entry.tables[column] for column in made._columns} - made.entry.hashed.keys():
             made._table(name)
         return made
 
@@ -142,8 +141,11 @@ class Preparation:
         return {**self.__dict__, "_tables": {}}
 
     def state(self) -> dict[str, Any]:
-        """What checkpoints know of vocabularies, by table."""
-        return {name: {"keys": of.values, "sha256": of.sha256} for name, of in self.entry.vocabularies.items()}
+        """What checkpoints know of vocabularies and hashes, by table."""
+        found: dict[str, Any] = {
+            name: {"keys": of.values, "sha256": of.sha256} for name, of in self.entry.vocabularies.items()
+        }
+        return found | {name: of.model_dump() for name, of in self.entry.hashed.items()}
 
     def refuse_other(self, state: Mapping[str, Any], *, may_grow: bool = False) -> None:
         """Raise `DataError` if a model was trained with other vocabularies: ids would stand for other values.
@@ -157,8 +159,13 @@ class Preparation:
         """
         for name, now in self.state().items():
             was = state.get(name, now)
-            if was["sha256"] == now["sha256"] or (may_grow and self._begins_with(name, was)):
+            if was == now or (may_grow and "sha256" in was and "sha256" in now and self._begins_with(name, was)):
                 continue
+            if "sha256" not in was or "sha256" not in now:
+                raise DataError(
+                    f"table '{name}': its ids are {_shown(now)}, and those that the model was trained on "
+                    f"{_shown(was)}; prepare the data as those were (hotbed prepare --hash_rows, --hash_seed)"
+                )
             raise DataError(
                 f"table '{name}': the data were prepared with other values than those the model was trained on "
                 f"({now['keys']:,} with SHA-256 {now['sha256'][:12]}…, not {was['keys']:,} with "
@@ -171,7 +178,7 @@ class Preparation:
         """Whether the first values of a table, in the order of their ids, are those that were all of them."""
         if self.entry.vocabularies[name].values < was["keys"]:
             return False
-        table = self.read(name)
+        table = self._table(name)
         in_order = np.argsort(table.values.to_numpy(zero_copy_only=False))[: was["keys"]]
         return content_sha256(table.keys.take(pa.array(in_order))) == was["sha256"]
 
@@ -196,7 +203,7 @@ class Preparation:
                 continue
             kind, wanted = arrow.plain_type(fields.field(name).type), self._entry(name).kind
             value = kind.value_type if arrow.is_list(kind) and wanted != "hexadecimal" else kind
-            arrow.check_sparse(replace(column, rows=2), value if column.ids == 1 else kind, "hash")
+            arrow.check_sparse(replace(column, rows=2), value if column.ids == 1 else kind, "hash", what)
             fits = arrow.is_text(value) != (wanted == "integers")
             if not (fits or pa.types.is_null(value)):
                 raise SpecError(
@@ -223,8 +230,9 @@ class Preparation:
             table = table.set_column(at, name, found)
         return table
 
-    def _entry(self, column: str) -> VocabularyEntry:
-        return self.entry.vocabularies[self.entry.tables[column]]
+    def _entry(self, column: str) -> VocabularyEntry | HashEntry:
+        table = self.entry.tables[column]
+        return self.entry.hashed.get(table) or self.entry.vocabularies[table]
 
     def _bags(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
         """Ids in the place of values, also of those in lists."""
@@ -241,8 +249,10 @@ class Preparation:
         if pa.types.is_null(array.type):
             return pa.array(np.zeros(len(array), np.int32))
         array = array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-        is_hexadecimal = self._entry(name).kind == "hexadecimal"
-        values = _parsed(array, where, row_of) if is_hexadecimal else arrow.hashable(array, where)
+        entry = self._entry(name)
+        values = _parsed(array, where, row_of) if entry.kind == "hexadecimal" else arrow.hashable(array, where)
+        if isinstance(entry, HashEntry):
+            return pa.array(entry.ids(values))
         return pc.fill_null(self._table(self.entry.tables[name]).find(values), 0)
 
     def _numbers(self, column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> pa.Array:
@@ -286,6 +296,13 @@ class Preparation:
                         )
                     self._tables[name] = table
         return self._tables[name]
+
+
+def _shown(state: Mapping[str, Any]) -> str:
+    """How a table's ids are made, of what checkpoints know of it."""
+    if "sha256" in state:
+        return f"those of {state['keys']:,} values"
+    return f"hashed to {state['rows']:,} rows with seed {state['seed']} ({state['kind']})"
 
 
 def hint_for_text(rows: Mapping[str, Sequence[object]], columns: Sequence[SparseColumn]) -> str:

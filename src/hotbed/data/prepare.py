@@ -33,11 +33,13 @@ from hotbed.data.counting import CountJob, MergeJob, count, merge
 from hotbed.data.criteo import OnBadLine
 from hotbed.data.encoding import MARKERS, EncodeJob, Format, assemble, check_format, dataset_schema, encode
 from hotbed.data.executors import open_tasks
+from hotbed.data.hashed_tables import HashEntry, Kind, check_hashed
 from hotbed.data.pieces import HeldOut, divided, groups_of, in_order, splits_of_files, with_splits
-from hotbed.data.preparation import Kind, PreparationEntry, VocabularyEntry
+from hotbed.data.preparation import PreparationEntry, VocabularyEntry
 from hotbed.data.raw_inputs import Logs, Progress, RawInput, find_input
 from hotbed.data.row_split import row_split
 from hotbed.data.schema import Schema
+from hotbed.data.source import Source
 from hotbed.data.vocabulary import VOCABULARY, read_vocabulary, vocabulary_file
 from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.files import new_directory
@@ -48,7 +50,7 @@ CountOn = Literal["train", "all"]
 MEMORY_BYTES = 2 << 30
 _BASE_BYTES, _TASK_BYTES = 512 << 20, 384 << 20
 _DONE = ".done"
-_VERSION = 1  # of what is left of a killed preparation
+_VERSION = 2  # of what is left of a killed preparation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +84,14 @@ class PrepareReport:
 
 
 def prepare(
-    raw: str | Path | Sequence[str | Path],
+    raw: str | Path | Source | Sequence[str | Path],
     out: str | Path,
     *,
     schema: Schema | Mapping[str, object] | None = None,
     threshold: int = 15,
     top_k: int | None = None,
+    hash_rows: Mapping[str, int] | None = None,
+    hash_seed: int = 0,
     valid_fraction: float | None = None,
     test_fraction: float | None = None,
     valid_rows: int = 0,
@@ -122,7 +126,8 @@ def prepare(
     raw
         Criteo logs: a file (plain, gzip or zstd), several in time order, or a directory of ``day_*`` or
         ``*.tsv[.gz|.zst]`` files. Or files or folders of Parquet, and of CSV or TSV with a header, as `ParquetSource`
-        reads them; ``.tsv`` without a schema is taken for logs. Paths or URIs.
+        reads them. Paths or URIs. Or a folder as `SplitBinarySource` or `NpySource` read it, or any `Source`, whose
+        ids are then taken for values.
     out
         The dataset directory to make.
     schema
@@ -132,6 +137,11 @@ def prepare(
         Smallest count of a value that gets an id of its own. NVIDIA's default is 15.
     top_k
         Most values of a table that get ids, the most frequent; all that reach the threshold by default.
+    hash_rows
+        By table, the rows that its values are hashed to, in the place of a vocabulary: for values that never end, such
+        as users or queries.
+    hash_seed
+        Which hash that is, see `hotbed.data.preparation.HashEntry`.
     valid_fraction, test_fraction
         Share of the samples in these splits; 0 leaves the split out. By default the test split has 0.1, unless another
         way to choose it is given.
@@ -192,19 +202,31 @@ def prepare(
         "format": (format or "parquet", get_args(Format)),
     }
     _check_arguments(threshold, top_k, choices, workers, memory)
-    found = find_input([raw] if isinstance(raw, str | Path) else list(raw), schema, on_bad_line)
+    found = find_input([raw] if isinstance(raw, str | Path | Source) else list(raw), schema, on_bad_line)
     if held_out.by is not None and isinstance(found, Logs):
         raise SpecError("split is for files with columns of their own; choose splits of Criteo logs by rows or files")
     form: Format = format or ("split_binary" if isinstance(found, Logs) else "parquet")
-    check_format(found.schema, form)
-    columns = _columns_by_table(found.schema)
+    hashed = dict(hash_rows or {})
+    check_hashed(hashed, hash_seed, found.schema)
+    check_format(found.schema, form, hashed)
+    columns = {table: of for table, of in _columns_by_table(found.schema).items() if table not in hashed}
     earlier = (
         {} if vocabulary is None else {table: vocabulary_file(Path(vocabulary).absolute(), table) for table in columns}
     )
     for file in earlier.values():
         read_vocabulary(file)
     of_files = splits_of_files(found.names(), valid_files, test_files)
-    said = (threshold, top_k, held_out, count_on, on_bad_line, form, sorted(of_files.items()))
+    said = (
+        threshold,
+        top_k,
+        sorted(hashed.items()),
+        hash_seed,
+        held_out,
+        count_on,
+        on_bad_line,
+        form,
+        sorted(of_files.items()),
+    )
     key = _key(found.state, [_state(file) for file in earlier.values()], found.schema.to_dict(), said)
     workers = workers or _workers_within(memory, executor)
     each = max(1 << 20, (memory - _BASE_BYTES) // (2 * (workers or 1)))
@@ -242,12 +264,15 @@ def prepare(
         for table, (values, sha256) in zip(columns, tasks.map(merge, merging), strict=True):
             report("count", len(groups) + len(entries), total)
             entries[table] = VocabularyEntry(kind=_kind(found, kinds[table]), values=values, sha256=sha256)
-        rows = {table: entry.values + 1 for table, entry in entries.items()}
+        rows = {table: hashed.get(table) or entries[table].values + 1 for table in found.schema.rows}
         report("count", total, total)
         made = dataset_schema(found.schema, rows)
         preparation = PreparationEntry(
             vocabularies=entries,
             tables={column.name: column.table_name for column in made.sparse},
+            hashed={
+                table: HashEntry(kind=_kind(found, kinds[table]), rows=n, seed=hash_seed) for table, n in hashed.items()
+            },
             numericals="log" if isinstance(found, Logs) else "as_is",
             dtype="float16" if form == "split_binary" else None,
         )

@@ -24,7 +24,7 @@ import torch
 
 from hotbed.auc import auc
 from hotbed.data import arrow
-from hotbed.data.parquet_files import RowGroup
+from hotbed.data.row_groups import RowGroup
 from hotbed.errors import DataError
 
 SAMPLED_ROWS = 200_000
@@ -128,14 +128,22 @@ def take_sample(groups: Sequence[RowGroup], names: Sequence[str]) -> pa.Table:
         for batch in _batches(group, names):
             mine = rows[(rows >= start) & (rows < start + len(batch))] - start
             parts.append(batch.take(pa.array(mine)))
-            try:
-                parts[-1].validate(full=True)
-            except pa.ArrowInvalid as error:
-                raise DataError(f"{group}: a column is not what its type says ({error}); write it again") from None
+            _check_values(parts[-1], str(group))
             start += len(batch)
     kinds = {name: arrow.common_type([part.schema.field(name).type for part in parts]) for name in names}
     alike = [pa.table({name: part[name].cast(kind, safe=False) for name, kind in kinds.items()}) for part in parts]
     return pa.concat_tables(alike)
+
+
+def _check_values(part: pa.Table, where: str) -> None:
+    """Raise `DataError` if a column has values that its type cannot have, such as text that is no UTF-8."""
+    for name in part.column_names:
+        try:
+            part[name].validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{where}, column '{name}': it is not what its type says ({error}); write it again"
+            ) from None
 
 
 def _batches(group: RowGroup, names: Sequence[str]) -> Iterator[pa.Table]:

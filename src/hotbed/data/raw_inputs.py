@@ -1,5 +1,5 @@
 # pyright: reportUnknownParameterType=false
-"""Find what is to be prepared: Criteo logs, which are parsed first, or tables, which are read where they are."""
+"""Find what is to be prepared: Criteo logs, which are parsed first, or what can be read as tables where it is."""
 
 # pyarrow ships no types.
 
@@ -17,13 +17,16 @@ from pyarrow import fs
 from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, OnBadLine, find_files, size_of
-from hotbed.data.delimited import is_delimited
+from hotbed.data.delimited import has_header, is_delimited
 from hotbed.data.draft import draft_schema
 from hotbed.data.encode import Encoder
 from hotbed.data.executors import Tasks
 from hotbed.data.parquet_files import ParquetFile, find_parquet, is_table
 from hotbed.data.pieces import Piece
+from hotbed.data.row_groups import TableFile
 from hotbed.data.schema import Schema
+from hotbed.data.source import Source
+from hotbed.data.source_rows import is_source, source_files
 from hotbed.data.spool import parse_part, parsed_pieces, parts_of
 from hotbed.data.vocabulary import value_type
 from hotbed.errors import DataError, SpecError
@@ -75,9 +78,9 @@ class RawInput(Protocol):
 
 
 def find_input(
-    raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | None, on_bad_line: OnBadLine
+    raw: Sequence[str | Path | Source], schema: Schema | Mapping[str, object] | None, on_bad_line: OnBadLine
 ) -> RawInput:
-    """Find logs, or tables where there is a schema or their names say so.
+    """Find logs; or tables, where there is a schema, or names or the first line say so; or what a source reads.
 
     Raises
     ------
@@ -86,9 +89,20 @@ def find_input(
     SpecError
         If the schema does not fit the files, or cannot be prepared.
     """
-    if schema is None and not any(map(_has_tables, raw)):
-        return Logs(find_files(raw), on_bad_line)
-    return _tables(raw, schema)
+    if any(map(is_source, raw)):
+        if len(raw) > 1:
+            raise SpecError(f"{len(raw)} inputs were given, one of which is a whole dataset; prepare it by itself")
+        place = raw[0] if isinstance(raw[0], Source) else location(str(raw[0]))
+        assert not isinstance(place, str)
+        return _tables(*source_files(place, schema))
+    paths = [path for path in raw if not isinstance(path, Source)]
+    if schema is None and not any(map(_has_tables, paths)):
+        files = find_files(paths)
+        if not has_header(files[0]):
+            return Logs(files, on_bad_line)
+    if schema is None and len(paths) > 1:
+        raise SpecError(f"{len(paths)} paths of tables were given without a schema; give one, or one folder of files")
+    return _tables(draft_schema(paths[0]) if schema is None else schema, _files(paths))
 
 
 def _has_tables(path: str | Path) -> bool:
@@ -129,7 +143,7 @@ class Logs:
     @property
     def state(self) -> object:
         """Paths, sizes and times of change."""
-        return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else 0) for f in self.files]
+        return [(str(f), size_of(f), f.stat().st_mtime_ns if isinstance(f, Path) else f.mtime_ns) for f in self.files]
 
     def names(self) -> list[tuple[str, str]]:
         """Paths as pieces have them."""
@@ -161,16 +175,16 @@ class Logs:
 
 @dataclass(frozen=True)
 class Tables:
-    """Files of Parquet, or of CSV and TSV that were converted to it, by split where folders or names say one."""
+    """Files that can be read as tables, by split where folders or names say one."""
 
-    files: Mapping[str, Sequence[ParquetFile]]
+    files: Mapping[str, Sequence[TableFile]]
     schema: Schema
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def state(self) -> object:
         """Paths, sizes and times of change."""
-        return [(split, *_state(file)) for split, of_split in self.files.items() for file in of_split]
+        return [(split, *file.state) for split, of_split in self.files.items() for file in of_split]
 
     def names(self) -> list[tuple[str, str]]:
         """Paths as messages have them."""
@@ -220,11 +234,7 @@ class Tables:
         )
 
 
-def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | None) -> Tables:
-    if schema is None:
-        if len(raw) > 1:
-            raise SpecError(f"{len(raw)} paths of tables were given without a schema; give one, or one folder of files")
-        schema = draft_schema(raw[0])
+def _tables(schema: Schema | Mapping[str, object], files: Mapping[str, Sequence[TableFile]]) -> Tables:
     schema = schema if isinstance(schema, Schema) else Schema.from_dict(schema)
     if schema.derived:
         raise SpecError(
@@ -233,30 +243,28 @@ def _tables(raw: Sequence[str | Path], schema: Schema | Mapping[str, object] | N
         )
     # What is said of rows is not used.
     schema = replace(schema, sparse=tuple(replace(column, rows=1 << 30) for column in schema.sparse))
+    encoder = Encoder(schema, ids="hash")
+    everything = [file for of_split in files.values() for file in of_split]
+    for file in everything:
+        _check_names(file, encoder.names)
+        encoder.check(file.schema, file.shown)
+    tables = Tables(files, schema)
+    tables.kinds()
+    _check_types(everything, encoder.names)
+    if not any(file.row_groups() for file in everything):
+        raise DataError(f"{everything[0].shown} has no rows")
+    return tables
+
+
+def _files(raw: Sequence[str | Path]) -> dict[str, list[ParquetFile]]:
     files: dict[str, list[ParquetFile]] = {}
     for path in raw:
         for split, of_split in find_parquet(path).items():
             files.setdefault(split, []).extend(of_split)
-    encoder = Encoder(schema, ids="hash")
-    for file in (file for of_split in files.values() for file in of_split):
-        _check_names(file, encoder.names)
-        encoder.check(file.schema, str(file))
-    tables = Tables(files, schema)
-    tables.kinds()
-    _check_types([file for of_split in files.values() for file in of_split], encoder.names)
-    if not any(file.metadata.num_rows for of_split in files.values() for file in of_split):
-        raise DataError(f"{raw[0]} has no rows")
-    return tables
+    return files
 
 
-def _state(file: ParquetFile) -> tuple[object, ...]:
-    if file.path != file.shown:  # converted: its name says the state of the text, and its time when it was used last
-        return file.shown, file.path
-    info = file.filesystem.get_file_info(file.path)
-    return file.path, info.size, info.mtime_ns
-
-
-def _check_names(file: ParquetFile, names: Sequence[str]) -> None:
+def _check_names(file: TableFile, names: Sequence[str]) -> None:
     """Raise unless each column that is read is there once."""
     there = Counter(file.schema.names)
     for name in names:
@@ -264,10 +272,10 @@ def _check_names(file: ParquetFile, names: Sequence[str]) -> None:
             raise DataError(f"{file} has several columns named '{name}'; rename all but one")
 
 
-def _check_types(files: Sequence[ParquetFile], names: Sequence[str]) -> None:
+def _check_types(files: Sequence[TableFile], names: Sequence[str]) -> None:
     """Raise unless values of one column are of one kind in all files."""
     for name in names:
-        first: tuple[ParquetFile, pa.DataType] | None = None
+        first: tuple[TableFile, pa.DataType] | None = None
         for file in files:
             stored = file.schema.field(name).type
             if not arrow.kind_of_values(stored):  # all values are missing

@@ -45,7 +45,8 @@ def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks 
     Parameters
     ----------
     executor
-        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, or a `concurrent.futures.Executor`, which stays open.
+        ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"``, or a `concurrent.futures.Executor`, which
+        stays open.
     workers
         How many processes; clusters have their own workers.
 

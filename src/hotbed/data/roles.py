@@ -129,7 +129,11 @@ def _no_input(kind: pa.DataType) -> str | None:
         return "lists of floats, as embeddings are, are no inputs yet"
     known = arrow.is_number(inner) or arrow.is_text(inner) or arrow.is_time(kind)
     if not known or pa.types.is_null(kind):
-        return "it is empty" if pa.types.is_null(kind) else f"columns of type {kind} are no inputs yet"
+        return (
+            "it is empty"
+            if pa.types.is_null(kind)
+            else f"columns of type {kind} are no inputs yet{arrow.hint_for_struct(kind)}"
+        )
     return None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from hotbed.data.parquet_files import RowGroup
+from hotbed.data.row_groups import RowGroup
 
 _WAITING = 8
 """Most slices that are kept for those who come later."""

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from hotbed.data import arrow
 from hotbed.data.hashing import hash_integers, hash_strings, mix
-from hotbed.data.parquet_files import RowGroup
+from hotbed.data.row_groups import RowGroup
 from hotbed.errors import DataError, SpecError, did_you_mean
 
 SPLITS = ("train", "valid", "test")

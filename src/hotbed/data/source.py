@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -117,6 +118,10 @@ class Source(ABC):
         """
         self._check(split)
         return self._read_columns(split, i, names)
+
+    def files(self) -> Sequence[Path]:
+        """The files that samples are read from; a preparation that was killed goes on where none has changed."""
+        return ()
 
     def id_kinds(self) -> dict[str, str]:
         """By sparse column what its stored values are, ``"integers"`` or ``"text"``; empty where they are rows.

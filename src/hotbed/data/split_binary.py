@@ -93,6 +93,10 @@ class SplitBinarySource(Source):
         """What is sent to readers, which may run in other directories."""
         return {**self.__dict__, "_spec": self._spec.absolute(), "_encoder": None}
 
+    def files(self) -> list[Path]:
+        """All files of columns."""
+        return sorted({file.path for of_split in self._spec.files.values() for file in of_split.values()})
+
     def _chunks(self, split: str) -> Sequence[int]:
         full, rest = divmod(self._samples[split], self.chunk_samples)
         return [self.chunk_samples] * full + [rest] * (rest > 0)

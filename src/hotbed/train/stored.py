@@ -13,7 +13,7 @@ from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
 from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
-from hotbed.data import Encoder, Loader, ParquetSource, Schema, Source, SplitBinarySource
+from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.parquet import is_prepared
 from hotbed.data.source import refuse_other_kind
@@ -165,6 +165,8 @@ def _refuse_unknown(source: Source, manifest: Manifest) -> None:
 
 def _uncut(component: Component) -> Component:
     """A source without what says how data are cut into splits."""
+    if issubclass(component.load(), NpySource):  # which cuts them by default
+        return replace(component, init_args={**component.init_args, "splits": "none"})
     return replace(component, init_args={k: v for k, v in component.init_args.items() if k not in _SPLITTING})
 
 

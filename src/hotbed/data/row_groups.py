@@ -1,0 +1,133 @@
+# pyright: reportUnknownParameterType=false
+"""Read stored samples as Arrow columns, part by part, whatever they are stored as: `TableFile`, `RowGroup`."""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hotbed.errors import DataError
+
+
+class TableFile(Protocol):
+    """A file of samples that are read as Arrow columns, part by part: of Parquet, or what a `Source` reads."""
+
+    @property
+    def name(self) -> str:
+        """Its path below the dataset's."""
+        ...
+
+    @property
+    def shown(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def unit(self) -> str:
+        """What messages call its parts."""
+        ...
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and types of its columns."""
+        ...
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What changes when the file does."""
+        ...
+
+    @property
+    def may_be_away(self) -> bool:
+        """Whether it is elsewhere, so that it cannot be read while that does not answer."""
+        ...
+
+    def row_groups(self) -> list[RowGroup]:
+        """List the parts that hold samples."""
+        ...
+
+    def read(self, row_group: int, columns: Sequence[str], rows: int) -> pa.Table:
+        """Read some columns of a part, which has so many rows; safe from several threads."""
+        ...
+
+    def batches(self, row_group: int, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns of a part in order, at most so many rows at once."""
+        ...
+
+    def nbytes(self, row_group: int) -> int:
+        """Bytes of a part's columns when they are not compressed."""
+        ...
+
+    def statistics(self, row_group: int, column: str) -> Any:
+        """What is known of a column of a part, see `pyarrow.parquet.Statistics`; None where nothing is."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of a file, or part of it."""
+
+    file: TableFile
+    index: int
+    samples: int
+    first_row: int
+    """Number of its first row in the file."""
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Read some columns; safe from several threads."""
+        try:
+            return self.file.read(self.index, columns, self.samples)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error, columns) from error
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.Table]:
+        """Read some columns in order, at most so many rows at once."""
+        try:
+            yield from self.file.batches(self.index, columns, rows)
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error, columns) from error
+
+    def _unreadable(self, error: Exception, columns: Sequence[str]) -> DataError:
+        said = " ".join(str(error).split())
+        if isinstance(error, FileNotFoundError):
+            return DataError(f"{self}: {self.file.shown} does not exist, or no longer ({said})")
+        damaged = "the file is damaged or cut short"
+        if self.file.may_be_away:
+            damaged += ", or where it is does not answer"
+        column = next((name for name in columns if not self._is_readable(name)), None)
+        where = str(self) if column is None else f"{self}, column '{column}'"
+        return DataError(f"{where}: cannot be read, {damaged} ({said}); write it again")
+
+    def _is_readable(self, column: str) -> bool:
+        try:
+            self.file.read(self.index, [column], self.samples)
+        except (pa.ArrowException, OSError):
+            return False
+        return True
+
+    def place(self, at: int) -> str:
+        """Where the row is that `read` gives at this position."""
+        return f"row {at:,} (row {self.first_row + at:,} of the file)"
+
+    def integer_range(self, column: str) -> tuple[int, int] | None:
+        """Smallest and largest value of a column of integers or booleans without nulls, if the footer has them.
+
+        Footers tell nothing of NaN, so a column of floats has to be read.
+        """
+        found = self.statistics(column)
+        return (int(found.min), int(found.max)) if found is not None and isinstance(found.min, int) else None
+
+    def statistics(self, column: str) -> pq.Statistics | None:
+        """What the footer says of a column without nulls; None if it does not say the range."""
+        found = self.file.statistics(self.index, column)
+        complete = found is not None and found.has_min_max and found.has_null_count and found.null_count == 0
+        return found if complete else None
+
+    def __str__(self) -> str:
+        return f"{self.file.shown}, {self.file.unit} {self.index}"

@@ -1,0 +1,121 @@
+"""Protects that values without a vocabulary are hashed alike when they are prepared, predicted and served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_cases import log_line, write_log
+from prepare_cases import SMALL, dataset, digests
+
+from hotbed.data import Encoder, ParquetSource, SplitBinarySource
+from hotbed.data.hashed_tables import HashEntry
+from hotbed.data.hashing import hash_integers, hash_strings, mix, rows_of
+from hotbed.data.prepare import prepare
+from hotbed.errors import DataError, SpecError
+from hotbed.files import read_yaml
+
+OPTIONS: dict[str, Any] = {**SMALL, "hash_rows": {"user": 1000}}
+
+
+def hash_of(text: str, rows: int, seed: int = 0) -> int:
+    h = hash_strings(np.array([0, len(text)]), np.frombuffer(text.encode(), np.uint8))
+    return int(rows_of(mix(h ^ np.uint64(seed)) if seed else h, rows)[0])
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+def test_values_are_hashed_and_need_no_vocabulary(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "raw").mkdir()
+    raw = dataset(tmp_path / "raw", files=2)
+    report = prepare(raw, tmp_path / "out", **OPTIONS, hash_seed=seed)
+    assert report.rows["user"] == 1000
+    assert [file.name for file in (tmp_path / "out/vocabulary").iterdir()] == ["tags.parquet"]
+    given = pq.read_table(raw / "day_0.parquet")["user"].to_pylist()
+    stored = pq.read_table(tmp_path / "out/train")["user"].to_pylist()
+    assert stored[: len(given)] == [hash_of(user, 1000, seed) for user in given]
+
+
+def source_of(out: Path) -> ParquetSource:
+    return ParquetSource(out, **read_yaml(out / "source.yaml")["init_args"])
+
+
+def test_raw_rows_are_hashed_as_those_that_were_prepared(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    prepare(dataset(tmp_path / "raw", files=2), tmp_path / "out", **OPTIONS, hash_seed=3)
+    encoder = source_of(tmp_path / "out").encoder.inputs
+    rows = {"user": ["u1", None, "never seen"], "tags": [[1], [], [99, None]], "price": [1.0, 2.0, 3.0]}
+    expected = [hash_of("u1", 1000, 3), 0, hash_of("never seen", 1000, 3)]
+    assert encoder.batch(encoder.table(rows)).sparse["user"].values.tolist() == expected
+    # as an exported model does: from plain values and the files of vocabularies
+    again = Encoder.from_dict(encoder.to_dict(), {}, lambda name: encoder.preparation.read(name))  # pyright: ignore[reportOptionalMemberAccess]
+    assert again.batch(again.table(rows)).sparse["user"].values.tolist() == expected
+
+
+def test_who_prepares_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    raw = dataset(tmp_path / "raw")
+    options = {**OPTIONS, "hash_rows": {"user": 1000, "tags": 50}}
+    for name, more in {"one": {}, "two": {"workers": 2}}.items():
+        prepare(raw, tmp_path / name, **options, **more)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    assert not list((tmp_path / "one/vocabulary").iterdir())
+
+
+def test_hexadecimal_values_of_a_log(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "log.tsv", [log_line(i % 2, [i], [f"{i:08x}", "0000000a"]) for i in range(20)])
+    prepare(log, tmp_path / "out", threshold=1, hash_rows={"C1": 9}, test_fraction=0)
+    source = SplitBinarySource(tmp_path / "out")
+    stored = source.read("train", 0).sparse
+    assert stored["C1"].values.tolist() == rows_of(hash_integers(np.arange(20)), 9).tolist()
+    assert stored["C2"].values.tolist() == [1] * 20
+    assert source.encoder is not None
+    columns = {name: pa.array([None] * 2, pa.string()) for name in stored.names}
+    columns |= {f"I{i}": pa.array([None] * 2, pa.int64()) for i in range(1, 14)}
+    raw = pa.table(columns | {"C1": ["13", "ffffffff"]})
+    batch = source.encoder.inputs.batch(raw)
+    assert batch.sparse["C1"].values.tolist() == rows_of(hash_integers(np.array([0x13, 0xFFFFFFFF])), 9).tolist()
+
+
+def test_another_hash_is_another_model(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    raw = dataset(tmp_path / "raw", files=2)
+    for name, options in {"a": OPTIONS, "b": {**OPTIONS, "hash_seed": 1}, "c": SMALL}.items():
+        prepare(raw, tmp_path / name, **options)
+    a, b, c = (source_of(tmp_path / name).encoder.preparation for name in "abc")
+    assert a is not None and b is not None and c is not None
+    a.refuse_other(a.state())
+    with pytest.raises(
+        DataError, match=r"table 'user': its ids are hashed to 1,000 rows with seed 1 \(text\), and those"
+    ):
+        b.refuse_other(a.state(), may_grow=True)
+    with pytest.raises(
+        DataError, match=r"table 'user': its ids are those of \d+ values, and .* on hashed to 1,000 rows"
+    ):
+        c.refuse_other(a.state(), may_grow=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hash_rows": {"usr": 9}}, "hash_rows names table 'usr', which there is not; did you mean 'user'"),
+        ({"hash_rows": {"user": 1}}, "hash_rows: table 'user' has 1 rows, must be an integer from 2 to 2"),
+        ({"hash_rows": {"user": "9"}}, "hash_rows: table 'user' has '9' rows, must be an integer"),
+        ({"hash_rows": {"user": 9}, "hash_seed": -1}, "hash_seed is -1, must be an integer of at least 0, below 2"),
+        ({"hash_rows": {"user": 1 << 33}, "format": "split_binary"}, "has a varying number|does not fit int32"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "raw").mkdir()
+    raw = dataset(tmp_path / "raw", files=1)
+    with pytest.raises(SpecError, match=message):
+        prepare(raw, tmp_path / "out", **{**SMALL, **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_values_are_row_0() -> None:
+    entry = HashEntry(kind="integers", rows=100, seed=0)
+    assert entry.ids(pa.array([5, None], pa.int64())).tolist() == [*rows_of(hash_integers(np.array([5])), 100), 0]

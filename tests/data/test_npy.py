@@ -1,0 +1,290 @@
+"""Protects that arrays of TorchRec's and MLPerf's scripts are read where they are, and that bad ones are named."""
+
+import pickle
+import zipfile
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from format_cases import DENSE, FEATURES, NAMES, ROWS, SCHEMA, Day, days, several, write_multi_hot, write_npy
+
+from hotbed.batch import Batch
+from hotbed.data import NpySource, Source
+from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
+from hotbed.testing.source import SourceContract, assert_same
+
+Splits = dict[str, Batch]
+
+
+def batch_of(samples: list[Day], *, multi_hot: bool = False) -> Batch:
+    ids = {
+        name: np.concatenate([several(day, i) if multi_hot else day.ids[:, [i]] for day in samples])
+        for i, name in enumerate(NAMES)
+    }
+    return Batch(
+        sparse=Jagged.from_dict({n: torch.from_numpy(v[:, 0] if v.shape[1] == 1 else v) for n, v in ids.items()}),
+        dense=torch.from_numpy(np.concatenate([day.dense for day in samples])),
+        labels=torch.from_numpy(np.concatenate([day.labels for day in samples])).float()[:, None],
+    )
+
+
+def by_default(whole: Batch, train: int, valid: int) -> Splits:
+    ends = [0, train, train + valid, len(whole)]
+    parts = [whole.take(torch.arange(a, b)) for a, b in pairwise(ends)]
+    return dict(zip(("train", "valid", "test"), parts, strict=True))
+
+
+class TestOneHot(SourceContract):
+    def make(self, path: Path) -> tuple[Source, Splits]:
+        # 120, 121 and 122 samples, the last day halved
+        return NpySource(write_npy(path / "set", days()), rows=ROWS), by_default(batch_of(days()), 241, 61)
+
+
+class TestByColumn(SourceContract):
+    def make(self, path: Path) -> tuple[Source, Splits]:
+        folder = write_npy(path / "set", days(), by_column=True)
+        return NpySource(folder, SCHEMA, chunk_samples=50), by_default(batch_of(days()), 241, 61)
+
+
+class TestMultiHot(SourceContract):
+    def make(self, path: Path) -> tuple[Source, Splits]:
+        source = NpySource(write_multi_hot(path / "set", days()), rows=[ROWS] * FEATURES, chunk_samples=50)
+        return source, by_default(batch_of(days(), multi_hot=True), 241, 61)
+
+
+def test_splits(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(11, 20))
+    source = NpySource(folder, rows=ROWS)
+    assert {s: source.samples(s) for s in source.splits} == {"train": sum(range(20, 30)), "valid": 15, "test": 15}
+    # day_10 is the last, not day_9
+    assert source.read("test", 0).labels[-1] == days(11, 20)[10].labels[-1]  # pyright: ignore[reportOptionalSubscript]
+    chosen = NpySource(folder, rows=ROWS, splits={"train": ["day_10", "day_2"], "test": ["day_3"]})
+    assert {s: chosen.samples(s) for s in chosen.splits} == {"train": 52, "test": 23}
+    assert_same(chosen.read("train", 1), batch_of([days(11, 20)[2]]))
+    # of one day the last tenth; names that are splits' are splits
+    one = NpySource(write_npy(tmp_path / "one", days(1)), rows=ROWS)
+    assert [one.samples(s) for s in one.splits] == [108, 6, 6]
+    named = tmp_path / "named"
+    named.mkdir()
+    for i, split in enumerate(("train", "test")):
+        for part in ("sparse", "dense", "labels"):
+            (named / f"{split}_{part}.npy").write_bytes((folder / f"day_{i}_{part}.npy").read_bytes())
+    of_names = NpySource(named, rows=ROWS)
+    assert {s: of_names.samples(s) for s in of_names.splits} == {"test": 21, "train": 20}
+
+
+def test_types_as_scripts_write_them(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(2))
+    for i, day in enumerate(days(2)):
+        np.save(folder / f"day_{i}_sparse.npy", day.ids.astype(np.int64) + (1 << 40))
+        np.save(folder / f"day_{i}_labels.npy", day.labels.astype(np.float32))
+        np.save(folder / f"day_{i}_dense.npy", day.dense.astype(">f8"))
+    source = NpySource(folder, rows=7, modulo=True)
+    batch = source.read("train", 0)
+    assert batch.sparse["cat_1"].values.tolist() == [(int(i) + (1 << 40)) % 7 for i in days(2)[0].ids[:, 1]]
+    assert batch.dense is not None and torch.equal(batch.dense, torch.from_numpy(days(2)[0].dense))
+    stored = NpySource(folder, rows=7).read("train", 0)
+    assert stored.sparse["cat_1"].values.tolist() == [int(i) + (1 << 40) for i in days(2)[0].ids[:, 1]]
+
+
+def test_without_labels_for_predictions(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(2))
+    for file in folder.glob("*_labels.npy"):
+        file.unlink()
+    assert NpySource(folder, {**SCHEMA, "labels": []}).read("test", 0).labels is None
+    with pytest.raises(SpecError, match=r"the schema has 1 labels, and the arrays in .*set have 0; name them all"):
+        NpySource(folder, SCHEMA)
+
+
+def test_numbers_that_the_model_normalizes(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(2))
+    source = NpySource(folder, {**SCHEMA, "dense": [{"name": name, "rule": "standard"} for name in DENSE]})
+    found = source.read_numericals("train", 0)
+    assert found is not None and found.dtype == torch.float64
+
+
+def test_it_can_be_sent_to_other_processes(tmp_path: Path) -> None:
+    source = NpySource(write_multi_hot(tmp_path / "set", days(2)), rows=ROWS)
+    assert_same(pickle.loads(pickle.dumps(source)).read("test", 0), source.read("test", 0))
+
+
+def test_labels_are_checked(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days(2))
+    labels = days(2)[0].labels.astype(np.float32)[:, None]
+    for bad, message in ((-1, r"label -1.0 at row 70; labels must be from 0 to 1"), (np.nan, "label nan at row 70")):
+        labels[70] = bad
+        np.save(folder / "day_0_labels.npy", labels)
+        with pytest.raises(DataError, match=rf"day_0_labels.npy, column 'label': {message}"):
+            NpySource(folder, rows=ROWS).check_labels("train")
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def cut(file: str, by: int = 4) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / file).write_bytes((folder / file).read_bytes()[:-by])
+
+    return change
+
+
+def append(file: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / file).write_bytes((folder / file).read_bytes() + b"0")
+
+    return change
+
+
+def save(file: str, values: Any) -> Callable[[Path], None]:
+    return lambda folder: np.save(folder / file, values)
+
+
+def savez(**arrays: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "day_0_sparse.npy").unlink()
+        np.savez(folder / "day_0_sparse_multi_hot.npz", **arrays)
+
+    return change
+
+
+def zipped(folder: Path) -> None:
+    (folder / "day_0_sparse.npy").unlink()
+    np.savez_compressed(folder / "day_0_sparse_multi_hot.npz", **{"0": days()[0].ids})
+
+
+IDS = days()[0].ids
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut short": (
+        cut("day_1_sparse.npy"),
+        r"day_1_sparse.npy: expected 1,452 bytes \(121 rows × 3 of int32\), found 1,448; the file is truncated",
+    ),
+    "longer": (append("day_0_dense.npy"), r"day_0_dense.npy: expected 960 bytes .* 961"),
+    "no array": (
+        lambda f: (f / "day_0_dense.npy").write_bytes(b"1,2\n"),
+        r"day_0_dense.npy is no array of NumPy, or is cut short .*; write it with numpy.save",
+    ),
+    "cut within its header": (cut("day_0_dense.npy", 1000), r"day_0_dense.npy is no array of NumPy, or is cut short"),
+    "objects": (
+        save("day_0_sparse.npy", np.array([["a"] * 3] * 120, dtype=object)),
+        r"day_0_sparse.npy has values of type object, must be integers; write it anew",
+    ),
+    "text": (
+        save("day_0_dense.npy", np.array([["a"] * 2] * 120)),
+        r"day_0_dense.npy has values of type <U1, must be n",
+    ),
+    "floats as ids": (
+        save("day_0_sparse.npy", IDS / 2),
+        r"day_0_sparse.npy has values of type float64, must be integers",
+    ),
+    "one dimension": (
+        save("day_0_sparse.npy", IDS[:, 0]),
+        r"day_0_sparse.npy has the shape \[120\], must be \[samples, ids",
+    ),
+    "other columns": (
+        save("day_0_sparse.npy", IDS[:, :2]),
+        r"day_1 has 1 1 1 ids per sample, by feature, and day_0 has 1 1; they must be of one data set",
+    ),
+    "other rows": (
+        save("day_0_labels.npy", days()[0].labels[:7, None]),
+        r"day_0_labels.npy has 7 rows, and .*day_0_sparse.npy has 120; they must be of the same samples",
+    ),
+    "no labels of a day": (
+        lambda f: (f / "day_2_labels.npy").unlink(),
+        r"has day_2_dense.npy, day_2_sparse.npy, but not day_2_labels.npy; copy what is missing there",
+    ),
+    "no ids of a day": (lambda f: (f / "day_2_sparse.npy").unlink(), r"but not day_2_sparse.npy; copy what is missing"),
+    "one and several ids": (
+        lambda f: np.savez(f / "day_0_sparse_multi_hot.npz", **{"0": IDS}),
+        r"has day_0_sparse.npy and day_0_sparse_multi_hot.npz, which are one or several ids of the same samples; move",
+    ),
+    "several ids, compressed": (zipped, r"day_0_sparse_multi_hot.npz is compressed, so .*; write it with numpy.savez"),
+    "several ids, of other names": (savez(C1=IDS), r"has an array 'C1.npy'; its arrays must be named 0, 1, 2, …"),
+    "several ids, not all": (
+        savez(**{"0": IDS, "2": IDS}),
+        r"multi_hot.npz has the arrays 0, 2; there must be all from 0",
+    ),
+    "several ids, floats": (savez(**{"0": IDS / 2}), r"hot.npz, array 0 has values of type float64, must be integers"),
+    "no arrays": (lambda f: [file.unlink() for file in f.iterdir()], r"has no arrays such as day_0_sparse.npy or"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arrays_are_named(tmp_path: Path, case: str) -> None:
+    folder = write_npy(tmp_path / "set", days())
+    change, message = BAD[case]
+    change(folder)
+    with pytest.raises(DataError, match=message):
+        NpySource(folder, rows=ROWS)
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    folder = write_multi_hot(tmp_path / "set", days())
+    cut("day_0_sparse_multi_hot.npz", 60)(folder)
+    with pytest.raises(
+        DataError, match=r"day_0_sparse_multi_hot.npz is damaged or cut short .*; copy or write it again"
+    ):
+        NpySource(folder, rows=ROWS)
+    with zipfile.ZipFile(folder / "day_0_sparse_multi_hot.npz", "w") as archive:
+        archive.writestr("0.npy", b"nothing")
+    with pytest.raises(DataError, match=r"multi_hot.npz, array 0 is no array of NumPy, or is cut short"):
+        NpySource(folder, rows=ROWS)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path / "set", days())
+    source = NpySource(folder, rows=ROWS)
+    cut("day_1_sparse.npy", 400)(folder)
+    with pytest.raises(DataError, match=r"day_1_sparse.npy: expected 1,452 bytes from byte 128 on, found 1,052; the"):
+        source.read("train", 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {},
+            "does not say how many rows tables have; write `rows`, a number for each of its 3 features, or let hotbed",
+        ),
+        ({"rows": [5, 6]}, r"rows has 2 numbers, and .*set has 3 features; give one for each"),
+        ({"rows": 5, "schema": SCHEMA}, "there are both schema and rows, which the schema says too"),
+        ({"rows": 5, "chunk_samples": 0}, "chunk_samples is 0, must be at least 1"),
+        ({"schema": {**SCHEMA, "dense": ["a"]}}, r"the schema has 1 dense columns, and the arrays in .*set have 2"),
+        ({"schema": {**SCHEMA, "sparse": SCHEMA["sparse"][:1]}}, "the schema has 1 sparse columns, and the arrays in"),
+        (
+            {"schema": {**SCHEMA, "sparse": [{"name": n, "rows": 5, "ids": 2} for n in NAMES]}},
+            r"sparse column 'cat_0': ids is 2, and the arrays in .*set have 1",
+        ),
+        ({"schema": {**SCHEMA, "weight": "w"}}, "arrays of NumPy have no weight or group column; use Parquet for them"),
+        (
+            {"schema": {**SCHEMA, "labels": [{"column": "label", "positive": "> 0"}]}},
+            "arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for that",
+        ),
+        ({"rows": 5, "splits": {"train": ["day_7"]}}, "splits: .*set has no day 'day_7'; did you mean 'day_"),
+        (
+            {"rows": 5, "splits": {"train": "day_0"}},
+            r"splits: train is 'day_0', must be a list of days; write \[day_0\]",
+        ),
+        ({"rows": 5, "splits": {"train": ["day_0"], "test": ["day_0"]}}, "splits: 'day_0' is in train and in test"),
+        ({"rows": 5, "splits": {}}, r"splits is \{\}, must name days: \{train: \[day_0\]\}"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    folder = write_npy(tmp_path / "set", days())
+    with pytest.raises(SpecError, match=message):
+        NpySource(folder, **options)
+
+
+def test_places_without_arrays(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere is no folder; give the one that has day_0_dense.npy"):
+        NpySource(tmp_path / "nowhere", rows=ROWS)
+    with pytest.raises(DataError, match="s3://models/days: arrays of NumPy are read from local disks only; copy them"):
+        NpySource("s3://models/days", rows=ROWS)
+    few = write_npy(tmp_path / "few", [Day(*(part[:3] for part in days()[0]))])
+    with pytest.raises(DataError, match="few has too few samples for a valid split; say `splits`"):
+        NpySource(few, rows=ROWS)
+    assert NpySource(few, rows=ROWS, splits={"train": ["day_0"]}).samples("train") == 3
