@@ -48,7 +48,7 @@ CountOn = Literal["train", "all"]
 MEMORY_BYTES = 2 << 30
 _BASE_BYTES, _TASK_BYTES = 512 << 20, 384 << 20
 _DONE = ".done"
-_VERSION = 1  # of what is left of a killed preparation
+_VERSION = 2  # of what is left of a killed preparation
 
 
 @dataclass(frozen=True, kw_only=True)
