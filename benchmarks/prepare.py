@@ -115,7 +115,9 @@ def measure(command: Sequence[str], log: Path) -> dict[str, float]:
             child.wait()
     seconds = time.perf_counter() - started
     if child.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {child.returncode}:\n{log.read_text(encoding='utf-8')[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with {child.returncode}:\n{log.read_text(encoding='utf-8')[-4000:]}"
+        )
     return {
         "seconds": seconds,
         "peak_bytes": 1024 * peak,
