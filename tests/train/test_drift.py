@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.train.drift import BINS, bins_of, stability
+from hotbed.data.stability import BINS, bins_of
+from hotbed.train.drift import stability
 
 
 def index(a: Tensor, b: Tensor) -> float:

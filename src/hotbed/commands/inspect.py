@@ -1,8 +1,9 @@
-"""Show what a dataset, Parquet file, run or checkpoint holds: ``hotbed inspect``."""
+"""Show what data, a run or a checkpoint hold: ``hotbed inspect``; data: `inspect_data.py`, ``--skew``: `skew.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +13,11 @@ from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, Directory, Manifest, checkpoints_in, directory, runs_in, verify_checkpoint
 from hotbed.commands.arguments import add_json, add_trust, console, write_json
+from hotbed.commands.inspect_data import DataOptions, add_data_arguments, inspect_data, print_data
 from hotbed.commands.skew import SKEW_DEFAULTS, inspect_skew, print_skew
 from hotbed.config import Recipe
-from hotbed.data import Schema, SplitBinarySource
+from hotbed.data import Schema
 from hotbed.data.derived import Bucket, Cross, Derived, Lookup
-from hotbed.data.parquet import find_parquet
 from hotbed.errors import DataError, RecipeError
 from hotbed.locations import location
 from hotbed.parsing import TextError, parse_json
@@ -26,44 +27,61 @@ from hotbed.train.stored import FEATURES
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the path, and the options of `inspect_skew`."""
+    """Add the path, and the options of data and of `inspect_skew`."""
     parser.usage = "hotbed inspect PATH [options]"
     parser.add_argument(
         "path",
         type=str,
-        help="Dataset, Parquet, run, runs of a name, checkpoint; or --skew of a recipe.",
+        help="Data (prepared, Parquet, CSV, TSV, logs), a recipe, run, runs of a name, or checkpoint.",
     )
     parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
+    add_data_arguments(parser)
     parser.add_function_arguments(inspect_skew, skip={"path", "console", "trust_recipe"})
     add_trust(parser)
     add_json(parser)
 
 
 def run(parsed: Namespace) -> None:
-    """Show what a path holds, or how skewed the lookups of its samples are."""
-    options = parsed.as_dict()
-    path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
-    if skew:
-        found = inspect_skew(path, console(stderr=True), **options)
-        print_skew(console(), found)
-    else:
-        for name, default in SKEW_DEFAULTS.items():
-            if options[name] != default:
-                raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
-        found = describe(path)
-        print_description(console(), found)
-    write_json(json, found)
-
-
-def describe(path: str | Path) -> dict[str, Any]:
-    """Plain values about a prepared dataset, a Parquet file or folder, a run, the newest of a name, or a checkpoint.
-
-    All but a prepared dataset may also be at a URI.
+    """Show what a path holds, or how skewed the lookups of its samples are.
 
     Raises
     ------
     DataError
-        If the path is none of these, or is damaged.
+        If data are not what a recipe says, after all that was found is printed and written.
+    """
+    options = parsed.as_dict()
+    path, skew, json = location(options.pop("path")), options.pop("skew"), options.pop("json")
+    of_data = DataOptions(**{field.name: options.pop(field.name) for field in fields(DataOptions)})
+    if skew:
+        if of_data.given:
+            raise RecipeError(f"--{of_data.given[0]} does not go with --skew; leave one of them out")
+        found = inspect_skew(path, console(stderr=True), **options)
+        print_skew(console(), found)
+        write_json(json, found)
+        return
+    for name, default in SKEW_DEFAULTS.items():
+        if options[name] != default:
+            raise RecipeError(f"--{name} goes with --skew; add --skew, or leave --{name} out")
+    if (described := describe(path)) is not None:
+        if of_data.given:
+            raise RecipeError(f"--{of_data.given[0]} is for data, and {path} is a {described['kind']}; leave it out")
+        print_description(console(), described)
+        write_json(json, described)
+        return
+    inspected = inspect_data(path, of_data, console(stderr=True))
+    print_data(console(), inspected.found)
+    write_json(json, inspected.found)
+    if inspected.error is not None:
+        raise inspected.error
+
+
+def describe(path: str | Path) -> dict[str, Any] | None:
+    """Plain values about a run, the newest of a name, or a checkpoint; None of anything else.
+
+    Raises
+    ------
+    DataError
+        If there is no such path, or a run is damaged.
     CheckpointError
         If a checkpoint is damaged.
     """
@@ -76,43 +94,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         return _run(place)
     if runs := [run for run in runs_in(place) if run.has(RECIPE)]:
         return _run(runs[-1])
-    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or place.has("feature_spec.yaml")):
-        return _dataset(path)
-    try:
-        return _parquet(path)
-    except DataError as error:
-        raise DataError(
-            f"{path} is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint ({MANIFEST}) or "
-            f"Parquet: {error}"
-        ) from None
-
-
-def _dataset(path: Path) -> dict[str, Any]:
-    source = SplitBinarySource(path)
-    root = path if path.is_dir() else path.parent
-    return {
-        "kind": "prepared dataset",
-        "path": path,
-        "samples": {split: source.samples(split) for split in source.splits},
-        "bytes": sum(f.stat().st_size for f in root.glob("*/*.bin")),
-        "labels": list(source.schema.labels),
-        "dense": list(source.schema.dense),
-        "tables": [{"table": name, "rows": rows} for name, rows in source.schema.rows.items()],
-    }
-
-
-def _parquet(path: str | Path) -> dict[str, Any]:
-    files = find_parquet(path)
-    everything = [file for of_split in files.values() for file in of_split]
-    schema = everything[0].schema
-    return {
-        "kind": "Parquet",
-        "path": path,
-        "files": len(everything),
-        "row_groups": sum(len(file.row_groups()) for file in everything),
-        "samples": {split or "all": sum(f.metadata.num_rows for f in of) for split, of in files.items()},
-        "columns": [{"column": field.name, "type": str(field.type)} for field in schema],
-    }
+    return None
 
 
 def _checkpoint(place: Directory) -> dict[str, Any]:

@@ -31,7 +31,7 @@ COMMANDS = {
     "predict": "Score new rows with a run's model.",
     "export": "Export a run's model for servers, or what has changed in it.",
     "serve": "Answer requests with exported models, over HTTP.",
-    "inspect": "Show what a dataset, run or checkpoint holds, and how skewed lookups are.",
+    "inspect": "Show what data, a run or a checkpoint hold; drift between days, what training would refuse, skew.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",
     "doctor": "Say what hotbed finds on this machine and what is missing; measure it for the planner.",
     "bench": "Measure kernels, or training steps, against this machine's limits.",

@@ -57,7 +57,7 @@ class DataRecipe:
     window: int = 8
     """Chunks of the source that are shuffled together."""
     executor: str = "threads"
-    """What reads: ``threads`` or ``processes`` of each trainer, or a cluster for all, ``dask:ADDRESS``, ``ray:ADDRESS``."""
+    """What reads: ``threads`` or ``processes`` of each trainer, or, for all, ``dask:ADDRESS`` or ``ray:ADDRESS``."""
     workers: int = 2
     """Threads or processes that read; of a cluster, how many of its workers each trainer keeps busy."""
     prefetch: int = 4

@@ -22,7 +22,10 @@ from hotbed.errors import DataError, SpecError, did_you_mean
 _TEST_FRACTION = 0.1
 _GROUP_ROWS = 1 << 19
 _GROUP_BYTES = 256 << 20
-_FEWEST_ROWS = 1 << 12
+_FEWEST_ROWS = 1 << 8
+_PROBED_ROWS = 1 << 10
+_NOT_PROBED = 64
+_DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
 
 
 _NOWHERE = Position(0, 0)
@@ -261,17 +264,39 @@ class Part:
 
 def read_parts(group: Sequence[Piece], columns: Sequence[str], splits: Splits) -> Iterator[Part]:
     """Read the rows of a group in order, as many at once as memory should hold."""
-    if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(p.bytes for p in group) <= _GROUP_BYTES:
+    sizes = [_bytes_read(piece, columns) for piece in group]
+    if sum(piece.rows.samples for piece in group) <= _GROUP_ROWS and sum(sizes) <= _GROUP_BYTES:
         tables = [piece.rows.read(columns) for piece in group]
         codes = np.concatenate([splits.codes(piece) for piece in group])
         yield Part(tables, [str(piece.rows) for piece in group], [0] * len(group), codes)
         return
-    for piece in group:
+    for piece, nbytes in zip(group, sizes, strict=True):
         codes, start = splits.codes(piece), 0
-        rows = max(_FEWEST_ROWS, min(_GROUP_ROWS, _GROUP_BYTES * piece.rows.samples // max(1, piece.bytes)))
+        rows = max(_FEWEST_ROWS, min(_GROUP_ROWS, _GROUP_BYTES * piece.rows.samples // max(1, nbytes)))
         for table in piece.rows.batches(columns, rows):
             yield Part([table], [str(piece.rows)], [start], codes[start : start + len(table)])
             start += len(table)
+
+
+def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
+    """Bytes that columns of a piece take when they are read, about.
+
+    Texts that repeat are stored once, and read as often as they are met: what the footer says may be a thousandth of
+    that. So where a column is stored so, its first rows are read, and all are taken to be like them.
+    """
+    rows = piece.rows
+    stored = rows.file.metadata.row_group(rows.index)
+    texts: list[str] = []
+    most = 0
+    for leaf in (stored.column(i) for i in range(stored.num_columns)):
+        names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
+        if names and leaf.physical_type == "BYTE_ARRAY" and _DICTIONARIES & {*leaf.encodings}:
+            texts.append(names[0])
+            most += leaf.num_values * leaf.total_uncompressed_size  # no value is longer than all that is stored
+    if most <= _GROUP_BYTES // _NOT_PROBED:
+        return piece.bytes + most
+    first = next(rows.batches(list(dict.fromkeys(texts)), _PROBED_ROWS))
+    return piece.bytes + first.nbytes * rows.samples // max(1, len(first))
 
 
 def _values(column: pa.ChunkedArray, kind: pa.DataType, place: str, *, is_list: bool) -> pa.Array:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from hotbed.data.access_counts import positions, read_pieces
 from hotbed.data.source import Source
 from hotbed.data.stack_distance import StackDistances, count
+from hotbed.data.zipf_source import RANKED, fitted_exponent
 from hotbed.errors import SpecError
 from hotbed.jagged import Jagged
 
@@ -32,8 +33,6 @@ SHARES = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.
 
 SAMPLED_ROWS = 1 << 20
 """Tables with more rows are sampled for the LRU curve, by default."""
-
-_RANKED = 10  # accesses from which on a row's rank says something about its popularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,22 +83,9 @@ class Popularity:
     def zipf_exponent(self) -> float | None:
         """Exponent s of Zipf's law, by which the row of rank r has a share of the accesses in proportion to r^−s.
 
-        The maximum of the likelihood over the ranks 1 … K of the rows with at least 10 accesses, as rarer rows have no
-        rank to rely on. There the mean of ln r over the accesses is its mean by the law, Σ r^−s ln r / Σ r^−s (Clauset,
-        Shalizi and Newman, "Power-law distributions in empirical data", SIAM Review 51(4), 2009, section 3.1).
-        None where K is below 2.
+        See `hotbed.data.zipf_source.fitted_exponent`; None where fewer than two rows have at least 10 accesses.
         """
-        counts = self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= _RANKED)]].astype(np.float64)
-        if len(counts) < 2:
-            return None
-        ln_rank = np.log(np.arange(1, len(counts) + 1))
-        mean = counts @ ln_rank / counts.sum()
-        low, high = 0.0, 64.0
-        for _ in range(40):  # bisection: the law's mean falls as the exponent rises
-            middle = (low + high) / 2
-            law = np.exp(-middle * ln_rank)
-            low, high = (middle, high) if law @ ln_rank / law.sum() > mean else (low, middle)
-        return (low + high) / 2
+        return fitted_exponent(self.accesses[self.hot_order[: np.count_nonzero(self.accesses >= RANKED)]])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON can hold, with curves at `SHARES` of the rows."""

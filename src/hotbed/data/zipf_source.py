@@ -131,6 +131,39 @@ class Zipf:
         return np.exp(log)
 
 
+RANKED = 10
+"""Occurrences from which on the rank of a value says something about its popularity."""
+
+
+def fitted_exponent(counts: NDArray[Any]) -> float | None:
+    """Exponent s of Zipf's law, by which the value of rank r has a share of the occurrences in proportion to r^−s.
+
+    The maximum of the likelihood over the ranks 1 … K of these values, as rarer ones than they have no rank to rely on.
+    There the mean of ln r over the occurrences is its mean by the law, Σ r^−s ln r / Σ r^−s (Clauset, Shalizi and
+    Newman, "Power-law distributions in empirical data", SIAM Review 51(4), 2009, section 3.1).
+
+    Parameters
+    ----------
+    counts
+        Occurrences ``[K]`` of each value, falling; those with at least `RANKED`.
+
+    Returns
+    -------
+    float or None
+        None where K is below 2.
+    """
+    if len(counts) < 2:
+        return None
+    ln_rank = np.log(np.arange(1, len(counts) + 1))
+    mean = counts.astype(np.float64) @ ln_rank / counts.sum()
+    low, high = 0.0, 64.0
+    for _ in range(40):  # bisection: the law's mean falls as the exponent rises
+        middle = (low + high) / 2
+        law = np.exp(-middle * ln_rank)
+        low, high = (middle, high) if law @ ln_rank / law.sum() > mean else (low, middle)
+    return (low + high) / 2
+
+
 # fmt: off
 CRITEO_1TB = {
     "criteo_1tb_t15": (

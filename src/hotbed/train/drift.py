@@ -1,9 +1,7 @@
 """Measure how a day's samples differ from those of the days before: ids never seen, labels, distributions of numbers.
 
-Everything is counted while the samples pass on their way to an evaluation, and counts of ranks and of days add up. A
-number falls into one of `BINS` bins by its sign and size, four per doubling, so no bin depends on a day. Two days are
-compared by the population stability index, Σ (p − q) ln(p / q) over bins: below 0.1 they are alike, above 0.25
-they are not, as a rule of thumb (Siddiqi, "Credit Risk Scorecards", 2006).
+Everything is counted while the samples pass on their way to an evaluation, and counts of ranks and of days add up. Two
+days are compared by the population stability index, see `hotbed.data.stability`.
 """
 
 from __future__ import annotations
@@ -16,22 +14,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.data import Loader, Source
+from hotbed.data.stability import BINS, bins_of, stability_index
 from hotbed.errors import DamagedError
 from hotbed.files import new_file
 from hotbed.train.parallel import Ranks
 
-_PER_DOUBLING = 4
-_SMALLEST, _LARGEST = -30, 64
-"""Powers of 2 between which sizes are told apart: ratios of a billionth, times in nanoseconds."""
-_REACH = (_LARGEST - _SMALLEST) * _PER_DOUBLING
-BINS = 2 * _REACH + 2
-"""Bins of numbers: negative ones, 0, positive ones, and the last for missing."""
-_LEAST = 0.5
-"""Samples that a bin has at least, in an index."""
 BINNED = "bins_of_sizes"
 """Key of a record's bins; former ones, ``bins``, cannot be compared with them."""
 _TABLE = "table "  # NumPy takes some names for its own
@@ -133,22 +123,14 @@ class DayCounts:
         }
 
 
-def bins_of(values: Tensor) -> Tensor:
-    """Bin of each number, int64 of the same shape."""
-    wide = values.double()
-    steps = ((wide.abs().log2() - _SMALLEST) * _PER_DOUBLING).ceil().clamp(1, _REACH)
-    signed = torch.where(wide < 0, -steps, steps).where(wide != 0, 0)
-    return torch.where(wide.isnan(), BINS - 1, signed.nan_to_num().long() + _REACH)
-
-
 def stability(bins: Mapping[str, Mapping[str, int]], reference: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
-    """Population stability index of each column that two days have."""
+    """Population stability index of each column that two days have, the largest first."""
     found: dict[str, float] = {}
     for column in bins.keys() & reference.keys():
-        keys = sorted(bins[column].keys() | reference[column].keys(), key=int)
-        p, q = (np.maximum([of[column].get(key, 0) for key in keys], _LEAST) for of in (bins, reference))
-        p, q = p / p.sum(), q / q.sum()
-        found[column] = float(((p - q) * np.log(p / q)).sum())
+        keys = bins[column].keys() | reference[column].keys()
+        found[column] = stability_index(
+            *(np.array([of[column].get(key, 0) for key in sorted(keys, key=int)]) for of in (bins, reference))
+        )
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 

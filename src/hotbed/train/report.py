@@ -225,6 +225,8 @@ _STAGES = {
     "count": "counting values",
     "write": "writing the dataset",
     "accesses": "counting accesses",
+    "inspect": "reading all rows",
+    "against": "reading the rows to compare with",
     "pack": "packing hot and cold samples",
     "measure": "measuring numericals",
     "export": "copying rows",

@@ -1,0 +1,241 @@
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+"""Read all columns of any data in slices of rows, in order and bounded memory: `open_rows`, `SourceRows`.
+
+Parquet, CSV, TSV and logs are read as they are stored, with all columns that their files have and no schema. Of other
+formats the samples of a `Source` are turned into columns.
+"""
+
+# pyarrow ships no types.
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from hotbed.batch import Batch
+from hotbed.data.parquet import ParquetSource
+from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.schema import Schema
+from hotbed.data.source import Source
+from hotbed.data.split_binary import SplitBinarySource
+from hotbed.errors import DataError
+
+_CELLS = 2_000_000
+_FEWEST_ROWS, _MOST_ROWS = 1_024, 1 << 16
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RowsSlice:
+    """Consecutive rows.
+
+    Attributes
+    ----------
+    table
+        Their columns.
+    split
+        The split that they are in; "" where there is none.
+    place, row_of
+        Where they are, and the row of a position, for messages.
+    """
+
+    table: pa.Table
+    split: str
+    place: str
+    row_of: Callable[[int], str]
+
+
+class StoredRows(ABC):
+    """Rows of a dataset with all of their columns."""
+
+    path: str
+    kind: str
+    """What sort of dataset it is, in words."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> dict[str, int]:
+        """Rows by split; the split of data without any is ""."""
+
+    @property
+    @abstractmethod
+    def about(self) -> dict[str, int]:
+        """Further figures: files, row groups, bytes."""
+
+    @property
+    @abstractmethod
+    def schemas(self) -> list[tuple[str, pa.Schema]]:
+        """Columns of each file, with what messages call it."""
+
+    @abstractmethod
+    def read(self, columns: Sequence[str] | None = None) -> Iterator[RowsSlice]:
+        """Read all rows in order, with all columns or some; a file that lacks one gives rows without it."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all splits."""
+        return sum(self.samples.values())
+
+    @property
+    def types(self) -> dict[str, list[str]]:
+        """By column in the order of the files, its types, of which there is more than one where files differ."""
+        found: dict[str, list[str]] = {}
+        for _, schema in self.schemas:
+            for field in schema:
+                types = found.setdefault(field.name, [])
+                if str(field.type) not in types:
+                    types.append(str(field.type))
+        return found
+
+
+class FileRows(StoredRows):
+    """Rows of files of Parquet, or of text that was converted to it, by split."""
+
+    kind = "Parquet"
+
+    def __init__(self, path: str | Path, files: Mapping[str, Sequence[ParquetFile]]) -> None:
+        self.path = str(path)
+        self.files = {split: list(of_split) for split, of_split in files.items()}
+        for _, schema in self.schemas:
+            for name in schema.names:
+                if schema.names.count(name) > 1:
+                    raise DataError(f"{path} has several columns named '{name}'; rename all but one")
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Rows by split, by the footers."""
+        return {split: sum(file.metadata.num_rows for file in of) for split, of in self.files.items()}
+
+    @property
+    def about(self) -> dict[str, int]:
+        """Files and row groups."""
+        return {"files": len(self._all), "row_groups": len(self.row_groups)}
+
+    @property
+    def schemas(self) -> list[tuple[str, pa.Schema]]:
+        """Columns of each file."""
+        return [(str(file), file.schema) for file in self._all]
+
+    @property
+    def row_groups(self) -> list[RowGroup]:
+        """All row groups that have rows, in order."""
+        return [group for file in self._all for group in file.row_groups()]
+
+    def read(self, columns: Sequence[str] | None = None) -> Iterator[RowsSlice]:
+        """Read row group by row group, large ones in parts."""
+        for split, of_split in self.files.items():
+            for file in of_split:
+                names = [name for name in file.schema.names if columns is None or name in columns]
+                for group in file.row_groups():
+                    yield from _slices(group, names, split)
+
+    @property
+    def _all(self) -> list[ParquetFile]:
+        return [file for of_split in self.files.values() for file in of_split]
+
+
+class SourceRows(StoredRows):
+    """Rows of a source, in its splits: as they are stored where it has them, else what its batches have as columns."""
+
+    def __init__(self, path: str | Path, source: Source, kind: str) -> None:
+        self.path, self.source, self.kind = str(path), source.streamed(), kind
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether rows are as they are stored, and not what batches have: labels as a schema maps them, ids as rows."""
+        return isinstance(self.source, ParquetSource)
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """Samples by split."""
+        return {split: self.source.samples(split) for split in self.source.splits}
+
+    @property
+    def about(self) -> dict[str, int]:
+        """Nothing that all formats have."""
+        return {}
+
+    @property
+    def schemas(self) -> list[tuple[str, pa.Schema]]:
+        """Columns of the first sample's batch."""
+        found = next(self.read(), None)
+        return [] if found is None else [(self.path, found.table.schema)]
+
+    def read(self, columns: Sequence[str] | None = None) -> Iterator[RowsSlice]:
+        """Read chunk by chunk."""
+        for split in self.source.splits:
+            start = 0
+            for i, samples in enumerate(self.source.chunks(split)):
+                if isinstance(self.source, ParquetSource):
+                    table = self.source.read_columns(split, i, list(self.source.column_types()))
+                else:
+                    table = columns_of(self.source.read(split, i), self.source.schema)
+                names = [name for name in table.column_names if columns is None or name in columns]
+                yield RowsSlice(table.select(names), split, f"split '{split}'", _sample_of(start))
+                start += samples
+
+
+def open_rows(path: str | Path) -> StoredRows:
+    """Find the rows at a path: a prepared dataset's, or those of Parquet, CSV or TSV files and logs.
+
+    Raises
+    ------
+    DataError
+        If there are none, or a file is damaged.
+    """
+    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file()):
+        return SourceRows(path, SplitBinarySource(path), "prepared dataset")
+    return FileRows(path, find_parquet(path))
+
+
+def columns_of(batch: Batch, schema: Schema) -> pa.Table:
+    """A batch's samples as columns by name; labels, numericals and weights are floats, ids integers or lists."""
+    columns: dict[str, pa.Array] = {}
+    for values, names in ((batch.labels, schema.labels), (batch.dense, schema.dense)):
+        if values is not None:
+            columns |= {name: pa.array(values[:, i].numpy()) for i, name in enumerate(names)}
+    for column in schema.sparse:
+        bags = batch.sparse[column.name]
+        ids = pa.array(bags.values.numpy())
+        if bags.offsets is not None:
+            ids = pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), ids)
+        elif bags.fixed != 1:
+            ids = pa.FixedSizeListArray.from_arrays(ids, bags.fixed)
+        columns[column.name] = ids
+    if schema.weight and batch.weights is not None:
+        columns[schema.weight] = pa.array(batch.weights.numpy())
+    for name, values in batch.extra.items():
+        columns.setdefault(name, pa.array(values.numpy()))
+    return pa.table(columns)
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same, each made by another thread while the one before it is used."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, items, end)
+        while (item := waiting.result()) is not end:
+            waiting = pool.submit(next, items, end)
+            yield item  # pyright: ignore[reportReturnType]
+
+
+def _slices(group: RowGroup, names: Sequence[str], split: str) -> Iterator[RowsSlice]:
+    rows = max(_FEWEST_ROWS, min(_MOST_ROWS, _CELLS // max(1, len(names))))
+    start = 0
+    for table in group.batches(names, rows) if group.samples > rows else iter([group.read(names)]):
+        yield RowsSlice(table, split, str(group), _row_of(group, start))
+        start += len(table)
+
+
+def _row_of(group: RowGroup, start: int) -> Callable[[int], str]:
+    return lambda at: group.place(start + at)
+
+
+def _sample_of(start: int) -> Callable[[int], str]:
+    return lambda at: f"sample {start + at:,}"
