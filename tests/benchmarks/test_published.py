@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.report import LARGEST, Predictor, draw, fitted, markdown, predictions, published, summary
-from benchmarks.published.setups import Setup, hot_share, read, sizes
+from benchmarks.published.setups import Setup, cold_of, hot_share, on_framework, read, sizes
+from hotbed.plan.hardware import Hardware
 from hotbed.plan.popularity import Zipf
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
@@ -46,7 +47,8 @@ def test_every_row_says_what_it_is_of_or_what_is_missing() -> None:
 
 def test_constants_are_those_with_which_their_rows_are_met() -> None:
     predictor = Predictor(GIVEN)
-    given = GIVEN | {"constants": {k: v for k, v in GIVEN["constants"].items() if k != "two_d_mflop"}}
+    quick = ("activation_passes", "launches_per_layer")
+    given = GIVEN | {"constants": {k: v for k, v in GIVEN["constants"].items() if k in quick}}
     constants = fitted(given, predictor)
     only = ["t15_amp", "t3_amp", "t15_tf32", "t15_bytes"]
     rows = {row["id"]: row for row in predictions(GIVEN, predictor, constants, only) if "ratio" in row}
@@ -67,6 +69,26 @@ def test_recipes_have_the_published_numbers_of_parameters_and_operations(name: s
     assert sizes(work)["billions"] == pytest.approx(billions, rel=0.01)
     assert {use.ids for use in work.uses} == {ids}
     assert work.dense.flops / 1e6 == pytest.approx(GIVEN["setups"][name]["mflop"], rel=0.02)
+
+
+def test_a_share_of_what_a_framework_does_on_cpus_is_done_by_one_core() -> None:
+    cpu, gpu = (Hardware.load(name) for name in ("epyc-7742x2", "a100-80"))
+    slow = on_framework(cpu, 0.1)
+    assert slow.flops["fp32"] == pytest.approx(cpu.flops["fp32"] / (1 + 0.1 * 127))
+    assert slow.gather[512] == pytest.approx(cpu.gather[512] / (1 + 0.1 * 127))
+    host = on_framework(gpu, 0.1)
+    assert host.host_stream == pytest.approx(gpu.host_stream / (1 + 0.1 * 127))
+    assert host.with_(host_stream=gpu.host_stream) == gpu == on_framework(gpu, 0.0)
+
+
+def test_a_framework_moves_a_row_for_every_id() -> None:
+    setup = Setup(**GIVEN["setups"]["t0_host"])
+    for framework, least, most in ((True, 65_000, 65_536), (False, 10_000, 60_000)):
+        work = read(replace(setup, framework_cpu=framework))[1]
+        largest = max(work.uses, key=lambda use: use.table.rows)
+        assert least <= largest.expected.distinct(range(largest.table.rows), 65_536) <= most
+    cold = cold_of(Setup(**GIVEN["setups"]["fae"]))
+    assert cold is not None and cold.framework_cpu and cold.tier == "host"
 
 
 def test_the_share_of_hot_samples_is_the_product_of_the_tables() -> None:
