@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,17 +53,20 @@ class Predictor:
         return self.rate(of[0], constants) / self.rate(of[1], constants) * row.get("scale", 1.0)
 
 
-def fitted(given: Mapping[str, Any], predictor: Predictor) -> dict[str, float]:
+def fitted(
+    given: Mapping[str, Any], predictor: Predictor, known: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """Fit all constants on their rows, by bisection of one after the other until none changes: rates fall as they rise.
 
-    A constant that cannot reach its row is 0 or the largest one.
+    A constant that cannot reach its row is 0 or the largest one; those that are ``known`` are kept.
     """
     rows = {row["id"]: row for row in given["rows"]}
-    constants = dict.fromkeys(LARGEST, 0.0)
+    known = known or {}
+    constants = dict.fromkeys(LARGEST, 0.0) | {**known}
     for _ in range(MOST_ROUNDS):
         before = dict(constants)
         for name, most in LARGEST.items():
-            if name in given["constants"]:
+            if name in given["constants"] and name not in known:
                 row = rows[given["constants"][name]["fitted on"]]
                 constants[name] = _meeting(predictor, row, constants, name, most)
         if all(abs(constants[name] - before[name]) <= 1e-4 * constants[name] for name in constants):
@@ -84,18 +87,41 @@ def _meeting(
 
 
 def predictions(
-    given: Mapping[str, Any], predictor: Predictor, constants: Mapping[str, float], only: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded."""
-    found: list[dict[str, Any]] = []
+    given: Mapping[str, Any],
+    predictor: Predictor,
+    constants: Mapping[str, float],
+    only: Sequence[str] | None = None,
+    known: Mapping[str, float] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded.
+
+    Parameters
+    ----------
+    given
+        What `published` reads.
+    predictor, constants
+        What predicts.
+    only
+        Rows that are predicted; all by default.
+    known
+        By row, what was predicted before.
+    """
+    known = known or {}
     for row in given["rows"]:
         about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
         if row["split"] == "excluded":
-            found.append(about | {"missing": row["missing"]})
+            yield about | {"missing": row["missing"]}
         elif only is None or row["id"] in only:
-            value = predictor.row(row, constants)
-            found.append(about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]})
-    return found
+            value = known[row["id"]] if row["id"] in known else predictor.row(row, constants)
+            yield about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]}
+
+
+def results(given: Mapping[str, Any], constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Any:
+    """What is stored: also which rows are left to be predicted."""
+    done = {row["id"] for row in rows}
+    left = [row["id"] for row in given["rows"] if row["id"] not in done and row["split"] != "excluded"]
+    about = {"looks": given["looks"], "constants": constants, "left": left}
+    return {**about, "sources": summary(rows), "rows": rows}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

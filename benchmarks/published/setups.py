@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -135,13 +136,19 @@ def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
     return recipe, work, Hardware.load(hardware), sum(isinstance(m, nn.Linear) for m in model.modules())
 
 
+@cache
+def plan_of_group(group: Setup) -> Plan:
+    """Search for the plan of a setup without replicas."""
+    recipe, work, hardware, _ = read(group)
+    fixed = {name: Cut(tier="host") for name in _in_host(group, work, group.ranks, hardware)}
+    return search(work, group.ranks, hardware, fixed=fixed, tiers=tiers_of(recipe)).plan
+
+
 def planned(setup: Setup) -> Planned:
-    """Search for a setup's plan."""
-    recipe, work, hardware, layers = read(setup)
-    size = setup.ranks // setup.replicas
-    fixed = {name: Cut(tier="host") for name in _in_host(setup, work, size, hardware)}
-    found = search(work, size, hardware, fixed=fixed, tiers=tiers_of(recipe))
-    return Planned(setup, work, hardware, layers, found.plan)
+    """Plan a setup; each replica has the plan that is best for one group alone."""
+    _, work, hardware, layers = read(setup)
+    plan = plan_of_group(replace(setup, ranks=setup.ranks // setup.replicas, replicas=1))
+    return Planned(setup, work, hardware, layers, plan)
 
 
 def samples_per_s(each: Planned, cold: Planned | None, constants: Mapping[str, float]) -> float:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.published.report import LARGEST, Predictor, draw, fitted, markdown, predictions, published, summary
+from benchmarks.published import __main__ as published_main
+from benchmarks.published.report import (
+    LARGEST,
+    Predictor,
+    draw,
+    fitted,
+    markdown,
+    predictions,
+    published,
+    results,
+    summary,
+)
 from benchmarks.published.setups import Setup, cold_of, hot_share, on_framework, read, sizes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.popularity import Zipf
@@ -120,7 +133,33 @@ def test_sources_are_judged_by_the_rates_that_were_held_out(tmp_path: Path) -> N
 
 def test_the_results_are_of_these_rows() -> None:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    of_these = [row for row in GIVEN["rows"] if row["id"] not in stored["left"]]
     assert [(r["id"], r["published"], r["split"]) for r in stored["rows"]] == [
-        (r["id"], r["published"], r["split"]) for r in GIVEN["rows"]
+        (r["id"], r["published"], r["split"]) for r in of_these
     ]
-    assert stored["sources"] == json.loads(json.dumps(summary(stored["rows"])))
+    assert stored == json.loads(json.dumps(results(GIVEN, stored["constants"], stored["rows"])))
+
+
+def test_an_interrupted_run_goes_on_with_the_rows_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two rows that are left, only these are predicted."""
+    rows: list[dict[str, Any]] = []
+    for row in GIVEN["rows"]:
+        about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
+        if row["split"] == "excluded":
+            rows.append(about | {"missing": row["missing"]})
+        elif row["id"] not in ("t15_tf32", "t15_bytes"):
+            rows.append(about | {"kind": row["kind"], "predicted": 3.0, "ratio": 3.0 / row["published"]})
+    constants = dict.fromkeys(LARGEST, 7.0)
+    file = tmp_path / "published.json"
+    file.write_text(json.dumps(results(GIVEN, constants, rows)), encoding="utf-8")
+    assert json.loads(file.read_text(encoding="utf-8"))["left"] == ["t15_tf32", "t15_bytes"]
+    monkeypatch.setattr(sys, "argv", ["published", "--json", str(file), "--resume"])
+    published_main.main()
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["left"] == [] and found["constants"] == constants
+    predicted = {row["id"]: row["predicted"] for row in found["rows"] if "predicted" in row}
+    assert predicted.pop("t15_tf32") > 1000 and predicted.pop("t15_bytes") == pytest.approx(15.6, rel=0.01)
+    assert set(predicted.values()) == {3.0}
+    assert "| nvidia | tables of T15 | GiB |" in capsys.readouterr().out

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 BACKWARD_KEEPS = 2
 """Vectors per output of a layer that a step keeps: what backward needs, and the gradient."""
 
-ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.16, 60
+ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.2, 59
 """On GPUs: how often a step moves the bytes of activations that it keeps, and kernels per layer of an MLP that take
 less than their launch. Fitted on a published rate each (`benchmarks/published`), of a framework that is not hotbed."""
 
