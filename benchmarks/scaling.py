@@ -1,8 +1,12 @@
 """Simulate how training scales from 8 to 4,096 GPUs, in one group and in replicas: ``python -m benchmarks.scaling``.
 
 The model has 1.7 TB of tables, as one of arXiv 2508.03854 has, of which more is not published: 120 tables of 64 to 256
-columns, with rows and ids per sample drawn from a fixed seed, row-wise AdaGrad, float32. Every rank has as many samples
-at any number of ranks. The plan of a group is that which is best for it alone. Nothing is fitted to the paper.
+columns, with rows and ids per sample drawn from a fixed seed, row-wise AdaGrad, float32, twelve dense layers. Every
+rank has as many samples at any number of ranks. The plan of a group is that which is best for it alone. Exchanges go in
+one hop and in two. Nothing is fitted to the paper.
+
+hotbed sums dense gradients in rank order, with messages from each rank to every other one. What a library's all-reduce
+would give, which has as many bytes and no such messages, is simulated beside it, and is not built.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import argparse
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +30,14 @@ from hotbed.plan.search import Found, search
 from hotbed.plan.simulate import simulate
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
+from hotbed.train.plan_search import ACTIVATION_PASSES, LAUNCHES_PER_LAYER
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-GROUPS = (64, 128, 256, 512)
+GROUPS = (32, 64, 128, 256, 512)
 """Ranks of a group, where there are replicas."""
 EVERY = (1, 10, 100)
+LAYERS = 12
+RATES = ("samples_per_s", "library_samples_per_s")
 LAYOUTS: tuple[Layout, ...] = ("groups", "replicas")
 
 
@@ -41,26 +50,45 @@ def tables(count: int, nbytes: float, seed: int = 0) -> tuple[list[Table], dict[
     return made, {table.name: 10 ** draw.uniform(-0.5, 1.2) for table in made}
 
 
-def workload(
-    args: argparse.Namespace, ranks: int, replicas: int = 1, every: int = 1, layout: Layout = "groups"
-) -> Workload:
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How so many ranks train: in how many replicas, and how they exchange."""
+
+    ranks: int
+    replicas: int = 1
+    sync_every: int = 1
+    layout: Layout = "groups"
+    ranks_per_node: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of a group."""
+        return self.ranks // self.replicas
+
+
+def workload(args: argparse.Namespace, way: Way) -> Workload:
     """What a step does."""
     made, ids = tables(args.tables, args.bytes)
+    activation_bytes = 2 * 2 * (sum(t.dim for t in made) + 20_000)
     dense = DensePart(
         parameters=20_000_000,
         flops=4e8,
         dtype="bf16",
-        activation_bytes=2 * 2 * (sum(t.dim for t in made) + 20_000),
+        layers=LAYERS,
+        activation_bytes=activation_bytes,
+        moved_bytes=ACTIVATION_PASSES * activation_bytes,
+        launches=LAUNCHES_PER_LAYER * LAYERS,
         input_bytes=8 * sum(ids.values()) + 4_000,
     )
     return Workload.of(
         made,
         ids=ids,
         moments=RowWiseAdagrad.rule.moments,
-        batch_size=args.samples * ranks,
-        replicas=replicas,
-        sync_every=every,
-        layout=layout,
+        batch_size=args.samples * way.ranks,
+        replicas=way.replicas,
+        sync_every=way.sync_every,
+        layout=way.layout,
+        ranks_per_node=way.ranks_per_node,
         dense=dense,
     )
 
@@ -70,37 +98,54 @@ class Groups:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._here = args, Hardware.load(args.hardware)
-        self._found: dict[int, Found | PlanError] = {}
+        self._found: dict[tuple[int, int | None], Found | PlanError] = {}
 
-    def find(self, size: int) -> Found | PlanError:
+    def find(self, size: int, hop: int | None = None) -> Found | PlanError:
         """The plan of a group of so many ranks, or why none fits."""
-        if size not in self._found:
+        key = (size, hop)
+        if key not in self._found:
+            work = workload(self._args, Way(ranks=size, ranks_per_node=hop))
             try:
-                self._found[size] = search(workload(self._args, size), size, self._here, integer_program=False)
+                self._found[key] = search(work, size, self._here, integer_program=False)
             except PlanError as error:
-                self._found[size] = error
-        return self._found[size]
+                self._found[key] = error
+        return self._found[key]
 
-    def run(self, ranks: int, replicas: int = 1, every: int = 1, layout: Layout = "groups") -> dict[str, Any]:
+    def run(self, way: Way) -> dict[str, Any]:
         """Simulate a configuration; ``problem`` where no plan fits."""
-        about = {"ranks": ranks, "replicas": replicas, "sync_every": every, "layout": layout}
-        size = ranks // replicas
-        found = self.find(size)
+        about = asdict(way)
+        found = self.find(way.size, way.ranks_per_node)
         if isinstance(found, PlanError):
             return about | {"problem": str(found)}
-        model = CostModel(workload(self._args, ranks, replicas, every, layout), size, self._here)
-        costs = found.costs if replicas == 1 else model.ranks(found.plan)
+        model = CostModel(workload(self._args, way), way.size, self._here)
+        costs = found.costs if way.replicas == 1 else model.ranks(found.plan)
         simulated = simulate(found.plan, costs, model)
+        with_library = CostModel(model.workload, way.size, library(self._here))
         return about | {
+            "library_samples_per_s": simulate(found.plan, costs, with_library).samples_per_s,
             "step_s": simulated.step_s,
             "samples_per_s": simulated.samples_per_s,
             "binds": simulated.binds,
             "waiting": simulated.waiting,
             "imbalance": costs.imbalance,
             "critical_s": dict(simulated.critical),
+            "all_reduce_s": simulated.closed_form.all_reduce,
             "rows_bytes": int(costs.memory["device"].max()),
             "room_bytes": found.limits.device,
         }
+
+    def hops(self, size: int) -> list[int | None]:
+        """In which first hops ranks of a group may exchange: none, and those of a node."""
+        node = self._here.ranks_per_node
+        return [None, node] if size > node and size % node == 0 else [None]
+
+
+def library(here: Hardware) -> Hardware:
+    """A machine whose all-reduce takes its bytes only: twice the tensor over the slower link."""
+    across = here.network * here.network_efficiency / here.oversubscription
+    beyond = here.ranks_per_node + 1
+    rates = {here.ranks_per_node: {1: here.node_link / 2}, beyond: {1: min(across, here.node_link) / 2}}
+    return here.with_(all_reduce=rates)
 
 
 def replicas_of(ranks: int, groups: Sequence[int]) -> list[int]:
@@ -108,10 +153,10 @@ def replicas_of(ranks: int, groups: Sequence[int]) -> list[int]:
     return [ranks // group for group in groups if ranks % group == 0 and ranks > group]
 
 
-def best(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def best(rows: Sequence[dict[str, Any]], rate: str = "samples_per_s") -> dict[str, Any] | None:
     """The fastest."""
-    fitting = [row for row in rows if "samples_per_s" in row]
-    return max(fitting, key=lambda row: row["samples_per_s"], default=None)
+    fitting = [row for row in rows if rate in row]
+    return max(fitting, key=lambda row: row[rate], default=None)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -121,10 +166,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         start = time.perf_counter()
-        rows.append(groups.run(ranks))
-        for replicas in replicas_of(ranks, args.groups):
-            for layout in LAYOUTS:
-                rows += [groups.run(ranks, replicas, every, layout) for every in EVERY]
+        rows += [groups.run(Way(ranks=ranks, ranks_per_node=hop)) for hop in groups.hops(ranks)]
+        for replicas, layout, every in product(replicas_of(ranks, args.groups), LAYOUTS, EVERY):
+            way = Way(ranks=ranks, replicas=replicas, sync_every=every, layout=layout)
+            rows += [groups.run(replace(way, ranks_per_node=hop)) for hop in groups.hops(way.size)]
         print(f"{ranks} ranks: {time.perf_counter() - start:.0f} s", flush=True)
     return {
         "hardware": args.hardware,
@@ -138,24 +183,24 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(found: dict[str, Any]) -> None:
     """Print a row for each number of ranks: one group, the best replicas, and the first that overtake one group."""
-    print("| ranks | one group | samples/s | best replicas | samples/s | of the first, per rank | first to overtake |")
-    print("|---|---|---|---|---|---|---|")
-    base: float | None = None
+    heads = ["ranks", "one group", "samples/s", "best replicas", "samples/s", "of the first, per rank"]
+    heads += ["with a library's all-reduce", "first to overtake"]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    base = dict.fromkeys(RATES, 0.0)
     for ranks in sorted({row["ranks"] for row in found["rows"]}):
         of_ranks = [row for row in found["rows"] if row["ranks"] == ranks]
-        one = next(row for row in of_ranks if row["replicas"] == 1)
+        one = best([row for row in of_ranks if row["replicas"] == 1])
         many = [row for row in of_ranks if row["replicas"] > 1]
-        fastest, top = best(of_ranks), best(many)
-        rate = one.get("samples_per_s")
-        cells = [f"{ranks:,}", one.get("binds", "out of memory"), f"{rate:,.0f}" if rate else "–"]
+        top = best(many)
+        cells = [f"{ranks:,}"]
+        cells += [f"{one['binds']}{_hops(one)}", f"{one['samples_per_s']:,.0f}"] if one else ["out of memory", "–"]
         cells += [_named(top), f"{top['samples_per_s']:,.0f}"] if top else ["–", "–"]
-        if fastest is None:
-            cells.append("–")
-        else:
-            per_rank = fastest["samples_per_s"] / ranks
-            base = base or per_rank
-            cells.append(f"{per_rank / base:.1%}")
-        overtaking = [row for row in many if rate and row.get("samples_per_s", 0) > rate]
+        for rate in RATES:
+            fastest = best(of_ranks, rate)
+            per_rank = fastest[rate] / ranks if fastest else 0.0
+            base[rate] = base[rate] or per_rank
+            cells.append(f"{per_rank / base[rate]:.1%}" if fastest else "–")
+        overtaking = [row for row in many if one and row.get("samples_per_s", 0) > one["samples_per_s"]]
         cells.append(_named(min(overtaking, key=lambda row: (row["sync_every"], row["replicas"]), default=None)))
         print(f"| {' | '.join(cells)} |")
 
@@ -163,7 +208,11 @@ def print_table(found: dict[str, Any]) -> None:
 def _named(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
-    return f"M = {row['replicas']}, every {row['sync_every']}, {row['layout']}"
+    return f"M = {row['replicas']}, every {row['sync_every']}, {row['layout']}{_hops(row)}"
+
+
+def _hops(row: dict[str, Any]) -> str:
+    return "" if row["ranks_per_node"] is None else ", two hops"
 
 
 def main() -> None:

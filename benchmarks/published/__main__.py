@@ -1,15 +1,18 @@
 """Hold hotbed's cost model against published figures: ``python -m benchmarks.published [--json F] [--svg F]``.
 
-What is published is in ``rows.yaml``, with what each figure is of. Prints the tables of docs/published.md.
+What is published is in ``rows.yaml``, with what each figure is of. Prints the tables of docs/published.md. ``--json F``
+is written after each row, and ``--resume`` goes on where an interrupted run ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-from benchmarks.published.report import Predictor, draw, fitted, markdown, predictions, published, summary
-from hotbed.files import json_text
+from benchmarks.published.report import Predictor, draw, fitted, markdown, predictions, published, results
+from hotbed.files import json_text, write_text
 
 
 def main() -> None:
@@ -17,17 +20,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path, help="draw the ratios here (needs matplotlib)")
+    parser.add_argument("--resume", action="store_true", help="keep constants and rows that the file has")
     args = parser.parse_args()
     given = published()
     predictor = Predictor(given)
-    constants = fitted(given, predictor)
-    rows = predictions(given, predictor, constants)
-    sources = summary(rows)
+    before: dict[str, Any] = {"constants": {}, "rows": []}
+    if args.resume and args.json is not None and args.json.exists():
+        before = json.loads(args.json.read_text(encoding="utf-8"))
+    found = {row["id"]: row for row in before["rows"]}
+    known = {name: row["predicted"] for name, row in found.items() if "predicted" in row}
+    constants = fitted(given, predictor, before["constants"])
+    rows: list[dict[str, Any]] = []
+    for row in predictions(given, predictor, constants, known=known):
+        found[row["id"]] = row
+        rows = [found[one["id"]] for one in given["rows"] if one["id"] in found]
+        if args.json is not None and row["id"] not in known:
+            write_text(args.json, json_text(results(given, constants, rows)))
     print(markdown(rows))
-    print({"constants": constants, "sources": sources, "looks": given["looks"]})
-    if args.json is not None:
-        found = {"looks": given["looks"], "constants": constants, "sources": sources, "rows": rows}
-        args.json.write_text(json_text(found), encoding="utf-8")
+    print({name: value for name, value in results(given, constants, rows).items() if name != "rows"})
     if args.svg is not None:
         draw(rows, args.svg)
 

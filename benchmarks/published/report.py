@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from benchmarks.published.setups import FOLDER, Planned, Setup, cold_of, planned, read, samples_per_s, sizes
 from hotbed.files import read_yaml
 
-LARGEST = {"activation_passes": 1e3, "launches_per_layer": 1e4, "two_d_mflop": 1e6}
-"""Of each constant, in the order in which they are fitted, each with those before it."""
+MOST_ROUNDS = 20
+LARGEST = {"activation_passes": 1e3, "launches_per_layer": 1e4, "two_d_mflop": 1e6, "cpu_serial_share": 1.0}
+"""Of each constant, in the order in which they are fitted."""
 TOLERANCE, WORST = 0.2, 2.0
 """Median error that is aimed at for each source, and the largest ratio of any row."""
 
@@ -52,39 +53,75 @@ class Predictor:
         return self.rate(of[0], constants) / self.rate(of[1], constants) * row.get("scale", 1.0)
 
 
-def fitted(given: Mapping[str, Any], predictor: Predictor) -> dict[str, float]:
-    """Fit each constant on its row, by bisection: rates fall as constants rise.
+def fitted(
+    given: Mapping[str, Any], predictor: Predictor, known: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Fit all constants on their rows, by bisection of one after the other until none changes: rates fall as they rise.
 
-    A constant that cannot reach its row is 0 or the largest one.
+    A constant that cannot reach its row is 0 or the largest one; those that are ``known`` are kept.
     """
     rows = {row["id"]: row for row in given["rows"]}
-    constants = dict.fromkeys(LARGEST, 0.0)
-    for name, most in LARGEST.items():
-        if name not in given["constants"]:
-            continue
-        row = rows[given["constants"][name]["fitted on"]]
-        low, high = 0.0, most
-        for _ in range(60):
-            middle = (low + high) / 2
-            faster = predictor.row(row, constants | {name: middle}) > row["published"]
-            low, high = (middle, high) if faster else (low, middle)
-        constants[name] = high
+    known = known or {}
+    constants = dict.fromkeys(LARGEST, 0.0) | {**known}
+    for _ in range(MOST_ROUNDS):
+        before = dict(constants)
+        for name, most in LARGEST.items():
+            if name in given["constants"] and name not in known:
+                row = rows[given["constants"][name]["fitted on"]]
+                constants[name] = _meeting(predictor, row, constants, name, most)
+        if all(abs(constants[name] - before[name]) <= 1e-4 * constants[name] for name in constants):
+            break
     return constants
 
 
+def _meeting(
+    predictor: Predictor, row: Mapping[str, Any], constants: Mapping[str, float], name: str, most: float
+) -> float:
+    """The value of a constant with which a row is met, the others being what they are."""
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        faster = predictor.row(row, {**constants, name: middle}) > row["published"]
+        low, high = (middle, high) if faster else (low, middle)
+    return high
+
+
 def predictions(
-    given: Mapping[str, Any], predictor: Predictor, constants: Mapping[str, float], only: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
-    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded."""
-    found: list[dict[str, Any]] = []
+    given: Mapping[str, Any],
+    predictor: Predictor,
+    constants: Mapping[str, float],
+    only: Sequence[str] | None = None,
+    known: Mapping[str, float] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Rows with ``predicted`` and ``ratio`` (predicted ÷ published), where they are not excluded.
+
+    Parameters
+    ----------
+    given
+        What `published` reads.
+    predictor, constants
+        What predicts.
+    only
+        Rows that are predicted; all by default.
+    known
+        By row, what was predicted before.
+    """
+    known = known or {}
     for row in given["rows"]:
         about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
         if row["split"] == "excluded":
-            found.append(about | {"missing": row["missing"]})
+            yield about | {"missing": row["missing"]}
         elif only is None or row["id"] in only:
-            value = predictor.row(row, constants)
-            found.append(about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]})
-    return found
+            value = known[row["id"]] if row["id"] in known else predictor.row(row, constants)
+            yield about | {"kind": row["kind"], "predicted": value, "ratio": value / row["published"]}
+
+
+def results(given: Mapping[str, Any], constants: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> Any:
+    """What is stored: also which rows are left to be predicted."""
+    done = {row["id"] for row in rows}
+    left = [row["id"] for row in given["rows"] if row["id"] not in done and row["split"] != "excluded"]
+    about = {"looks": given["looks"], "constants": constants, "left": left}
+    return {**about, "sources": summary(rows), "rows": rows}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

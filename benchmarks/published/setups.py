@@ -1,9 +1,10 @@
-"""Make workloads of published configurations, search their plans, and estimate their steps with hotbed's cost model."""
+"""Make workloads of published configurations, search their plans, and simulate their steps with hotbed's cost model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from torch import nn
 from hotbed.config import Recipe
 from hotbed.files import read_yaml
 from hotbed.plan import Cut, Plan
-from hotbed.plan.cost import LAUNCHES, CostModel, table_bytes
+from hotbed.plan.cost import LAUNCHES, CostModel, RankCosts, table_bytes
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.limits import limits_of
+from hotbed.plan.popularity import Curve
 from hotbed.plan.search import search
-from hotbed.plan.step import StepEstimate, estimate_step
+from hotbed.plan.simulate import Overlap, Simulation, simulate
+from hotbed.plan.step import arenas_of
 from hotbed.plan.workload import Workload
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import tiers_of, workload_of
@@ -51,6 +54,11 @@ class Setup:
     hot_bytes: int = 0
     """Of hot rows on the device, where all others are in the host's memory (arXiv 2103.00686)."""
     fused: bool = True
+    """Whether tables that are alike share kernels."""
+    ids_ahead: bool = False
+    """Whether ids of the next batch reach their owners beside a step: prefetched, or read by the owners."""
+    framework_cpu: bool = False
+    """Whether a framework's operators handle rows on CPUs: one row for each id, and partly on one core."""
     assumed: str = ""
 
 
@@ -63,23 +71,39 @@ class Planned:
     hardware: Hardware
     layers: int
     plan: Plan
+    costs: dict[float, RankCosts] = field(default_factory=dict[float, RankCosts])
+    """Of ranks, by the one constant that they depend on."""
 
-    def step(self, constants: Mapping[str, float]) -> StepEstimate:
-        """Estimate a step with these constants."""
+    def simulated(self, constants: Mapping[str, float]) -> Simulation:
+        """Simulate steps with these constants."""
         dense, given = self.work.dense, self.setup.mflop
         mflop = dense.flops / 1e6 if given is None else constants[given] if isinstance(given, str) else given
-        dense = replace(
-            dense,
-            flops=mflop * 1e6,
-            moved_bytes=constants["activation_passes"] * dense.activation_bytes,
-            launches=round(constants["launches_per_layer"] * self.layers),
-        )
-        model = CostModel(replace(self.work, dense=dense), self.plan.world_size, self.hardware)
-        step = estimate_step(self.plan, model.ranks(self.plan), model)
+        launches = constants["launches_per_layer"] * self.layers
         if not self.setup.fused:  # an arena per table, instead of one for all that are alike
             tables = [{t.table for t in self.plan.tiles if t.owner == rank} for rank in range(self.plan.world_size)]
-            step = replace(step, launches=LAUNCHES * max(map(len, tables)) * self.hardware.launch_s)
-        return step
+            launches += LAUNCHES * (max(map(len, tables)) - arenas_of(self.plan.tiles, self.work))
+        moved = constants["activation_passes"] * dense.activation_bytes
+        dense = replace(dense, flops=mflop * 1e6, moved_bytes=moved, launches=round(launches))
+        share = constants["cpu_serial_share"] if self.setup.framework_cpu else 0.0
+        here = on_framework(self.hardware, share)
+        model = CostModel(replace(self.work, dense=dense), self.plan.world_size, here)
+        if share not in self.costs:
+            self.costs[share] = model.ranks(self.plan)
+        overlap = replace(Overlap.of(here), ids=self.setup.ids_ahead or here.cores_shared)
+        return simulate(self.plan, self.costs[share], model, overlap=overlap)
+
+
+def on_framework(here: Hardware, share: float) -> Hardware:
+    """Slow down what a machine's cores do, where this share of their work is done by one of them.
+
+    Work that ``p`` cores would share takes ``1 + share (p − 1)`` times as long (Amdahl 1967). Where ranks have devices
+    of their own, cores only read and write rows of the host's memory.
+    """
+    factor = 1 / (1 + share * (here.cores_per_node - 1))
+    of_cores = ("stream", "gather", "scatter", "flops", "host_stream", "host_link")
+    for figure in of_cores if here.cores_shared else ("host_stream",):
+        here = here.scaled(figure, factor)
+    return here
 
 
 def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
@@ -106,30 +130,41 @@ def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
     work = workload_of(model, recipe, setup.ranks // setup.replicas, source)
     wire: dict[str, Any] = {use.table.name: setup.wire for use in work.uses}
     work = replace(work, wire=wire, dense=replace(work.dense, dtype=setup.dense_dtype))
+    if setup.framework_cpu:  # ids are not grouped: rows of all of them are moved, as if none was asked for twice
+        uses = (replace(use, popularity=Curve([use.table.rows], [1.0])) for use in work.uses)
+        work = replace(work, uses=tuple(uses))
     return recipe, work, Hardware.load(hardware), sum(isinstance(m, nn.Linear) for m in model.modules())
 
 
+@cache
+def plan_of_group(group: Setup) -> Plan:
+    """Search for the plan of a setup without replicas."""
+    recipe, work, hardware, _ = read(group)
+    fixed = {name: Cut(tier="host") for name in _in_host(group, work, group.ranks, hardware)}
+    return search(work, group.ranks, hardware, fixed=fixed, tiers=tiers_of(recipe)).plan
+
+
 def planned(setup: Setup) -> Planned:
-    """Search for a setup's plan."""
-    recipe, work, hardware, layers = read(setup)
-    size = setup.ranks // setup.replicas
-    fixed = {name: Cut(tier="host") for name in _in_host(setup, work, size, hardware)}
-    found = search(work, size, hardware, fixed=fixed, tiers=tiers_of(recipe))
-    return Planned(setup, work, hardware, layers, found.plan)
+    """Plan a setup; each replica has the plan that is best for one group alone."""
+    _, work, hardware, layers = read(setup)
+    plan = plan_of_group(replace(setup, ranks=setup.ranks // setup.replicas, replicas=1))
+    return Planned(setup, work, hardware, layers, plan)
 
 
 def samples_per_s(each: Planned, cold: Planned | None, constants: Mapping[str, float]) -> float:
     """Samples/s of a setup; with hot rows, ``cold`` is the same setup with all rows in the host's memory."""
-    seconds = each.step(constants).seconds
+    seconds = each.simulated(constants).step_s
     if cold is not None:
         share = hot_share(each.work, each.setup.hot_bytes)
-        seconds = share * seconds + (1 - share) * cold.step(constants).seconds
+        seconds = share * seconds + (1 - share) * cold.simulated(constants).step_s
     return each.work.batch_size / seconds
 
 
 def cold_of(setup: Setup) -> Setup | None:
-    """The setup with all rows in the host's memory, where it has hot rows."""
-    return replace(setup, hot_bytes=0, tier="host", host_tables="all") if setup.hot_bytes else None
+    """The setup with all rows in the host's memory, as its framework handles them, where it has hot rows."""
+    if not setup.hot_bytes:
+        return None
+    return replace(setup, hot_bytes=0, tier="host", host_tables="all", framework_cpu=True)
 
 
 def hot_share(work: Workload, budget: int) -> float:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.published.report import LARGEST, Predictor, draw, fitted, markdown, predictions, published, summary
-from benchmarks.published.setups import Setup, hot_share, read, sizes
+from benchmarks.published import __main__ as published_main
+from benchmarks.published.report import (
+    LARGEST,
+    Predictor,
+    draw,
+    fitted,
+    markdown,
+    predictions,
+    published,
+    results,
+    summary,
+)
+from benchmarks.published.setups import Setup, cold_of, hot_share, on_framework, read, sizes
+from hotbed.plan.hardware import Hardware
 from hotbed.plan.popularity import Zipf
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
@@ -46,7 +60,8 @@ def test_every_row_says_what_it_is_of_or_what_is_missing() -> None:
 
 def test_constants_are_those_with_which_their_rows_are_met() -> None:
     predictor = Predictor(GIVEN)
-    given = GIVEN | {"constants": {k: v for k, v in GIVEN["constants"].items() if k != "two_d_mflop"}}
+    quick = ("activation_passes", "launches_per_layer")
+    given = GIVEN | {"constants": {k: v for k, v in GIVEN["constants"].items() if k in quick}}
     constants = fitted(given, predictor)
     only = ["t15_amp", "t3_amp", "t15_tf32", "t15_bytes"]
     rows = {row["id"]: row for row in predictions(GIVEN, predictor, constants, only) if "ratio" in row}
@@ -67,6 +82,26 @@ def test_recipes_have_the_published_numbers_of_parameters_and_operations(name: s
     assert sizes(work)["billions"] == pytest.approx(billions, rel=0.01)
     assert {use.ids for use in work.uses} == {ids}
     assert work.dense.flops / 1e6 == pytest.approx(GIVEN["setups"][name]["mflop"], rel=0.02)
+
+
+def test_a_share_of_what_a_framework_does_on_cpus_is_done_by_one_core() -> None:
+    cpu, gpu = (Hardware.load(name) for name in ("epyc-7742x2", "a100-80"))
+    slow = on_framework(cpu, 0.1)
+    assert slow.flops["fp32"] == pytest.approx(cpu.flops["fp32"] / (1 + 0.1 * 127))
+    assert slow.gather[512] == pytest.approx(cpu.gather[512] / (1 + 0.1 * 127))
+    host = on_framework(gpu, 0.1)
+    assert host.host_stream == pytest.approx(gpu.host_stream / (1 + 0.1 * 127))
+    assert host.with_(host_stream=gpu.host_stream) == gpu == on_framework(gpu, 0.0)
+
+
+def test_a_framework_moves_a_row_for_every_id() -> None:
+    setup = Setup(**GIVEN["setups"]["t0_host"])
+    for framework, least, most in ((True, 65_000, 65_536), (False, 10_000, 60_000)):
+        work = read(replace(setup, framework_cpu=framework))[1]
+        largest = max(work.uses, key=lambda use: use.table.rows)
+        assert least <= largest.expected.distinct(range(largest.table.rows), 65_536) <= most
+    cold = cold_of(Setup(**GIVEN["setups"]["fae"]))
+    assert cold is not None and cold.framework_cpu and cold.tier == "host"
 
 
 def test_the_share_of_hot_samples_is_the_product_of_the_tables() -> None:
@@ -98,7 +133,33 @@ def test_sources_are_judged_by_the_rates_that_were_held_out(tmp_path: Path) -> N
 
 def test_the_results_are_of_these_rows() -> None:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    of_these = [row for row in GIVEN["rows"] if row["id"] not in stored["left"]]
     assert [(r["id"], r["published"], r["split"]) for r in stored["rows"]] == [
-        (r["id"], r["published"], r["split"]) for r in GIVEN["rows"]
+        (r["id"], r["published"], r["split"]) for r in of_these
     ]
-    assert stored["sources"] == json.loads(json.dumps(summary(stored["rows"])))
+    assert stored == json.loads(json.dumps(results(GIVEN, stored["constants"], stored["rows"])))
+
+
+def test_an_interrupted_run_goes_on_with_the_rows_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two rows that are left, only these are predicted."""
+    rows: list[dict[str, Any]] = []
+    for row in GIVEN["rows"]:
+        about = {key: row[key] for key in ("id", "source", "quantity", "unit", "published", "split")}
+        if row["split"] == "excluded":
+            rows.append(about | {"missing": row["missing"]})
+        elif row["id"] not in ("t15_tf32", "t15_bytes"):
+            rows.append(about | {"kind": row["kind"], "predicted": 3.0, "ratio": 3.0 / row["published"]})
+    constants = dict.fromkeys(LARGEST, 7.0)
+    file = tmp_path / "published.json"
+    file.write_text(json.dumps(results(GIVEN, constants, rows)), encoding="utf-8")
+    assert json.loads(file.read_text(encoding="utf-8"))["left"] == ["t15_tf32", "t15_bytes"]
+    monkeypatch.setattr(sys, "argv", ["published", "--json", str(file), "--resume"])
+    published_main.main()
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["left"] == [] and found["constants"] == constants
+    predicted = {row["id"]: row["predicted"] for row in found["rows"] if "predicted" in row}
+    assert predicted.pop("t15_tf32") > 1000 and predicted.pop("t15_bytes") == pytest.approx(15.6, rel=0.01)
+    assert set(predicted.values()) == {3.0}
+    assert "| nvidia | tables of T15 | GiB |" in capsys.readouterr().out

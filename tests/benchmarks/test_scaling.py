@@ -19,10 +19,12 @@ def test_one_group_and_replicas_are_compared(
     monkeypatch.setattr(sys, "argv", ["scaling", *sizes, "--json", str(file)])
     scaling.main()
     found = json.loads(file.read_text())
-    assert len(found["rows"]) == 3 + len(scaling.EVERY) * len(scaling.LAYOUTS)
+    assert len(found["rows"]) == 4 + len(scaling.EVERY) * len(scaling.LAYOUTS)
+    assert [row["ranks_per_node"] for row in found["rows"][:4]] == [None, None, None, 8]
     assert "too few" in found["rows"][0]["problem"] and found["rows"][1]["step_s"] > 0
-    assert {row["replicas"] for row in found["rows"][3:]} == {2}
-    near, far = ({r["layout"]: r for r in found["rows"][3:]}[layout] for layout in ("groups", "replicas"))
+    assert {row["replicas"] for row in found["rows"][4:]} == {2}
+    near, far = ({r["layout"]: r for r in found["rows"][4:]}[layout] for layout in ("groups", "replicas"))
     assert near["critical_s"]["rows"] < far["critical_s"]["rows"]  # a group on a node
+    assert all(row["library_samples_per_s"] > row["samples_per_s"] for row in found["rows"][1:])  # without its messages
     shown = capsys.readouterr().out
-    assert "| 2 | out of memory | – | – | – | – | – |" in shown and "M = 2, every 100, " in shown
+    assert "| 2 | out of memory | – | – | – | – | – | – |" in shown and "M = 2, every 100, " in shown

@@ -45,11 +45,11 @@ def test_exchanges_that_a_cut_needs_are_in_the_bound():
     work = Workload.of(tables, batch_size=4096)
     found = search(work, 8, A100, fixed={"tiny": Cut(replicated=True)})
     assert found.bound.exchanges == found.model.copies_s > found.costs.load.max()
-    assert 0 <= found.gap <= 0.02
+    assert -1e-9 <= found.gap <= 0.02
     wide = Workload.of([Table("w", 1000, 64), Table("t", 1000, 16)], moments=RowWiseAdagrad.rule.moments, batch_size=64)
     cut = search(wide, 2, A100, fixed={"w": Cut(cols=2)})
     assert cut.bound.exchanges == cut.model.sums_s > 0
-    assert 0 <= cut.gap <= 0.05
+    assert -1e-9 <= cut.gap <= 0.05
 
 
 def test_a_rank_with_a_piece_that_cannot_be_cut_gets_less_of_the_other_tables():
@@ -58,7 +58,7 @@ def test_a_rank_with_a_piece_that_cannot_be_cut_gets_less_of_the_other_tables():
     found = search(Workload.of(tables, ids=ids, batch_size=16 * 1024), 16, A100, fixed={"own": Cut()})
     owner = found.plan.by_table["own"][0].owner
     assert found.bound.binds == "a piece of table 'own'"
-    assert 0 <= found.gap <= 0.01
+    assert -1e-9 <= found.gap <= 0.01
     assert not any(t.owner == owner and t.table != "own" for t in found.plan.tiles)
 
 

@@ -312,7 +312,7 @@ def test_tables_whose_vectors_are_pooled_by_owners_are_not_copied() -> None:
     assert not chosen.cut.replicated and not chosen.cut.hot_rows
 
 
-def test_the_dense_part_takes_products_and_moved_bytes_or_its_launches() -> None:
+def test_the_dense_part_takes_products_and_moved_bytes_and_its_launches() -> None:
     def dense(**options: Any) -> float:
         work = criteo(dense=DensePart(flops=1e6, **options))
         model = CostModel(work, 8, A100)
@@ -321,5 +321,4 @@ def test_the_dense_part_takes_products_and_moved_bytes_or_its_launches() -> None
 
     plain, moving = dense(), dense(moved_bytes=1e5)
     assert moving - plain == pytest.approx(1e5 * 65536 / 8 / A100.stream)
-    assert dense(moved_bytes=1e5, launches=1) == moving
-    assert dense(moved_bytes=1e5, launches=10_000) == pytest.approx(10_000 * A100.launch_s)
+    assert dense(moved_bytes=1e5, launches=100) == pytest.approx(moving + 100 * A100.launch_s)

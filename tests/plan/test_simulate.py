@@ -18,8 +18,8 @@ from hotbed.plan import Plan, make_plan
 from hotbed.plan.cost import POOLING, CostModel, RankCosts
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found, search
-from hotbed.plan.simulate import BUCKET_BYTES, MEASURED, Overlap, Simulation, Stragglers, simulate
-from hotbed.plan.step import estimate_step
+from hotbed.plan.simulate import MEASURED, Overlap, Simulation, Stragglers, simulate
+from hotbed.plan.step import BUCKET_BYTES, estimate_step
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
 
@@ -164,7 +164,8 @@ def test_replicas_are_averaged_every_few_steps_and_neighbours_are_cheaper():
 )
 def test_layouts_say_who_is_on_a_node(layout: Layout, replicas: int, shards: int, near: tuple[float, float]):
     model = CostModel(work_of((100,), ranks=shards, replicas=replicas, layout=layout), shards, A100)
-    assert (model.near_share("shards"), model.near_share("replicas")) == near
+    assert model.links is not None
+    assert (model.links.near_share("shards"), model.links.near_share("replicas")) == near
 
 
 def test_all_ranks_wait_for_the_slowest():

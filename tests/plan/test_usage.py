@@ -63,7 +63,7 @@ def test_links_are_used_for_the_seconds_that_are_charged(ranks: int) -> None:
 
 def test_a_step_that_waits_for_launches_is_bound_by_cores() -> None:
     slow = simulated(A100, 4, launches=100_000)
-    assert slow.binds == "cores" and slow.closed_form.dense == 100_000 * A100.launch_s
+    assert slow.binds == "cores" and slow.closed_form.dense == pytest.approx(100_000 * A100.launch_s, rel=0.01)
     assert 0 < slow.usage["arithmetic"].utilisation < 0.01
     assert simulated(A100, 4, flops=1e12).binds == "arithmetic"
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from hotbed.ops.rows import encoded_bytes
 from hotbed.optim import Moment
 from hotbed.plan.hardware import Hardware, interpolated
+from hotbed.plan.links import Links
 from hotbed.plan.tiling import Plan, Tier, Tile
 from hotbed.plan.traffic import SLOT_BYTES, message_of, sums_bytes
 from hotbed.plan.workload import TableUse, Workload
@@ -173,7 +174,14 @@ class CostModel:
         self.ranks_on_node = 1 if hardware is None else min(hardware.ranks_per_node, ranks)
         self.cores_share = self.ranks_on_node if hardware is not None and hardware.cores_shared else 1
         """Ranks that compute on the same cores."""
-        self.wire_s, self.replica_s = (0.0, 0.0) if hardware is None else self._wire_seconds(hardware)
+        self.links = None
+        """What ranks exchange over; None without hardware."""
+        if hardware is not None:
+            size, hop = world_size, workload.ranks_per_node
+            self.links = Links(
+                hardware=hardware, size=size, replicas=workload.replicas, layout=workload.layout, ranks_per_node=hop
+            )
+        self.wire_s, self.replica_s = (0.0, 0.0) if self.links is None else self._wire_seconds(self.links)
         """Seconds per byte that crosses between ranks of a group, and between replicas."""
         self._known: dict[tuple[object, ...], TileCost] = {}
         self.memo: dict[object, Any] = {}
@@ -224,11 +232,11 @@ class CostModel:
 
     def _fixed_s(self, what: str, exchanges: int) -> float:
         """Measured seconds of what comes with some exchanges, or else of their messages alone."""
-        if self.hardware is None:
+        if self.hardware is None or self.links is None:
             return 0.0
         if what in self.hardware.overheads:
             return self.hardware.overhead(what, self.ranks_on_node) if self.world_size > 1 else 0.0
-        return exchanges * (self.world_size - 1) * self.hardware.message_s
+        return exchanges * self.links.messages * self.hardware.message_s
 
     def ranks(self, plan: Plan | Iterable[Tile]) -> RankCosts:
         """Cost of each rank; ``plan`` or any of its tables, with all of their tiles."""
@@ -281,6 +289,10 @@ class CostModel:
         owner[LOOKUP] = (others + 1) * asked * (one + 4 * cols)
         reader[LOOKUP] = asked * (one + 4 * cols)
         everyone[POOLING] = 2 * (lookups + asked) * 4 * cols
+        if vectors is not None:  # the owner pools, and who asks adds the vectors of a bag
+            reader[LOOKUP] = lookups * one + vectors * 4 * cols
+            owner[LOOKUP] = (others + 1) * reader[LOOKUP]
+            everyone[POOLING] = 2 * (vectors + self.local_batch * use.bags * share) * 4 * cols
         if size == 1:  # bags are pooled from the table itself, and the update sums gradients of occurrences
             owner[LOOKUP], everyone[POOLING] = asked * one + lookups * 4 * cols, 0.0
         everyone[GROUPING] = lookups * SLOT_BYTES
@@ -330,6 +342,8 @@ class CostModel:
         found[ROWS] += here.overhead(forward, ranks) * cols / encoded_bytes(forward, cols)
         found[GRADIENTS] += here.overhead(backward, ranks) * cols / encoded_bytes(backward, cols)
         found[HOST] = max(1 / here.host_link, ranks / here.host_stream)
+        if not here.cores_shared:  # cores read and write rows at page-locked memory, which is then copied
+            found[HOST] = 1 / here.host_link + 2 * ranks / here.host_stream
         found[DISK] = ranks / here.disk_read if here.disk_read else 0.0
         for part, row in ((HOST, "host_row"), (DISK, "disk_row")):
             if row in here.overheads:  # of the bytes that are counted for one
@@ -337,32 +351,17 @@ class CostModel:
         found[REPLICAS] = self.replica_s + here.overhead("average_row", ranks) / (4 * cols + record - one)
         return found
 
-    def near_share(self, among: Literal["shards", "replicas"]) -> float:
-        """Which share of the others that a rank exchanges with is on its node: of its group, or of its replicas."""
-        here, size, count = self.hardware, self.world_size, self.workload.replicas
-        if here is None:
-            return 1.0
-        others, apart = (size, count) if among == "shards" else (count, size)
-        if (self.workload.layout == "groups") == (among == "shards"):
-            apart = 1  # they are numbered one after the other
-        near = min(max(here.ranks_per_node // apart, 1), others)
-        return (near - 1) / (others - 1) if others > 1 else 1.0
-
-    def _wire_seconds(self, here: Hardware) -> tuple[float, float]:
+    def _wire_seconds(self, links: Links) -> tuple[float, float]:
         """Seconds per byte: of an all-to-all in a group, and of an exchange between its replicas."""
-        seconds, of_replicas = (self._mixed_s(here, self.near_share(among)) for among in ("shards", "replicas"))
+        here, of_replicas = links.hardware, links.byte_s("replicas")
         if self.world_size == 1:
             return 0.0, of_replicas
-        curve = here.curve_of(here.all_to_all, self.world_size, beyond=self.near_share("shards") < 1)
-        if curve:
+        seconds = links.byte_s("shards")
+        curve = here.curve_of(here.all_to_all, self.world_size, beyond=links.near_share("shards") < 1)
+        if curve and not links.in_two_hops:
             rows = sum(self._distinct(use, range(use.table.rows), 1) * 4 * use.table.dim for use in self.workload.uses)
             size = max(rows / self.world_size, 1.0)
             seconds = 1 / interpolated(curve, size)
             if "step" in here.overheads:  # which has the fixed part of every exchange
                 seconds = max(seconds - here.message_s / size, 1 / max(curve.values()))
         return seconds, of_replicas
-
-    def _mixed_s(self, here: Hardware, near: float) -> float:
-        """Seconds per byte of which this share stays on the node: both kinds of link carry at once."""
-        across = here.oversubscription / (here.network * here.network_efficiency)
-        return max(near / here.node_link, (1 - near) * across)

@@ -41,16 +41,21 @@ from hotbed.plan.cost import (
     RankCosts,
 )
 from hotbed.plan.hardware import Hardware
-from hotbed.plan.step import EXCHANGES_OF_COPIES, StepEstimate, dense_launches_s, estimate_step, products_s
+from hotbed.plan.step import (
+    BUCKET_BYTES,
+    EXCHANGES_OF_COPIES,
+    StepEstimate,
+    dense_launches_s,
+    estimate_step,
+    products_s,
+)
 from hotbed.plan.tiling import Plan
 from hotbed.plan.timeline import Among, Event, Operation, Timeline
 from hotbed.plan.usage import Usage, link_of, usage_of
 
-BUCKET_BYTES = 25 << 20
-"""Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it. Ranks that share cores hide nothing
-of an all-reduce, which takes cores, too: theirs begins when backward is over."""
 MOST_BUCKETS = 16
-"""Buckets that are told apart; of more, several count as one."""
+"""Buckets that are told apart; of more, several count as one. Ranks that share cores hide nothing of an all-reduce,
+which takes cores, too: theirs begins when backward is over."""
 WARM_UP, MEASURED = 8, 32
 """Steps before those that count, and at least so many that do."""
 DRAWN = 3
@@ -229,15 +234,16 @@ class _Trainer:
     """Operations of a step, and the order in which threads issue them."""
 
     def __init__(self, parts: Array, estimate: StepEstimate, model: CostModel, overlap: Overlap) -> None:
-        work, size = model.workload, model.world_size
+        work = model.workload
         self._overlap = overlap
-        self._ranks = size * work.replicas
+        self._ranks = model.world_size * work.replicas
         self._every = work.sync_every
         self.buckets = 1
         if overlap.buckets and not (model.hardware is not None and model.hardware.cores_shared):
             self.buckets = min(max(math.ceil(4 * work.dense.parameters / BUCKET_BYTES), 1), MOST_BUCKETS)
         # Fixed costs of messages go with their exchanges, by how many each has.
-        peers = size - 1
+        assert model.links is not None
+        peers = model.links.messages
         messages = {
             "ids": 2 * peers,
             "rows": peers,
@@ -375,7 +381,8 @@ def _result(
     if binds == "links":  # bytes, of the exchange that takes longest, or the fixed costs of messages
         exchanges = [name for name in spent if does.resources.get(name) == "links"]
         longest = max(exchanges, key=lambda name: spent[name], default="")
-        binds = "messages" if estimate.messages > by_resource["links"] / 2 else link_of(model, longest)
+        fixed = estimate.reduce_messages if longest == "all-reduce" else estimate.messages
+        binds = "messages" if fixed > by_resource["links"] / 2 else link_of(model, longest)
     busy = {name: float((values @ counts).mean() / counts.sum()) / steps for name, values in timeline.busy.items()}
     ranks = model.world_size * work.replicas
     return Simulation(
@@ -385,7 +392,7 @@ def _result(
         critical=dict(sorted(((n, s) for n, s in spent.items() if s > 0), key=lambda item: -item[1])),
         waiting=float((timeline.waited @ counts).mean() / counts.sum()) / steps / seconds,
         binds=binds,
-        usage=usage_of(busy, seconds, costs, model, estimate.all_reduce),
+        usage=usage_of(busy, seconds, costs, model, estimate.all_reduce - estimate.reduce_messages),
         nodes=-(-ranks // here.ranks_per_node),
         price_per_hour=here.price_per_hour,
         closed_form=estimate,

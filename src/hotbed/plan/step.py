@@ -11,14 +11,17 @@ the interpreter, autograd, optimizers and exchanges take beside bytes and produc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from hotbed.plan.cost import COPIES, EXCHANGES_OF_COPIES, PARTS, REPLICAS, SUMS, Array, CostModel, RankCosts
-from hotbed.plan.hardware import Hardware, interpolated
+from hotbed.plan.hardware import Curve, Hardware, interpolated
 from hotbed.plan.tiling import Plan, Tile
 from hotbed.plan.workload import Workload
 
+BUCKET_BYTES = 25 << 20
+"""Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it."""
 EXCHANGES = 4
 """Of every step: numbers of ids, ids, rows, gradients (`hotbed.embed.route`, `row_exchange`)."""
 
@@ -30,13 +33,15 @@ class StepEstimate:
     tables: float
     """Lookups, exchanges, updates: the load of the busiest rank."""
     dense: float
-    """Products, and activations moved; or launches of kernels, where these take longer."""
+    """Products, activations moved, and launches of kernels that take less than their launch."""
     messages: float
     """Fixed costs of messages to each other rank; with measured overheads, of exchanges that not every plan has."""
     launches: float
     """Fixed costs of kernels; with measured overheads, of the step, its arenas, tables and layers."""
     all_reduce: float
     """Of dense gradients; hidden behind the backward pass as far as that is longer."""
+    reduce_messages: float
+    """Of ``all_reduce``, fixed costs of messages, and of kernels that add what arrived."""
     input: float
     """Copying samples to the device; hidden."""
     hiding: float = 2 / 3
@@ -58,15 +63,18 @@ def estimate_step(plan: Plan, costs: RankCosts, model: CostModel) -> StepEstimat
     here, work = model.hardware, model.workload
     assert here is not None
     busiest = costs.parts[int(costs.load.argmax())]
+    ranks, nbytes = plan.world_size * work.replicas, 4.0 * work.dense.parameters
+    reduce_messages = _reduce_messages(nbytes, ranks, here)
     messages, launches = (
         _overheads(plan, model, here) if "step" in here.overheads else _fixed(plan, busiest, model, here)
     )
     return StepEstimate(
         tables=float(costs.load.max()),
-        dense=max(products_s(model), dense_launches_s(model)),
+        dense=products_s(model) + dense_launches_s(model),
         messages=messages,
         launches=launches,
-        all_reduce=_all_reduce(4.0 * work.dense.parameters, plan.world_size * work.replicas, here),
+        all_reduce=_all_reduce(nbytes, ranks, here) + reduce_messages,
+        reduce_messages=reduce_messages,
         input=work.dense.input_bytes * model.local_batch / here.host_link,
         hiding=0.0 if here.cores_shared else 2 / 3,
     )
@@ -76,7 +84,9 @@ def _fixed(plan: Plan, busiest: Array, model: CostModel, here: Hardware) -> tupl
     """Seconds of messages and of launches, by the cost of each."""
     work = model.workload
     exchanges = EXCHANGES + EXCHANGES_OF_COPIES * bool(busiest[COPIES]) + bool(busiest[SUMS])
-    messages = exchanges * (plan.world_size - 1) + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
+    links = model.links
+    assert links is not None
+    messages = exchanges * links.messages + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
     return messages * here.message_s, model.arena_s * arenas_of(plan.tiles, work)
 
 
@@ -116,13 +126,27 @@ def products_s(model: CostModel) -> float:
 
 
 def dense_launches_s(model: CostModel) -> float:
-    """Seconds that launching the kernels of forward and backward pass takes: they take no less."""
+    """Seconds of the kernels of forward and backward pass that take less than their launch, one after the other."""
     return model.workload.dense.launches * (model.hardware.launch_s if model.hardware else 0.0)
 
 
+def _reduce_messages(nbytes: float, ranks: int, here: Hardware) -> float:
+    """Seconds of an all-reduce that are not bytes, as `hotbed.embed.dense` sums in rank order; 0 where it was measured.
+
+    Of each bucket every rank sends a share to every other one, adds theirs one after the other, and sends the sum.
+    """
+    if _measured_all_reduce(ranks, here) or not nbytes:
+        return 0.0
+    return math.ceil(nbytes / BUCKET_BYTES) * (ranks - 1) * (2 * here.message_s + here.launch_s)
+
+
+def _measured_all_reduce(ranks: int, here: Hardware) -> Curve | None:
+    return here.curve_of(here.all_reduce, ranks, beyond=ranks > here.ranks_per_node)
+
+
 def _all_reduce(nbytes: float, ranks: int, here: Hardware) -> float:
-    """Seconds of an all-reduce of so many bytes."""
-    curve = here.curve_of(here.all_reduce, ranks, beyond=ranks > here.ranks_per_node)
+    """Seconds of the bytes of an all-reduce."""
+    curve = _measured_all_reduce(ranks, here)
     if curve and ranks > 1:
         seconds = nbytes / interpolated(curve, max(nbytes, 1.0))
         if "step" in here.overheads:  # which has the smallest

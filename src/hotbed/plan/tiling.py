@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from typing import Any, Literal, get_args
 
 from hotbed.errors import PlanError, did_you_mean
@@ -334,18 +334,16 @@ def _check_cover(table: str, tiles: Sequence[Tile]) -> None:
 
 def _shared_row(tiles: Sequence[Tile]) -> tuple[int, Tile, Tile] | None:
     """A row that two of the tiles have, and these two."""
-    if len({t.rows.step for t in tiles}) == 1:
-        # As in most plans. Rows of different residues never meet, so neighbours among those of one decide.
-        ordered = sorted(tiles, key=lambda t: (t.rows.start % t.rows.step, t.rows.start))
+    by_step: dict[int, list[Tile]] = defaultdict(list)
+    for tile in tiles:
+        by_step[tile.rows.step].append(tile)
+    for alike in by_step.values():  # rows of different residues never meet, so neighbours among those of one decide
+        ordered = sorted(alike, key=lambda t: (t.rows.start % t.rows.step, t.rows.start))
         for a, b in pairwise(ordered):
             if a.rows.start % a.rows.step == b.rows.start % b.rows.step and b.rows.start <= a.rows[-1]:
                 return b.rows.start, a, b
-        return None
-    ordered = sorted(tiles, key=lambda t: (t.rows.start, t.rows.step))
-    for i, a in enumerate(ordered):
-        for b in ordered[i + 1 :]:
-            if b.rows.start > a.rows[-1]:
-                break  # so do all that follow
+    for some, others in combinations(by_step.values(), 2):  # hot rows and those behind them, say
+        for a, b in product(some, others):
             row = first_common(a.rows, b.rows)
             if row is not None:
                 return row, a, b

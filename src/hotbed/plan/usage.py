@@ -23,6 +23,7 @@ from hotbed.plan.cost import (
     CostModel,
     RankCosts,
 )
+from hotbed.plan.links import LinkName
 from hotbed.plan.step import products_s
 
 
@@ -55,9 +56,8 @@ def link_of(model: CostModel, exchange: str) -> str:
     assert here is not None
     if exchange == "all-reduce":
         return "network" if model.world_size * model.workload.replicas > here.ranks_per_node else "node link"
-    near = model.near_share("replicas" if exchange == "average" else "shards")
-    across = here.oversubscription / (here.network * here.network_efficiency)
-    return "network" if (1 - near) * across > near / here.node_link else "node link"
+    assert model.links is not None
+    return model.links.slowest("replicas" if exchange == "average" else "shards")
 
 
 def usage_of(
@@ -74,28 +74,30 @@ def usage_of(
     costs, model
         Bytes and seconds by part of a step, and what they go over.
     all_reduce_s
-        Seconds of the all-reduce.
+        Seconds of the bytes of the all-reduce.
 
     Of two links that carry at once the slower is in use for the seconds that an exchange is charged, messages aside.
     """
     here, work = model.hardware, model.workload
-    assert here is not None
+    assert here is not None and model.links is not None
     ranks = model.world_size * work.replicas
     parts = costs.parts_bytes
     none, exchanged = np.zeros(len(parts)), [IDS, ROWS, GRADIENTS, COPIES, SUMS]
     dense = none + 2 * (ranks - 1) / ranks * 4.0 * work.dense.parameters
-    rates = {"node link": here.node_link, "network": here.network * here.network_efficiency / here.oversubscription}
+    rates = dict(model.links.rates())
     links, on_links = dict.fromkeys(rates, none), dict.fromkeys(rates, 0.0)
-    for nbytes, near, charged in (
-        (parts[:, exchanged].sum(1), model.near_share("shards"), float(costs.parts[:, exchanged].sum(1).mean())),
-        (parts[:, REPLICAS], model.near_share("replicas"), float(costs.parts[:, REPLICAS].mean())),
-        (dense, float(ranks <= here.ranks_per_node), all_reduce_s),
+    all_near = float(ranks <= here.ranks_per_node)
+    over_all: dict[LinkName, float] = {"node link": all_near, "network": 1 - all_near}
+    reduced_s = max(share / rates[name] for name, share in over_all.items())
+    exchanges, averages = model.links.shares("shards"), model.links.shares("replicas")
+    for nbytes, shares, byte_s, charged in (
+        (parts[:, exchanged].sum(1), exchanges, model.links.byte_s("shards"), costs.parts[:, exchanged].sum(1).mean()),
+        (parts[:, REPLICAS], averages, model.links.byte_s("replicas"), costs.parts[:, REPLICAS].mean()),
+        (dense, over_all, reduced_s, all_reduce_s),
     ):
-        shares = {"node link": near, "network": 1 - near}
-        slowest = max(shares[name] / rate for name, rate in rates.items())
         for name, rate in rates.items():
             links[name] = links[name] + shares[name] * nbytes
-            on_links[name] += charged * shares[name] / rate / slowest
+            on_links[name] += float(charged) * shares[name] / rate / byte_s
     amounts = {
         "device memory": parts[:, [LOOKUP, POOLING, UPDATE]].sum(1),
         "arithmetic": none + 3 * work.dense.flops * model.local_batch,

@@ -70,7 +70,7 @@ class DensePart:
     moved_bytes: float = 0.0
     """What layers read and write of activations, per sample, in the forward and the backward pass."""
     launches: int = 0
-    """Kernels of a step, launched one after the other: a step takes no less than that."""
+    """Kernels of a step that take less than their launch, one after the other; they add to products and bytes."""
     input_bytes: float = 0.0
     """What is copied to the device, per sample."""
 
@@ -87,6 +87,8 @@ class Workload:
     """Steps between averages of replicas."""
     layout: Layout = "groups"
     """What neighbouring ranks, as on a node, are: of one of the ``groups``, or ``replicas`` of the same tiles."""
+    ranks_per_node: int | None = None
+    """Ranks of the first of two hops in which rows, ids and gradients are exchanged; None: one hop."""
     forward_codec: Codec = "fp32"
     backward_codec: Codec = "fp32"
     wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
@@ -97,6 +99,8 @@ class Workload:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise PlanError(f"{name} is {value!r}, must be an integer of at least 1")
+        if self.ranks_per_node is not None and not (is_int(self.ranks_per_node) and self.ranks_per_node >= 1):
+            raise PlanError(f"ranks_per_node is {self.ranks_per_node!r}, must be None or an integer of at least 1")
 
     @cached_property
     def by_table(self) -> dict[str, TableUse]:

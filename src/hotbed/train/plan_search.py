@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 BACKWARD_KEEPS = 2
 """Vectors per output of a layer that a step keeps: what backward needs, and the gradient."""
 
-ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 8.0, 103
-"""On GPUs: how often a step moves the bytes of activations that it keeps, and kernels per layer of an MLP. Fitted on a
-published rate each (`benchmarks/published`, docs/published.md), of a framework that is not hotbed's own."""
+ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.2, 59
+"""On GPUs: how often a step moves the bytes of activations that it keeps, and kernels per layer of an MLP that take
+less than their launch. Fitted on a published rate each (`benchmarks/published`), of a framework that is not hotbed."""
 
 
 def searched(
@@ -145,6 +145,7 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
         replicas=parallel.replicas,
         sync_every=parallel.sync_every,
         layout=parallel.layout,
+        ranks_per_node=parallel.ranks_per_node,
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
         dense=dense_part(model, recipe, source),

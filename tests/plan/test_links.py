@@ -1,0 +1,108 @@
+"""What exchanges cost in one hop and in two: messages, bytes over each link, seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotbed.errors import PlanError
+from hotbed.plan import make_plan
+from hotbed.plan.cost import GRADIENTS, HOST, LOOKUP, POOLING, ROWS, CostModel
+from hotbed.plan.hardware import Hardware
+from hotbed.plan.links import HOP_COPIES, Links
+from hotbed.plan.placement import Cut
+from hotbed.plan.search import search
+from hotbed.plan.simulate import simulate
+from hotbed.plan.step import BUCKET_BYTES, estimate_step
+from hotbed.plan.workload import DensePart, Workload
+from hotbed.specs import Table
+
+A100 = Hardware.load("a100-40")
+NETWORK = A100.network * A100.network_efficiency
+
+
+def test_two_hops_have_fewer_messages() -> None:
+    one, two = (Links(hardware=A100, size=64, ranks_per_node=hop) for hop in (None, 8))
+    assert (one.messages, two.messages) == (63, 7 + 7 + 7)  # sizes and bytes inside the node, bytes between nodes
+    assert not Links(hardware=A100, size=8, ranks_per_node=8).in_two_hops  # all are on one node
+    assert Links(hardware=A100, size=8, ranks_per_node=1).messages == 7
+
+
+def test_as_many_bytes_cross_between_nodes_in_two_hops() -> None:
+    one, two = (Links(hardware=A100, size=16, ranks_per_node=hop).shares("shards") for hop in (None, 8))
+    assert one == pytest.approx({"node link": 7 / 15, "network": 8 / 15})
+    assert two["network"] == pytest.approx(one["network"])
+    assert two["node link"] == pytest.approx(14 / 15)  # all but what is for this rank's place
+
+
+def test_both_links_carry_at_once_in_one_hop_and_one_after_the_other_in_two() -> None:
+    one, two = (Links(hardware=A100, size=16, ranks_per_node=hop) for hop in (None, 8))
+    assert one.byte_s("shards") == pytest.approx(max(7 / 15 / A100.node_link, 8 / 15 / NETWORK))
+    expected = 14 / 15 / A100.node_link + 8 / 15 / NETWORK + 2 * HOP_COPIES / A100.stream
+    assert two.byte_s("shards") == pytest.approx(expected)
+    assert two.byte_s("replicas") == one.byte_s("replicas")
+
+
+def test_a_first_hop_between_nodes_takes_the_network() -> None:
+    far = Links(hardware=A100, size=16, replicas=8, layout="replicas", ranks_per_node=8)
+    assert far.shares("shards")["node link"] == 0
+
+
+def test_ranks_that_two_hops_cannot_have_are_refused() -> None:
+    work = Workload.of([Table("t", 1000, 16)], batch_size=1024, ranks_per_node=8)
+    with pytest.raises(PlanError, match="ranks_per_node is 8, must divide the 12 ranks of a group"):
+        CostModel(work, 12, A100)
+    assert CostModel(work, 4, A100).links is not None  # fewer are on one node
+    with pytest.raises(PlanError, match="ranks_per_node is 0, must be None or an integer of at least 1"):
+        Workload.of([], ranks_per_node=0)
+
+
+def test_many_ranks_are_faster_in_two_hops_and_few_are_not() -> None:
+    def step(ranks: int, hop: int | None, network: float) -> float:
+        work = Workload.of([Table("t", 10**6, 64)], batch_size=4096 * ranks, ranks_per_node=hop)
+        found = search(work, ranks, A100.with_(network=network), integer_program=False)
+        return simulate(found.plan, found.costs, found.model).step_s
+
+    assert step(512, 8, A100.network) < step(512, None, A100.network)
+    assert step(16, 8, A100.node_link * 100) > step(16, None, A100.node_link * 100)
+
+
+def test_sums_of_dense_gradients_have_messages_to_all_ranks() -> None:
+    def reduce(parameters: int, ranks: int) -> tuple[float, float]:
+        work = Workload.of([Table("t", 1000, 16)], batch_size=ranks, dense=DensePart(parameters=parameters))
+        plan = make_plan([use.table for use in work.uses], ranks, "row")
+        model = CostModel(work, ranks, A100)
+        found = estimate_step(plan, model.ranks(plan), model)
+        return found.all_reduce, found.reduce_messages
+
+    one = 2 * A100.message_s + A100.launch_s
+    assert reduce(100, 64)[1] == pytest.approx(63 * one)
+    parameters = 3 * BUCKET_BYTES // 4
+    all_reduce, messages = reduce(parameters, 64)
+    assert messages == pytest.approx(3 * 63 * one)
+    assert all_reduce - messages == pytest.approx(2 * 63 / 64 * 4 * parameters / NETWORK)
+    assert reduce(0, 64) == (0, 0)
+
+
+def test_rows_of_the_host_are_read_by_cores_and_then_copied() -> None:
+    work = Workload.of([Table("t", 10**6, 64)], batch_size=1024)
+    for ranks in (1, 8):
+        tile = make_plan([use.table for use in work.uses], ranks, Cut(tier="host")).tiles[0]
+        price = CostModel(work, ranks, A100).tile(tile).prices[HOST]
+        assert price == pytest.approx(1 / A100.host_link + 2 * ranks / A100.host_stream)
+
+
+def test_owners_that_pool_send_one_vector_for_a_bag() -> None:
+    ids, ranks, batch = 20.0, 2, 64
+    for bags in (1.0, 4.0):
+        use = Workload.of([Table("t", 10**6, 64)], ids={"t": ids}, batch_size=batch * ranks, wire={"t": "pooled"})
+        use = Workload(
+            uses=tuple(type(u)(table=u.table, ids=u.ids, bags=bags) for u in use.uses),
+            batch_size=use.batch_size,
+            wire=use.wire,
+        )
+        model = CostModel(use, ranks, A100)
+        nbytes = model.ranks(make_plan([u.table for u in use.uses], ranks, "table")).parts_bytes
+        vector = 4 * 64
+        assert nbytes[0, ROWS] == nbytes[0, GRADIENTS] == pytest.approx(batch * bags * vector)
+        assert nbytes[0, LOOKUP] == pytest.approx(ranks * batch * (ids + bags) * vector)  # all rows read, sums written
+        assert nbytes[1, POOLING] == pytest.approx(2 * 2 * batch * bags * vector)
