@@ -167,6 +167,13 @@ class Case:
     def positions(self) -> list[int]:
         return list(range(len(self.features))) if self.places is None else self.places
 
+    @property
+    def ids_per_bag(self) -> int | None:
+        """Of every feature, where it is one number."""
+        counts = {f.lengths for f in self.features if isinstance(f.lengths, int)}
+        known = len(counts) == 1 and all(isinstance(f.lengths, int) for f in self.features)
+        return (counts.pop() or None) if known else None
+
     def rows(self, dim: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Rows:
         """Random rows of this dtype behind float32 ones."""
         return random_rows(self.tables, self.wide, dim, dtype, seed)
@@ -199,6 +206,7 @@ class Case:
             any(f.mean for f in self.features),
             self.width,
             self.room,
+            self.ids_per_bag,
         )
 
 
@@ -221,6 +229,7 @@ CASES = {
     "mixed_int32": replace(_MIXED, dtype=torch.int32),
     "weighted": replace(_MIXED, weights=True),
     "one_row": Case([1], [Bags(0, 40)], 30, wide=[0]),
+    "fixed": Case([9, 4], [Bags(0, 6, mean=True), Bags(1, 6)], 5, wide=[2, 0], weights=True, room=1),
     "empty_bags": Case([5], [Bags(0, [0, 0, 0]), Bags(0, 0, mean=True)], 3, wide=[1], weights=True, room=1),
     "no_samples": Case([5, 5], [Bags(0, 1), Bags(1, [], mean=True)], 0, wide=[5, 0], places=[2, 0]),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -53,6 +54,15 @@ def test_group(backend, name):
     assert valid(groups) == (order, list(runs), starts, first_run)
     assert len(groups.rows) == len(slots)
     assert len(groups.run_starts) == len(groups.group_runs) == len(slots) + 1
+
+
+@pytest.mark.parametrize("limit", [2**31, 2**31 - 1, 4, None])
+def test_a_limit_of_slots_changes_nothing(backend, limit):
+    """It only says that shorter keys can be sorted."""
+    found = occurrences_of([2**31 - 2, 0, 2**31 - 2, 7] * 20 if limit is None or limit > 4 else [3, 0, 3, 1] * 20)
+    groups = backend.ops.group(backend.put(replace(found, limit=limit)))
+    assert valid(groups) == valid(backend.ops.group(backend.put(found)))
+    assert groups.rows.dtype == torch.int64
 
 
 @settings(max_examples=30)

@@ -120,6 +120,7 @@ class Workload:
             total=len(ids.values),
             has_divisors=False,
             width=o.tables,
+            ids_per_bag=o.pooling,
         )
 
 

@@ -215,7 +215,7 @@ class BagPlaces:
     ) -> None:
         self.features = dict(features)
         self.single = single
-        self._last: tuple[object, Tensor] | None = None
+        self._last: tuple[object, Tensor, int | None] | None = None
         self._at: tuple[tuple[str, ...], list[int]] | None = None
         self._has_divisors = any(POOLING_CODE[f.pooling] for f in features)
         # `BagLayout.features`, with zeros where the batch decides.
@@ -250,9 +250,10 @@ class BagPlaces:
         offsets = None if self.single else ids.offsets
         if offsets is None:
             offsets = torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.values.device)
+        entries, ids_per_bag = self._entries(ids, at)
         return BagLayout(
             ids.values,
-            self._entries(ids, at),
+            entries,
             offsets,
             None if ids.weights is None else _values(ids.weights),
             batch_size,
@@ -260,6 +261,7 @@ class BagPlaces:
             self._has_divisors,
             1 if self.single else width,
             0 if self.single else room,
+            ids_per_bag,
         )
 
     def _found(self, ids: Jagged) -> list[int]:
@@ -269,8 +271,11 @@ class BagPlaces:
             self._at = last = ids.names, [ids.index(f.name) for f in self.features]
         return last[1]
 
-    def _entries(self, ids: Jagged, at: list[int]) -> Tensor:
-        """Make `BagLayout.features`; fixed features keep their places from batch to batch, so the last one is kept."""
+    def _entries(self, ids: Jagged, at: list[int]) -> tuple[Tensor, int | None]:
+        """Make `BagLayout.features` and ``ids_per_bag``.
+
+        Fixed features keep their places from batch to batch, so the last result is kept.
+        """
         places = (ids.names, ids.fixed, ids.starts, ids.values.device)
         last = self._last  # another thread may make a layout, too
         if last is None or last[0] != places:
@@ -278,8 +283,10 @@ class BagPlaces:
             fixed = [1 if self.single else -1 if k is None else k for k in ids.fixed]
             for column, values in ((START, ids.starts), (FIXED, fixed), (RAGGED_ROW, ids.ragged_rows)):
                 entries[:, column] = torch.tensor(values, dtype=torch.int64, device="cpu")[at]
-            self._last = last = places, entries.to(ids.values.device)
-        return last[1]
+            counts = {fixed[i] for i in at}
+            count = counts.pop() if len(counts) == 1 else -1
+            self._last = last = places, entries.to(ids.values.device), count if count > 0 else None
+        return last[1:]
 
 
 def _values(weights: Tensor) -> Tensor:

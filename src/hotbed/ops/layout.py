@@ -14,6 +14,9 @@ from hotbed.optim import Rule
 RUN = 32
 """Occurrences per run of the canonical sum: runs are summed left to right, then the runs of a row left to right."""
 
+LONG = RUN + 1
+"""Kind of the first run of a slot that has several, see `RunOrder`."""
+
 BLOCK = 16
 """Columns per block of a reduction over columns: block partials first, then the partials in column order."""
 
@@ -93,6 +96,9 @@ class BagLayout:
         Vectors per sample of the tensor that the bags are pooled into (or whose gradient is read), ``[B, width, D]``.
     room
         How many of them come before the one of position 0.
+    ids_per_bag
+        How many ids every bag of every feature has, where that is one number that the host knows; else None. Kernels
+        may be compiled for it.
     """
 
     ids: Tensor
@@ -104,6 +110,7 @@ class BagLayout:
     has_divisors: bool
     width: int
     room: int = 0
+    ids_per_bag: int | None = None
 
     def versions(self) -> tuple[int, int, int]:
         """Counts of in-place changes of ids, offsets and weights."""
@@ -125,12 +132,15 @@ class Occurrences:
     segments
         Positions ``0 … N`` that cut the occurrences so that all slots of a part are smaller than those of the next;
         None where it is not known. It only helps to sort.
+    limit
+        All slots are below it; None where it is not known. It only helps to sort.
     """
 
     slots: Tensor
     bags: Tensor
     scale: Tensor | None
     segments: tuple[int, ...] | None = None
+    limit: int | None = None
 
     @staticmethod
     def concatenate(parts: Sequence[Occurrences], bags: Sequence[int]) -> Occurrences:
@@ -180,6 +190,26 @@ class RuleStep:
 
 
 @dataclass(frozen=True)
+class RunOrder:
+    """Give the runs of `Groups` in the order in which a GPU takes them: those of equal length side by side.
+
+    Attributes
+    ----------
+    starts
+        ``[N]`` int64: position in ``order`` where each run starts; only the first ``counts[1]`` are valid.
+    kinds
+        ``[N]`` int8, rising: 0 for the only occurrence of a slot, `LONG` for the first run of a slot that has several,
+        else the occurrences of the run, 1 to `RUN`.
+    numbers
+        ``[N]`` int32: which group each position in ``order`` is of, counted from 1.
+    """
+
+    starts: Tensor
+    kinds: Tensor
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
 class Groups:
     """Group occurrences by slot, and cut each group into runs of at most `RUN`.
 
@@ -198,6 +228,8 @@ class Groups:
         ``[N + 1]`` int64: first run of each group; the entry after the last group is the number of runs.
     counts
         ``[2]`` int64: number of groups, number of runs.
+    runs
+        Their order on a GPU; None where a backend has no use for it.
     """
 
     order: Tensor
@@ -205,6 +237,7 @@ class Groups:
     run_starts: Tensor
     group_runs: Tensor
     counts: Tensor
+    runs: RunOrder | None = None
 
 
 @dataclass(frozen=True)

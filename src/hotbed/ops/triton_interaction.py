@@ -20,8 +20,12 @@ from hotbed.ops.backend import launches
 from hotbed.ops.triton_rows import as_float32, round_nearest
 from hotbed.ops.triton_runtime import STRICT, power_of_two
 
-_ELEMENTS = 4096
-"""Elements of the tile of vectors in one step of the loop over D: 32 vectors of 128, DLRM's case, are one step."""
+_BYTES = 8192
+"""Bytes of the tile of vectors in one step of the loop over D.
+
+DLRM's 32 vectors of 128 columns are one step in bfloat16 and two in float32, whose splitting into TF32 numbers takes
+three times the registers.
+"""
 
 _UPCAST = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Triton's interpreter multiplies the bit patterns of bfloat16; there, products are made of exact float32 copies."""
@@ -93,12 +97,12 @@ def _interaction_backward_kernel(
         tl.store(out + at, round_nearest(dv, out.dtype.element_ty), mask=mask)
 
 
-def _launch(vectors: int, dim: int) -> dict[str, int]:
+def _launch(vectors: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes: four warps where the Gram matrix is up to 64 × 64; programs beside each other hide the latency."""
     block_n = max(power_of_two(vectors), 16)
     return {
         "BLOCK_N": block_n,
-        "BLOCK_D": min(max(power_of_two(dim), 16), max(_ELEMENTS // block_n, 16)),
+        "BLOCK_D": min(max(power_of_two(dim), 16), max(_BYTES // dtype.itemsize // block_n, 16)),
         "num_warps": 4 if block_n <= 64 else 8,
         "num_stages": 1,
     }
@@ -118,7 +122,7 @@ def interaction(vectors: Tensor, width: int) -> Tensor:
                 N=n,
                 D=dim,
                 BLOCK_PAD=power_of_two(width - dim - n * (n - 1) // 2),
-                **_launch(n, dim),
+                **_launch(n, dim, vectors.dtype),
                 **STRICT,
             )
     return out
@@ -138,7 +142,7 @@ def interaction_backward(grad: Tensor, vectors: Tensor) -> Tensor:
                 WIDTH=grad.shape[1],
                 N=n,
                 D=dim,
-                **_launch(n, dim),
+                **_launch(n, dim, vectors.dtype),
                 **STRICT,
             )
     return out

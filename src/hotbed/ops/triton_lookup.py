@@ -1,10 +1,12 @@
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 """Pool the rows of bags in Triton, and compute the gradient of their weights: one launch per arena.
 
 A program serves a block of consecutive samples of ONE feature. So everything that differs between features (fixed or
 ragged, where the table starts, how it is pooled) is a scalar of the program, ids are read side by side, and the rows of
-the block, wherever they lie, are in flight together. Two reads depend on each other, the id and its row; a one-hot bag
-needs nothing else.
+the block, wherever they lie, are in flight together. Two reads depend on each other, the id and its row.
+
+Three kinds of batches are compiled apart: one id per bag, which needs no loop; the same number of ids in every
+bag, four of which are read together; and any.
 """
 
 from __future__ import annotations
@@ -67,14 +69,36 @@ def _rows_of_ids(rows, ids, at, live, feature, D: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def _weighted(rows, weights, at, live, WEIGHTED: tl.constexpr):
-    """Rows ``[samples, BLOCK_D]`` times the weights at these positions."""
+def _row_of_id(
+    rows,
+    ids,
+    weights,
+    at,
+    live,
+    feature,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_WIDE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Rows ``[samples, BLOCK_D]`` of the ids at these positions, times their weights; zeros where not ``live``."""
+    row = _rows_of_ids(rows, ids, at, live, feature, D, BLOCK_D, HAS_WIDE)
     if WEIGHTED:
-        rows = rows * tl.load(weights + at, mask=live, other=0.0)[:, None]
-    return rows
+        row = row * tl.load(weights + at, mask=live, other=0.0)[:, None]
+    return row
 
 
-@triton.jit(do_not_specialize=["batch_size", "width", "room"])
+_ANY, _ONE, _FIXED = (tl.constexpr(kind) for kind in range(3))
+"""What is known of the numbers of ids per bag: nothing, all are 1, all are equal."""
+
+
+def _kind(bags: BagLayout) -> int:
+    """Say which of them these bags are."""
+    known = bags.ids_per_bag
+    return (_ANY if not known else _ONE if known == 1 else _FIXED).value
+
+
+@triton.jit(do_not_specialize=["batch_size", "width", "room", "ids_per_bag", "blocks"])
 def _lookup_kernel(
     out,  # [B, width, D]
     rows,
@@ -85,27 +109,50 @@ def _lookup_kernel(
     batch_size,
     width,
     room,
+    ids_per_bag,  # read where KIND is _FIXED
+    blocks,  # programs per feature
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
     HAS_WIDE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     HAS_DIVISORS: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """``out[b, f] = Σ_j weights[j] · row[ids[j]]`` over the ids j of bag (b, f), left to right; ÷ count."""
-    feature = features + tl.program_id(1) * FEATURE
-    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    first, length = _bounds(feature, offsets, sample, batch_size)
+    feature = features + tl.program_id(0) // blocks * FEATURE
+    sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    live = sample < batch_size
+    if KIND == _ONE:
+        first = tl.load(feature + START) + sample
+    elif KIND == _FIXED:
+        first = tl.load(feature + START) + sample * ids_per_bag
+    else:
+        first, length = _bounds(feature, offsets, sample, batch_size)
+        live = length > 0
 
-    # The first id is outside the loop: a one-hot bag is then straight-line code, and −0 stays −0.
-    live = length > 0
-    acc = _weighted(_rows_of_ids(rows, ids, first, live, feature, D, BLOCK_D, HAS_WIDE), weights, first, live, WEIGHTED)
-    for j in range(1, tl.max(length, axis=0)):
-        live = length > j
-        each = _rows_of_ids(rows, ids, first + j, live, feature, D, BLOCK_D, HAS_WIDE)
-        each = _weighted(each, weights, first + j, live, WEIGHTED)
-        acc = tl.where(live[:, None], acc + each, acc)
+    # The first id is outside the loop, so that −0 stays −0.
+    acc = _row_of_id(rows, ids, weights, first, live, feature, D, BLOCK_D, HAS_WIDE, WEIGHTED)
+    if KIND == _FIXED:
+        length = tl.where(live, ids_per_bag, 0)
+        for j in range(1, ids_per_bag, 4):
+            live1, live2, live3 = length > j + 1, length > j + 2, length > j + 3
+            row0 = _row_of_id(rows, ids, weights, first + j, live, feature, D, BLOCK_D, HAS_WIDE, WEIGHTED)
+            row1 = _row_of_id(rows, ids, weights, first + j + 1, live1, feature, D, BLOCK_D, HAS_WIDE, WEIGHTED)
+            row2 = _row_of_id(rows, ids, weights, first + j + 2, live2, feature, D, BLOCK_D, HAS_WIDE, WEIGHTED)
+            row3 = _row_of_id(rows, ids, weights, first + j + 3, live3, feature, D, BLOCK_D, HAS_WIDE, WEIGHTED)
+            acc = acc + row0
+            acc = tl.where(live1[:, None], acc + row1, acc)
+            acc = tl.where(live2[:, None], acc + row2, acc)
+            acc = tl.where(live3[:, None], acc + row3, acc)
+    elif KIND == _ANY:
+        for j in range(1, tl.max(length, axis=0)):
+            live = length > j
+            row = _row_of_id(rows, ids, weights, first + j, live, feature, D, BLOCK_D, HAS_WIDE, WEIGHTED)
+            acc = tl.where(live[:, None], acc + row, acc)
     if HAS_DIVISORS:
+        if KIND == _ONE:
+            length = tl.full([BLOCK_B], 1, tl.int32)
         by = divisors(tl.load(feature + POOLING), length)
         acc = tl.div_rn(acc, tl.broadcast_to(by[:, None], [BLOCK_B, BLOCK_D]))
     col = tl.arange(0, BLOCK_D)
@@ -113,7 +160,7 @@ def _lookup_kernel(
     tl.store(to, round_nearest(acc, out.dtype.element_ty), mask=(sample < batch_size)[:, None] & (col < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["batch_size", "width", "room"])
+@triton.jit(do_not_specialize=["batch_size", "width", "room", "blocks"])
 def _weight_gradient_kernel(
     out,  # parallel to ids
     rows,
@@ -124,6 +171,7 @@ def _weight_gradient_kernel(
     batch_size,
     width,
     room,
+    blocks,  # programs per feature
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -131,8 +179,8 @@ def _weight_gradient_kernel(
     HAS_DIVISORS: tl.constexpr,
 ):
     """``out[j] = row[ids[j]] · grad[b, f]`` for the ids j of bag (b, f); ÷ count."""
-    feature = features + tl.program_id(1) * FEATURE
-    sample = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    feature = features + tl.program_id(0) // blocks * FEATURE
+    sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     first, length = _bounds(feature, offsets, sample, batch_size)
     col = tl.arange(0, BLOCK_D)
     bag = sample * width + room + tl.load(feature + OUT)
@@ -153,9 +201,11 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
     if features == 0 or bags.batch_size == 0:
         return
     block_d = power_of_two(dim)
-    block_b = rows_per_program(block_d, TILE)
+    kind = _kind(bags)
+    block_b = rows_per_program(block_d, TILE if kind == _ONE.value else TILE // 2)
+    blocks = ceil_div(bags.batch_size, block_b)
     with torch.cuda.device_of(out):
-        _lookup_kernel[(ceil_div(bags.batch_size, block_b), features)](
+        _lookup_kernel[(blocks * features,)](
             out,
             row_pointers(rows),
             bags.ids,
@@ -165,12 +215,15 @@ def lookup(rows: Rows, bags: BagLayout, out: Tensor) -> None:
             bags.batch_size,
             bags.width,
             bags.room,
+            bags.ids_per_bag or 0,
+            blocks,
             D=dim,
             BLOCK_D=block_d,
             BLOCK_B=block_b,
             HAS_WIDE=len(rows.wide) > 0,
             WEIGHTED=bags.weights is not None,
             HAS_DIVISORS=bags.has_divisors,
+            KIND=kind,
             **STRICT,
         )
 
@@ -183,8 +236,9 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
         return
     block_d = max(power_of_two(dim), BLOCK)
     block_b = rows_per_program(block_d, TILE // 2)
+    blocks = ceil_div(bags.batch_size, block_b)
     with torch.cuda.device_of(out):
-        _weight_gradient_kernel[(ceil_div(bags.batch_size, block_b), features)](
+        _weight_gradient_kernel[(blocks * features,)](
             out,
             row_pointers(rows),
             grad.contiguous(),
@@ -194,6 +248,7 @@ def weight_gradient(rows: Rows, bags: BagLayout, grad: Tensor, out: Tensor) -> N
             bags.batch_size,
             bags.width,
             bags.room,
+            blocks,
             D=dim,
             BLOCK_D=block_d,
             BLOCK_B=block_b,

@@ -95,6 +95,12 @@ def locate(rows, slot, table, HAS_WIDE: tl.constexpr):
 
 
 @triton.jit
+def keep(places, where):
+    """These places, nowhere else than ``where [R]``."""
+    return Places(tl.where(where, places.wide, -1), tl.where(where, places.narrow, -1), places.row, places.col)
+
+
+@triton.jit
 def load_rows(rows, places, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WIDE: tl.constexpr):
     """Rows ``[R, BLOCK_D]`` as float32; zeros beyond column D and where a row is nowhere."""
     if rows.narrow.dtype.element_ty == tl.float32:

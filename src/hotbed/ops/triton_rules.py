@@ -28,19 +28,16 @@ from torch import Tensor
 
 from hotbed.ops.backend import no_kernel
 from hotbed.ops.layout import Rows, RuleStep
-from hotbed.ops.triton_rows import load_rows, locate, row_pointers, store_rows
+from hotbed.ops.triton_rows import keep, load_rows, locate, row_pointers, store_rows
 from hotbed.ops.triton_runtime import (
     ACTIVE,
     BLOCK,
     DECAY,
-    FIRST_SLOT,
     L2,
     LR,
     MAX_GRAD_NORM,
     MAX_NORM,
     OWN,
-    TABLE_ENTRY,
-    power_of_two,
 )
 from hotbed.optim import COMMON
 
@@ -49,13 +46,14 @@ class Hyper(NamedTuple):
     """Hyperparameters of the rows of a tile, ``[R, 1]`` each."""
 
     line: Any  # points at each row's line of `RuleStep.hyper`
-    live: Any  # whether the row is to be updated
+    live: Any  # whether there is a row
+    active: Any  # whether it is to be updated
 
 
 @triton.jit
 def value(hyper, column):
-    """One hyperparameter of each row ``[R, 1]``; 1 where it is not live, so that nobody divides by a 0 there."""
-    return tl.load(hyper.line + column, mask=hyper.live, other=1.0)
+    """One hyperparameter of each row ``[R, 1]``; 1 where it is not active, so that nobody divides by a 0 there."""
+    return tl.where(hyper.active, tl.load(hyper.line + column, mask=hyper.live, other=1.0), 1.0)
 
 
 @triton.jit
@@ -241,7 +239,6 @@ def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[
         "USES": tuple(name in step.uses for name in ("active", *COMMON)),
         "HYPER": step.hyper.shape[1],
         "KINDS": tuple(kinds),
-        "BLOCK_T": min(power_of_two(len(rows.tables)), 32),
         "HAS_WIDE": len(rows.wide) > 0,
     }
 
@@ -249,14 +246,13 @@ def target_of(step: RuleStep, rows: Rows, state: Mapping[str, Tensor]) -> tuple[
 @triton.jit
 def apply(
     target,
-    tables,  # T
     slot,  # [R]; −1: none
+    table,  # [R]
     g,  # [R, BLOCK_D] summed gradient, zero beyond D
     RULE: tl.constexpr,
     USES: tl.constexpr,  # by column of hyper
     HYPER: tl.constexpr,
     KINDS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     HAS_WIDE: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -265,12 +261,13 @@ def apply(
 
     Tile of slots 3, −1, 7 where the tables of 3 and 7 start at slots 0 and 5, and only the second is active::
 
-        table [0, 0, 1], slot [−1, −1, 7]: one row is loaded, changed and stored
+        table [0, 0, 1]: rows of slots 3 and 7 are loaded, slot [−1, −1, 7]: one is changed and stored
+
+    Rows are loaded before it is known which tables are active: so these loads wait for no other.
     """
-    table = _table_of(target.rows.tables, tables, slot, BLOCK_T)
     line = target.hyper + table * HYPER
-    slot = tl.where(tl.load(line + ACTIVE) != 0, slot, -1)
-    hyper = Hyper(line[:, None], (slot >= 0)[:, None])
+    active = tl.load(line + ACTIVE, mask=slot >= 0, other=0.0) != 0
+    hyper = Hyper(line[:, None], (slot >= 0)[:, None], active[:, None])
     places = locate(target.rows, slot, table, HAS_WIDE)
     w = load_rows(target.rows, places, D, BLOCK_D, HAS_WIDE)
     m0 = _load_moment(target.moment0, slot, D, BLOCK_D, KINDS[0])
@@ -291,20 +288,11 @@ def apply(
     if USES[MAX_NORM]:
         w = limited(w, value(hyper, MAX_NORM), BLOCK_D)
 
+    slot = tl.where(active, slot, -1)
+    places = keep(places, active)
     store_rows(target.rows, places, w, tl.load(target.seeds + table), D, BLOCK_D, HAS_WIDE)
     _store_moment(target.moment0, m0, slot, D, BLOCK_D, KINDS[0])
     _store_moment(target.moment1, m1, slot, D, BLOCK_D, KINDS[1])
-
-
-@triton.jit
-def _table_of(entries, tables, slot, BLOCK_T: tl.constexpr):
-    """Table ``[R]`` of each slot: how many tables start at or before it, but for one; 0 for slots below 0."""
-    table = tl.full(slot.shape, -1, tl.int32)
-    for t in range(0, tables, BLOCK_T):
-        at = t + tl.arange(0, BLOCK_T)
-        first = tl.load(entries + at * TABLE_ENTRY + FIRST_SLOT, mask=at < tables, other=0x7FFFFFFFFFFFFFFF)
-        table += tl.sum((first[None, :] <= slot[:, None]).to(tl.int32), axis=1)
-    return tl.maximum(table, 0)
 
 
 @triton.jit

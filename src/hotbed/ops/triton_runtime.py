@@ -78,6 +78,7 @@ DECAY = tl.constexpr(layout.DECAY)
 OWN = tl.constexpr(layout.OWN)
 
 RUN = tl.constexpr(layout.RUN)
+LONG = tl.constexpr(layout.LONG)
 BLOCK = tl.constexpr(layout.BLOCK)
 SCALE_BLOCK = tl.constexpr(layout.SCALE_BLOCK)
 

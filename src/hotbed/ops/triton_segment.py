@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hotbed.ops.backend import launches
-from hotbed.ops.layout import RUN, BagLayout, Groups, Occurrences
+from hotbed.ops.layout import RUN, BagLayout, Groups, Occurrences, RunOrder
 from hotbed.ops.triton_lookup import divisors
 from hotbed.ops.triton_runtime import (
     BASE,
     FEATURE,
     FIXED,
+    LONG,
     OUT,
     POOLING,
     RAGGED_ROW,
@@ -31,9 +32,12 @@ from hotbed.ops.triton_runtime import (
 
 _BLOCK = 1024
 """Positions per program: eight per thread of four warps."""
+_NONE = tl.constexpr(127)
+"""Above all kinds of runs."""
+_INT32_LIMIT = 1 << 31
 
 
-@triton.jit(do_not_specialize=["batch_size", "width", "room", "steps"])
+@triton.jit(do_not_specialize=["batch_size", "width", "room", "steps", "blocks"])
 def _occurrences_kernel(
     slots,  # [N]
     owners,  # [N]
@@ -46,6 +50,7 @@ def _occurrences_kernel(
     width,
     room,
     steps,  # halvings that shrink B + 1 candidates to one
+    blocks,  # programs per feature
     BLOCK_F: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -59,7 +64,7 @@ def _occurrences_kernel(
 
         ids [5, 6, 5], offsets [0, 2, 2, 3]   →   slots [15, 16, 15], owners [0, 0, 2], scale [0.5, 0.5, 1]
     """
-    f = tl.program_id(1)
+    f = tl.program_id(0) // blocks
     others = tl.arange(0, BLOCK_F)
     before = others < f
     fixed_before = tl.load(features + others * FEATURE + FIXED, mask=before, other=0)
@@ -79,7 +84,7 @@ def _occurrences_kernel(
     if fixed < 0:
         total = tl.load(row + batch_size)
         halvings = steps
-    for block in range(tl.program_id(0).to(tl.int64) * BLOCK, total, tl.num_programs(0).to(tl.int64) * BLOCK):
+    for block in range((tl.program_id(0) % blocks).to(tl.int64) * BLOCK, total, blocks.to(tl.int64) * BLOCK):
         i = block + tl.arange(0, BLOCK)
         live = i < total
         ragged = i * 0 + fixed < 0
@@ -117,7 +122,8 @@ def occurrences(bags: BagLayout) -> Occurrences:
     scale = torch.empty(bags.total, dtype=torch.float32, device=slots.device) if scaled else None
     if bags.total:
         with torch.cuda.device_of(slots):
-            _occurrences_kernel[(ceil_div(bags.batch_size, _BLOCK), features)](
+            blocks = ceil_div(bags.batch_size, _BLOCK)
+            _occurrences_kernel[(blocks * features,)](
                 slots,
                 owners,
                 slots if scale is None else scale,
@@ -129,6 +135,7 @@ def occurrences(bags: BagLayout) -> Occurrences:
                 bags.width,
                 bags.room,
                 (bags.batch_size + 1).bit_length(),
+                blocks,
                 BLOCK_F=power_of_two(features),
                 BLOCK=_BLOCK,
                 WEIGHTED=bags.weights is not None,
@@ -162,12 +169,24 @@ def _place_groups_kernel(rows, starts, ordered, first, number, total, BLOCK: tl.
 
 
 @triton.jit(do_not_specialize=["total"])
-def _mark_runs_kernel(run_first, starts, number, total, RUN: tl.constexpr, BLOCK: tl.constexpr):
-    """``run_first[i] = 1`` at every RUN-th occurrence of a group."""
+def _mark_runs_kernel(run_first, kinds, starts, number, total, RUN: tl.constexpr, BLOCK: tl.constexpr):
+    """``run_first[i] = 1`` at every RUN-th occurrence of a group; ``kinds[i]`` is there as in `RunOrder`, else `_NONE`.
+
+    Slot 3 once, slot 7 forty times::
+
+        kinds [0, 33, _NONE × 31, 8, _NONE × 7]
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < total
-    start = tl.load(starts + tl.load(number + i, mask=live, other=1) - 1, mask=live, other=0)
-    tl.store(run_first + i, ((i - start) % RUN == 0).to(tl.int32), mask=live)
+    g = tl.load(number + i, mask=live, other=1)
+    start = tl.load(starts + g - 1, mask=live, other=0)
+    first = (i - start) % RUN == 0
+    groups = tl.load(number + total - 1)
+    end = tl.load(starts + g, mask=live & first & (g < groups), other=total)
+    left = end - i
+    kind = tl.where(i == start, tl.where(left == 1, 0, tl.where(left > RUN, LONG, left)), tl.minimum(left, RUN))
+    tl.store(run_first + i, first.to(tl.int32), mask=live)
+    tl.store(kinds + i, tl.where(first, kind, _NONE).to(tl.int8), mask=live)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -204,68 +223,47 @@ def group(occurrences: Occurrences) -> Groups:
         return Groups(room(0), room(0), slots.new_zeros(1), slots.new_zeros(1), slots.new_zeros(2))
     with torch.cuda.device_of(slots):
         grid = (ceil_div(total, _BLOCK),)
-        ordered, order = torch.sort(slots, stable=True)
-        first, run_first = room(total, torch.int32), room(total, torch.int32)
+        # Half as many bits are half as many passes of the sort.
+        narrow = occurrences.limit is not None and occurrences.limit <= _INT32_LIMIT
+        ordered, order = torch.sort(slots.to(torch.int32) if narrow else slots, stable=True)
+        first, run_first, kinds = room(total, torch.int32), room(total, torch.int32), room(total, torch.int8)
         rows, starts = room(total), room(total)
         run_starts, group_runs, counts = room(total + 1), room(total + 1), room(2)
         _mark_groups_kernel[grid](first, ordered, total, BLOCK=_BLOCK, **STRICT)
         number = first.cumsum(0, dtype=torch.int32)
         _place_groups_kernel[grid](rows, starts, ordered, first, number, total, BLOCK=_BLOCK, **STRICT)
-        _mark_runs_kernel[grid](run_first, starts, number, total, RUN=RUN, BLOCK=_BLOCK, **STRICT)
+        _mark_runs_kernel[grid](run_first, kinds, starts, number, total, RUN=RUN, BLOCK=_BLOCK, **STRICT)
         run_number = run_first.cumsum(0, dtype=torch.int32)
         _place_runs_kernel[grid](
             run_starts, group_runs, counts, first, number, run_first, run_number, total, BLOCK=_BLOCK, **STRICT
         )
-    return Groups(order, rows, run_starts, group_runs, counts)
+        kinds, by_kind = torch.sort(kinds, stable=True)
+    return Groups(order, rows, run_starts, group_runs, counts, RunOrder(by_kind, kinds, number))
 
 
-@triton.jit(do_not_specialize=["total", "steps"])
-def _spread_kernel(
-    out,  # [N]
-    order,  # [N]
-    run_starts,  # [N + 1]
-    group_runs,  # [N + 1]
-    counts,  # [2]
-    values,  # [≥ groups]
-    total,  # N
-    steps,  # halvings that shrink N groups to one
-    BLOCK: tl.constexpr,
-):
-    """``out[order[p]] = values[g]`` where g is the last group that starts at or before p, by binary search."""
+def runs_of(groups: Groups) -> RunOrder:
+    """Return the order of runs, which `group` of this backend makes."""
+    assert groups.runs is not None, "groups of another backend"
+    return groups.runs
+
+
+@triton.jit(do_not_specialize=["total"])
+def _spread_kernel(out, order, number, values, total, BLOCK: tl.constexpr):
+    """``out[order[p]] = values[number[p] − 1]``."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = p < total
-    low = tl.zeros([BLOCK], tl.int64)
-    high = low + tl.load(counts) - 1
-    for _ in range(steps):
-        middle = (low + high + 1) // 2
-        start = tl.load(run_starts + tl.load(group_runs + middle, mask=live, other=0), mask=live, other=0)
-        low = tl.where(start <= p, middle, low)
-        high = tl.where(start <= p, high, middle - 1)
-    tl.store(out + tl.load(order + p, mask=live, other=0), tl.load(values + low, mask=live, other=0), mask=live)
+    g = tl.load(number + p, mask=live, other=1) - 1
+    tl.store(out + tl.load(order + p, mask=live, other=0), tl.load(values + g, mask=live, other=0), mask=live)
 
 
 def spread(groups: Groups, values: Tensor) -> Tensor:
     """Give every occurrence the value of its group, see `hotbed.ops.reference.spread`."""
     launches["triton.spread"] += 1
-    return spread_values(groups, values)
-
-
-def spread_values(groups: Groups, values: Tensor) -> Tensor:
-    """`spread` for other operations, which count their own launches."""
     out = torch.empty_like(groups.order)
     total = len(out)
     if total:
         with torch.cuda.device_of(out):
             _spread_kernel[(ceil_div(total, _BLOCK),)](
-                out,
-                groups.order,
-                groups.run_starts,
-                groups.group_runs,
-                groups.counts,
-                values.contiguous(),
-                total,
-                total.bit_length(),
-                BLOCK=_BLOCK,
-                **STRICT,
+                out, groups.order, runs_of(groups).numbers, values.contiguous(), total, BLOCK=_BLOCK, **STRICT
             )
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Literal, Self
 
@@ -151,7 +152,7 @@ class DenseStore(RowStore):
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
         self.changing(occurrences.slots)
-        groups = self.ops.group(occurrences)
+        groups = self.ops.group(replace(occurrences, limit=self.slots))
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 
     @override
@@ -183,7 +184,7 @@ class DenseStore(RowStore):
         features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=self.device)
         offsets = torch.empty(0, len(slots) + 1, dtype=torch.int64, device=self.device)
         self.ops.lookup(
-            self.rows, BagLayout(slots, features, offsets, None, len(slots), len(slots), False, 1), out[:, None]
+            self.rows, BagLayout(slots, features, offsets, None, len(slots), len(slots), False, 1, 0, 1), out[:, None]
         )
         return out
 

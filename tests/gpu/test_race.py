@@ -1,0 +1,234 @@
+"""Kernels have no races, whatever the order of their programs; and the checker that says so finds those that have."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("with a GPU kernels are not interpreted", allow_module_level=True)
+
+from triton.runtime.errors import InterpreterError
+
+from hotbed.ops import (
+    CacheTags,
+    reference,
+    triton,
+    triton_cache,
+    triton_lookup,
+    triton_runs,
+    triton_segment,
+    triton_update,
+)
+from hotbed.ops.layout import FREE
+from tests.ops.arenas import OPTIONS, SEGMENTS, Arena, gradient, oracle
+from tests.ops.cases import CASES, Kernels, occurrences_of
+from tests.ops.naive_rules import RULES
+
+from .race import checking
+
+Same = Callable[[], bool]
+
+
+def _lookup(ops: Any, dim: int = 17) -> Same:
+    """Whether vectors of ragged bags, and of more samples than a program takes, are those of the reference."""
+    ragged, long = CASES["mixed"], CASES["one_hot"]
+
+    def same() -> bool:
+        found = []
+        for case, columns in ((ragged, dim), (long, 600)):
+            for kernels in (ops, reference):
+                out = torch.zeros(case.batch, case.width, columns)
+                kernels.lookup(case.rows(columns), case.layout(), out)
+                found.append(out)
+        return torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+
+    return same
+
+
+def _update(ops: Any, segments: str = "two_runs_each", dim: int = 200) -> Same:
+    """Whether rows after a step are those of the reference."""
+    before = Arena.make(RULES["rowwise_adagrad"], dim, options=OPTIONS["mixed"])
+    found = occurrences_of(SEGMENTS[segments], 12, scaled=True)
+
+    def same() -> bool:
+        after = [
+            before.updated(kernels, found, gradient(12, dim)).bits()
+            for kernels in (Kernels("triton", torch.device("cpu"), ops), oracle)
+        ]
+        return all((x == y).all() for x, y in zip(*after, strict=True))
+
+    return same
+
+
+def _group(ops: Any) -> Same:
+    """Whether groups of more positions than a program takes are those of the reference."""
+    found = occurrences_of([3] * 1100 + [1] * 40 + [3, 0], 12, scaled=False)
+
+    def same() -> bool:
+        one, other = ops.group(found), reference.group(found)
+        count, runs = other.counts.tolist()
+        return one.counts.tolist() == [count, runs] and all(
+            torch.equal(getattr(one, name)[:n], getattr(other, name)[:n])
+            for name, n in (("rows", count), ("run_starts", runs + 1), ("group_runs", count + 1))
+        )
+
+    return same
+
+
+def _cache(ops: Any) -> Same:
+    """Whether new keys get the places that the reference gives them."""
+
+    def same() -> bool:
+        results = []
+        for kernels in (ops, reference):
+            free = torch.full((16,), FREE)
+            tags = CacheTags(free, torch.zeros_like(free), torch.zeros_like(free), 4, False)
+            places, _ = kernels.cache_take(tags, torch.arange(11), 3)
+            kernels.cache_use(tags, places, 4)
+            results.append((places, tags.keys, tags.counts))
+        return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    return same
+
+
+def _interaction(ops: Any) -> Same:
+    vectors, grad = torch.randn(3, 5, 17), torch.randn(3, 32)
+
+    def same() -> bool:
+        out, back = (
+            [kernels.interaction(vectors, 32), kernels.interaction_backward(grad, vectors)]
+            for kernels in (ops, reference)
+        )
+        return all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in zip(out, back, strict=True))
+
+    return same
+
+
+OPERATIONS: dict[str, Callable[[Any], Same]] = {
+    "lookup": _lookup,
+    "update": _update,
+    "group": _group,
+    "cache": _cache,
+    "interaction": _interaction,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_kernels_have_no_races(name: str) -> None:
+    for seed in (0, 1):
+        with checking(seed) as found:
+            assert OPERATIONS[name](triton)()
+        assert not found.faults
+        assert found.launches and found.programs > 1 and found.addresses
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A kernel's file, what of it is replaced by what, and an operation that is wrong then."""
+
+    module: ModuleType
+    find: str
+    put: str
+    operation: str
+    fault: str
+
+
+LAST_RUN = "-1, 2 * (start // RUN) + (ahead != number).to(tl.int64)"
+MUTATIONS = {
+    "two runs leave their partial sums in one place": Mutation(
+        triton_runs, LAST_RUN, "-1, 2 * (start // RUN)", "update", "by several programs|different values"
+    ),
+    "a sum that goes nowhere is stored in front of the buffer": Mutation(
+        triton_update, "mask=(to >= 0)", "mask=(to >= -1)", "update", "out of bounds"
+    ),
+    "the first partial sum is not stored": Mutation(triton_update, "mask=(to >= 0)", "mask=(to > 0)", "update", ""),
+    "columns beyond the last are read without being asked for": Mutation(
+        triton_update, "(bag >= 0)[:, None] & (col < D), other=0.0)", "(bag >= 0)[:, None] & (col < D))", "update", ""
+    ),
+    "samples beyond the last are pooled": Mutation(
+        triton_lookup, "mask=(sample < batch_size)[:, None] & ", "mask=", "lookup", "out of bounds"
+    ),
+    "all programs pool the same samples": Mutation(
+        triton_lookup,
+        "tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)\n    live",
+        "tl.program_id(0) % 1).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)\n    live",
+        "lookup",
+        "by several programs",
+    ),
+    "every program closes the list of runs": Mutation(
+        triton_segment, "last = i == total - 1", "last = live", "group", "by several programs"
+    ),
+    "every program places the keys of its set": Mutation(
+        triton_cache,
+        "if tl.load(of_set + at - 1, mask=at > 0, other=-1) != mine:",
+        "if mine == mine:",
+        "cache",
+        "by several programs",
+    ),
+    "all lanes write to one address": Mutation(
+        triton_cache,
+        'tl.atomic_add(counts + place, place * 0 + 1, mask=place >= 0, sem="relaxed")',
+        "tl.store(counts + place * 0, place, mask=place >= 0)",
+        "cache",
+        "different values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_checker_finds_races(name: str, tmp_path: Path) -> None:
+    mutation = MUTATIONS[name]
+    ops = _mutated(mutation, tmp_path)
+    with checking() as found:
+        try:
+            same = OPERATIONS[mutation.operation](ops)()
+        except InterpreterError:  # out of bounds, or a calculation with garbage
+            same = False
+    assert not same or found.faults
+    if mutation.fault:
+        assert any(re.search(mutation.fault, fault) for fault in found.faults), found.faults
+
+
+class _Ops:
+    """The operations of Triton, but for those of some modules."""
+
+    def __init__(self, *modules: ModuleType) -> None:
+        self._modules = modules
+
+    def __getattr__(self, name: str) -> Any:
+        return next(getattr(module, name) for module in (*self._modules, triton) if hasattr(module, name))
+
+
+def _mutated(mutation: Mutation, folder: Path) -> Any:
+    """Operations with a mutation; its file is loaded beside the real one, as is that of the update, which calls it."""
+    source = Path(mutation.module.__file__ or "").read_text(encoding="utf-8")
+    assert source.count(mutation.find) == 1, "the mutation fits no more"
+    changed = _load(folder, mutation.module.__name__, source.replace(mutation.find, mutation.put))
+    if mutation.module is not triton_runs:
+        return _Ops(changed)
+    update = Path(triton_update.__file__ or "").read_text(encoding="utf-8")
+    caller = _load(folder, triton_update.__name__, update)
+    caller.list_runs = changed.list_runs  # pyright: ignore[reportAttributeAccessIssue]
+    return _Ops(caller)
+
+
+def _load(folder: Path, name: str, source: str) -> ModuleType:
+    """A module from source, of which Triton reads the file."""
+    file = folder / f"{name.rsplit('.', maxsplit=1)[-1]}.py"
+    file.write_text(source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"mutated_{file.stem}", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
