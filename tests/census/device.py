@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.census.kernels import ALLOCATES, COMPUTES_NOTHING, WAITS, kernels_of
+from tests.census.streams import MODEL, replace_streams
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
@@ -74,8 +75,8 @@ class Record:
 
 
 RECORD = Record()
-_PINNED: set[int] = set()
-"""Addresses of page-locked tensors."""
+_PINNED: dict[int, torch.UntypedStorage] = {}
+"""Page-locked memory, by address."""
 
 
 def _where() -> str:
@@ -85,7 +86,10 @@ def _where() -> str:
     own = [f"{Path(f.filename).relative_to(ROOT / 'src/hotbed')}:{f.lineno}" for f in frames if f.filename.startswith(source)]
     own = [o for o in own if not o.startswith(("ops/triton", "torch_hooks"))] or own
     outer = [f"torch/{Path(f.filename).name}:{f.name}" for f in frames if "/torch/" in f.filename and "_python_dispatch" not in f.filename]
-    return own[-1] if own else outer[-1] if outer else "autograd"
+    node = torch._C._current_autograd_node()
+    if node is not None and not (own and "backward" in "".join(f.name for f in frames if f.filename.startswith(source))):
+        return f"backward of {node.name().removesuffix('0').removesuffix('Backward')}"
+    return own[-1] if own else outer[-1] if outer else "torch"
 
 
 class OnDevice(Tensor):
@@ -151,19 +155,15 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     to = kwargs.get("device")
     to_device = to is not None and torch.device(to).type == "cuda"
     if name == "is_pinned":
-        return args[0].data_ptr() in _PINNED
+        return not on_device and _is_pinned(args[0])
     if name == "_pin_memory":
-        made = args[0].clone()
-        _PINNED.add(made.data_ptr())
-        return made
+        return _pinned(args[0].clone())
     if name == "_local_scalar_dense" and on_device:
         RECORD.note("crossing", f"device to host, {given[0].element_size()} bytes, item()", waits=True)
         return args[0].host.item()
     if not on_device and not to_device:
         if kwargs.get("pin_memory"):
-            made = func(*args, **{**kwargs, "pin_memory": False})
-            _PINNED.add(made.untyped_storage().data_ptr())
-            return made
+            return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
         return func(*args, **kwargs)
     if name in ("_to_copy", "copy_"):
         return _copy(func, name, args, kwargs)
@@ -180,9 +180,20 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name in WAITS or (name in ("index", "index_put_", "_index_put_impl_", "index_put") and _has_masks(args)):
         RECORD.note("crossing", f"device to host, a size, {name}", waits=True)
     result = func(*hosts, **on_host)
+    _order(func, name, args, kwargs, result)
     if name not in COMPUTES_NOTHING and name not in ALLOCATES:
         RECORD.note("launch", name, kernels_of(func, name, args), detail=_shapes(given))
-    return _wrapped(func, name, args, result, hosts)
+    return _wrapped(name, (args, kwargs), result)
+
+
+def _pinned(made: Tensor) -> Tensor:
+    storage = made.untyped_storage()
+    _PINNED[storage.data_ptr()] = storage  # kept, so that no other memory gets the address
+    return made
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in _PINNED
 
 
 def _has_masks(args: Any) -> bool:
@@ -193,9 +204,28 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
     return " ".join(f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for t in tensors)
 
 
-def _wrapped(func: Any, name: str, args: Any, result: Any, hosts: Any) -> Any:
+def _order(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+    """Tell the model of streams what an operation reads, writes and allocates."""
+    if name in COMPUTES_NOTHING:
+        return
+    writes: list[Tensor] = []
+    reads: list[Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        found = [t.host for t in pytree.tree_leaves(value) if isinstance(t, OnDevice)]
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(found)
+    given = {id(t) for t in (*reads, *writes)}
+    new = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and id(t) not in given and not t._is_view()]
+    if name in ALLOCATES:
+        MODEL.operation([], [], new)
+    else:
+        MODEL.operation(reads, [*writes, *new], new)
+
+
+def _wrapped(name: str, given: Any, result: Any) -> Any:
     """Put what the host computed on the device; what was changed in place is the argument itself."""
-    before = {id(t.host): t for t in pytree.tree_leaves(args) if isinstance(t, OnDevice)}
+    before = {id(t.host): t for t in pytree.tree_leaves(given) if isinstance(t, OnDevice)}
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -219,17 +249,20 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         RECORD.note("launch", name, detail=_shapes([source]))
     elif source_on or target_on:
         host_side = into if source_on else source
-        pinned = host_side is not None and host_side.untyped_storage().data_ptr() in _PINNED
+        pinned = host_side is not None and _is_pinned(host_side)
         way = "device to host" if source_on else "host to device"
         RECORD.note(
             "crossing", f"{way}, {source.nbytes} bytes" + ("" if pinned else ", pageable"), waits=not (asked and pinned)
         )
     else:
         return func(*args, **kwargs)
+    source_read = [source.host] if source_on else []
     if into is not None:
+        MODEL.operation(source_read, [into.host] if target_on else [], [])
         host_of(into).copy_(host_of(source))
         return into
     made = func(host_of(source), **{**kwargs, "device": torch.device("cpu"), "non_blocking": False})
+    MODEL.operation(source_read, [made] if target_on else [], [made] if target_on else [])
     if not target_on:
         return made
     RECORD.note("allocation", name, made.nbytes)
@@ -269,6 +302,8 @@ def pretend() -> None:
     cuda.device_of = cuda.device = lambda *_: contextlib.nullcontext()
     cuda.mem_get_info = lambda *_: (1 << 40, 1 << 40)
     importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(OnDevice)  # as for any tensor of a CUDA device
+    replace_streams()
+    MODEL.where = _where
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and copies it
     _tell_triton()
     Recorder().__enter__()
@@ -278,13 +313,16 @@ def _tell_triton() -> None:
     from triton.runtime.jit import JITFunction
 
     import hotbed.ops.backend as backend
-    from hotbed.ops import reference, triton, triton_runtime, triton_update
+    from hotbed.ops import reference, triton, triton_runtime, triton_step, triton_update
+    from hotbed.ops.rows import step_seeds
     from hotbed.store import memory
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         leaves = [t for t in pytree.tree_leaves([to_host(a) for a in args])]
         shapes = _shapes([t for t in leaves if isinstance(t, Tensor)])
         RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes}")
+        used = [t.host for t in pytree.tree_leaves(_flat(args)) if isinstance(t, OnDevice)]
+        MODEL.operation(used, [], [])  # which of them it writes is not known here
 
     JITFunction.run = launch
     for module in (triton_runtime, triton_update):
@@ -309,11 +347,28 @@ def _tell_triton() -> None:
 
             return call
 
+    noted_seeds = triton_step.step_seeds
+
+    def seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
+        result = noted_seeds(table_seeds, steps)
+        host_of(result).copy_(step_seeds(host_of(table_seeds), host_of(steps)))
+        return result
+
+    triton_step.step_seeds = seeds
     pretended = Pretended()
     load = backend._load
     backend._load = lambda name: pretended if name == "triton" else load(name)
     backend.select.cache_clear()
     memory.host_zeros = lambda shape, dtype, device: torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def _flat(tree: Any) -> Any:
+    """List what named tuples and dataclasses hold."""
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [_flat(getattr(tree, f.name)) for f in fields(tree)]
+    if isinstance(tree, (list, tuple)):
+        return [_flat(value) for value in tree]
+    return tree
 
 
 def _fill(into: Any, values: Any) -> None:

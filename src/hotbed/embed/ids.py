@@ -21,6 +21,7 @@ from hotbed.ops import BagLayout
 from hotbed.ops.layout import FIXED, RAGGED_ROW, START
 from hotbed.pooling import POOLING_CODE
 from hotbed.specs import ANY_ID, Feature
+from hotbed.store.memory import to_device
 
 
 class Discarded(NamedTuple):
@@ -278,7 +279,7 @@ class BagPlaces:
             fixed = [1 if self.single else -1 if k is None else k for k in ids.fixed]
             for column, values in ((START, ids.starts), (FIXED, fixed), (RAGGED_ROW, ids.ragged_rows)):
                 entries[:, column] = torch.tensor(values, dtype=torch.int64, device="cpu")[at]
-            self._last = last = places, entries.to(ids.values.device)
+            self._last = last = places, to_device(entries, ids.values.device)
         return last[1]
 
 

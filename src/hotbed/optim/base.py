@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
+from hotbed.jagged import version
 from hotbed.optim.rule import Rule, SparseModule, Updater
 from hotbed.optim.saved_state import are_same_groups, check_form, check_step
 
@@ -103,6 +104,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         in the collection, or ``path.to.collection.table`` where a name occurs in several collections. All tables that
         no group names form one more group with the defaults.
 
+    Attributes
+    ----------
+    gate
+        0-d tensor on the tables' device; where it is 0, a step touches nothing, and nobody waits for it. None: open.
+
     Raises
     ------
     SpecError
@@ -130,6 +136,8 @@ class SparseOptimizer(torch.optim.Optimizer):
         trained = {path for path, _ in places.values()}
         collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
+        self._one: Tensor | None = None
+        self.gate: Tensor | None = None
         self._options = tuple(defaults)
         resolved = _resolve_groups(places, groups or (), known=set(defaults))
         super().__init__(
@@ -227,6 +235,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         inv_scale, gate = self._amp_factors()
+        gate = self.gate if gate is None else gate
         hyper: dict[str, dict[str, list[float]]] = {path: {} for path in self._updaters}
         for group in self.param_groups:
             if not self.trains(group):
@@ -251,9 +260,15 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _on_grad(self, finite: Callable[[], Tensor]) -> None:
         lead: Tensor = self.param_groups[0]["params"][0]
         if lead.grad is None:
-            lead.grad = torch.ones_like(lead)
+            lead.grad = self._unit(lead)
         if self._check_finite:
             lead.grad.masked_fill_(~finite(), torch.nan)
+
+    def _unit(self, lead: Tensor) -> Tensor:
+        """Return a 1: the last one, unless somebody (a GradScaler, who scales gradients in place) has changed it."""
+        if self._one is None or version(self._one) != 0 or self._one.device != lead.device:
+            self._one = torch.ones_like(lead)
+        return self._one
 
     def _amp_factors(self) -> tuple[Tensor | None, Tensor | None]:
         """1 / loss scale and "nothing overflowed", as GradScaler left them; None where there is nothing to say."""
