@@ -61,7 +61,7 @@ def trainer_of(sizes: Sizes, rule: str, dtype: Any, *, moving: bool) -> Trainer:
     features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
     with sizes.device:
         model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), backend="triton")
-    sgd = Component("torch.optim.SGD", {"lr": LR})
+    sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
     dense = (fused(sgd) if sizes.device.type == "cuda" else sgd).build(list(model.parameters()))
     recipe = TrainRecipe(batch_size=sizes.batch, precision="bf16", device=sizes.device.type)
     schedule = ScheduleRecipe(warmup_steps=1000) if moving else None

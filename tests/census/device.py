@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -42,8 +43,6 @@ class Event:
         Operation or kernel; of a crossing the direction, bytes, and whether the host waits.
     where
         ``file:line`` of the project that asked for it.
-    phase
-        Of the step.
     count
         Kernels that a launch of this operation is; bytes of an allocation.
     waits
@@ -55,7 +54,6 @@ class Event:
     kind: str
     what: str
     where: str
-    phase: str
     count: int = 1
     waits: bool = False
     detail: str = ""
@@ -66,12 +64,22 @@ class Record:
     """What was noted since it was cleared, in order."""
 
     events: list[Event] = field(default_factory=list)
-    phase: str = ""
     is_on: bool = False
+    thread: threading.local = field(default_factory=threading.local)
 
     def note(self, kind: str, what: str, count: int = 1, *, waits: bool = False, detail: str = "") -> None:
-        if self.is_on:
-            self.events.append(Event(kind, what, _where(), self.phase, count, waits, detail))
+        """Note an event, unless this thread is computing what a kernel would."""
+        if self.is_on and not getattr(self.thread, "is_computing", False):
+            self.events.append(Event(kind, what, _where(), count, waits, detail))
+
+    @contextlib.contextmanager
+    def computing(self) -> Generator[None]:
+        """Note nothing of this thread inside."""
+        before, self.thread.is_computing = getattr(self.thread, "is_computing", False), True
+        try:
+            yield
+        finally:
+            self.thread.is_computing = before
 
 
 RECORD = Record()
@@ -277,14 +285,13 @@ class Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def recorded(phase: str) -> Generator[None]:
-    """Note what happens inside, as part of a phase of the step."""
-    before = RECORD.is_on, RECORD.phase
-    RECORD.is_on, RECORD.phase = True, phase
+def recorded() -> Generator[None]:
+    """Note what happens inside."""
+    RECORD.is_on = True
     try:
         yield
     finally:
-        RECORD.is_on, RECORD.phase = before
+        RECORD.is_on = False
 
 
 # -- PyTorch and Triton are told --------------------------------------------------------------------------------------
@@ -306,6 +313,13 @@ def pretend() -> None:
     MODEL.where = _where
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and copies it
     _tell_triton()
+    run_thread = threading.Thread.run
+
+    def run(self: threading.Thread) -> None:
+        with Recorder():  # modes are a thread's own
+            run_thread(self)
+
+    threading.Thread.run = run
     Recorder().__enter__()
 
 
@@ -338,11 +352,8 @@ def _tell_triton() -> None:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = noted(*args, **kwargs)
-                on, RECORD.is_on = RECORD.is_on, False
-                try:
+                with RECORD.computing():
                     _fill(result, computed(*to_host(args), **to_host(kwargs)))
-                finally:
-                    RECORD.is_on = on
                 return result
 
             return call

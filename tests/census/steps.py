@@ -160,7 +160,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
 
     trainer.callbacks.append(Steps())
     RECORD.events = []
-    with recorded("step"):
+    with recorded():
         trainer.fit([batch_of(case, i, rank) for i in range(STEPS)])
     one, other = steps[1], steps[2]
     launches = [e for e in other if e.kind == "launch"]
@@ -185,7 +185,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
 def trainer_of(case: Case) -> Trainer:
     """A trainer of a small model."""
     model = model_of(case)
-    sgd = Component("torch.optim.SGD", {"lr": 0.01, "momentum": 0.9})
+    sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
     dense = (fused(sgd) if case.dense_fused else sgd).build(list(model.parameters()))
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
     recipe = TrainRecipe(batch_size=BATCH, precision=case.precision, device="cuda", log_every=1000)

@@ -222,10 +222,10 @@ def test_warnings_come_from_the_package_s_log(
 
 
 def test_torch_s_optimizers_of_a_gpu_s_parameters_are_fused_unless_the_recipe_says_otherwise() -> None:
-    adam = Component("torch.optim.Adam", {"lr": 0.1})
+    adam = Component(class_path="torch.optim.Adam", init_args={"lr": 0.1})
     assert fused(adam).init_args == {"lr": 0.1, "fused": True}
     for given in ({"fused": False}, {"foreach": True}):
-        component = Component("torch.optim.Adam", given)
+        component = Component(class_path="torch.optim.Adam", init_args=given)
         assert fused(component) is component
-    other = Component("torch.optim.Rprop", {"lr": 0.1})
+    other = Component(class_path="torch.optim.Rprop", init_args={"lr": 0.1})
     assert fused(other) is other
