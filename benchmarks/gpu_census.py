@@ -94,7 +94,9 @@ def captured(trainer: Trainer, batch: hb.Batch) -> str:
     return "ok"
 
 
-def count(sizes: Sizes, *, rule: str = "rowwise_adagrad", dtype: Any = "fp32", ragged: bool = False, moving: bool = False) -> dict[str, Any]:
+def count(
+    sizes: Sizes, *, rule: str = "rowwise_adagrad", dtype: Any = "fp32", ragged: bool = False, moving: bool = False
+) -> dict[str, Any]:
     """Train for some steps, and say what one asked of the device."""
     trainer, census = trainer_of(sizes, rule, dtype, moving=moving), Census(sizes.device)
     trainer.callbacks.append(census)

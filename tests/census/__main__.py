@@ -29,6 +29,9 @@ def main(out: Path, selection: str) -> None:
     from tests.census.device import pretend
 
     pretend()
+    from tests.census.triton_kernels import replace_kernels
+
+    replace_kernels()
     from tests.census.exchanges import ORDER, replace_exchanges
     from tests.census.steps import census, stopped
 

@@ -1,9 +1,10 @@
 """Pretend that there is a CUDA device: tensors that say they are on it, whose values are computed on the host.
 
 `OnDevice` is a tensor of the pretended device around one of the host. `Recorder` is on while a step runs: every
-operation of PyTorch passes through it, is noted if the device would have to do something for it, and is then computed on
-the host, so that the values, and with them the sizes and branches that follow, are those of a real step. A Triton kernel is noted where it is
-launched and not run; the operation that launched it gets its results from `hotbed.ops.reference`.
+operation of PyTorch passes through it, is noted if the device would have to do something for it, and is then computed
+on the host, so that the values, and with them the sizes and branches that follow, are those of a real step. A Triton
+kernel is noted where it is launched and not run; the operation that launched it gets its results from
+`hotbed.ops.reference`.
 
 Only for a process of its own: PyTorch cannot be told again that there is no device.
 """
@@ -14,7 +15,7 @@ import contextlib
 import importlib
 import threading
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Record:
     def note(self, kind: str, what: str, count: int = 1, *, waits: bool = False, detail: str = "") -> None:
         """Note an event, unless this thread is computing what a kernel would."""
         if self.is_on and not getattr(self.thread, "is_computing", False):
-            self.events.append(Event(kind, what, _where(), count, waits, detail))
+            self.events.append(Event(kind, what, where(), count, waits, detail))
 
     @contextlib.contextmanager
     def computing(self) -> Generator[None]:
@@ -87,15 +88,25 @@ _PINNED: dict[int, torch.UntypedStorage] = {}
 """Page-locked memory, by address."""
 
 
-def _where() -> str:
+def where() -> str:
     """Name the innermost line of the project's sources, else of its tests' or PyTorch's."""
     frames = traceback.extract_stack()
     source = str(ROOT / "src" / "hotbed")
-    own = [f"{Path(f.filename).relative_to(ROOT / 'src/hotbed')}:{f.lineno}" for f in frames if f.filename.startswith(source)]
+    own = [
+        f"{Path(f.filename).relative_to(ROOT / 'src/hotbed')}:{f.lineno}"
+        for f in frames
+        if f.filename.startswith(source)
+    ]
     own = [o for o in own if not o.startswith(("ops/triton", "torch_hooks"))] or own
-    outer = [f"torch/{Path(f.filename).name}:{f.name}" for f in frames if "/torch/" in f.filename and "_python_dispatch" not in f.filename]
+    outer = [
+        f"torch/{Path(f.filename).name}:{f.name}"
+        for f in frames
+        if "/torch/" in f.filename and "_python_dispatch" not in f.filename
+    ]
     node = torch._C._current_autograd_node()
-    if node is not None and not (own and "backward" in "".join(f.name for f in frames if f.filename.startswith(source))):
+    if node is not None and not (
+        own and "backward" in "".join(f.name for f in frames if f.filename.startswith(source))
+    ):
         return f"backward of {node.name().removesuffix('0').removesuffix('Backward')}"
     return own[-1] if own else outer[-1] if outer else "torch"
 
@@ -108,8 +119,13 @@ class OnDevice(Tensor):
     @staticmethod
     def __new__(cls, host: Tensor) -> OnDevice:
         made = Tensor._make_wrapper_subclass(
-            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
-            layout=host.layout, device=CUDA,
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=CUDA,
         )
         made.host = host
         return made
@@ -190,7 +206,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = func(*hosts, **on_host)
     _order(func, name, args, kwargs, result)
     if name not in COMPUTES_NOTHING and name not in ALLOCATES:
-        RECORD.note("launch", name, kernels_of(func, name, args), detail=_shapes(given))
+        RECORD.note("launch", name, kernels_of(func, name, args), detail=shapes_of(given))
     return _wrapped(name, (args, kwargs), result)
 
 
@@ -208,7 +224,7 @@ def _has_masks(args: Any) -> bool:
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
 
 
-def _shapes(tensors: Sequence[Tensor]) -> str:
+def shapes_of(tensors: Sequence[Tensor]) -> str:
     return " ".join(f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for t in tensors)
 
 
@@ -254,7 +270,7 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     target = torch.device(kwargs.get("device") or source.device) if into is None else into.device
     source_on, target_on = isinstance(source, OnDevice), target.type == "cuda"
     if source_on and target_on:
-        RECORD.note("launch", name, detail=_shapes([source]))
+        RECORD.note("launch", name, detail=shapes_of([source]))
     elif source_on or target_on:
         host_side = into if source_on else source
         pinned = host_side is not None and _is_pinned(host_side)
@@ -294,11 +310,11 @@ def recorded() -> Generator[None]:
         RECORD.is_on = False
 
 
-# -- PyTorch and Triton are told --------------------------------------------------------------------------------------
+# -- PyTorch is told --------------------------------------------------------------------------------------
 
 
 def pretend() -> None:
-    """Tell PyTorch, Triton and hotbed that there is a CUDA device; not to be undone."""
+    """Tell PyTorch that there is a CUDA device; not to be undone."""
     cuda: Any = torch.cuda
     cuda._lazy_init = lambda: None
     cuda.is_available = lambda: True
@@ -308,11 +324,12 @@ def pretend() -> None:
     cuda.get_device_name = lambda *_: "pretended"
     cuda.device_of = cuda.device = lambda *_: contextlib.nullcontext()
     cuda.mem_get_info = lambda *_: (1 << 40, 1 << 40)
-    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(OnDevice)  # as for any tensor of a CUDA device
+    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(
+        OnDevice
+    )  # as for any tensor of a CUDA device
     replace_streams()
-    MODEL.where = _where
+    MODEL.where = where
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and copies it
-    _tell_triton()
     run_thread = threading.Thread.run
 
     def run(self: threading.Thread) -> None:
@@ -321,78 +338,3 @@ def pretend() -> None:
 
     threading.Thread.run = run
     Recorder().__enter__()
-
-
-def _tell_triton() -> None:
-    from triton.runtime.jit import JITFunction
-
-    import hotbed.ops.backend as backend
-    from hotbed.ops import reference, triton, triton_runtime, triton_step, triton_update
-    from hotbed.ops.rows import step_seeds
-    from hotbed.store import memory
-
-    def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        leaves = [t for t in pytree.tree_leaves([to_host(a) for a in args])]
-        shapes = _shapes([t for t in leaves if isinstance(t, Tensor)])
-        RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes}")
-        used = [t.host for t in pytree.tree_leaves(_flat(args)) if isinstance(t, OnDevice)]
-        MODEL.operation(used, [], [])  # which of them it writes is not known here
-
-    JITFunction.run = launch
-    for module in (triton_runtime, triton_update):
-        module.programs = lambda device: 32 * 132  # of an H100
-
-    class Pretended:
-        """The Triton backend, whose kernels are noted, with results of the reference."""
-
-        NAME = "triton"
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            noted, computed = getattr(triton, name), getattr(reference, name)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = noted(*args, **kwargs)
-                with RECORD.computing():
-                    _fill(result, computed(*to_host(args), **to_host(kwargs)))
-                return result
-
-            return call
-
-    noted_seeds = triton_step.step_seeds
-
-    def seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
-        result = noted_seeds(table_seeds, steps)
-        host_of(result).copy_(step_seeds(host_of(table_seeds), host_of(steps)))
-        return result
-
-    triton_step.step_seeds = seeds
-    pretended = Pretended()
-    load = backend._load
-    backend._load = lambda name: pretended if name == "triton" else load(name)
-    backend.select.cache_clear()
-    memory.host_zeros = lambda shape, dtype, device: torch.zeros(*shape, dtype=dtype, device=device)
-
-
-def _flat(tree: Any) -> Any:
-    """List what named tuples and dataclasses hold."""
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [_flat(getattr(tree, f.name)) for f in fields(tree)]
-    if isinstance(tree, (list, tuple)):
-        return [_flat(value) for value in tree]
-    return tree
-
-
-def _fill(into: Any, values: Any) -> None:
-    """Give tensors that kernels were to fill the values that they were to get."""
-    if isinstance(into, OnDevice):
-        host = into.host
-        if host.shape == values.shape:
-            host.copy_(values)
-        else:
-            host[: len(values)] = values
-    elif is_dataclass(into):
-        for f in fields(into):
-            _fill(getattr(into, f.name), getattr(values, f.name))
-    elif isinstance(into, (list, tuple)):
-        for one, value in zip(into, values, strict=True):
-            _fill(one, value)

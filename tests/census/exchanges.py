@@ -1,7 +1,7 @@
 """Let ranks exchange what is on the pretended device, as NCCL would: in a stream, in the order in which it was started.
 
-Values go through Gloo. DDP's reducer, which is C++ and reads memory, is stood in for by hooks that average all gradients
-in one bucket when the last is there, by the project's own `mean_over_ranks_`.
+Values go through Gloo. DDP's reducer, which is C++ and reads memory, is stood in for by hooks that average all
+gradients in one bucket when the last is there, by the project's own `mean_over_ranks_`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def replace_exchanges() -> None:
     """Put them in the place of NCCL's."""
     by_gloo = Link.exchange
 
-    def exchange(
-        self: Link, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
-    ) -> Handle[None]:
+    def exchange(self: Link, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle[None]:
         ORDER.append(what)
         if not isinstance(outgoing[0], OnDevice):
             return by_gloo(self, what, outgoing, incoming)

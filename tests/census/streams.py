@@ -3,8 +3,8 @@
 Every operation is a tick of its stream's clock. A stream that waits for an event, and a host that waits for one, learn
 the clocks of the stream that recorded it (vector clocks, as race detectors of threads keep them). Memory may be read
 only by a stream that knows of its last write, and written only by one that knows of all its uses. Memory that was
-dropped is given out again to the stream that it was allocated for, as PyTorch's allocator does; that stream must know of
-all its uses by others then.
+dropped is given out again to the stream that it was allocated for, as PyTorch's allocator does; that stream must know
+of all its uses by others then.
 """
 
 from __future__ import annotations

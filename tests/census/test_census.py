@@ -1,4 +1,4 @@
-"""Prove what a training step asks of a CUDA device: how many kernels, which copies, and that the host waits for none."""
+"""Prove what a training step asks of a CUDA device: how many kernels, which copies, how often the host waits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,20 @@ INPUTS = ("batch.py", "jagged.py")
 """Where batches are copied to the device."""
 LOSS = "device to host, 4 bytes at train/backward.py"
 HYPERPARAMETERS = "at store/memory.py"
-BUDGET: dict[str, tuple[int, int]] = {}
-"""Launches, and waits of the host, of a step."""
-BUDGET_OF_TWO_RANKS: dict[str, tuple[int, int]] = {}
-MOST_LAUNCHES = 110
-"""Of any rule and dtype."""
+BUDGET = {
+    "RowWiseAdagrad fp32": (78, 0),
+    "Adam int8 behind 8 fp32 rows, lr moves": (84, 0),
+    "RowWiseAdagrad fp32, ragged": (78, 0),
+    "RowWiseAdagrad fp32, dense fp32": (73, 0),
+    "RowWiseAdagrad fp32, dense optimizer not fused": (75, 1),
+    "RowWiseAdagrad fp32, rows: uva": (140, 6),
+    "RowWiseAdagrad fp32, rows: records": (145, 18),
+    "RowWiseAdagrad fp32, rows: cache": (350, 53),
+}
+"""Launches, and waits of the host, of a step, by case."""
+BUDGET_OF_TWO_RANKS = (180, 8)
+MOST_LAUNCHES = 90
+"""Of any rule and dtype, on one rank."""
 
 
 def started(selection: str, folder: Path, rank: int = 0) -> subprocess.Popen[bytes]:
@@ -64,7 +73,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def refuse_waits(found: dict[str, Any]) -> None:
-    """On one rank with its rows on the device: nothing waits, and only inputs, hyperparameters and the loss are copied."""
+    """Nothing waits, and only inputs, hyperparameters and the loss are copied: one rank, its rows on the device."""
     assert found["waits"] == {}
     for copy in found["copies"]:
         assert copy.startswith(LOSS) or HYPERPARAMETERS in copy or any(f"at {name}" in copy for name in INPUTS), copy
@@ -89,7 +98,7 @@ def test_a_step_launches_no_more_than_its_budget(usual: dict[str, Any], case: st
     assert found["hazards"] == []
 
 
-@pytest.mark.parametrize("case", [name for name in names("usual", where="device", ragged=False)])
+@pytest.mark.parametrize("case", names("usual", where="device", ragged=False))
 def test_two_batches_of_one_shape_launch_the_same(usual: dict[str, Any], case: str) -> None:
     """As a CUDA graph of the step needs: the same kernels, in the same grids, on tensors of the same shapes."""
     assert usual[case]["repeats"]
@@ -139,8 +148,8 @@ def test_two_ranks_start_the_same_exchanges_in_one_order(tmp_path: Path) -> None
     for case in names("two ranks"):
         assert first[case]["exchanges"] == second[case]["exchanges"] != []
         for found in (first[case], second[case]):
-            assert sum(found["waits"].values()) <= BUDGET_OF_TWO_RANKS[case][1], found["waits"]
-            assert found["launches"] <= BUDGET_OF_TWO_RANKS[case][0], found["by_place"]
+            assert sum(found["waits"].values()) <= BUDGET_OF_TWO_RANKS[1], found["waits"]
+            assert found["launches"] <= BUDGET_OF_TWO_RANKS[0], found["by_place"]
             assert found["hazards"] == []
 
 

@@ -137,7 +137,7 @@ class ExchangedRows:
 
 
 def by_rank(of_streams: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
-    """Join what streams received, each in rank order, in rank order: all streams' of rank 0, then of rank 1, …"""
+    """Join in rank order what streams received, each in rank order: that of rank 0 from all streams, then of rank 1."""
     if len(of_streams) == 1:
         return of_streams[0]
     shares = [stream.split(list(of_ranks)) for stream, of_ranks in zip(of_streams, counts, strict=True)]

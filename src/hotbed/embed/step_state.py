@@ -77,9 +77,7 @@ class StepState:
         self._lines: dict[Arena, _Lines] = {}
         self._open: tuple[Tensor, Tensor] | None = None
 
-    def factors(
-        self, inv_scale: Tensor | None, gate: Tensor | None, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def factors(self, inv_scale: Tensor | None, gate: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the factor of all gradients, with the mean over ranks in it, and the gate, as `RuleStep` has them."""
         if self._open is None or self._open[0].device != device:
             one = torch.ones((), dtype=torch.float32, device=device)

@@ -1,8 +1,8 @@
 """Cast the weights of all linear layers at once, in the place of autocast, which launches a kernel for each.
 
-The values are those of autocast, and so are the gradients: those of the narrow weights, widened, by one kernel, too. The
-narrow weights keep their memory from step to step. Gradients of all layers are there at once, at the end of backward, so
-this is not for ranks that average gradients of the last layers while those of the first are computed.
+The values are those of autocast, and so are the gradients: those of the narrow weights, widened, by one kernel, too.
+The narrow weights keep their memory from step to step. Gradients of all layers are there at once, at the end of
+backward, so this is not for ranks that average gradients of the last layers while those of the first are computed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compute the gradients of a batch, and let nothing be updated by a loss that is not finite.
 
-There are two ways to know that it is not. *Before backward*: the host waits for the loss; this works with any optimizer,
-and over ranks, which add their losses up there. *On the device*: where one process trains on a CUDA device with
-optimizers that can be told there to touch nothing (those of `hotbed.optim`; torch's with ``fused=True``), the device
-decides it, and the loss is on its way to page-locked memory while backward and the updates are queued behind it. The
-host reads it when it has queued the whole step, so the device never waits for the host; the error is the same.
+There are two ways to know that it is not. *Before backward*: the host waits for the loss; this works with any
+optimizer, and over ranks, which add their losses up there. *On the device*: where one process trains on a CUDA device
+with optimizers that can be told there to touch nothing (those of `hotbed.optim`; torch's with ``fused=True``), the
+device decides it, and the loss is on its way to page-locked memory while backward and the updates are queued behind it.
+The host reads it when it has queued the whole step, so the device never waits for the host; the error is the same.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class Gradients(NamedTuple):
     stop: bool
 
 
+def _nothing() -> tuple[bool, bool]:
+    return False, False
+
+
 class Backward:
     """Compute gradients of the mean loss of batches.
 
@@ -75,7 +79,7 @@ class Backward:
         self._late = _LateLosses(self._device, optimizers) if late else None
 
     def __call__(
-        self, parts: Sequence[Batch], place: Callable[[], str], *, ask_save: bool = False, ask_stop: bool = False
+        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing
     ) -> Gradients:
         """Compute gradients of the mean loss of a batch's parts.
 
@@ -85,11 +89,11 @@ class Backward:
             Of the batch, on the device.
         place
             Says which step it is, for the message of an error.
-        ask_save, ask_stop
-            What this rank requests.
+        requests
+            Returns whether this rank asks to save, and to stop; called when the forward pass has been queued.
         """
         samples = sum(map(len, parts))
-        all_samples, save, stop, losses, everyone = float(samples), float(ask_save), float(ask_stop), 0.0, 0.0
+        all_samples, save, stop, losses, everyone = float(samples), 0.0, 0.0, 0.0, 0.0
         checks: list[_Check] = []
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             last = following is None
@@ -102,10 +106,11 @@ class Backward:
                 if self._late is not None:
                     self._late.add(number, total)
                     checks.append(check)
+                    save, stop = map(float, requests())
                 else:
                     # This waits for the forward pass. It cannot be put off: once backward has run, a bad loss may have
                     # reached the tables. The next batch is on its way to the device meanwhile.
-                    own = total, everyone, samples, ask_save, ask_stop
+                    own = total, everyone, samples, *requests()
                     value, everyone, all_samples, save, stop = self._ranks.add(*own)
                     losses += value / max(everyone, 1)
                     check(losses)

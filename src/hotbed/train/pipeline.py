@@ -208,7 +208,9 @@ class RowPrefetcher:
             collection.settle()
         fetch = partial(self._fetch, batch)
         if self._link.overlaps:
-            return Fetching(self._thread.submit(in_stream, stream_of(self._device), lambda: (fetch(), None)), self._side)
+            return Fetching(
+                self._thread.submit(in_stream, stream_of(self._device), lambda: (fetch(), None)), self._side
+            )
         ended: Future[tuple[None, torch.cuda.Event | None]] = Future()
         ended.set_result(self._side.run(fetch))
         return Fetching(ended, self._side)

@@ -216,7 +216,7 @@ class Trainer:
                 self.ranks.at_step(self.step + 1)
                 for optimizer in self.optimizers.values():
                     optimizer.zero_grad()
-                done = self.backward(parts, self._place, ask_save=self.ask_save, ask_stop=self.ask_stop)
+                done = self.backward(parts, self._place, lambda: (self.ask_save, self.ask_stop))
                 self.backward.update(self.optimizers.values())
                 loss = done.loss()
                 for schedule in self.schedules.values():
