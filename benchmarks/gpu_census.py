@@ -48,7 +48,7 @@ class Census(Callback):
             if self._cuda:
                 torch.cuda.synchronize()
             self._profile.stop()
-            on_device = [e for e in self._profile.events() if e.device_type != torch.autograd.DeviceType.CPU]
+            on_device = [e for e in self._profile.events() or () if e.device_type.name != "CPU"]
             self.kernels.update(event.name for event in on_device)
             if self._cuda:
                 torch.cuda.set_sync_debug_mode("warn")
@@ -63,7 +63,9 @@ def trainer_of(sizes: Sizes, rule: str, dtype: Any, *, moving: bool) -> Trainer:
         model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), backend="triton")
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
     dense = (fused(sgd) if sizes.device.type == "cuda" else sgd).build(list(model.parameters()))
-    recipe = TrainRecipe(batch_size=sizes.batch, precision="bf16", device=sizes.device.type)
+    recipe = TrainRecipe(
+        batch_size=sizes.batch, precision="bf16", device="cuda" if sizes.device.type == "cuda" else "cpu"
+    )
     schedule = ScheduleRecipe(warmup_steps=1000) if moving else None
     return Trainer(model, dense, OPTIMIZERS[rule](model), recipe=recipe, schedule=schedule)
 

@@ -7,7 +7,7 @@ backward, so this is not for ranks that average gradients of the last layers whi
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,10 +61,10 @@ class _Cast(torch.autograd.Function):
     """Forward: fill narrow tensors with parameters. Backward: widen their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, narrow: Sequence[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, narrow: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtypes = [p.dtype for p in parameters]
-        torch._foreach_copy_(narrow, parameters)
+        torch._foreach_copy_(narrow, parameters)  # pyright: ignore[reportPrivateImportUsage]
         return tuple(t.detach() for t in narrow)  # for autograd sets what it returns
 
     @staticmethod
@@ -72,10 +72,14 @@ class _Cast(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        there = [(i, grad) for i, grad in enumerate(grad_outputs) if grad is not None]
         wide: list[Tensor | None] = [None] * len(grad_outputs)
-        for i, grad in there:
-            wide[i] = torch.empty_like(grad, dtype=ctx.dtypes[i], memory_format=torch.contiguous_format)
-        if there:
-            torch._foreach_copy_([wide[i] for i, _ in there], [grad for _, grad in there])
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for i, (grad, dtype) in enumerate(zip(grad_outputs, ctx.dtypes, strict=True)):
+            if grad is not None:
+                wide[i] = target = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
+                sources.append(grad)
+                targets.append(target)
+        if targets:
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         return None, *wide

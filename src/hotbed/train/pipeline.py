@@ -65,8 +65,11 @@ class SideStream:
         if self._stream is None:
             return work(), None
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            return work(), self._stream.record_event()
+            result = work()
+            done.record()
+        return result, done
 
     def join(self, done: torch.cuda.Event | None) -> None:
         """Let what the calling thread's stream is given from now on begin after an event."""
