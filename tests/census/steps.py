@@ -205,7 +205,7 @@ def stopped(case: Case, good_steps: int) -> dict[str, Any]:
         arenas = [arena for group in trainer.model.embeddings._groups for arena in group.arenas]
         tables = [t for arena in arenas for t in arena.store.arrays().values()]
         momenta = [t for of in trainer.dense.state_dict()["state"].values() for t in of.values() if t is not None]
-        counts = [u._state.counts for u in trainer.model.embeddings._updaters]
+        counts = [u.state_of_steps.counts for u in trainer.model.embeddings._updaters]
         return [t.detach().cpu().clone() for t in (*tables, *trainer.model.parameters(), *momenta, *counts)]
 
     after: list[list[torch.Tensor]] = [state()]

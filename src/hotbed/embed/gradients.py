@@ -68,7 +68,7 @@ class TableUpdater:
         self._group_of = {t: group for group in self._groups for t in group.tables if t in self.tables}
         self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
-        self._state = StepState(rule, self._group_of, ranks)
+        self.state_of_steps = StepState(rule, self._group_of, ranks)
 
     def receive(self, contribution: Contribution) -> None:
         """Keep a gradient for the step, if it may be of a table of this optimizer."""
@@ -92,10 +92,10 @@ class TableUpdater:
             for arena, occurrences, grad in waiting.gradients():
                 found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
         device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
-        self._state.count(hyper, gate, device)
-        factor, gate = self._state.factors(inv_scale, gate, device)
+        self.state_of_steps.count(hyper, gate, device)
+        factor, gate = self.state_of_steps.factors(inv_scale, gate, device)
         for group in self._groups:
-            steps = {arena: self._state.step(arena, hyper, factor, gate) for arena in group.arenas}
+            steps = {arena: self.state_of_steps.step(arena, hyper, factor, gate) for arena in group.arenas}
             here = {arena: _concatenated(arena, found[arena]) for arena in group.arenas if arena in found}
             group.update(steps, here)
         self._waiting.clear()
@@ -118,14 +118,14 @@ class TableUpdater:
         group = self._group_of[table]
         moments = () if are_tables_left_out() else self.rule.moments
         found = {m.name: untied(group.moment(table, m.name)) for m in moments}
-        return {**found, "step": self._state.counts[self._state.order[table]]}
+        return {**found, "step": self.state_of_steps.counts[self.state_of_steps.order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         """Overwrite a table's moments and ``step`` with what `state` returned."""
         group = self._group_of[table]
         for moment in () if are_tables_left_out() else self.rule.moments:
             group.load_moment(table, moment.name, state[moment.name])
-        self._state.counts[self._state.order[table]] = state["step"]
+        self.state_of_steps.counts[self.state_of_steps.order[table]] = state["step"]
 
 
 def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences, Tensor]:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hotbed.errors import OptimizerError, SpecError, did_you_mean
-from hotbed.jagged import version
 from hotbed.optim.rule import Rule, SparseModule, Updater
 from hotbed.optim.saved_state import are_same_groups, check_form, check_step
 
@@ -136,7 +135,6 @@ class SparseOptimizer(torch.optim.Optimizer):
         trained = {path for path, _ in places.values()}
         collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
-        self._one: Tensor | None = None
         self.gate: Tensor | None = None
         self._options = tuple(defaults)
         resolved = _resolve_groups(places, groups or (), known=set(defaults))
@@ -260,15 +258,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _on_grad(self, finite: Callable[[], Tensor]) -> None:
         lead: Tensor = self.param_groups[0]["params"][0]
         if lead.grad is None:
-            lead.grad = self._unit(lead)
+            lead.grad = torch.ones_like(lead)  # a new one: GradScaler scales it in place, which its version hides
         if self._check_finite:
             lead.grad.masked_fill_(~finite(), torch.nan)
-
-    def _unit(self, lead: Tensor) -> Tensor:
-        """Return a 1: the last one, unless somebody (a GradScaler, who scales gradients in place) has changed it."""
-        if self._one is None or version(self._one) != 0 or self._one.device != lead.device:
-            self._one = torch.ones_like(lead)
-        return self._one
 
     def _amp_factors(self) -> tuple[Tensor | None, Tensor | None]:
         """1 / loss scale and "nothing overflowed", as GradScaler left them; None where there is nothing to say."""
