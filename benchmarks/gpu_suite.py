@@ -5,7 +5,7 @@ Parts run one after the other, each in a process of its own with its own time bu
 Needs torch, triton, numba, numpy, pytest and hypothesis; no network. Without a CUDA device, or with ``HOTBED_TINY=1``,
 everything runs tiny and to its end, whatever time it takes; timings then mean nothing, and the JSON says so.
 
-    OUT=results bash benchmarks/gpu_suite.sh [step] [bandwidth] [tiers] [determinism] [tests]
+    OUT=results bash benchmarks/gpu_suite.sh [step] [census] [bandwidth] [tiers] [determinism] [tests]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.gpu import INCOMPLETE, Sizes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEST_FOLDERS = ("ops", "store", "embed", "nn", "equivalence")
-PARTS = {"step": 85, "bandwidth": 150, "tiers": 120, "determinism": 40, "tests": 185}
+PARTS = {"step": 85, "census": 45, "bandwidth": 150, "tiers": 120, "determinism": 40, "tests": 140}
 """Seconds of each part."""
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Whole steps, kernel bandwidth, memory tiers, determinism and correctness on a GPU, in under 10 minutes; see gpu_suite.py.
+# Whole steps, their census, kernel bandwidth, memory tiers, determinism and correctness on a GPU, in under 10 minutes; see gpu_suite.py.
 # Results go to $OUT (default ./gpu_results). Works from a source checkout, nothing needs to be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -87,6 +87,9 @@ def test_tiny_suite(tmp_path):
     of_kernels = [r for r in [*bandwidth, *tiers] if r["kernel"] not in ("copy", "step")]
     assert all(r["bytes"] > 0 and r["median_s"] > 0 and r["gb_s"] > 0 and r["limit_s"] > 0 for r in of_kernels)
     assert {r["limit"] for r in of_kernels} == {"gather", "scatter", "copy", "copy_to_device"}
+    census = {found["case"]: found for found in parts["census"]["results"]}
+    assert set(census) == {"rowwise_adagrad", "adam, lr moves", "ragged", "int8"}
+    assert all(found["waits"] == [] for found in census.values())
     for found in parts["step"]["results"]:
         assert found["step"]["samples_per_s"] > 0 and found["roofline"]["median_share"] > 0
         assert all(part["median_s"] > 0 for part in found["parts"])

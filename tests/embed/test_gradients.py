@@ -1,12 +1,15 @@
 """Gradients of every memory layout that autograd produces reach the rows."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from hotbed.embed import EmbeddingCollection
 from hotbed.jagged import Jagged
-from hotbed.optim import SGD
+from hotbed.ops.layout import LR
+from hotbed.optim import SGD, Adam
 from hotbed.specs import Feature, Table
 
 ROWS = 7
@@ -76,3 +79,43 @@ def test_a_gradient_of_any_layout_behind_a_lead_and_of_weights(room, backend):
             (factors[0].grad, factors[1].grad),
         ):
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), Adam])
+def test_a_step_behind_a_closed_gate_touches_nothing_and_is_not_counted(make, dtype):
+    collection = EmbeddingCollection([Table("t", rows=ROWS, dim=16, dtype=dtype)], [Feature("f", table="t")])
+    optimizer = make(collection, lr=1.0)
+
+    def stepped(gate):
+        collection(Jagged.from_dict({"f": torch.arange(5)}))["f"].sum().backward()
+        optimizer.gate = gate
+        optimizer.step()
+        optimizer.gate = None
+        return {name: t.clone() for of in optimizer.state_dict()["state"].values() for name, t in of.items()}
+
+    first = stepped(None)
+    rows = collection.weight("t").clone()
+    again = stepped(torch.tensor(False))
+    assert collection.weight("t").equal(rows)
+    assert all(first[name].equal(again[name]) for name in first)
+    assert int(again["step"]) == 1
+    assert int(stepped(torch.tensor(True))["step"]) == 2
+    assert not collection.weight("t").equal(rows)
+
+
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_hyperparameters_keep_their_memory_when_they_change(make):
+    collection = EmbeddingCollection([Table("t", rows=ROWS, dim=16)], [Feature("f", table="t")])
+    optimizer = make(collection, lr=1.0)
+    (updater,) = collection._updaters
+    addresses, rates = set(), []
+    for lr in (1.0, 0.5, 0.5, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        collection(Jagged.from_dict({"f": torch.arange(5)}))["f"].sum().backward()
+        optimizer.step()
+        (lines,) = updater.state_of_steps._lines.values()
+        addresses.add(lines.hyper.data_ptr())
+        rates.append(float(lines.hyper[0, LR]))
+    assert len(addresses) == 1
+    assert rates == [1.0, 0.5, 0.5, 0.25]

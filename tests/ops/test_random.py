@@ -62,6 +62,16 @@ def test_rows_may_have_seeds_of_their_own():
     assert found.tolist() == [[bits_of_cell(s, 7, c) for c in (0, 1)] for s in (3, 2**32 - 1)]
 
 
+def test_triton_computes_the_seeds_of_a_step_in_one_kernel():
+    triton_step = pytest.importorskip("hotbed.ops.triton_step")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tables, steps = torch.tensor(SEEDS), torch.tensor(STEPS)
+    assert triton_step.step_seeds(tables.to(device), steps.to(device)).tolist() == GOLDEN_SEEDS
+    many = torch.arange(300)
+    found = triton_step.step_seeds(many.to(device), (many * 2**29).to(device))
+    assert found.cpu().equal(step_seeds(many, many * 2**29))
+
+
 def test_every_step_and_every_table_has_seeds_of_its_own():
     """Seeds of tables are hashes, so 32 random bits."""
     tables = torch.randint(0, 2**32, (100,), generator=torch.Generator().manual_seed(1))

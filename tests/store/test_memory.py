@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,26 @@ class Runtime:
     """What is asked of the CUDA runtime."""
 
     def __init__(self, failure: int = 0) -> None:
-        self.failure = failure
+        self.failure, self.wanted = failure, 0
         self.locked: dict[int, int] = {}
         self.calls: list[str] = []
+        self.device = 0
+
+    @contextmanager
+    def on(self, device: torch.device) -> Generator[None]:
+        """Make a device the current one."""
+        before, self.device = self.device, device.index
+        yield
+        self.device = before
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         assert flags == 3
+        assert self.device == self.wanted
         self.locked[address] = nbytes
         return self.failure
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.device == self.wanted
         self.calls.append("unregister")
         del self.locked[address]
         return 0
@@ -50,7 +62,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
             raise RuntimeError(f"out of memory ({code})")
 
     def as_tensor(exporter: Any, device: torch.device) -> torch.Tensor:
-        assert device == CUDA
+        assert device.index == played.wanted
         told = exporter.__cuda_array_interface__
         assert told["typestr"] == "|u1" and told["version"] == 3 and told["data"][1] is False
         (nbytes,), (address, _) = told["shape"], told["data"]
@@ -62,16 +74,18 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: played)
     monkeypatch.setattr(torch.cuda, "check_error", check_error)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", played.on)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: played.calls.append(f"synchronize {device}"))
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     return played
 
 
-@pytest.mark.parametrize("device", [CUDA, torch.device("cuda")])
+@pytest.mark.parametrize("device", [CUDA, torch.device("cuda"), torch.device("cuda", 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_rows_are_locked_in_pages_of_their_own_and_unlocked_when_nobody_has_them(
     runtime: Runtime, device: torch.device, dtype: torch.dtype
 ) -> None:
+    runtime.wanted = device.index or 0  # not the current device: it would get a context, which takes memory
     tensor = memory.host_zeros((1000, 17), dtype, device)
     assert tensor.shape == (1000, 17) and tensor.dtype == dtype and not tensor.float().any()
     ((address, nbytes),) = runtime.locked.items()
@@ -79,7 +93,7 @@ def test_rows_are_locked_in_pages_of_their_own_and_unlocked_when_nobody_has_them
     assert not runtime.calls
     del tensor
     gc.collect()
-    assert runtime.calls == ["synchronize cuda:0", "unregister"] and not runtime.locked
+    assert runtime.calls == [f"synchronize cuda:{runtime.wanted}", "unregister"] and not runtime.locked
 
 
 def test_nothing_is_locked_for_the_cpu(runtime: Runtime) -> None:

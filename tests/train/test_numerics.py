@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hotbed.config import TrainRecipe
+from hotbed.config import Component, TrainRecipe
 from hotbed.machine import Cpu
 from hotbed.nn.linear import Linear, has_onednn_linear
 from hotbed.train import Trainer, numerics
+from hotbed.train.build import fused
 from hotbed.train.numerics import Numerics, bf16_instructions
 from hotbed.train.parallel import Ranks
 from tests.commands.cases import train
@@ -218,3 +219,13 @@ def test_warnings_come_from_the_package_s_log(
     has(monkeypatch, None)
     planted.trainer(replace(AUTO, precision="bf16")).numerics.settle()
     assert [(r.name, r.levelno) for r in caplog.records] == [("hotbed", logging.WARNING)]
+
+
+def test_torch_s_optimizers_of_a_gpu_s_parameters_are_fused_unless_the_recipe_says_otherwise() -> None:
+    adam = Component(class_path="torch.optim.Adam", init_args={"lr": 0.1})
+    assert fused(adam).init_args == {"lr": 0.1, "fused": True}
+    for given in ({"fused": False}, {"foreach": True}):
+        component = Component(class_path="torch.optim.Adam", init_args=given)
+        assert fused(component) is component
+    other = Component(class_path="torch.optim.Rprop", init_args={"lr": 0.1})
+    assert fused(other) is other

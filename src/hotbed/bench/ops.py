@@ -145,8 +145,8 @@ def rule_step(
     assert isinstance(updater, TableUpdater)
     one = torch.ones((), dtype=torch.float32, device=device)
     hyper = {t.name: optimizer._hyper(optimizer.param_groups[0]) for t in tables}
-    updater._count(hyper, one, device)
-    return updater._step(arena, hyper, one, one)
+    updater.state_of_steps.count(hyper, None, device)
+    return updater.state_of_steps.step(arena, hyper, one, one)
 
 
 def batch_bytes(options: OpsOptions) -> int:

@@ -105,6 +105,11 @@ class Arena:
         """Return the seed of the initial values of a shard's table."""
         return self._seeds[number]
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any rows are stored in a narrow dtype, into which updates are rounded stochastically."""
+        return any(shard.table.dtype != "fp32" for shard in self.shards)
+
     def slots(self, number: int) -> Tensor:
         """List the slots of a shard ``[R]``."""
         return torch.arange(self.first_slots[number], self.first_slots[number + 1], device=self.store.device)

@@ -18,15 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from hotbed import ops
 from hotbed.embed.arena import Arena, untied
+from hotbed.embed.step_state import StepState
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
-from hotbed.ops import Occurrences, RuleStep
-from hotbed.ops.layout import OWN
-from hotbed.ops.rows import step_seeds
-from hotbed.optim import COMMON, Rule
+from hotbed.ops import Occurrences
+from hotbed.optim import Rule
 from hotbed.torch_hooks import are_tables_left_out
-
-_OFF = {"max_grad_norm": float("inf"), "max_norm": float("inf"), "l2": 0.0, "decay": 0.0}
 
 
 class _Gradient(NamedTuple):
@@ -69,12 +66,9 @@ class TableUpdater:
         self.tables = set(tables)
         self._groups = [group for group in groups if not self.tables.isdisjoint(group.tables)]
         self._group_of = {t: group for group in self._groups for t in group.tables if t in self.tables}
-        self._ranks = ranks
         self._on_grad, self._on_stepped = on_grad, on_stepped
         self._waiting: list[Contribution] = []
-        self._order = {t: i for i, t in enumerate(self._group_of)}
-        self._steps = torch.zeros(len(self._order), dtype=torch.int64, device="cpu")
-        self._hyper: dict[Arena, tuple[object, Tensor, Tensor]] = {}
+        self.state_of_steps = StepState(rule, self._group_of, ranks)
 
     def receive(self, contribution: Contribution) -> None:
         """Keep a gradient for the step, if it may be of a table of this optimizer."""
@@ -98,60 +92,15 @@ class TableUpdater:
             for arena, occurrences, grad in waiting.gradients():
                 found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
         device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
-        one = torch.ones((), dtype=torch.float32, device=device)
-        inv_scale = one if inv_scale is None else inv_scale
-        gate = one if gate is None else gate
-        self._count(hyper, gate, device)
+        self.state_of_steps.count(hyper, gate, device)
+        factor, gate = self.state_of_steps.factors(inv_scale, gate, device)
         for group in self._groups:
-            steps = {arena: self._step(arena, hyper, inv_scale / self._ranks, gate) for arena in group.arenas}
+            steps = {arena: self.state_of_steps.step(arena, hyper, factor, gate) for arena in group.arenas}
             here = {arena: _concatenated(arena, found[arena]) for arena in group.arenas if arena in found}
             group.update(steps, here)
         self._waiting.clear()
         if self._on_stepped is not None:
             self._on_stepped(self.tables)
-
-    def _count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor, device: torch.device) -> None:
-        """Count the step of the tables that are trained.
-
-        Whether or not the batch touched them, so that a table's count does not depend on what shares its arena; but not
-        while the gate is closed.
-        """
-        trained = torch.tensor(list(map(hyper.__contains__, self._order)), device=device)
-        self._steps = self._steps.to(device)
-        self._steps += (trained & (gate != 0)).long()
-
-    def _step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
-        """Make what kernels need to update the shards of an arena: hyperparameters by shard, seeds for rounding."""
-        idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
-        # Tables of a group have one list of hyperparameters, so there are few different lines.
-        found = list(map(hyper.get, arena.tables))
-        number = {key: i for i, key in enumerate(dict.fromkeys(map(id, found)))}
-        different = {id(values): values for values in found}
-        lines = tuple((0.0, *idle) if values is None else (1.0, *values) for values in different.values())
-        of_table = tuple(map(number.__getitem__, map(id, found)))
-        device = arena.store.device
-        last = self._hyper.get(arena)
-        if last is None or last[0] != (lines, of_table) or last[1].device != device:
-            table = torch.tensor(lines, dtype=torch.float32, device=device).view(len(lines), 1 + len(idle))
-            table = table[torch.tensor(of_table, dtype=torch.int64, device=device)]
-            counts = torch.tensor([self._order.get(t, 0) for t in arena.tables], dtype=torch.int64, device=device)
-            self._hyper[arena] = last = (lines, of_table), table, counts
-        values = last[1]
-        steps = self._steps[last[2]] * (values[:, 0] != 0)
-        if self.rule.corrected:
-            at = [OWN + self.rule.hyper.index(name) for name in self.rule.corrected]
-            powers = values[:, at].double() ** steps[:, None]
-            values = torch.cat([values, (1 - powers).float()], dim=1)
-        columns = {name: i for i, name in enumerate(COMMON)}
-        options = {id(line): line for line in hyper.values()}.values()
-        return RuleStep(
-            rule=self.rule,
-            hyper=values,
-            seeds=step_seeds(arena.seeds, steps),
-            uses=frozenset(name for name, off in _OFF.items() if any(line[columns[name]] != off for line in options)),
-            inv_scale=inv_scale,
-            gate=gate,
-        )
 
     def clear(self) -> None:
         """Forget all gradients that wait."""
@@ -169,14 +118,14 @@ class TableUpdater:
         group = self._group_of[table]
         moments = () if are_tables_left_out() else self.rule.moments
         found = {m.name: untied(group.moment(table, m.name)) for m in moments}
-        return {**found, "step": self._steps[self._order[table]]}
+        return {**found, "step": self.state_of_steps.counts[self.state_of_steps.order[table]]}
 
     def load_state(self, table: str, state: Mapping[str, Tensor]) -> None:
         """Overwrite a table's moments and ``step`` with what `state` returned."""
         group = self._group_of[table]
         for moment in () if are_tables_left_out() else self.rule.moments:
             group.load_moment(table, moment.name, state[moment.name])
-        self._steps[self._order[table]] = state["step"]
+        self.state_of_steps.counts[self.state_of_steps.order[table]] = state["step"]
 
 
 def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences, Tensor]:

@@ -21,6 +21,7 @@ from hotbed.ops import BagLayout
 from hotbed.ops.layout import FIXED, RAGGED_ROW, START
 from hotbed.pooling import POOLING_CODE
 from hotbed.specs import ANY_ID, Feature
+from hotbed.store.memory import to_device
 
 
 class Discarded(NamedTuple):
@@ -285,7 +286,7 @@ class BagPlaces:
                 entries[:, column] = torch.tensor(values, dtype=torch.int64, device="cpu")[at]
             counts = {fixed[i] for i in at}
             count = counts.pop() if len(counts) == 1 else -1
-            self._last = last = places, entries.to(ids.values.device), count if count > 0 else None
+            self._last = last = places, to_device(entries, ids.values.device), count if count > 0 else None
         return last[1:]
 
 

@@ -51,6 +51,7 @@ from hotbed.ops import Backend, BagLayout, Groups
 from hotbed.ops.layout import OUT, renamed
 from hotbed.pooling import POOLING_CODE, divisors
 from hotbed.specs import Feature
+from hotbed.store.memory import to_device
 
 
 @dataclass
@@ -199,7 +200,8 @@ def _exchange_slots(streams: Sequence[Stream], device: torch.device, link: Link)
         return
     if not streams:
         return
-    counts = torch.tensor([s.send_counts for s in streams], dtype=torch.int64, device=device).T.contiguous()
+    counts = torch.tensor([s.send_counts for s in streams], dtype=torch.int64, device="cpu").T.contiguous()
+    counts = to_device(counts, device)
     ones = [1] * link.size
     received = link.all_to_all("numbers of ids", counts, ones, ones).wait().T.tolist()
     handles: list[Handle[Tensor]] = []

@@ -128,15 +128,20 @@ class ExchangedRows:
             if here:
                 matrices = list({id(a.matrix): a.matrix for _, a in here}.values())
                 firsts = dict(zip(map(id, matrices), accumulate(map(len, matrices), initial=0), strict=False))
-                slots = torch.cat([s.received for s, _ in here])
-                rows = torch.cat([a.rows + firsts[id(a.matrix)] for _, a in here])
-                if len(here) > 1:
-                    ranks = torch.tensor([r for s, _ in here for r, n in enumerate(s.recv_counts) for _ in range(n)])
-                    order = torch.argsort(ranks.to(slots.device), stable=True)
-                    slots, rows = slots[order], rows[order]
+                slots = by_rank([s.received for s, _ in here], [s.recv_counts for s, _ in here])
+                rows = [a.rows + firsts[id(a.matrix)] if firsts[id(a.matrix)] else a.rows for _, a in here]
+                rows = by_rank(rows, [s.recv_counts for s, _ in here])
                 matrix = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
                 found.append((arena, Occurrences(slots, rows, None), matrix))
         return found
+
+
+def by_rank(of_streams: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
+    """Join in rank order what streams received, each in rank order: that of rank 0 from all streams, then of rank 1."""
+    if len(of_streams) == 1:
+        return of_streams[0]
+    shares = [stream.split(list(of_ranks)) for stream, of_ranks in zip(of_streams, counts, strict=True)]
+    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank])
 
 
 class _Arrived(NamedTuple):

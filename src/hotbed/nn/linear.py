@@ -66,12 +66,16 @@ class Linear(nn.Linear):
         As given; ``"auto"`` can be resolved later with `use`, by all ranks alike.
     uses
         The library in use.
+    narrow
+        Weight and bias in the dtype of autocast, where somebody has cast them already (`hotbed.nn.cast_weights`).
 
     Raises
     ------
     SpecError
         If there is no such library here.
     """
+
+    narrow: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -114,6 +118,8 @@ class Linear(nn.Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:
         """``[…, in]`` to ``[…, out]``."""
+        if self.narrow is not None and torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, *self.narrow)
         if self.uses == "torch" or not _onednn_gains(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         rows = input.reshape(-1, self.in_features)

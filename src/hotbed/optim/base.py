@@ -103,6 +103,11 @@ class SparseOptimizer(torch.optim.Optimizer):
         in the collection, or ``path.to.collection.table`` where a name occurs in several collections. All tables that
         no group names form one more group with the defaults.
 
+    Attributes
+    ----------
+    gate
+        0-d tensor on the tables' device; where it is 0, a step touches nothing, and nobody waits for it. None: open.
+
     Raises
     ------
     SpecError
@@ -130,6 +135,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         trained = {path for path, _ in places.values()}
         collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
+        self.gate: Tensor | None = None
         self._options = tuple(defaults)
         resolved = _resolve_groups(places, groups or (), known=set(defaults))
         super().__init__(
@@ -227,6 +233,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         inv_scale, gate = self._amp_factors()
+        gate = self.gate if gate is None else gate
         hyper: dict[str, dict[str, list[float]]] = {path: {} for path in self._updaters}
         for group in self.param_groups:
             if not self.trains(group):
@@ -251,7 +258,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def _on_grad(self, finite: Callable[[], Tensor]) -> None:
         lead: Tensor = self.param_groups[0]["params"][0]
         if lead.grad is None:
-            lead.grad = torch.ones_like(lead)
+            lead.grad = torch.ones_like(lead)  # a new one: GradScaler scales it in place, which its version hides
         if self._check_finite:
             lead.grad.masked_fill_(~finite(), torch.nan)
 

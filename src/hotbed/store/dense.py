@@ -93,6 +93,7 @@ class DenseStore(RowStore):
             ).view(-1, 7),
         )
         self.moments: dict[str, Tensor] = {}
+        self._one_table: Tensor | None = None  # `BagLayout.features` of single rows
 
     @property
     def ops(self) -> ops.Backend:
@@ -181,10 +182,13 @@ class DenseStore(RowStore):
         if out is None:
             out = self.empty((len(slots), self.dim), torch.float32)
         # A slot is a position in memory, whatever table it is of, so all are ids of one.
-        features = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=self.device)
+        if self._one_table is None:
+            self._one_table = torch.tensor([[0, 1, 0, 0, 0, 0, 0]], device=self.device)
         offsets = torch.empty(0, len(slots) + 1, dtype=torch.int64, device=self.device)
         self.ops.lookup(
-            self.rows, BagLayout(slots, features, offsets, None, len(slots), len(slots), False, 1, 0, 1), out[:, None]
+            self.rows,
+            BagLayout(slots, self._one_table, offsets, None, len(slots), len(slots), False, 1, 0, 1),
+            out[:, None],
         )
         return out
 

@@ -140,7 +140,15 @@ def staging(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 
     Page-locked, so that copies are asynchronous and at full speed; torch reuses it only after they have ended.
     """
-    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values of the host to a device, without waiting for it; on the CPU they stay where they are."""
+    if device.type == "cpu":
+        return values
+    staged = staging(values.shape, values.dtype, device)
+    return staged.copy_(values).to(device, non_blocking=True)
 
 
 def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -191,7 +199,8 @@ class _PageLocked:
         address = memory.data_ptr()
         cudart: Any = torch.cuda.cudart()
         try:
-            torch.cuda.check_error(cudart.cudaHostRegister(address, memory.nbytes, _PORTABLE | _MAPPED))
+            with torch.cuda.device(device):  # else the current device would get a context, and its memory
+                torch.cuda.check_error(cudart.cudaHostRegister(address, memory.nbytes, _PORTABLE | _MAPPED))
         except RuntimeError as error:
             raise StoreError(
                 f"{memory.nbytes:,} bytes of the host's memory cannot be page-locked ({error}); this machine has "
@@ -209,4 +218,5 @@ class _PageLocked:
 def _unlock(memory: Tensor, device: torch.device) -> None:
     torch.cuda.synchronize(device)  # kernels may still be at work on it
     cudart: Any = torch.cuda.cudart()
-    cudart.cudaHostUnregister(memory.data_ptr())
+    with torch.cuda.device(device):
+        cudart.cudaHostUnregister(memory.data_ptr())

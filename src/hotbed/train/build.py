@@ -197,7 +197,9 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
     of_sparse, sparse_groups = group_tables(model, recipe)
 
     def dense(key: str, component: Component, names: Sequence[str]) -> Optimizer:
-        return build(key, component, Optimizer, [parameters[name] for name in names])
+        trained = [parameters[name] for name in names]
+        in_one_launch = Ranks(model).size == 1 and all(p.is_cuda for p in trained)
+        return build(key, fused(component) if in_one_launch else component, Optimizer, trained)
 
     def sparse(key: str, component: Component, tables: Sequence[str]) -> Optimizer:
         return build(key, component, SparseOptimizer, TableSelection(model, tables))
@@ -215,6 +217,17 @@ def _optimizers(recipe: Recipe, model: nn.Module) -> dict[str, Optimizer]:
         key = f"sparse_optimizer_groups.{name}.optimizer"
         made[name] = sparse(key, recipe.sparse_optimizer_groups[name].optimizer, tables)
     return made
+
+
+def fused(component: Component) -> Component:
+    """Let an optimizer of torch update all parameters of a CUDA device in one launch, if the recipe leaves it open.
+
+    Its step can then be told on the device to touch nothing, so no step waits for its loss (`hotbed.train.backward`).
+    """
+    arguments = component.init_args
+    if "fused" not in signature(component.load()).parameters or arguments.keys() & {"fused", "foreach"}:
+        return component
+    return replace(component, init_args={**arguments, "fused": True})
 
 
 def build(key: str, component: Component, kind: type[Any], *args: Any, **given: Any) -> Any:

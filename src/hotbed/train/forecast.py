@@ -280,7 +280,10 @@ class _Trace:
         self._trainer.model.train()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        return [lambda: self._trainer._backward([batch]), *(optimizer.step for optimizer in optimizers)]
+        return [
+            lambda: self._trainer.backward([batch], lambda: "a step"),
+            *(optimizer.step for optimizer in optimizers),
+        ]
 
     def _forward(self, samples: int) -> Sequence[Phase]:
         batch = self._batch(samples)

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from hotbed.config import Precision, TrainRecipe
 from hotbed.embed.dense_shards import local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
+from hotbed.nn.cast_weights import CastWeights
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.metrics import checked_logits
@@ -94,6 +96,7 @@ class Numerics:
         self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
+        self._cast: CastWeights | None = None
         self.why = "the recipe"
         self.unrecorded: Precision = "fp32"
 
@@ -131,6 +134,8 @@ class Numerics:
         self.library = self.library or ("onednn" if with_onednn == ranks else "torch")
         for layer in self._layers:
             layer.use(self.library)
+        if kind == "CUDA" and self.precision == "bf16" and ranks == 1 and not self._recipe.compile:
+            self._cast = CastWeights(self._model, torch.bfloat16)
         chosen = f"precision {self.precision} ({self.why})"
         if self.precision == "fp32" and self._layers and kind == "CPU":
             chosen += f"; matrix products by {'oneDNN' if self.library == 'onednn' else 'the library of torch'}"
@@ -141,7 +146,8 @@ class Numerics:
 
         Of an ensemble, whose members give logits of their own, it is the mean of theirs.
         """
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        cast = nullcontext() if self._cast is None else self._cast.used()
+        with cast, torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
         weight = None if batch.weights is None else batch.weights[:, None]
         loss = F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum")

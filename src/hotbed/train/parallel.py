@@ -32,7 +32,7 @@ from hotbed.plan.placement import SCHEMES
 from hotbed.plan.tiers import place_in_tiers, with_cache
 from hotbed.plan.tiling import Tier
 from hotbed.specs import Table
-from hotbed.store.memory import refuse_too_many
+from hotbed.store.memory import refuse_too_many, to_device
 from hotbed.train.parameter_groups import moments_by_table, moments_of
 from hotbed.train.process_group import started
 from hotbed.train.recipe_plan import plan_or_schemes
@@ -125,7 +125,11 @@ class Ranks:
         if self.link is None:
             return [[float(v.detach()) if isinstance(v, Tensor) else float(v)] for v in values]
         device = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
-        own = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device).detach() for v in values])
+        known = [0.0 if isinstance(v, Tensor) else float(v) for v in values]
+        own = to_device(torch.tensor(known, dtype=torch.float64, device="cpu"), device)
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                own[i] = value.detach()
         rows = self.link.all_gather("losses and sizes", own).wait().tolist()
         return [list(column) for column in zip(*rows, strict=True)]
 

@@ -6,10 +6,8 @@ and any iterable of `Batch`; what is not training (logs, progress, checkpoints, 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +21,7 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
+from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
 from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, resolve_device
@@ -116,8 +115,8 @@ class Trainer:
         Whether any rank had requested so before the present step.
     saver, other_parts
         What saves checkpoints, and more that they are to hold, by name.
-    numerics
-        Precision and library of products, chosen when training starts.
+    numerics, backward
+        Precision and library of products, chosen when training starts; what computes gradients and lets them be used.
     id_kinds
         `Source.id_kinds` of the data, kept by checkpoints.
     """
@@ -153,8 +152,9 @@ class Trainer:
         self.numerics = Numerics(model, recipe, self.device, self.ranks)
         self._balance = Balance(model)
         move = partial(to_device, model=model, device=self.device)
-        self.prefetcher = BatchPrefetcher(model, move, overlap=overlap, divide=divide)
-        self._row_prefetcher = RowPrefetcher(model) if isinstance(model, Distributed) and divide is not whole else None
+        self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
+        rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
+        self.backward = Backward(model, self.numerics, self.ranks, self.device, rows)
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
@@ -216,42 +216,21 @@ class Trainer:
                 self.ranks.at_step(self.step + 1)
                 for optimizer in self.optimizers.values():
                     optimizer.zero_grad()
-                loss, samples, save, stop = self._backward(parts)
-                for optimizer in self.optimizers.values():
-                    optimizer.step()
+                done = self.backward(parts, self._place, lambda: (self.ask_save, self.ask_stop))
+                self.backward.update(self.optimizers.values())
+                loss = done.loss()
                 for schedule in self.schedules.values():
                     schedule.step()
-                self._apply_requests(save, stop)
-                self._advance(samples, loss, last)
+                self._apply_requests(done.save, done.stop)
+                self._advance(done.samples, loss, last)
                 if valid is not None and self._evaluation_is_due(last):
                     self.validate(valid)
                 self._call("on_step_end")
                 if self.finished:
                     break
 
-    def _backward(self, parts: Sequence[Batch]) -> tuple[float, int, bool, bool]:
-        """Compute gradients of the mean loss; return it, the samples, and requests to save and stop, of all ranks."""
-        samples, losses = sum(map(len, parts)), 0.0
-        everyone = all_samples = save = stop = 0.0
-        for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
-            last = following is None
-            rows = self._row_prefetcher.start(following) if self._row_prefetcher and following is not None else None
-            with self.model.no_sync() if isinstance(self.model, Distributed) and not last else nullcontext():
-                total, tasks = self.numerics.summed_loss(part)
-                # This waits for the forward pass, the one wait of a step. It cannot be put off: once backward has
-                # run, a bad loss may have reached the tables. The next batch is on its way to the device meanwhile.
-                own = total, samples * tasks, samples, self.ask_save, self.ask_stop
-                value, everyone, all_samples, save, stop = self.ranks.add(*own)
-                losses += value / max(everyone, 1)
-                if not math.isfinite(losses):
-                    which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
-                    place = f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
-                    raise self.numerics.non_finite_error(losses, total, part, which, place)
-                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
-                (total / max(everyone / self.ranks.size, 1 / self.ranks.size)).backward()
-            if rows is not None:
-                rows.result()
-        return losses, int(all_samples), bool(save), bool(stop)
+    def _place(self) -> str:
+        return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
@@ -293,6 +272,7 @@ class Trainer:
         refuse_unnormalized(self.model, batches)
         self.model.train()
         self._call("on_numerics", self.numerics.settle())
+        self.backward.choose(self.optimizers.values())
         try:
             self._epoch_steps = len(cast("Any", batches))
             steps = self._epoch_steps * (self.recipe.epochs - self.epoch) + self.step - self.position

@@ -1,0 +1,143 @@
+"""Count what a training step asks of this device: kernels, copies, waits of the host; and whether it can be captured.
+
+The same is counted without a device by ``tests/census``; here CUDA itself is asked. Without a device the steps are run,
+and nothing is found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import hotbed as hb
+from benchmarks.gpu import INCOMPLETE, LR, OPTIMIZERS, Sizes, draw_ids
+from hotbed.config import Component, ScheduleRecipe, TrainRecipe
+from hotbed.train.build import fused
+from hotbed.train.trainer import Callback, Trainer
+
+WARM_STEPS, STEPS = 4, 7
+CASES: dict[str, dict[str, Any]] = {
+    "rowwise_adagrad": {},
+    "adam, lr moves": {"rule": "adam", "moving": True},
+    "ragged": {"ragged": True},
+    "int8": {"dtype": "int8"},
+}
+
+
+class Census(Callback):
+    """Notes what the steps after the first few do: of one the kernels, of the others what the host waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._profile = profile(activities=[ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU])
+        self.kernels: Counter[str] = Counter()
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        if trainer.step == WARM_STEPS:
+            self._profile.start()
+        elif trainer.step == WARM_STEPS + 1:
+            if self._cuda:
+                torch.cuda.synchronize()
+            self._profile.stop()
+            on_device = [e for e in self._profile.events() or () if e.device_type.name != "CPU"]
+            self.kernels.update(event.name for event in on_device)
+            if self._cuda:
+                torch.cuda.set_sync_debug_mode("warn")
+
+
+def trainer_of(sizes: Sizes, rule: str, dtype: Any, *, moving: bool) -> Trainer:
+    """A DLRM with these tables."""
+    dim = sizes.dims[-1]
+    tables = [hb.Table(f"t{i}", rows=rows, dim=dim, dtype=dtype) for i, rows in enumerate(sizes.tables(dim))]
+    features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
+    with sizes.device:
+        model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), backend="triton")
+    sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
+    dense = (fused(sgd) if sizes.device.type == "cuda" else sgd).build(list(model.parameters()))
+    recipe = TrainRecipe(
+        batch_size=sizes.batch, precision="bf16", device="cuda" if sizes.device.type == "cuda" else "cpu"
+    )
+    schedule = ScheduleRecipe(warmup_steps=1000) if moving else None
+    return Trainer(model, dense, OPTIMIZERS[rule](model), recipe=recipe, schedule=schedule)
+
+
+def batch_of(sizes: Sizes, number: int, *, ragged: bool) -> hb.Batch:
+    """A batch of Criteo's shape, in page-locked memory where there is a device."""
+    tables, size = sizes.tables(sizes.dims[-1]), sizes.batch
+    ids = draw_ids(tables, size, number, torch.device("cpu")).view(len(tables), size)
+    columns: dict[str, Any] = {f"f{i}": of_table for i, of_table in enumerate(ids)}
+    if ragged:
+        offsets = (torch.rand(size + 1, generator=torch.Generator().manual_seed(number)) * 2).long().cumsum(0)
+        columns["f0"] = ids[0].repeat(2)[: int(offsets[-1] - offsets[0])], offsets - offsets[0]
+    batch = hb.Batch(sparse=hb.Jagged.from_dict(columns), dense=torch.rand(size, 13), labels=torch.zeros(size, 1))
+    return batch.pin_memory() if sizes.device.type == "cuda" else batch
+
+
+def captured(trainer: Trainer, batch: hb.Batch) -> str:
+    """Capture a step in a CUDA graph; ``ok``, or why not."""
+    if trainer.device.type != "cuda":
+        return "no CUDA device"
+    try:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            trainer.backward([batch], lambda: "a captured step")
+            trainer.backward.update(trainer.optimizers.values())
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "ok"
+
+
+def count(
+    sizes: Sizes, *, rule: str = "rowwise_adagrad", dtype: Any = "fp32", ragged: bool = False, moving: bool = False
+) -> dict[str, Any]:
+    """Train for some steps, and say what one asked of the device."""
+    trainer, census = trainer_of(sizes, rule, dtype, moving=moving), Census(sizes.device)
+    trainer.callbacks.append(census)
+    batches = [batch_of(sizes, i, ragged=ragged) for i in range(STEPS)]
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(batches)
+        finally:
+            if sizes.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    copies = {name: n for name, n in census.kernels.items() if name.startswith(("Memcpy", "Memset"))}
+    return {
+        "launches": census.kernels.total() - sum(copies.values()),
+        "copies": copies,
+        "kernels": dict(census.kernels.most_common()),
+        "waits": sorted({f"{w.filename}:{w.lineno}" for w in waits if "synchroniz" in str(w.message)}),
+        "capture": captured(trainer, batches[0].to(sizes.device)),
+    }
+
+
+def main(out: Path, budget_s: float) -> int:
+    """Count all cases; whatever fails, the rest goes on."""
+    sizes, end, failed = Sizes.choose(), time.monotonic() + budget_s, False
+    found: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        if time.monotonic() > end and not sizes.tiny:
+            return INCOMPLETE
+        try:
+            found.append({"case": name, **count(sizes, **case)})
+        except Exception as error:
+            traceback.print_exc()
+            failed = True
+            found.append({"case": name, "error": str(error)})
+        out.write_text(json.dumps(found, indent=1))
+        shown = {key: value for key, value in found[-1].items() if key not in ("case", "kernels")}
+        print(f"  {name}: {shown}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))

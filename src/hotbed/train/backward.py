@@ -1,0 +1,233 @@
+"""Compute the gradients of a batch, and let nothing be updated by a loss that is not finite.
+
+There are two ways to know that it is not. *Before backward*: the host waits for the loss; this works with any
+optimizer, and over ranks, which add their losses up there. *On the device*: where one process trains on a CUDA device
+with optimizers that can be told there to touch nothing (those of `hotbed.optim`; torch's with ``fused=True``), the
+device decides it, and the loss is on its way to page-locked memory while backward and the updates are queued behind it.
+The host reads it when it has queued the whole step, so the device never waits for the host; the error is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotbed.batch import Batch
+from hotbed.embed import Distributed
+from hotbed.errors import NonFiniteError
+from hotbed.optim import SparseOptimizer
+from hotbed.store.memory import staging
+from hotbed.train.numerics import Numerics
+from hotbed.train.parallel import Ranks
+from hotbed.train.pipeline import RowPrefetcher
+
+
+class Gradients(NamedTuple):
+    """What `Backward` has computed, beside the gradients.
+
+    Attributes
+    ----------
+    loss
+        Returns the mean loss, when the update is queued; raises `NonFiniteError` if it is not finite.
+    samples
+        Of all ranks.
+    save, stop
+        Whether any rank has requested so.
+    """
+
+    loss: Callable[[], float]
+    samples: int
+    save: bool
+    stop: bool
+
+
+def _nothing() -> tuple[bool, bool]:
+    return False, False
+
+
+class Backward:
+    """Compute gradients of the mean loss of batches.
+
+    Parameters
+    ----------
+    model, numerics, ranks
+        Of the trainer.
+    device
+        Where the model is.
+    rows
+        Fetches the rows of one part of a batch while another is computed; None where batches are not divided.
+    """
+
+    def __init__(
+        self, model: nn.Module, numerics: Numerics, ranks: Ranks, device: torch.device, rows: RowPrefetcher | None
+    ) -> None:
+        self._model, self._numerics, self._ranks, self._rows = model, numerics, ranks, rows
+        self._device = device
+        self._late: _LateLosses | None = None
+        self._seed: tuple[float, Tensor] | None = None
+
+    def choose(self, optimizers: Iterable[Optimizer]) -> None:
+        """Choose how a loss that is not finite is found, by what the optimizers can do."""
+        optimizers = list(optimizers)
+        late = self._device.type == "cuda" and self._ranks.size == 1 and all(map(_can_skip, optimizers))
+        self._late = _LateLosses(self._device, optimizers) if late else None
+
+    def __call__(
+        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing
+    ) -> Gradients:
+        """Compute gradients of the mean loss of a batch's parts.
+
+        Parameters
+        ----------
+        parts
+            Of the batch, on the device.
+        place
+            Says which step it is, for the message of an error.
+        requests
+            Returns whether this rank asks to save, and to stop; called when the forward pass has been queued.
+        """
+        samples = sum(map(len, parts))
+        all_samples, save, stop, losses, everyone = float(samples), 0.0, 0.0, 0.0, 0.0
+        checks: list[_Check] = []
+        for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
+            last = following is None
+            rows = self._rows.start(following) if self._rows is not None and following is not None else None
+            with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
+                total, tasks = self._numerics.summed_loss(part)
+                which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
+                check = _Check(self._numerics, total, part, which, place)
+                everyone = float(samples * tasks)
+                if self._late is not None:
+                    self._late.add(number, total)
+                    checks.append(check)
+                    save, stop = map(float, requests())
+                else:
+                    # This waits for the forward pass. It cannot be put off: once backward has run, a bad loss may have
+                    # reached the tables. The next batch is on its way to the device meanwhile.
+                    own = total, everyone, samples, *requests()
+                    value, everyone, all_samples, save, stop = self._ranks.add(*own)
+                    losses += value / max(everyone, 1)
+                    check(losses)
+                # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
+                divisor = max(everyone / self._ranks.size, 1 / self._ranks.size)
+                total.backward(gradient=self._gradient_of(total, divisor))
+            if rows is not None:
+                rows.result()
+
+        def loss() -> float:
+            if self._late is None:
+                return losses
+            found = 0.0
+            for value, check in zip(self._late.values(), checks, strict=True):
+                found += value / max(everyone, 1)
+                if not math.isfinite(found):
+                    self._late.forget_first_step()
+                check(found)
+            return found
+
+        return Gradients(loss, int(all_samples), bool(save), bool(stop))
+
+    def update(self, optimizers: Iterable[Optimizer]) -> None:
+        """Step all optimizers; none touches anything if a loss was not finite."""
+        if self._late is not None:
+            self._late.step()
+            return
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
+        """Return ``1 / divisor`` on the device: the last one, where batches are of one size."""
+        last = self._seed
+        if last is None or last[0] != divisor or last[1].dtype != total.dtype:
+            self._seed = last = divisor, torch.ones((), dtype=total.dtype, device=total.device) / divisor
+        return last[1]
+
+
+class _Check(NamedTuple):
+    """What the error for a loss that is not finite is made from."""
+
+    numerics: Numerics
+    total: Tensor
+    part: Batch
+    which: str
+    place: Callable[[], str]
+
+    def __call__(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise self._error(loss)
+
+    def _error(self, loss: float) -> NonFiniteError:
+        return self.numerics.non_finite_error(loss, self.total, self.part, self.which, self.place())
+
+
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step can be told on the device to touch nothing."""
+    return isinstance(optimizer, SparseOptimizer) or all(bool(group.get("fused")) for group in optimizer.param_groups)
+
+
+class _LateLosses:
+    """Losses of a batch's parts: decided on by the device, and on their way to the host.
+
+    Parameters
+    ----------
+    device
+        A CUDA device.
+    optimizers
+        Those that `_can_skip`.
+    """
+
+    def __init__(self, device: torch.device, optimizers: Sequence[Optimizer]) -> None:
+        self._device, self._optimizers = device, optimizers
+        self._arrived = staging((1,), torch.float32, device)
+        self._copied = torch.cuda.Event()
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self._gate = torch.ones((), dtype=torch.bool, device=device)
+        self._doubt: Tensor | None = None
+        self._parts = 0
+        self._began: list[Optimizer] = []
+
+    def add(self, number: int, total: Tensor) -> None:
+        """Send the loss of a part on its way."""
+        if number == len(self._arrived):
+            self._copied.synchronize()
+            self._arrived = torch.cat([self._arrived, self._arrived]).pin_memory()
+        own = total.detach()
+        self._arrived[number].copy_(own, non_blocking=True)
+        doubt = own - own  # NaN where it is not finite, else 0
+        self._doubt = doubt if number == 0 or self._doubt is None else self._doubt + doubt
+        self._parts = number + 1
+        self._copied.record()
+
+    def step(self) -> None:
+        """Step all optimizers, whose kernels read whether they may."""
+        assert self._doubt is not None
+        self._began = [o for o in self._optimizers if not isinstance(o, SparseOptimizer) and not o.state]
+        torch.ne(self._doubt, 0, out=self._found_inf)
+        torch.eq(self._doubt, 0, out=self._gate)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, SparseOptimizer):
+                optimizer.gate = self._gate
+                optimizer.step()
+                optimizer.gate = None
+            else:
+                told: dict[str, Tensor | None] = {"grad_scale": None, "found_inf": self._found_inf}
+                vars(optimizer).update(told)  # as torch's GradScaler tells it
+                optimizer.step()
+                for name in told:
+                    delattr(optimizer, name)
+
+    def forget_first_step(self) -> None:
+        """Drop the state of optimizers that began with the last step: moments were allocated, and not written."""
+        for optimizer in self._began:
+            optimizer.state.clear()
+
+    def values(self) -> list[float]:
+        """Return the losses by part, once they have arrived."""
+        self._copied.synchronize()
+        return self._arrived[: self._parts].tolist()

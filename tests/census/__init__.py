@@ -1,0 +1,1 @@
+"""Count what one training step asks of a CUDA device, on a machine that has none."""

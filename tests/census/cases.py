@@ -1,0 +1,31 @@
+"""List the ways to train that are counted."""
+
+from tests.census.steps import Case
+
+RULES = ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "LAMB", "PartialRowWiseAdam", "FTRL")
+
+CASES = {
+    "usual": (
+        Case(),
+        Case(optimizer="Adam", dtype="int8", fp32_rows=8, moving=True),
+        Case(ragged=True),
+        Case(precision="fp32"),
+        Case(dense_fused=False),
+        Case(where="uva"),
+        Case(where="records"),
+        Case(where="cache"),
+    ),
+    "rules": tuple(
+        Case(optimizer=rule, dtype=dtype, moving=True, ragged=ragged)
+        for rule in RULES
+        for dtype in ("fp32", "bf16")
+        for ragged in (False, True)
+    ),
+    "dtypes": tuple(
+        Case(dtype=dtype, fp32_rows=rows, ragged=ragged)
+        for dtype in ("bf16", "fp16", "int8", "fp8")
+        for rows in (0, 8)
+        for ragged in (False, True)
+    ),
+    "two ranks": (Case(ranks=2), Case(ranks=2, ragged=True, optimizer="Adam", moving=True)),
+}

@@ -1,0 +1,230 @@
+"""Run training steps of small models on the pretended device, and list what each step asked of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import hotbed as hb
+from hotbed.config import Component, ScheduleRecipe, TrainRecipe
+from hotbed.train.build import fused
+from hotbed.train.trainer import Trainer
+from tests.census.device import CUDA, RECORD, Event, recorded
+from tests.census.streams import MODEL
+
+BATCH, STEPS = 96, 4
+ROWS = (500, 60, 3, 40)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A way to train.
+
+    Attributes
+    ----------
+    optimizer, dtype
+        Of the tables and their rows.
+    fp32_rows
+        First rows that are float32 whatever the dtype.
+    ragged
+        Whether a feature has bags of different lengths.
+    moving
+        Whether learning rates change in every step.
+    precision
+        Of the dense part.
+    where
+        Memory of the rows: of the device; of the host, in place (``uva``) or as ``records`` behind a ``cache``.
+    ranks
+        Processes that train.
+    dense_fused
+        Whether torch's optimizer may be told on the device to touch nothing, as a recipe's is.
+    """
+
+    optimizer: str = "RowWiseAdagrad"
+    dtype: Any = "fp32"
+    fp32_rows: int = 0
+    ragged: bool = False
+    moving: bool = False
+    precision: Any = "bf16"
+    where: str = "device"
+    ranks: int = 1
+    dense_fused: bool = True
+
+    @property
+    def name(self) -> str:
+        """What differs from the usual."""
+        parts = [f"{self.optimizer} {self.dtype}" + (f" behind {self.fp32_rows} fp32 rows" if self.fp32_rows else "")]
+        parts += ["ragged"] * self.ragged + ["lr moves"] * self.moving
+        parts += [f"dense {self.precision}"] * (self.precision != "bf16")
+        parts += [f"rows: {self.where}"] * (self.where != "device") + [f"{self.ranks} ranks"] * (self.ranks > 1)
+        parts += ["dense optimizer not fused"] * (not self.dense_fused)
+        return ", ".join(parts)
+
+
+@dataclass
+class Found:
+    """What steps of a case asked for.
+
+    Attributes
+    ----------
+    case
+        Its name.
+    launches, allocations
+        Of the step after the first ones.
+    waits, copies
+        By place: how often the host waits for the device, and copies that it does not wait for.
+    by_place
+        Launches by operation and place.
+    repeats
+        Whether two later steps, of batches with the same shapes, launched the same kernels on the same shapes.
+    hazards
+        What the model of streams objects to.
+    losses
+        Of all steps.
+    exchanges
+        Started by this rank in the step, in order.
+    """
+
+    case: str
+    launches: int
+    allocations: int
+    waits: dict[str, int]
+    copies: dict[str, int]
+    by_place: dict[str, int]
+    repeats: bool
+    hazards: list[str]
+    losses: list[float]
+    exchanges: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def model_of(case: Case) -> nn.Module:
+    """A small DLRM on the device."""
+    tables = [
+        hb.Table(f"t{i}", rows=rows, dim=16, dtype=case.dtype, fp32_rows=min(case.fp32_rows, rows))
+        for i, rows in enumerate(ROWS)
+    ]
+    features = [hb.Feature(f"f{i}", table=t.name) for i, t in enumerate(tables)]
+    torch.manual_seed(0)
+    with CUDA:
+        model = hb.nn.DLRM(tables, features, bottom=(32, 16), top=(32, 32, 1), backend="triton")
+    if case.where == "device" and case.ranks == 1:
+        return model
+    cut = {"device": hb.Cut(), "uva": hb.Cut(tier="host"), "records": hb.Cut(tier="host")}
+    plan = hb.make_plan(tables, case.ranks, cut.get(case.where, hb.Cut(tier="host", cache_rows=64)))
+    memory = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
+    return hb.distribute(model, plan, memory=memory, device=CUDA)
+
+
+def batch_of(case: Case, step: int, rank: int, *, pinned: bool = True) -> hb.Batch:
+    """A batch in page-locked memory, as a loader gives it."""
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    ids: dict[str, Any] = {
+        f"f{i}": torch.randint(0, rows, (BATCH,), generator=draw, dtype=torch.int32) for i, rows in enumerate(ROWS)
+    }
+    if case.ragged:
+        lengths = torch.randint(0, 4, (BATCH,), generator=draw)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids["f0"] = torch.randint(0, ROWS[0], (int(offsets[-1]),), generator=draw, dtype=torch.int32), offsets
+    batch = hb.Batch(
+        sparse=hb.Jagged.from_dict(ids),
+        dense=torch.rand(BATCH, 13, generator=draw),
+        labels=torch.randint(0, 2, (BATCH, 1), generator=draw).float(),
+    )
+    return batch.pin_memory() if pinned else batch
+
+
+def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
+    """Train for some steps; say what the last but one asked of the device."""
+    order = [] if order is None else order
+    MODEL.hazards.clear()
+    trainer = trainer_of(case)
+    steps: list[list[Event]] = []
+    started: list[list[str]] = []
+    losses: list[float] = []
+
+    class Steps(hb.Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            losses.append(loss)
+            steps.append(RECORD.events)
+            started.append(order.copy())
+            order.clear()
+            RECORD.events = []
+
+    trainer.callbacks.append(Steps())
+    RECORD.events = []
+    with recorded():
+        trainer.fit([batch_of(case, i, rank) for i in range(STEPS)])
+    one, other = steps[1], steps[2]
+    launches = [e for e in other if e.kind == "launch"]
+    crossings = [e for e in other if e.kind == "crossing"]
+    by_place: Counter[str] = Counter()
+    for event in launches:
+        by_place[f"{event.what} at {event.where}"] += event.count
+    return Found(
+        case=case.name,
+        launches=sum(e.count for e in launches),
+        allocations=sum(e.kind == "allocation" for e in other),
+        waits=dict(Counter(f"{e.what} at {e.where}" for e in crossings if e.waits)),
+        copies=dict(Counter(f"{e.what} at {e.where}" for e in crossings if not e.waits)),
+        by_place=dict(by_place.most_common()),
+        repeats=_work(one) == _work(other),
+        hazards=list(MODEL.hazards),
+        losses=losses,
+        exchanges=started[2],
+    )
+
+
+def trainer_of(case: Case) -> Trainer:
+    """A trainer of a small model."""
+    model = model_of(case)
+    sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
+    dense = (fused(sgd) if case.dense_fused else sgd).build(list(model.parameters()))
+    sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
+    recipe = TrainRecipe(batch_size=BATCH, precision=case.precision, device="cuda", log_every=1000)
+    schedule = ScheduleRecipe(warmup_steps=100) if case.moving else None
+    return Trainer(model, dense, sparse, recipe=recipe, schedule=schedule)
+
+
+def stopped(case: Case, good_steps: int) -> dict[str, Any]:
+    """Train until a batch has an infinite input; say what the error was, and whether the batch changed anything."""
+    trainer: Any = trainer_of(case)
+    batches = [batch_of(case, i, 0) for i in range(good_steps + 1)]
+    dense = batches[-1].dense
+    assert dense is not None
+    dense[5, 3] = torch.inf
+
+    def state() -> list[torch.Tensor]:
+        arenas = [arena for group in trainer.model.embeddings._groups for arena in group.arenas]
+        tables = [t for arena in arenas for t in arena.store.arrays().values()]
+        momenta = [t for of in trainer.dense.state_dict()["state"].values() for t in of.values() if t is not None]
+        counts = [u.state_of_steps.counts for u in trainer.model.embeddings._updaters]
+        return [t.detach().cpu().clone() for t in (*tables, *trainer.model.parameters(), *momenta, *counts)]
+
+    after: list[list[torch.Tensor]] = [state()]
+
+    class Keep(hb.Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            after.append(state())
+
+    trainer.callbacks.append(Keep())
+    try:
+        trainer.fit(batches)
+        error = ""
+    except hb.HotbedError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    now = state()
+    same = len(now) == len(after[-1]) and all(map(torch.equal, now, after[-1]))
+    return {"error": error, "untouched": same, "steps": trainer.step, "rates": trainer.schedules["dense"].last_epoch}
+
+
+def _work(events: list[Event]) -> list[tuple[str, str, str]]:
+    """What a CUDA graph would have recorded."""
+    return [(e.what, e.where, e.detail) for e in events if e.kind == "launch"]

@@ -1,0 +1,218 @@
+"""Prove what a training step asks of a CUDA device: how many kernels, which copies, how often the host waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hotbed as hb
+from hotbed.config import TrainRecipe
+from hotbed.train import Trainer
+from tests.census.cases import CASES
+from tests.census.steps import ROWS, STEPS, batch_of
+from tests.census.streams import Event, Model, Stream
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 500
+"""A process is killed after that, on however busy a machine."""
+
+INPUTS = ("batch.py", "jagged.py")
+"""Where batches are copied to the device."""
+LOSS = "device to host, 4 bytes at train/backward.py"
+HYPERPARAMETERS = "at store/memory.py"
+BUDGET = {
+    "RowWiseAdagrad fp32": (78, 0),
+    "Adam int8 behind 8 fp32 rows, lr moves": (84, 0),
+    "RowWiseAdagrad fp32, ragged": (78, 0),
+    "RowWiseAdagrad fp32, dense fp32": (73, 0),
+    "RowWiseAdagrad fp32, dense optimizer not fused": (75, 1),
+    "RowWiseAdagrad fp32, rows: uva": (140, 6),
+    "RowWiseAdagrad fp32, rows: records": (145, 18),
+    "RowWiseAdagrad fp32, rows: cache": (350, 53),
+}
+"""Launches, and waits of the host, of a step, by case."""
+BUDGET_OF_TWO_RANKS = (180, 8)
+MOST_LAUNCHES = 90
+"""Of any rule and dtype, on one rank."""
+
+
+def started(selection: str, folder: Path, rank: int = 0) -> subprocess.Popen[bytes]:
+    """A process that counts a selection of cases."""
+    command = [sys.executable, "-m", "tests.census", str(folder / f"{rank}.json"), selection]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    env = {**os.environ, "PYTHONPATH": path, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    env.pop("TRITON_INTERPRET", None)  # its launches are noted, not run
+    return subprocess.Popen(command, cwd=ROOT, env=env)
+
+
+def counted(selection: str, folder: Path) -> list[dict[str, Any]]:
+    """What each rank counted, by case."""
+    if shutil.which("g++") is None:
+        pytest.skip("the pretended device is made by g++, which is not here")
+    ranks = CASES[selection][0].ranks
+    processes = [started(selection, folder, rank) for rank in range(ranks)]
+    try:
+        assert [process.wait(LIMIT_S) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return counted("usual", tmp_path_factory.mktemp("census"))[0]
+
+
+def refuse_waits(found: dict[str, Any]) -> None:
+    """Nothing waits, and only inputs, hyperparameters and the loss are copied: one rank, its rows on the device."""
+    assert found["waits"] == {}
+    for copy in found["copies"]:
+        assert copy.startswith(LOSS) or HYPERPARAMETERS in copy or any(f"at {name}" in copy for name in INPUTS), copy
+    assert found["hazards"] == []
+
+
+def names(selection: str, **chosen: Any) -> list[str]:
+    """Cases of a selection that have these attributes."""
+    return [c.name for c in CASES[selection] if all(getattr(c, name) == value for name, value in chosen.items())]
+
+
+@pytest.mark.parametrize("case", names("usual", where="device", dense_fused=True))
+def test_nothing_waits_on_one_rank(usual: dict[str, Any], case: str) -> None:
+    refuse_waits(usual[case])
+
+
+@pytest.mark.parametrize("case", BUDGET)
+def test_a_step_launches_no_more_than_its_budget(usual: dict[str, Any], case: str) -> None:
+    found = usual[case]
+    assert found["launches"] <= BUDGET[case][0], found["by_place"]
+    assert sum(found["waits"].values()) <= BUDGET[case][1], found["waits"]
+    assert found["hazards"] == []
+
+
+@pytest.mark.parametrize("case", names("usual", where="device", ragged=False))
+def test_two_batches_of_one_shape_launch_the_same(usual: dict[str, Any], case: str) -> None:
+    """As a CUDA graph of the step needs: the same kernels, in the same grids, on tensors of the same shapes."""
+    assert usual[case]["repeats"]
+
+
+def test_the_pretended_device_computes_what_the_cpu_does(usual: dict[str, Any]) -> None:
+    """So sizes and branches of the census are those of a real step."""
+    tables = [hb.Table(f"t{i}", rows=rows, dim=16) for i, rows in enumerate(ROWS)]
+    features = [hb.Feature(f"f{i}", table=t.name) for i, t in enumerate(tables)]
+    torch.manual_seed(0)
+    model = hb.nn.DLRM(tables, features, bottom=(32, 16), top=(32, 32, 1))
+    dense = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    recipe = TrainRecipe(batch_size=96, precision="fp32", device="cpu")
+    losses: list[float] = []
+
+    class Losses(hb.Callback):
+        def on_step(self, trainer: Trainer, loss: float) -> None:
+            losses.append(loss)
+
+    trainer = Trainer(model, dense, hb.optim.RowWiseAdagrad(model, lr=0.01), recipe=recipe, callbacks=[Losses()])
+    (case,) = (c for c in CASES["usual"] if c.precision == "fp32")
+    trainer.fit([batch_of(case, i, 0, pinned=False) for i in range(STEPS)])
+    assert usual[case.name]["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_loss_that_is_not_finite_touches_nothing_though_nobody_waited(usual: dict[str, Any], good: int) -> None:
+    found = usual["stopped"][good]
+    assert "the loss is " in found["error"]
+    assert "before the batch touched any parameter or table" in found["error"]
+    assert "dense of sample 5 of the batch, column 3 is inf" in found["error"]
+    assert found["error"].startswith("NonFiniteError")
+    assert found["untouched"]
+    assert found["steps"] == found["rates"] == (0, 2)[good]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("selection", ["rules", "dtypes"])
+def test_no_rule_and_no_dtype_makes_the_host_wait(selection: str, tmp_path: Path) -> None:
+    for found in counted(selection, tmp_path)[0].values():
+        refuse_waits(found)
+        assert found["launches"] <= MOST_LAUNCHES, found["by_place"]
+
+
+def test_two_ranks_start_the_same_exchanges_in_one_order(tmp_path: Path) -> None:
+    first, second = counted("two ranks", tmp_path)
+    for case in names("two ranks"):
+        assert first[case]["exchanges"] == second[case]["exchanges"] != []
+        for found in (first[case], second[case]):
+            assert sum(found["waits"].values()) <= BUDGET_OF_TWO_RANKS[1], found["waits"]
+            assert found["launches"] <= BUDGET_OF_TWO_RANKS[0], found["by_place"]
+            assert found["hazards"] == []
+
+
+# -- the model of streams ----------------------------------------------------------------------------------------------
+
+
+def told(model: Model, stream: Stream, **tensors: list[torch.Tensor]) -> None:
+    """An operation in a stream."""
+    with model.inside(stream):
+        model.operation(tensors.get("reads", []), tensors.get("writes", []), tensors.get("new", []))
+
+
+def test_a_tensor_that_another_stream_writes_is_read_after_its_event() -> None:
+    model, copies, step = Model(), Stream(), Stream()
+    batch = torch.zeros(4)
+    told(model, copies, new=[batch], writes=[batch])
+    done = copies.record_event()
+    told(model, step, reads=[batch])
+    assert [hazard.split(":")[0] for hazard in model.hazards] == [
+        f"stream {step.number} reads what stream {copies.number} writes"
+    ]
+    model.hazards.clear()
+    step.wait_event(done)
+    told(model, step, reads=[batch])
+    assert model.hazards == []
+
+
+def test_memory_that_a_stream_still_reads_is_not_overwritten_by_another() -> None:
+    model, copies, step = Model(), Stream(), Stream()
+    batch = torch.zeros(4)
+    told(model, copies, new=[batch], writes=[batch])
+    step.wait_stream(copies)
+    told(model, step, reads=[batch])
+    told(model, copies, writes=[batch])
+    assert len(model.hazards) == 1
+    model.hazards.clear()
+    copies.wait_stream(step)
+    told(model, copies, writes=[batch])
+    assert model.hazards == []
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_memory_is_given_out_again_when_all_streams_are_done_with_it(ordered: bool) -> None:
+    model, copies, step = Model(), Stream(), Stream()
+    batch = torch.zeros(4)
+    told(model, copies, new=[batch], writes=[batch])
+    step.wait_stream(copies)
+    told(model, step, reads=[batch])
+    del batch
+    if ordered:
+        copies.wait_stream(step)
+    following = torch.zeros(4)
+    told(model, copies, new=[following], writes=[following])
+    assert [hazard.split(":")[0] for hazard in model.hazards] == (
+        [] if ordered else [f"stream {copies.number} is given the memory of what stream {step.number} uses"]
+    )
+
+
+def test_a_host_that_has_waited_for_an_event_orders_what_it_gives_later() -> None:
+    model, copies, step = Model(), Stream(), Stream()
+    batch, event = torch.zeros(4), Event()
+    told(model, copies, new=[batch], writes=[batch])
+    event.record(copies)
+    model.waited(event.clock)
+    told(model, step, reads=[batch])
+    assert model.hazards == []
