@@ -55,7 +55,6 @@ class Curve(NamedTuple):
 CURVES = {
     "rss": Curve("resident, MiB", 0.05, scale=2**-20),
     "anonymous": Curve("of it anonymous, MiB", 0.05, scale=2**-20),
-    "pss": Curve("proportional, MiB", 0.05, scale=2**-20),
     "open_files": Curve("open files", 0.0, 2),
     "threads": Curve("threads", 0.0, 2),
     "disk": Curve("disk without the log, MiB", 0.05, scale=2**-20),
@@ -230,7 +229,7 @@ def samples_of(folder: Path) -> int:
 
 def used_by(pid: int) -> Record:
     """What a process and its descendants use; on disk, files without names, in which rows are."""
-    used = dict.fromkeys(("rss", "anonymous", "pss", "open_files", "threads", "cpu_s"), 0.0)
+    used = dict.fromkeys(("rss", "anonymous", "open_files", "threads", "cpu_s"), 0.0)
     unlinked: dict[tuple[int, int], int] = {}
     for each in family(pid):
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
@@ -239,7 +238,6 @@ def used_by(pid: int) -> Record:
             rollup = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith(" kB")}
             stat = (place / "stat").read_text().rpartition(")")[2].split()
             used["rss"] += rollup["Rss"]
-            used["pss"] += rollup["Pss"]
             used["anonymous"] += rollup["Anonymous"]
             used["threads"] += int(stat[17])
             used["cpu_s"] += (int(stat[11]) + int(stat[12])) / TICKS

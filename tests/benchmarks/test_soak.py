@@ -30,7 +30,7 @@ def test_a_saw_tooth_with_noise_is_flat_and_a_slow_leak_is_not() -> None:
     assert all(each["flat"] for each in flat.values())
     leak = [tooth * (1 + 0.1 * i / 360) for i, tooth in enumerate(teeth)]
     flat = flatness(hour(rss=leak))
-    assert not flat["rss"]["flat"] and flat["pss"]["flat"]
+    assert not flat["rss"]["flat"] and flat["anonymous"]["flat"]
     assert flat["rss"]["per_hour"] > 80  # MiB
 
 
