@@ -242,7 +242,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path) -> None:
         ({"test_rows": 5, "valid_fraction": 0.1}, "splits are chosen by a fraction and by rows; choose one way"),
         ({"test_rows": 60}, None),
         ({"format": "csv"}, "format is 'csv', must be one of split_binary, parquet"),
-        ({"executor": "spark"}, "executor is 'spark', must be threads, processes or dask:ADDRESS"),
+        ({"executor": "spark"}, "executor is 'spark', must be threads, processes, dask:ADDRESS or ray:ADDRESS"),
         ({"executor": "dask"}, "executor is 'dask', needs an address, such as dask:tcp://HOST:8786"),
         ({"executor": "dask:tcp://x:1", "workers": 2}, "workers is 2, but dask:tcp://x:1 has workers of its own"),
         ({"test_files": ["c.parquet"]}, "test_files names c.parquet, which is no file of the data"),

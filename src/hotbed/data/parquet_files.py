@@ -36,6 +36,9 @@ _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
 Partitions = tuple[tuple[str, pa.Scalar], ...]
 
+_DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
+"""Encodings by which repeated values are stored once."""
+
 
 @dataclass(frozen=True)
 class ParquetFile:
@@ -136,6 +139,16 @@ class ParquetFile:
     def nbytes(self, row_group: int) -> int:
         """Bytes of a row group's columns when they are not compressed."""
         return self.metadata.row_group(row_group).total_byte_size
+
+    def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
+        """Name those of the columns whose texts are stored once however often they repeat, with their bytes at most."""
+        stored, found = self.metadata.row_group(row_group), dict[str, int]()
+        for leaf in (stored.column(i) for i in range(stored.num_columns)):
+            names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
+            if names and leaf.physical_type == "BYTE_ARRAY" and _DICTIONARIES & {*leaf.encodings}:
+                # No value is longer than all that is stored.
+                found[names[0]] = found.get(names[0], 0) + leaf.num_values * leaf.total_uncompressed_size
+        return found
 
     def statistics(self, row_group: int, column: str) -> pq.Statistics | None:
         """What the footer says of a column."""

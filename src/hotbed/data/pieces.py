@@ -25,7 +25,6 @@ _GROUP_BYTES = 256 << 20
 _FEWEST_ROWS = 1 << 8
 _PROBED_ROWS = 1 << 10
 _NOT_PROBED = 64
-_DICTIONARIES = frozenset(("PLAIN_DICTIONARY", "RLE_DICTIONARY"))
 
 
 _NOWHERE = Position(0, 0)
@@ -285,17 +284,11 @@ def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
     that. So where a column is stored so, its first rows are read, and all are taken to be like them.
     """
     rows = piece.rows
-    stored = rows.file.metadata.row_group(rows.index)
-    texts: list[str] = []
-    most = 0
-    for leaf in (stored.column(i) for i in range(stored.num_columns)):
-        names = [n for n in (leaf.path_in_schema, leaf.path_in_schema.partition(".")[0]) if n in columns]
-        if names and leaf.physical_type == "BYTE_ARRAY" and _DICTIONARIES & {*leaf.encodings}:
-            texts.append(names[0])
-            most += leaf.num_values * leaf.total_uncompressed_size  # no value is longer than all that is stored
+    texts = rows.file.repeated_texts(rows.index, columns)
+    most = sum(texts.values())
     if most <= _GROUP_BYTES // _NOT_PROBED:
         return piece.bytes + most
-    first = next(rows.batches(list(dict.fromkeys(texts)), _PROBED_ROWS))
+    first = next(rows.batches(list(texts), _PROBED_ROWS))
     return piece.bytes + first.nbytes * rows.samples // max(1, len(first))
 
 

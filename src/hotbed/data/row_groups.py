@@ -64,6 +64,10 @@ class TableFile(Protocol):
         """Bytes of a part's columns when they are not compressed."""
         ...
 
+    def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
+        """Name those of the columns whose texts are stored once however often they repeat, with their bytes at most."""
+        ...
+
     def statistics(self, row_group: int, column: str) -> Any:
         """What is known of a column of a part, see `pyarrow.parquet.Statistics`; None where nothing is."""
         ...

@@ -108,6 +108,10 @@ class SourceFile:
         ids = 8 * sum(column.ids or 1 for column in s.sparse)
         return (numbers + ids) * self.source.chunks(self.split)[row_group]
 
+    def repeated_texts(self, row_group: int, columns: Sequence[str]) -> dict[str, int]:
+        """Name none: a batch has no texts."""
+        return {}
+
     def statistics(self, row_group: int, column: str) -> None:
         """Tell nothing: it is not known before it is read."""
 
