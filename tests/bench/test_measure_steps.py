@@ -34,15 +34,6 @@ SIZES = StepSizes(table_bytes=1 << 20, batch=64, slow_rows=100, steps=1, repeats
 CPU = Hardware.load("epyc-7742x2").with_(cores_per_node=2)
 FIXED = {"step": 1.0, "arena": 0.5, "table": 0.01, "layer": 0.001, "copies": 0.25, "sums": 0.125, "average": 0.0625}
 BY_ROW = {"host_row": 1e-4, "disk_row": 2e-4, "average_row": 3e-4, "id": 1e-5}
-    "host": 0.3,
-    "disk": 0.4,
-    "host_row": 1e-4,
-    "disk_row": 2e-4,
-    "average_row": 3e-4,
-    "id": 1e-5,
-    "bf16": 1e-9,
-    "int8": 2e-9,
-}
 TRUTH = FIXED | BY_ROW | {"host": 0.3, "disk": 0.4, "bf16": 1e-9, "int8": 2e-9}
 RATE = 1e9
 
