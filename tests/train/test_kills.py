@@ -24,7 +24,6 @@ from hotbed.plan import Cut
 from hotbed.train import Trainer
 from hotbed.train.lease import OWNER
 from hotbed.train.retention import KeepLast
-from tests.matrix import full
 from tests.train.parallel_cases import RECIPE, TRAIN, InMemory, make_trainer, state_of
 
 EVENTS: list[tuple[Any, str]] = [
@@ -100,8 +99,9 @@ def main() -> None:
         print(json.dumps([os.waitstatus_to_exitcode(status), found]), flush=True)
 
 
-@pytest.mark.parametrize("kills", [2, full(20)])
-def test_a_run_that_is_killed_ends_where_one_that_is_not_ends(tmp_path: Path, kills: int) -> None:
+@pytest.mark.full  # a kill each of some phases: tests/crashes/test_kills.py
+def test_a_run_that_is_killed_ends_where_one_that_is_not_ends(tmp_path: Path) -> None:
+    kills = 20
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", "from tests.train.test_kills import main; main()"]
     process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
