@@ -15,13 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_cases import MIXED_SCHEMA, ListSource, mixed_batch, numbered_batch
+from format_cases import ROWS, days, write_npy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reader_cases import Recorded
 
 from hotbed.batch import Batch
 from hotbed.commands.main import main
-from hotbed.data import Loader, ParquetSource, Source, SplitBinarySource, open_readers
+from hotbed.data import Loader, NpySource, ParquetSource, Source, SplitBinarySource, open_readers
 from hotbed.data.executors import Tasks
 from hotbed.errors import DataError, SpecError, WorkerError
 from hotbed.testing.source import assert_same
@@ -127,7 +128,7 @@ def test_readers_that_die_cost_a_repetition() -> None:
 
 
 def test_readers_that_always_die_are_an_error() -> None:
-    message = r"workers died, or cannot be reached \(a reader died\), 5 times at the same task.*last checkpoint"
+    message = r"workers died, or cannot be reached, 5 times at the same task \(a reader died\).*last checkpoint"
     loader = Loader(numbered(), "train", 7, executor=Recorded(itertools.repeat(True)))
     with pytest.raises(WorkerError, match=message):
         list(loader)
@@ -157,11 +158,11 @@ def test_a_source_that_cannot_be_sent() -> None:
 
 class Elsewhere(ListSource):
     def _read(self, split: str, i: int) -> Batch:
-        raise ModuleNotFoundError("No module named 'mine'")
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
 
 
 def test_readers_without_a_package() -> None:
-    message = r"readers cannot load what they are to run \(No module named 'mine'\); install the same release of hotbed"
+    message = "a worker cannot import mine; install on all workers what is installed here"
     with pytest.raises(WorkerError, match=message):
         list(Loader(Elsewhere(numbered_batch(10), [10]), "train", 10, executor=Recorded()))
 
@@ -182,7 +183,7 @@ def test_files_that_readers_do_not_find(table: ParquetSource, prepared: Path, tm
     (tmp_path / "log.parquet").unlink()
     readers_need = "readers need the data at the same path as the trainer: on a file system that all have, or at a URI"
     place = rf"reader \S+ \(process \d+\): {tmp_path}/log.parquet, row group 0: {tmp_path}/log.parquet does not exist"
-    with pytest.raises(DataError, match=f"{place}, or no longer .*; {readers_need}"):
+    with pytest.raises(DataError, match=rf"{place}, or no longer \(.*\); {readers_need}"):
         list(Loader(table, "train", 10, executor=Recorded()))
     source = binary(prepared, tmp_path / "data")
     (tmp_path / "data" / "train" / "cat_3.bin").unlink()
@@ -220,7 +221,12 @@ def test_readers_in_other_directories(prepared: Path, tmp_path: Path, monkeypatc
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     pq.write_table(pa.table({"label": [0, 1] * 50, "a": list(range(100))}), "log.parquet", row_group_size=10)
-    sources = SplitBinarySource("data"), ParquetSource("log.parquet", {"sparse": [{"name": "a", "rows": 50}]})
+    write_npy(tmp_path / "days", days())
+    sources = (
+        SplitBinarySource("data"),
+        ParquetSource("log.parquet", {"sparse": [{"name": "a", "rows": 50}]}),
+        NpySource("days", rows=ROWS),
+    )
 
     class InOtherDirectory(Recorded):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:

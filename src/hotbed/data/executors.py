@@ -39,6 +39,10 @@ R = TypeVar("R")
 
 _log = logging.getLogger("hotbed")
 
+_START_AGAIN = (
+    "what was done is kept: start the same command again, with less --memory or fewer --workers if it ran out"
+)
+_FROM_CHECKPOINT = "see what they have logged, give them more memory if it ran out, and go on from the last checkpoint"
 _RETRIES = 4
 _IN_FLIGHT = 64
 
@@ -65,7 +69,7 @@ class Tasks:
     lost
         Errors by which the executor says that workers were lost.
     retries
-        How often tasks are submitted again whose workers were lost, before one of them has a result.
+        How often a task is submitted again whose worker was lost.
     make_anew
         Whether the executor is made anew for that, as all processes of a pool end with one.
     can_cancel
@@ -94,7 +98,7 @@ class Tasks:
     @staticmethod
     def of(executor: Executor) -> Tasks:
         """Tasks on an executor that a user has made, which stays open."""
-        return Tasks(lambda: executor, lambda: _IN_FLIGHT, elsewhere=True)
+        return Tasks(lambda: executor, lambda: _IN_FLIGHT, retries=_RETRIES, elsewhere=True)
 
     def map(self, task: Callable[[A], R], arguments: Iterable[A]) -> Iterator[R]:
         """Results in the order of the arguments; the first error in that order is raised when the others have ended.
@@ -104,59 +108,26 @@ class Tasks:
         WorkerError
             If workers die again and again at the same tasks.
         """
-        left, running = iter(arguments), deque[tuple[A, Future[R]]]()
-        deaths, most, ended = 0, self._in_flight(), 0
+        left, running = iter(arguments), deque[Pending[A, R]]()
+        most, ended = self._in_flight(), 0
         try:
             while True:
                 for argument in islice(left, max(0, most - len(running))):
-                    running.append((argument, self._submitted(task, argument)))
+                    running.append(self.submit(task, argument))
                 if not running:
                     return
-                try:
-                    result = running[0][1].result()
-                except self._lost as error:
-                    deaths += 1
-                    reason = " ".join(str(error).split()) or type(error).__name__
-                    if deaths > self._retries:
-                        times = f", {deaths} times in a row" if deaths > 1 else ""
-                        raise WorkerError(
-                            f"workers died, or cannot be reached{times} ({reason}); what was done is kept: start the "
-                            "same command again, with less --memory or fewer --workers if it ran out"
-                        ) from None
-                    again = self._begin_again(task, running)
-                    _log.warning("workers died (%s); %d tasks are run again", reason, again)
-                    continue
-                except (ModuleNotFoundError, RuntimeError) as error:
-                    # Dask's scheduler reads tasks, too, and raises its error from this one.
-                    missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
-                    if not self._elsewhere or not isinstance(missing, ModuleNotFoundError):
-                        raise
-                    raise WorkerError(
-                        f"a worker cannot import {missing.name}; install on all workers what is installed here, and on "
-                        "the scheduler of Dask"
-                    ) from error
+                result = self.result(running[0], advice=_START_AGAIN)
                 running.popleft()
-                deaths, ended = 0, ended + 1
+                ended += 1
                 if ended == most:
                     most, ended = self._in_flight(), 0
                 yield result
         finally:
             if self._can_cancel:
-                for _, future in running:
-                    future.cancel()
+                for pending in running:
+                    self.cancel(pending)
             # Of tasks that run on a cluster nothing else says when they have ended, and write no more.
-            wait([future for _, future in running if not future.cancelled()])
-
-    def _begin_again(self, task: Callable[[A], R], running: deque[tuple[A, Future[R]]]) -> int:
-        """Submit the tasks again that were lost; their number."""
-        if self._make_anew:
-            self._executor.shutdown()
-            self._executor = self._make()
-        lost = [i for i, (_, future) in enumerate(running) if self._is_lost(future)]
-        for i in lost:
-            argument, _ = running[i]
-            running[i] = (argument, self._submitted(task, argument))
-        return len(lost)
+            wait([pending.future for pending in running if not pending.future.cancelled()])
 
     def _is_lost(self, future: Future[Any]) -> bool:
         if future.cancelled():
@@ -181,20 +152,29 @@ class Tasks:
             self._pending.add(pending)
         return pending
 
-    def result(self, pending: Pending[A, R]) -> R:
-        """Wait for a task, which is run again where workers were lost.
+    def result(self, pending: Pending[A, R], *, advice: str = _FROM_CHECKPOINT) -> R:
+        """Wait for a task, which is run again where workers were lost; where they always are, say what to do.
 
         Raises
         ------
         WorkerError
-            If workers die again and again at this task.
+            If workers die again and again at this task, or cannot import it.
         """
         while True:
             future = pending.future
             try:
                 return future.result()
             except self._lost as error:
-                self._submit_again(pending, future, error)
+                self._submit_again(pending, future, error, advice)
+            except (ImportError, RuntimeError) as error:
+                # Dask's scheduler reads tasks, too, and raises its error from this one.
+                missing = error if isinstance(error, ImportError) else error.__cause__
+                if not self._elsewhere or not isinstance(missing, ImportError):
+                    raise
+                raise WorkerError(
+                    f"a worker cannot import {missing.name or missing}; install on all workers what is installed here, "
+                    "and on the scheduler of Dask"
+                ) from error
 
     def cancel(self, pending: Pending[A, R]) -> None:
         """Give up a task, whose result nobody wants."""
@@ -202,29 +182,24 @@ class Tasks:
             pending.attempts = 0
         pending.future.cancel()
 
-    def _submit_again(self, pending: Pending[A, R], failed: Future[R], error: BaseException) -> None:
-        """Submit a task again whose worker was lost; where all workers of a pool were, make it anew for all tasks."""
+    def _submit_again(self, pending: Pending[A, R], failed: Future[R], error: BaseException, advice: str) -> None:
+        """Submit a task again whose worker was lost, and all others that were lost with it."""
         with self._lock:
             if not pending.attempts:
                 raise CancelledError
             if pending.future is not failed:
                 return  # another thread did
             reason = " ".join(str(error).split()) or type(error).__name__
-            if pending.attempts > _RETRIES:
-                raise WorkerError(
-                    f"workers died, or cannot be reached ({reason}), {pending.attempts} times at the same task; see "
-                    "what they have logged, give them more memory if it ran out, and go on from the last checkpoint"
-                ) from None
+            if pending.attempts > self._retries:
+                times = f", {pending.attempts} times at the same task" if pending.attempts > 1 else ""
+                raise WorkerError(f"workers died, or cannot be reached{times} ({reason}); {advice}") from None
             pending.attempts += 1
-            again: list[Pending[Any, Any]] = [pending]
             if self._make_anew:
                 self._executor.shutdown()
                 self._executor = self._make()
-                again += [
-                    one for one in self._pending if one is not pending and one.attempts and self._is_lost(one.future)
-                ]
-            _log.warning("workers died (%s); %d tasks are run again", reason, len(again))
-            for one in again:
+            others = [one for one in self._pending if one is not pending and one.attempts and self._is_lost(one.future)]
+            _log.warning("workers died (%s); %d tasks are run again", reason, 1 + len(others))
+            for one in (pending, *others):
                 one.future = self._submitted(one.task, one.argument)
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class NpySource(Source):
         place = location(path) if isinstance(path, str) else path
         if isinstance(place, str):
             raise DataError(f"{path}: arrays of NumPy are read from local disks only; copy them there, or use Parquet")
-        self.days = find_days(place)
+        self.days = find_days(place.absolute())  # a reader may be in another directory
         if schema is None:
             schema = _named(self.days[0], rows, str(path))
         elif rows is not None:

@@ -121,13 +121,7 @@ class RemoteWindow:
         """
         from hotbed.data.batch_ipc import batch_from_buffer
 
-        try:
-            batch, _ = batch_from_buffer(self._tasks.result(self._pending))
-        except ImportError as error:
-            raise WorkerError(
-                f"readers cannot load what they are to run ({error}); install the same release of hotbed where they "
-                "are, and whatever else data.source needs"
-            ) from None
+        batch, _ = batch_from_buffer(self._tasks.result(self._pending))
         assert batch is not None
         return batch
 
