@@ -233,7 +233,7 @@ def _can_be(data: StoredRows, name: str, mapping: Label | None) -> bool:
     kinds = [fields.field(name).type for _, fields in data.schemas if name in fields.names]
     try:
         for kind in kinds:
-            check_label(name, kind, mapping)
+            check_label(name, kind, mapping, data.path)
     except SpecError:
         return False
     return bool(kinds)

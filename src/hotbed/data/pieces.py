@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hotbed.data import arrow
+from hotbed.data.parquet_files import ParquetFile
 from hotbed.data.row_groups import RowGroup
 from hotbed.data.row_split import SPLITS, Position, RowSplit
 from hotbed.errors import DataError, SpecError, did_you_mean
@@ -285,6 +286,8 @@ def _bytes_read(piece: Piece, columns: Sequence[str]) -> int:
     that. So where a column is stored so, its first rows are read, and all are taken to be like them.
     """
     rows = piece.rows
+    if not isinstance(rows.file, ParquetFile):
+        return piece.bytes  # other sources have no texts
     stored = rows.file.metadata.row_group(rows.index)
     texts: list[str] = []
     most = 0

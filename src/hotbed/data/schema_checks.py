@@ -120,11 +120,11 @@ class SchemaChecks:
         for column in sparse:
             if column.name in names:
                 kind = arrow.plain_type(fields.field(column.name).type)
-                self._try(column.name, what, partial(arrow.check_sparse, column, kind, self.ids))
+                self._try(column.name, partial(arrow.check_sparse, column, kind, self.ids, what))
         mapped = {label.column: label for label in schema.positives}
         for name in (n for n in schema.labels if n in names):
             kind = fields.field(name).type
-            self._try(name, what, partial(check_label, name, kind, mapped.get(name)))
+            self._try(name, partial(check_label, name, kind, mapped.get(name), what))
         for name in [*dense, *([schema.weight] if schema.weight else [])]:
             kind = fields.field(name).type if name in names else pa.null()
             if not (arrow.is_number(kind) or pa.types.is_null(kind)):
@@ -147,11 +147,11 @@ class SchemaChecks:
                     "rows); write it as one of them in all files",
                 )
 
-    def _try(self, name: str, what: str, check: Callable[[], None]) -> None:
+    def _try(self, name: str, check: Callable[[], None]) -> None:
         try:
             check()
         except SpecError as error:
-            self._of_column(name, "wrong type", f"{what}: {error}")
+            self._of_column(name, "wrong type", str(error))
 
     def _of_column(self, name: str, problem: str, message: str) -> None:
         self._wrong.add(name)
