@@ -98,6 +98,40 @@ def test_figures_of_parquet_are_those_of_its_rows(tmp_path: Path, capsys: Output
     assert "reading all rows" in output.err
 
 
+def arrays(folder: Path, *days: tuple[list[int], list[int]]) -> Path:
+    """Days of NumPy arrays with one id and one number per sample."""
+    folder.mkdir()
+    for i, (labels, ids) in enumerate(days):
+        np.save(folder / f"day_{i}_labels.npy", np.array(labels, np.int32)[:, None])
+        np.save(folder / f"day_{i}_dense.npy", np.array(labels, np.float32)[:, None])
+        np.save(folder / f"day_{i}_sparse.npy", np.array(ids, np.int32)[:, None])
+    return folder
+
+
+@pytest.mark.parametrize("schema", [{}, {"labels": ["click"], "dense": ["n"], "sparse": [{"name": "user", "rows": 9}]}])
+def test_arrays_of_numpy(tmp_path: Path, capsys: Output, schema: dict[str, Any]) -> None:
+    data = arrays(tmp_path / "days", ([0, 1], [3, 3]), ([1, 1], [3, 12]))
+    found = inspected(data, tmp_path)
+    assert (found["kind"], found["samples"], found["tables"]) == (
+        "arrays of NumPy",
+        {"day_0": 2, "day_1": 2},
+        [],
+    )
+    assert [(of["label"], of["rate"], of["rate_by_split"]) for of in found["labels"]] == [
+        ("label", 0.75, {"day_0": 0.5, "day_1": 1.0})
+    ]
+    assert (column(found, "cat_0")["distinct"], column(found, "int_0")["missing"]) == (2, 0)
+    recipe = write_recipe(tmp_path / "recipe.yaml", data, SCHEMA)
+    values = yaml.safe_load(recipe.read_text())
+    args = {"schema": schema} if schema else {"rows": 9}
+    for modulo, faults in ((False, ["user" if schema else "cat_0"]), (True, [])):
+        values["data"]["source"] = {"class_path": "hotbed.data.NpySource", "init_args": {**args, "modulo": modulo}}
+        recipe.write_text(yaml.safe_dump(values))
+        found = found_with(tmp_path, str(data), "--recipe", str(recipe), status=2 if faults else 0)
+        assert [of["column"] for of in found["faults"]] == faults
+        assert ("12" in capsys.readouterr().err) == bool(faults)
+
+
 def test_a_prepared_dataset_and_a_log(prepared: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOTBED_TABLES", str(tmp_path / "tables"))
     found = inspected(prepared, tmp_path)

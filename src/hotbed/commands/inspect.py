@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "path",
         type=str,
-        help="Data (prepared, Parquet, CSV, TSV, logs), a recipe, run, runs of a name, or checkpoint.",
+        help="Data (prepared, Parquet, CSV, TSV, logs, NumPy's arrays), a recipe, run, runs of a name, or checkpoint.",
     )
     parser.add_argument("--skew", action="store_true", help="Count how often each row is looked up.")
     add_data_arguments(parser)

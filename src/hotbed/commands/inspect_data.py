@@ -16,6 +16,7 @@ from hotbed.checkpoint.single_files import read_yaml, write_text
 from hotbed.commands.arguments import check_json
 from hotbed.commands.inspect_page import distinct_text, number_text, page
 from hotbed.config import Recipe, import_from
+from hotbed.data import NpySource
 from hotbed.data.arrow import Ids
 from hotbed.data.inspection import DataSummary, compare, summarize
 from hotbed.data.schema import Schema
@@ -83,7 +84,8 @@ def inspect_data(path: str | Path, options: DataOptions, console: Console) -> In
     Parameters
     ----------
     path
-        A prepared dataset; Parquet, CSV or TSV files, or logs; or a recipe, whose data are read, and checked by it.
+        A prepared dataset; Parquet, CSV or TSV files, or logs; arrays of NumPy; or a recipe, whose data are read, and
+        checked by it.
     options
         What is asked for.
     console
@@ -106,13 +108,13 @@ def inspect_data(path: str | Path, options: DataOptions, console: Console) -> In
     if options.label is not None and recipe is not None:
         raise RecipeError("--label and a recipe both say what the label is; leave --label out")
     expected, source = (None, None) if recipe is None else _expected(recipe, with_source=is_recipe(path))
-    data = _opened(path) if source is None else source
     schema = None if expected is None else expected.schema
+    data = _opened(path, schema) if source is None else source
     checks = None if expected is None else SchemaChecks(data, expected.schema, expected.ids)
     before: DataSummary | None = None
     with StageProgress(console) as progress:
         if options.against is not None:
-            earlier = _opened(location(options.against))
+            earlier = _opened(location(options.against), schema)
             before = summarize(
                 earlier, schema=schema, label=options.label, progress=lambda d, n: progress("against", d, n)
             )
@@ -126,7 +128,7 @@ def inspect_data(path: str | Path, options: DataOptions, console: Console) -> In
         )
     found = after.to_dict()
     if isinstance(data, SourceRows):
-        found["tables"] = [{"table": name, "rows": rows} for name, rows in data.source.schema.rows.items()]
+        found["tables"] = [{"table": name, "rows": rows} for name, rows in data.tables.items()]
     if before is not None:
         found["against"] = compare(before, after)
     if expected is not None:
@@ -145,13 +147,13 @@ def is_recipe(path: str | Path) -> bool:
     return name.endswith((".yaml", ".yml")) and name != "feature_spec.yaml"
 
 
-def _opened(path: str | Path) -> StoredRows:
+def _opened(path: str | Path, schema: Schema | None) -> StoredRows:
     try:
-        return open_rows(path)
+        return open_rows(path, schema)
     except DataError as error:
         raise DataError(
-            f"{path} is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint ({MANIFEST}) or "
-            f"Parquet: {error}"
+            f"{path} is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint ({MANIFEST}), "
+            f"Parquet or arrays (day_0_sparse.npy): {error}"
         ) from None
 
 
@@ -163,10 +165,21 @@ def _expected(name: str, *, with_source: bool) -> tuple[Expected, SourceRows | N
         import_from(path.parent)
     args = recipe.data.source.init_args
     if isinstance(given := args.get("schema"), Mapping) and not with_source:
-        return Expected(name, Schema.from_dict(cast("Mapping[str, object]", given)), args.get("ids", "hash")), None
+        ids: Ids = _ids_of_arrays(args) if _is_of_arrays(recipe) else args.get("ids", "hash")
+        return Expected(name, Schema.from_dict(cast("Mapping[str, object]", given)), ids), None
     source = new_source(recipe.data)
-    expected = Expected(name, source.schema, getattr(source, "ids", "raw"))
+    ids = _ids_of_arrays(args) if _is_of_arrays(recipe) and not with_source else getattr(source, "ids", "raw")
+    expected = Expected(name, source.schema, ids)
     return expected, SourceRows(recipe.data.path, source, "source of a recipe") if with_source else None
+
+
+def _is_of_arrays(recipe: Recipe) -> bool:
+    return recipe.data.source.class_path.rpartition(".")[2] == NpySource.__name__
+
+
+def _ids_of_arrays(args: Mapping[str, Any]) -> Ids:
+    """Ids that are taken modulo the rows may be any."""
+    return "hash" if args.get("modulo") else "raw"
 
 
 # -- printed -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ from typing import TypeVar
 import pyarrow as pa
 
 from hotbed.batch import Batch
+from hotbed.data.npy import NpySource
+from hotbed.data.npy_files import find_days, has_days
 from hotbed.data.parquet import ParquetSource
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
 from hotbed.data.schema import Schema
@@ -26,6 +28,7 @@ from hotbed.data.source import Source
 from hotbed.data.split_binary import SplitBinarySource
 from hotbed.errors import DataError
 
+_ANY_ROWS = 1 << 62
 _CELLS = 2_000_000
 _FEWEST_ROWS, _MOST_ROWS = 1_024, 1 << 16
 T = TypeVar("T")
@@ -147,6 +150,11 @@ class SourceRows(StoredRows):
         self.path, self.source, self.kind = str(path), source.streamed(), kind
 
     @property
+    def tables(self) -> dict[str, int]:
+        """Rows of its tables; none where the data do not say them."""
+        return {name: rows for name, rows in self.source.schema.rows.items() if rows < _ANY_ROWS}
+
+    @property
     def is_stored(self) -> bool:
         """Whether rows are as they are stored, and not what batches have: labels as a schema maps them, ids as rows."""
         return isinstance(self.source, ParquetSource)
@@ -181,14 +189,28 @@ class SourceRows(StoredRows):
                 start += samples
 
 
-def open_rows(path: str | Path) -> StoredRows:
-    """Find the rows at a path: a prepared dataset's, or those of Parquet, CSV or TSV files and logs.
+def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
+    """Find the rows at a path: a prepared dataset's, those of Parquet, CSV or TSV files and logs, or of NumPy arrays.
+
+    Parameters
+    ----------
+    path
+        Where they are.
+    schema
+        What columns of arrays are called, which do not say it; by default as in TorchRec's scripts. Their splits are
+        days.
 
     Raises
     ------
     DataError
         If there are none, or a file is damaged.
+    SpecError
+        If the schema does not fit the arrays.
     """
+    if isinstance(path, Path) and has_days(path):
+        days = {day.name: [day.name] for day in find_days(path)}
+        rows = _ANY_ROWS if schema is None else None
+        return SourceRows(path, NpySource(path, schema, rows=rows, splits=days), "arrays of NumPy")
     if isinstance(path, Path) and (path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file()):
         return SourceRows(path, SplitBinarySource(path), "prepared dataset")
     return FileRows(path, find_parquet(path))
