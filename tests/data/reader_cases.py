@@ -1,8 +1,6 @@
 """Readers that die at chosen moments."""
 
-import os
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import partial
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from hotbed.data.readers import WindowTask, read_window
+from tests.data.cluster_cases import kill_at
 
 PLACES = ("begin", "end")
 """Where in a task its reader is killed: before it has read anything, and before its window is sent."""
@@ -23,15 +22,6 @@ def choose_moments(folder: Path, windows: Sequence[str], n: int, seed: int) -> N
     moments = [f"{window}-{place}" for window in windows for place in PLACES]
     for moment in random.Random(seed).sample(moments, n):
         (folder / moment).touch()
-
-
-def kill_at(moment: Path) -> None:
-    """Kill this process, once, if the moment was drawn."""
-    try:
-        moment.unlink()
-    except FileNotFoundError:
-        return
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dying(folder: Path, task: WindowTask) -> Any:
