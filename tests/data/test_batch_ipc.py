@@ -5,33 +5,11 @@ import pyarrow as pa
 import pytest
 import torch
 from data_cases import mixed_batch, numbered_batch
-from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.data.batch_ipc import batch_from_buffer, batch_to_buffer
 from hotbed.jagged import Jagged
-
-
-def bits(t: Tensor | None) -> object:
-    """Everything about a tensor; NaNs count."""
-    if t is None:
-        return None
-    return t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).tolist() if t.numel() else []
-
-
-def content(batch: Batch) -> dict[str, object]:
-    """Everything about a batch, to compare."""
-    sparse = batch.sparse
-    return {
-        "names": sparse.names,
-        "fixed": sparse.fixed,
-        "starts": sparse.starts,
-        "size": len(batch),
-        "tensors": list(map(bits, (sparse.values, sparse.offsets, sparse.weights))),
-        "columns": list(map(bits, (batch.dense, batch.labels, batch.weights))),
-        "extra": {name: bits(t) for name, t in batch.extra.items()},
-    }
-
+from tests.batches import content
 
 ids = torch.tensor([3, 1, 2], dtype=torch.int32)
 ONE_HOT = Jagged.from_dict({"a": ids, "b": ids + 1})

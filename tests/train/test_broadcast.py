@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.comm import Link
@@ -20,33 +19,9 @@ from hotbed.data.source import Source
 from hotbed.errors import CommError, DataError
 from hotbed.jagged import Jagged
 from hotbed.train.broadcast import BroadcastLoader
+from tests.batches import content
 from tests.matrix import full
 from tests.ranks import ANSWER_S, TIMEOUT_S, Ranks
-
-
-def bits(t: Tensor | None) -> object:
-    """Everything about a tensor; NaNs count."""
-    if t is None:
-        return None
-    return t.dtype, tuple(t.shape), t.contiguous().view(-1).view(torch.uint8).tolist() if t.numel() else []
-
-
-def content(batch: Batch) -> dict[str, object]:
-    """Everything about a batch, to compare."""
-    sparse = batch.sparse
-    return {
-        "names": sparse.names,
-        "fixed": sparse.fixed,
-        "starts": sparse.starts,
-        "size": len(batch),
-        "ids": bits(sparse.values),
-        "offsets": bits(sparse.offsets),
-        "id weights": bits(sparse.weights),
-        "dense": bits(batch.dense),
-        "labels": bits(batch.labels),
-        "weights": bits(batch.weights),
-        "extra": {name: bits(t) for name, t in batch.extra.items()},
-    }
 
 
 def mixed_batch(n: int, seed: int = 0) -> Batch:
