@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,6 +19,7 @@ from hotbed.config import ParallelRecipe
 from hotbed.errors import CommError, StoreError
 from hotbed.optim import Moment
 from hotbed.store import memory
+from hotbed.train.local_ranks import run_local
 from hotbed.train.parallel import _refuse_too_many
 from hotbed.train.process_group import Started, fresh_store, process_group, started
 
@@ -174,3 +176,23 @@ def test_the_rows_of_all_processes_of_a_host_have_to_fit(environment: pytest.Mon
     one_moment = {"t": (Moment("m", "element"),), "u": ()}  # moments take room, too
     with pytest.raises(StoreError, match=r"Bytes by tier: device 268,467,456, host 0, disk 0$"):
         _refuse_too_many(hb.make_plan(tables, 4, "row"), tables, one_moment, cpu)
+
+
+LEAVES = """
+import sys
+from pathlib import Path
+from hotbed.bench.step_jobs import StepJob, request_of, run_request
+
+run_request(request_of([StepJob(plan="row", warmup=1)] * 3, 1, 1))
+threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+print("groups' threads:", threads.count("gloo_tcp_loop"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the names of threads are read from /proc")
+def test_threads_of_models_groups_end_with_the_world_lest_they_abort_an_ending_process(tmp_path: Path) -> None:
+    run_local([sys.executable, "-c", LEAVES], 2, tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"rank{rank}.log").read_text(encoding="utf-8")
+        left = int(said.rpartition("groups' threads: ")[2])
+        assert left <= 1  # of the seven groups of the world and three models; torch holds one of DDP's

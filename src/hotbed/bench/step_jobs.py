@@ -47,7 +47,7 @@ from hotbed.plan.workload import Workload
 from hotbed.specs import Feature, RowDtype, Table
 from hotbed.train.local_ranks import run_local
 from hotbed.train.plan_search import count_dense_part
-from hotbed.train.process_group import process_group
+from hotbed.train.process_group import Started, process_group
 
 DENSE_FEATURES = 13
 LEARNING_RATE = 0.01
@@ -233,18 +233,23 @@ def run_request(request: Mapping[str, Any]) -> dict[str, Any]:
     with process_group(ParallelRecipe(timeout_s=_PATIENCE_S), "cpu") as here:
         if here.size == 1:
             fit_threads()
-        repeats = range(request["repeats"])
-        runs = [_Run(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
-        steps = [[run.seconds() for run in runs] for _ in repeats]
-        layers = [_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
-        codecs = {codec: _codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
-        by_job = [list(of_job) for of_job in zip(*steps, strict=True)]
-        return {
-            "steps": [_slowest(seconds) for seconds in by_job],
-            "layers": [_slowest(seconds) for seconds in layers],
-            "codecs": {codec: _slowest(seconds) for codec, seconds in codecs.items()},
-            "rank": here.rank,
-        }
+        return _timed(request, here)
+
+
+def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
+    """Time jobs, layers and codecs; models are gone when it returns, and what they have threads for."""
+    repeats = range(request["repeats"])
+    runs = [_Run(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
+    steps = [[run.seconds() for run in runs] for _ in repeats]
+    layers = [_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
+    codecs = {codec: _codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
+    by_job = [list(of_job) for of_job in zip(*steps, strict=True)]
+    return {
+        "steps": [_slowest(seconds) for seconds in by_job],
+        "layers": [_slowest(seconds) for seconds in layers],
+        "codecs": {codec: _slowest(seconds) for codec, seconds in codecs.items()},
+        "rank": here.rank,
+    }
 
 
 class _Run:

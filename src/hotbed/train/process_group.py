@@ -129,6 +129,8 @@ def process_group(parallel: ParallelRecipe, device: str = "auto") -> Generator[S
         yield here
     finally:
         dist.destroy_process_group()
+        gc.collect()  # models hold groups and themselves in cycles; a thread of Gloo that lets go of a tensor while
+        # Python ends aborts the process ("terminate called without an active exception")
 
 
 def end_groups() -> None:
