@@ -33,6 +33,7 @@ def test_zipf_shares_are_those_of_the_law() -> None:
             assert law.rows_above(share * (1 + 1e-9)) == row - 1
     assert Zipf(10).rows_above(0) == 10
     assert Zipf(1000, 0.01).rows_above(1e-300) == 1000  # whatever the law would say of more rows
+    assert [Zipf(1000, 0.0).rows_above(x) for x in (0.0009, 0.001, 0.0011)] == [1000, 1000, 0]  # all alike
 
 
 def test_counted_rows_that_are_not_in_order_count_as_later_ones() -> None:

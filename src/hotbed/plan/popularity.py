@@ -42,7 +42,7 @@ class Zipf:
     rows
         Rows of the table.
     exponent
-        Of Zipf's law, above 0.
+        Of Zipf's law; with 0 all rows are accessed alike.
     ids
         Ids per sample.
     """
@@ -55,7 +55,7 @@ class Zipf:
         first = self.ids / _harmonic(self.rows, self.exponent)
         if accesses <= first * self.rows**-self.exponent:
             return self.rows
-        return int((first / accesses) ** (1 / self.exponent))
+        return int((first / accesses) ** (1 / self.exponent)) if self.exponent else 0
 
     def accesses(self, rows: int) -> float:  # noqa: D102
         return self.ids * _harmonic(rows, self.exponent) / _harmonic(self.rows, self.exponent)
