@@ -61,15 +61,11 @@ def rates(folder: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
     """Samples per second of each loader, by batch size."""
     loader_rates.write_data(folder, samples)
     found: dict[tuple[str, int], list[float]] = {}
-    turns = [(batch, name) for _ in range(rounds) for batch in BATCHES for name in _names(folder)]
+    sides = {batch: loader_rates.sides(folder, batch, WORKERS) for batch in BATCHES}
+    turns = [(batch, name) for _ in range(rounds) for batch in BATCHES for name in sides[batch]]
     for batch, name in _track(turns, "rates"):
-        step = loader_rates.sides(folder, batch, WORKERS)[name]
-        found.setdefault((name, batch), []).append(loader_rates.rate(step, SECONDS))
+        found.setdefault((name, batch), []).append(loader_rates.rate(sides[batch][name], SECONDS))
     return [{"loader": name, "batch_size": batch, "samples_per_s": of} for (name, batch), of in found.items()]
-
-
-def _names(folder: Path) -> list[str]:
-    return list(loader_rates.sides(folder, BATCHES[0], WORKERS))
 
 
 def stalls(folder: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
@@ -178,19 +174,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--samples", type=int, default=4_000_000, help="of rates; a tenth for training, a hundredth for ranks"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write results here")
+    parser.add_argument("--json", type=Path, help="write results here, after each subject; those of others stay")
     args = parser.parse_args(argv)
     measures = {"rates": (rates, 1), "stalls": (stalls, 10), "pool": (pool, 10), "ranks": (ranks, 100)}
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, Any] = {"results": {}}
+    if args.json and args.json.exists():
+        found = json.loads(args.json.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         for subject in args.only:
             measure, less = measures[subject]
-            found[subject] = measure(Path(folder), args.samples // less, args.rounds)
-            Console().print(report(subject, found[subject]))
-    if args.json:
-        about = {**environment(torch.device("cpu")), "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        about |= {"samples": args.samples, "workers": WORKERS, "torchrec": loader_rates.HAS_TORCHREC}
-        args.json.write_text(json.dumps({"results": found, "measured": about}, indent=1) + "\n", encoding="utf-8")
+            samples = args.samples // less
+            results = found["results"][subject] = measure(Path(folder), samples, args.rounds)
+            Console().print(report(subject, results))
+            about = {**environment(torch.device("cpu")), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+            about |= {"samples": samples, "workers": WORKERS, "torchrec": loader_rates.HAS_TORCHREC}
+            found.setdefault("measured", {})[subject] = about
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

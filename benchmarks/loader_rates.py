@@ -169,10 +169,12 @@ def _in_memory(arrays: list[NDArray[Any]], batch: int, *, shuffle: bool) -> Iter
 
 
 def rate(begin: Step, seconds: float) -> float:
-    """Samples per second over whole epochs that take so long together, after a part of one."""
+    """Samples per second of epochs that follow each other, until so many seconds are over, after a part of one."""
     for _ in zip(range(3), begin(), strict=False):
         pass
     start, samples = time.perf_counter(), 0
-    while (passed := time.perf_counter() - start) < seconds:
-        samples += sum(begin())
-    return samples / passed
+    while True:
+        for batch in begin():
+            samples += batch
+            if (passed := time.perf_counter() - start) >= seconds:
+                return samples / passed

@@ -119,6 +119,7 @@ DEFINITIONS = {
     "predicted_ms": "hotbed.plan.step.estimate_step of the profile, made before anything ran",
     "measured_ms": "a training step of the slowest rank: median over the steps of a round, median over rounds",
     "error": "predicted ÷ measured − 1",
+    "same_plans": "hand-made plans that plan auto equals: what they differ by is the noise of the measurement",
     "against_best": "step under plan auto ÷ under the fastest hand-made plan − 1, all in the same processes, in turn",
 }
 
@@ -265,16 +266,23 @@ def compare(
         seconds = dict(zip(jobs, run(case, list(jobs.values()), repeats, steps), strict=True))
         ms = {plan: 1e3 * statistics.median(of) for plan, of in seconds.items()}
         best = min((plan for plan in ms if plan != "auto"), key=ms.__getitem__)
+        placed = {plan: tiles_of(job.placed(case.ranks)) for plan, job in jobs.items()}
         said = {p: predicted(profile, case, job.placed(case.ranks))["predicted_ms"] for p, job in jobs.items()}
         rows[name] = {
             "case": described(case),
             "measured_ms": ms,
             "predicted_ms": said,
             "best": best,
+            "same_plans": [plan for plan in HAND_MADE if placed[plan] == placed["auto"]],
             "against_best": ms["auto"] / ms[best] - 1,
             "auto": auto.to_dict(),
         }
     return {"cases": rows, "worst": max((r["against_best"] for r in rows.values() if "best" in r), default=None)}
+
+
+def tiles_of(plan: Plan) -> list[str]:
+    """What a plan places where, in one order."""
+    return sorted(map(repr, plan.tiles))
 
 
 # -- what is shown --------------------------------------------------------------------------------------------------
@@ -298,13 +306,14 @@ def show(to: Console, found: Mapping[str, Any]) -> None:
 
 def show_auto(to: Console, found: Mapping[str, Any]) -> None:
     """Print plan auto against the best hand-made plan of each case."""
-    table = Table("case", "auto, ms", "best hand-made", "ms", "auto against it", box=MARKDOWN)
+    table = Table("case", "auto, ms", "best hand-made", "ms", "auto against it", "auto is the same as", box=MARKDOWN)
     for name, row in found["cases"].items():
         if "best" not in row:
-            table.add_row(name, "", row["not_measured"], "", "")
+            table.add_row(name, "", row["not_measured"], "", "", "")
             continue
         ms, best = row["measured_ms"], row["best"]
-        table.add_row(name, f"{ms['auto']:.2f}", best, f"{ms[best]:.2f}", f"{row['against_best']:+.1%}")
+        same = ", ".join(f"{plan} ({ms[plan]:.2f})" for plan in row["same_plans"])
+        table.add_row(name, f"{ms['auto']:.2f}", best, f"{ms[best]:.2f}", f"{row['against_best']:+.1%}", same)
     to.print(table)
     if found["worst"] is not None:
         to.print(f"plan auto is at worst {found['worst']:+.1%} from the best (goal {AUTO_LIMIT:.0%})", soft_wrap=True)

@@ -5,7 +5,8 @@ prediction and a measurement are of the same step. As a program, this file is on
 
     python -m hotbed.bench.step_jobs '{"jobs": [{"plan": "row", "batch": 512}], "repeats": 3, "steps": 4}'
 
-Each repeat runs some steps of every job in turn, so that jobs are compared under the same load of the machine. The loop
+Each repeat runs some steps of every job in turn, every other one from the last job to the first, so that jobs are
+compared under the same load of the machine and none always follows the same other. The loop
 is the library's own: forward, backward, dense and sparse optimizer; nothing is prefetched.
 """
 
@@ -240,7 +241,7 @@ def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
     """Time jobs, layers and codecs; models are gone when it returns, and what they have threads for."""
     repeats = range(request["repeats"])
     runs = [_Run(StepJob.from_dict(job), here.rank, here.size, request) for job in request["jobs"]]
-    steps = [[run.seconds() for run in runs] for _ in repeats]
+    steps = [[run.seconds() for run in runs] if i % 2 == 0 else _backwards(runs) for i in repeats]
     layers = [_layer(width, samples, here.size, len(repeats)) for width, samples in request.get("layers", ())]
     codecs = {codec: _codec(codec, here.size, len(repeats)) for codec in request.get("codecs", ())}
     by_job = [list(of_job) for of_job in zip(*steps, strict=True)]
@@ -250,6 +251,11 @@ def _timed(request: Mapping[str, Any], here: Started) -> dict[str, Any]:
         "codecs": {codec: _slowest(seconds) for codec, seconds in codecs.items()},
         "rank": here.rank,
     }
+
+
+def _backwards(runs: Sequence[_Run]) -> list[float]:
+    """Seconds of each job's step, the last one's measured first."""
+    return [run.seconds() for run in reversed(runs)][::-1]
 
 
 class _Run:
