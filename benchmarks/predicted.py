@@ -251,10 +251,15 @@ def summary_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def compare(
-    profile: Hardware, cases: Mapping[str, Case], repeats: int, steps: int, tell: Callable[[str], None]
+    profile: Hardware,
+    cases: Mapping[str, Case],
+    repeats: int,
+    steps: int,
+    tell: Callable[[str], None],
+    known: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Steps under plan auto and under hand-made plans, in the same processes, in turn."""
-    rows: dict[str, Any] = {}
+    """Steps under plan auto and under hand-made plans, in the same processes, in turn; rows of other cases stay."""
+    rows: dict[str, Any] = dict(known)
     for name, case in cases.items():
         if case.mbit_per_s is not None and (unable := available()):
             rows[name] = {"not_measured": unable}
@@ -371,7 +376,8 @@ def main() -> int:
         elif args.measure:
             found = measure(known, args.json, cases, args.rounds, args.steps, console.print)
         else:
-            compared = compare(profile_of(args.hardware), cases, args.rounds, args.steps, console.print)
+            before = known.get("auto", {}).get("cases", {})
+            compared = compare(profile_of(args.hardware), cases, args.rounds, args.steps, console.print, before)
             found = known | {"auto": compared}
     except (RefusedError, HotbedError) as error:
         print(f"error: {error}", file=sys.stderr)
