@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from hotbed.batch import Batch
 from hotbed.data import Loader
+from hotbed.data.join import join
 from hotbed.errors import DataError, SpecError
+from hotbed.jagged import Jagged
 from hotbed.testing.source import assert_same
 
 MIXED = mixed_batch(40)
@@ -288,3 +290,39 @@ def test_chunks_and_windows_are_shuffled_with_different_random_numbers(monkeypat
     monkeypatch.setattr(np.random, "default_rng", noted)
     list(Loader(numbered(parts=4), "train", 10, shuffle=True, window=2))
     assert len(states) == len(set(states)) == 3  # the epoch's chunks and two windows
+
+
+@settings(deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted), min_size=1, max_size=4),
+    ids=st.integers(0, 3),
+    features=st.integers(1, 3),
+    weighted=st.booleans(),
+)
+def test_features_of_one_length_are_joined_as_they_would_be_one_by_one(
+    spans: list[list[int]], ids: int, features: int, weighted: bool
+) -> None:
+    draw = torch.Generator().manual_seed(ids)
+    part = Batch(
+        sparse=Jagged(
+            [f"f{i}" for i in range(features)],
+            torch.randint(100, (features * 6 * ids,), generator=draw),
+            batch_size=6,
+            fixed=[ids] * features,
+            weights=torch.rand(features * 6 * ids, generator=draw) if weighted else None,
+        ),
+        labels=torch.rand(6, 2, generator=draw),
+    )
+    found = join([(part, start, stop) for start, stop in spans])
+    taken = torch.cat([torch.arange(start, stop) for start, stop in spans])
+    assert_same(found, part.take(taken))
+    assert found.sparse.starts == part.take(taken).sparse.starts
+    assert (found.sparse.weights is None) == (not weighted)
+    if weighted:
+        assert torch.equal(found.sparse.weights, part.take(taken).sparse.weights)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_whole_chunk_is_given_as_it_was_read() -> None:
+    chunk = mixed_batch(8)
+    assert join([(chunk, 0, 8)]) is chunk
+    assert join([(chunk, 0, 7)]) is not chunk

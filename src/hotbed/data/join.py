@@ -33,8 +33,15 @@ def join(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
         Parts of batches in CPU memory.
     order
         Positions ``[b]`` of the joined samples to take, in this order; default: all, as they are.
+
+    Returns
+    -------
+    Batch
+        In memory of its own; all samples of a single part, in their order, are that part itself.
     """
     first = parts[0][0]
+    if order is None and len(parts) == 1 and parts[0][1:] == (0, len(first)):
+        return first
 
     def column(of: Callable[[Batch], Tensor | None]) -> Tensor | None:
         pieces = [t.numpy()[start:stop] for batch, start, stop in parts if (t := of(batch)) is not None]
@@ -53,6 +60,9 @@ def join(parts: Sequence[BatchSlice], order: Order | None = None) -> Batch:
 def _join_sparse(parts: Sequence[BatchSlice], order: Order | None) -> Jagged:
     first = parts[0][0].sparse
     size = sum(stop - start for _, start, stop in parts) if order is None else len(order)
+    ids = set(first.fixed)
+    if order is None and len(ids) == 1 and (k := ids.pop()) is not None:
+        return _join_alike(parts, size, k)
     spans = [_id_spans(parts, i) for i in range(len(first.names))]
     lengths = {i: _lengths(parts, i) for i, k in enumerate(first.fixed) if k is None}
     moved = lengths if order is None else {i: of[order] for i, of in lengths.items()}
@@ -75,6 +85,24 @@ def _join_sparse(parts: Sequence[BatchSlice], order: Order | None) -> Jagged:
         offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
         weights=None if weights is None else torch.from_numpy(weights),
         starts=starts,
+    )
+
+
+def _join_alike(parts: Sequence[BatchSlice], size: int, k: int) -> Jagged:
+    """Join features that all have ``k`` ids per sample, as they are: one copy for all features."""
+    first, features = parts[0][0].sparse, len(parts[0][0].sparse.names)
+
+    def of(values: Callable[[Jagged], Array]) -> Tensor:
+        pieces = [values(b.sparse).reshape(features, -1)[:, start * k : stop * k] for b, start, stop in parts]
+        return torch.from_numpy(np.concatenate(pieces, axis=1).reshape(-1))
+
+    return Jagged(
+        first.names,
+        of(_values),
+        batch_size=size,
+        fixed=first.fixed,
+        weights=None if first.weights is None else of(_weights),
+        starts=tuple(range(0, (features + 1) * size * k, size * k)) if size * k else (0,) * (features + 1),
     )
 
 

@@ -87,6 +87,9 @@ class Source(ABC):
     def read(self, split: str, i: int) -> Batch:
         """Chunk ``i`` of a split as one batch in CPU memory. May be called from several threads at once.
 
+        Loaders give a chunk that is exactly a batch away as it is: what changes a batch in place changes what a source
+        keeps of it.
+
         Raises
         ------
         SpecError
