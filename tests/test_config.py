@@ -156,7 +156,7 @@ def test_every_recipe_that_comes_with_hotbed_is_valid(file: Path) -> None:
         ("train.steps", 0, "train.steps is 0, must be at least 1"),
         ("train.seed", -1, "train.seed is -1, must be at least 0"),
         ("train.patience", 0, "train.patience is 0, must be at least 1"),
-        ("train.precision", "fp17", "train.precision is 'fp17', must be one of auto, fp32, bf16"),
+        ("train.precision", "fp17", "train.precision is 'fp17', must be one of auto, fp32, tf32, bf16, fp16"),
         ("train.device", "gpu", "train.device is 'gpu', must be one of auto, cpu, cuda"),
         ("train.monitor", "AUC", "train.monitor is 'AUC', must be one of auc, logloss"),
         ("train.checkpoint", "all", "train.checkpoint is 'all', must be one of auto, none, last, best"),

@@ -45,6 +45,8 @@ class Jagged:
     starts
         Position of each feature in ``values``, plus the end (``F + 1`` ints). Pass it only where it is known already;
         otherwise it is computed and everything is validated.
+    sizes
+        Ids of each feature, where ``values`` has room for more behind those that are ragged. Only with ``starts``.
 
     Raises
     ------
@@ -56,6 +58,7 @@ class Jagged:
         "_index",
         "_prefetched",
         "_ragged_rows",
+        "_sizes",
         "_verified",
         "batch_size",
         "fixed",
@@ -76,6 +79,7 @@ class Jagged:
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
         starts: tuple[int, ...] | None = None,
+        sizes: tuple[int, ...] | None = None,
     ) -> None:
         self.names = tuple(names)
         # Kernels read these as plain memory, so they are made contiguous here, once.
@@ -85,6 +89,7 @@ class Jagged:
         self.offsets = None if offsets is None else offsets.contiguous()
         self.weights = None if weights is None else weights.contiguous()
         self.starts: tuple[int, ...] = self._validated_starts() if starts is None else starts
+        self._sizes = sizes
         self._index = {name: i for i, name in enumerate(self.names)}
         self._verified: tuple[Tensor, tuple[int, int], frozenset[tuple[str, int]]] | None = None
         self._prefetched: dict[object, object] = {}
@@ -186,7 +191,7 @@ class Jagged:
     def __getitem__(self, name: str) -> Bags:
         """Return the ids of one feature; tensors are views."""
         i = self.index(name)
-        here = slice(self.starts[i], self.starts[i + 1])
+        here = slice(self.starts[i], self.starts[i + 1] if self._sizes is None else self.starts[i] + self._sizes[i])
         offsets = None if self.fixed[i] is not None or self.offsets is None else self.offsets[self.ragged_rows[i]]
         weights = None if self.weights is None else self.weights[here]
         return Bags(self.values[here], self.batch_size, self.fixed[i], offsets, weights)
@@ -208,6 +213,7 @@ class Jagged:
             offsets=None if self.offsets is None else change(self.offsets),
             weights=None if self.weights is None else change(self.weights),
             starts=self.starts,
+            sizes=self._sizes,
         )
         moved.mark_verified(self.verified)
         return moved
@@ -315,7 +321,8 @@ class Jagged:
             else self[name].lengths()
             for name, k in zip(self.names, self.fixed, strict=True)
         ]
-        return list(self.names), self.values, torch.cat(lengths), self.weights
+        dense = self if self._sizes is None else _from_bags({name: self[name] for name in self.names})
+        return list(self.names), dense.values, torch.cat(lengths), dense.weights
 
 
 def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -39,7 +40,8 @@ class Event:
     Attributes
     ----------
     kind
-        ``"launch"``, ``"allocation"`` or ``"crossing"`` (between host and device).
+        ``"launch"``, ``"allocation"``, ``"crossing"`` (between host and device), or ``"host"``: page-locked memory is
+        allocated, or the host waits for an event.
     what
         Operation or kernel; of a crossing the direction, bytes, and whether the host waits.
     where
@@ -49,7 +51,9 @@ class Event:
     waits
         Whether the host waits for the device.
     detail
-        Grid and shapes of a kernel's arguments.
+        Grid of a kernel; shapes of its arguments, and which memory they are in.
+    inside
+        Whether a CUDA graph of the step would be captured then.
     """
 
     kind: str
@@ -58,20 +62,42 @@ class Event:
     count: int = 1
     waits: bool = False
     detail: str = ""
+    inside: bool = False
 
 
 @dataclass
 class Record:
-    """What was noted since it was cleared, in order."""
+    """What was noted since a step began, in order."""
 
     events: list[Event] = field(default_factory=list)
     is_on: bool = False
+    is_inside: bool = False
+    memory: dict[int, str] = field(default_factory=dict)
+    made: Counter[str] = field(default_factory=Counter)
     thread: threading.local = field(default_factory=threading.local)
 
     def note(self, kind: str, what: str, count: int = 1, *, waits: bool = False, detail: str = "") -> None:
         """Note an event, unless this thread is computing what a kernel would."""
         if self.is_on and not getattr(self.thread, "is_computing", False):
-            self.events.append(Event(kind, what, where(), count, waits, detail))
+            self.events.append(Event(kind, what, where(), count, waits, detail, self.is_inside))
+
+    def begin(self) -> list[Event]:
+        """Begin a step; return what was noted before."""
+        before, self.events = self.events, []
+        self.made.clear()
+        return before
+
+    def allocated(self, what: str, host: Tensor) -> None:
+        """Note an allocation; its memory is known by what it is for and a number, the same in each step."""
+        self.note("allocation", what, host.nbytes)
+        kind = "input" if self.is_on and where().startswith(INPUTS) else "memory"
+        self.made[kind] += 1
+        self.memory[host.untyped_storage().data_ptr()] = f"{kind} {self.made[kind]}"
+
+    def memory_of(self, tensor: OnDevice) -> str:
+        """Say which memory a tensor is in: a number of this step's, or where it stays from step to step."""
+        address = tensor.host.untyped_storage().data_ptr()
+        return f"{self.memory.get(address, hex(address))} + {tensor.host.storage_offset()}"
 
     @contextlib.contextmanager
     def computing(self) -> Generator[None]:
@@ -83,6 +109,8 @@ class Record:
             self.thread.is_computing = before
 
 
+INPUTS = ("batch.py", "jagged.py")
+"""Where batches are copied to the device."""
 RECORD = Record()
 _PINNED: dict[int, torch.UntypedStorage] = {}
 """Page-locked memory, by address."""
@@ -211,6 +239,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _pinned(made: Tensor) -> Tensor:
+    RECORD.note("host", "allocation of page-locked memory")
     storage = made.untyped_storage()
     _PINNED[storage.data_ptr()] = storage  # kept, so that no other memory gets the address
     return made
@@ -225,7 +254,11 @@ def _has_masks(args: Any) -> bool:
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> str:
-    return " ".join(f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for t in tensors)
+    return " ".join(
+        f"{t.dtype}{list(t.shape)}".removeprefix("torch.")
+        + (f" in {RECORD.memory_of(t)}" if isinstance(t, OnDevice) else "")
+        for t in tensors
+    )
 
 
 def _order(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -257,7 +290,7 @@ def _wrapped(name: str, given: Any, result: Any) -> Any:
         if id(value) in before:
             return before[id(value)]
         if name not in COMPUTES_NOTHING and not value._is_view():
-            RECORD.note("allocation", name, value.nbytes)
+            RECORD.allocated(name, value)
         return OnDevice(value)
 
     return pytree.tree_map(wrap, result)
@@ -289,7 +322,7 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     MODEL.operation(source_read, [made] if target_on else [], [made] if target_on else [])
     if not target_on:
         return made
-    RECORD.note("allocation", name, made.nbytes)
+    RECORD.allocated(name, made)
     return OnDevice(made)
 
 
@@ -329,6 +362,7 @@ def pretend() -> None:
     )  # as for any tensor of a CUDA device
     replace_streams()
     MODEL.where = where
+    MODEL.on_wait = lambda: RECORD.note("host", "wait for an event")
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and copies it
     run_thread = threading.Thread.run
 

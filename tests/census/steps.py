@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
 import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
+from hotbed.train.backward import Backward, Gradients
 from hotbed.train.build import fused
 from hotbed.train.trainer import Trainer
 from tests.census.device import CUDA, RECORD, Event, recorded
@@ -75,12 +80,17 @@ class Found:
         Its name.
     launches, allocations
         Of the step after the first ones.
+    allocated
+        Bytes by place.
+    forbidden
+        By place, what a CUDA graph of forward, backward and updates could not hold: the host waits, memory of the host
+        is copied, or page-locked.
     waits, copies
         By place: how often the host waits for the device, and copies that it does not wait for.
     by_place
         Launches by operation and place.
     repeats
-        Whether two later steps, of batches with the same shapes, launched the same kernels on the same shapes.
+        Whether two later steps launched the same kernels, on the same shapes in the same memory, and allocated as much.
     hazards
         What the model of streams objects to.
     losses
@@ -92,6 +102,8 @@ class Found:
     case: str
     launches: int
     allocations: int
+    allocated: dict[str, int]
+    forbidden: dict[str, int]
     waits: dict[str, int]
     copies: dict[str, int]
     by_place: dict[str, int]
@@ -153,25 +165,32 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
     class Steps(hb.Callback):
         def on_step(self, trainer: Trainer, loss: float) -> None:
             losses.append(loss)
-            steps.append(RECORD.events)
+            steps.append(RECORD.begin())
             started.append(order.copy())
             order.clear()
-            RECORD.events = []
 
     trainer.callbacks.append(Steps())
-    RECORD.events = []
+    RECORD.begin()
+    trainer.backward.__class__ = _Noted
     with recorded():
         trainer.fit([batch_of(case, i, rank) for i in range(STEPS)])
-    one, other = steps[1], steps[2]
+    one, other = steps[3], steps[2]  # each of a batch that was copied in the step before it
     launches = [e for e in other if e.kind == "launch"]
     crossings = [e for e in other if e.kind == "crossing"]
+    allocations = [e for e in other if e.kind == "allocation"]
+    allocated: Counter[str] = Counter()
+    for event in allocations:
+        allocated[f"{event.what} at {event.where}"] += event.count
+    forbidden = [e for e in other if e.inside and (e.kind == "host" or (e.kind == "crossing" and _outlives(e)))]
     by_place: Counter[str] = Counter()
     for event in launches:
         by_place[f"{event.what} at {event.where}"] += event.count
     return Found(
         case=case.name,
         launches=sum(e.count for e in launches),
-        allocations=sum(e.kind == "allocation" for e in other),
+        allocations=len(allocations),
+        allocated=dict(allocated),
+        forbidden=dict(Counter(f"{e.what} at {e.where}" for e in forbidden)),
         waits=dict(Counter(f"{e.what} at {e.where}" for e in crossings if e.waits)),
         copies=dict(Counter(f"{e.what} at {e.where}" for e in crossings if not e.waits)),
         by_place=dict(by_place.most_common()),
@@ -225,6 +244,36 @@ def stopped(case: Case, good_steps: int) -> dict[str, Any]:
     return {"error": error, "untouched": same, "steps": trainer.step, "rates": trainer.schedules["dense"].last_epoch}
 
 
+class _Noted(Backward):
+    """What a CUDA graph of the step would be captured of."""
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Gradients:
+        with _inside():
+            return super().__call__(*args, **kwargs)
+
+    @override
+    def update(self, optimizers: Iterable[Optimizer]) -> None:
+        with _inside():
+            super().update(optimizers)
+
+
+@contextlib.contextmanager
+def _inside() -> Generator[None]:
+    RECORD.is_inside = True
+    try:
+        yield
+    finally:
+        RECORD.is_inside = False
+
+
+def _outlives(crossing: Event) -> bool:
+    """Whether a copy would need the host, or memory of it as it is now, when the graph runs again: not a loss's."""
+    return crossing.waits or not crossing.what.startswith("device to host")
+
+
 def _work(events: list[Event]) -> list[tuple[str, str, str]]:
-    """What a CUDA graph would have recorded."""
-    return [(e.what, e.where, e.detail) for e in events if e.kind == "launch"]
+    """What a CUDA graph would have recorded, and the memory that it would have kept."""
+    return [
+        (e.what, e.where, e.detail or str(e.count)) for e in events if e.inside and e.kind in ("launch", "allocation")
+    ]

@@ -90,6 +90,7 @@ class Model:
         self._memory: dict[int, _Memory] = {}
         self._shared: list[_Memory] = []
         self.where: Callable[[], str] = lambda: ""
+        self.on_wait: Callable[[], None] = lambda: None
 
     def current(self) -> Stream:
         return getattr(self._here, "stream", self._first)
@@ -107,6 +108,7 @@ class Model:
     def waited(self, clock: Clock) -> None:
         """The host has waited: what it gives to any stream from now on comes later."""
         _learn(self.host, clock)
+        self.on_wait()
 
     def operation(self, reads: Iterable[Tensor], writes: Iterable[Tensor], new: Iterable[Tensor]) -> None:
         """An operation of the current stream, by the tensors of the host that stand for its arguments."""

@@ -29,18 +29,18 @@ INPUTS = ("batch.py", "jagged.py")
 LOSS = "device to host, 4 bytes at train/backward.py"
 HYPERPARAMETERS = "at store/memory.py"
 BUDGET = {
-    "RowWiseAdagrad fp32": (78, 0),
-    "Adam int8 behind 8 fp32 rows, lr moves": (84, 0),
-    "RowWiseAdagrad fp32, ragged": (78, 0),
-    "RowWiseAdagrad fp32, dense fp32": (73, 0),
-    "RowWiseAdagrad fp32, dense optimizer not fused": (75, 1),
-    "RowWiseAdagrad fp32, rows: uva": (143, 6),
-    "RowWiseAdagrad fp32, rows: records": (149, 18),
-    "RowWiseAdagrad fp32, rows: cache": (355, 53),
+    "RowWiseAdagrad fp32": (60, 0),
+    "Adam int8 behind 8 fp32 rows, lr moves": (66, 0),
+    "RowWiseAdagrad fp32, ragged": (60, 0),
+    "RowWiseAdagrad fp32, dense fp32": (55, 0),
+    "RowWiseAdagrad fp32, dense optimizer not fused": (60, 1),
+    "RowWiseAdagrad fp32, rows: uva": (113, 6),
+    "RowWiseAdagrad fp32, rows: records": (116, 18),
+    "RowWiseAdagrad fp32, rows: cache": (320, 53),
 }
 """Launches, and waits of the host, of a step, by case."""
 BUDGET_OF_TWO_RANKS = (184, 8)
-MOST_LAUNCHES = 90
+MOST_LAUNCHES = 72
 """Of any rule and dtype, on one rank."""
 
 
@@ -98,10 +98,26 @@ def test_a_step_launches_no_more_than_its_budget(usual: dict[str, Any], case: st
     assert found["hazards"] == []
 
 
-@pytest.mark.parametrize("case", names("usual", where="device", ragged=False))
-def test_two_batches_of_one_shape_launch_the_same(usual: dict[str, Any], case: str) -> None:
-    """As a CUDA graph of the step needs: the same kernels, in the same grids, on tensors of the same shapes."""
+@pytest.mark.parametrize("case", names("usual", where="device"))
+def test_two_batches_of_one_size_class_launch_the_same(usual: dict[str, Any], case: str) -> None:
+    """As a CUDA graph of the step needs: the same kernels, in the same grids, on the same shapes in the same memory.
+
+    Nothing is allocated beyond what the step before was given, in the same order: nothing new is asked of the device.
+    """
     assert usual[case]["repeats"]
+
+
+@pytest.mark.parametrize("case", names("usual", where="device", dense_fused=True))
+def test_a_step_asks_for_nothing_that_capturing_it_forbids(usual: dict[str, Any], case: str) -> None:
+    """But hyperparameters that have changed are written in it, which a graph would have to be given before."""
+    moves = case in names("usual", moving=True)
+    assert all("at store/memory.py" in place and moves for place in usual[case]["forbidden"])
+
+
+def test_what_capturing_a_step_forbids_is_found(usual: dict[str, Any]) -> None:
+    """Rows in the host's memory are waited for, and so is the loss where an optimizer cannot read it on the device."""
+    for case in ("RowWiseAdagrad fp32, rows: records", "RowWiseAdagrad fp32, dense optimizer not fused"):
+        assert any("device to host" in place for place in usual[case]["forbidden"])
 
 
 def test_the_pretended_device_computes_what_the_cpu_does(usual: dict[str, Any]) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from triton.runtime.jit import JITFunction
 
 import hotbed.ops.backend as backend
-from hotbed.ops import reference, triton, triton_runtime, triton_step, triton_update
+from hotbed.ops import reference, triton, triton_loss, triton_runtime, triton_step, triton_update
 from hotbed.ops.rows import step_seeds
 from hotbed.store import memory
 from tests.census.device import RECORD, OnDevice, host_of, shapes_of, to_host
@@ -23,10 +24,10 @@ def replace_kernels() -> None:
     """Note the launches of Triton's kernels, and compute what they would."""
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
-        leaves = pytree.tree_leaves([to_host(a) for a in args])
-        shapes = shapes_of([t for t in leaves if isinstance(t, Tensor)])
-        RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes}")
-        used = [t.host for t in pytree.tree_leaves(_flat(args)) if isinstance(t, OnDevice)]
+        given = [t for t in pytree.tree_leaves(_flat(args)) if isinstance(t, OnDevice)]
+        numbers = [n for n in pytree.tree_leaves(_flat(args)) if isinstance(n, (int, float))]
+        RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes_of(given)} {numbers}")
+        used = [t.host for t in given]
         MODEL.operation(used, [], [])  # which of them it writes is not known here
 
     JITFunction.run = launch
@@ -44,7 +45,10 @@ def replace_kernels() -> None:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = noted(*args, **kwargs)
                 with RECORD.computing():
-                    _fill(result, computed(*to_host(args), **to_host(kwargs)))
+                    values = computed(*to_host(args), **to_host(kwargs))
+                    _fill(result, values)
+                    if name == "occurrences":
+                        _pad(result, len(values.slots), args[0].limit)
                 return result
 
             return call
@@ -57,11 +61,37 @@ def replace_kernels() -> None:
         return result
 
     triton_step.step_seeds = seeds
+    noted_count = triton_step.count_steps_
+
+    def count_steps_(counts: Tensor, trained: Tensor, gate: Tensor) -> None:
+        noted_count(counts, trained, gate)
+        host_of(counts).add_(host_of(trained) * (host_of(gate) != 0))
+
+    triton_step.count_steps_ = count_steps_
+    noted_loss = triton_loss.cross_entropy
+
+    def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        results = noted_loss(logits, labels, weights)
+        with RECORD.computing(), torch.enable_grad():
+            x = host_of(logits).detach().requires_grad_()
+            by_logit = None if weights is None else host_of(weights)[:, None]
+            total = F.binary_cross_entropy_with_logits(x, host_of(labels), by_logit, reduction="sum")
+            _fill(results, (total.detach(), torch.autograd.grad(total, x)[0]))
+        return results
+
+    triton_loss.cross_entropy = cross_entropy
     pretended = Pretended()
     load = backend._load
     backend._load = lambda name: pretended if name == "triton" else load(name)
     backend.select.cache_clear()
     memory.host_zeros = lambda shape, dtype, device: torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def _pad(found: Any, count: int, limit: int | None) -> None:
+    """List as padding what there is room for behind so many occurrences, as the kernel does."""
+    for tensor, value in ((found.slots, limit), (found.bags, 0), (found.scale, 0)):
+        if tensor is not None and count < len(tensor):
+            tensor.host[count:] = value
 
 
 def _flat(tree: Any) -> Any:

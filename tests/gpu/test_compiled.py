@@ -28,9 +28,12 @@ KERNELS = {
 }
 FEW = {
     *("lookup", "runs, single", "runs, several", "long", "list", "interaction", "interaction_backward"),
-    *("mark_groups", "place_groups", "mark_runs", "place_runs"),
+    *("count_groups", "place_groups", "place_runs"),
 }
-OTHERS = {"weight_gradient", "occurrences", "spread", "initial", "find", "use", "sets", "take", "copy"}
+OTHERS = {
+    *("weight_gradient", "occurrences", "spread", "initial", "find", "use", "sets", "take", "copy"),
+    *("cross_entropy", "total", "step_seeds", "count_steps"),
+}
 LOOKUP, UPDATE = 1.25 * 0.85, 1.25 * 0.60
 """Of the bandwidth of an H100: 125 % of what lookups and updates are to reach."""
 

@@ -1,4 +1,5 @@
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ import torch
 from hotbed import ops
 from hotbed.errors import BackendError, BatchError, SpecError
 from hotbed.nn import MLP, DotInteraction
+from hotbed.nn.layers import recompute_activations
 
 
 def test_mlp_has_the_published_initialisation():
@@ -100,6 +102,33 @@ def test_interaction_needs_an_existing_backend():
 def test_interaction_refuses_dtypes_that_kernels_do_not_know(dtype):
     with pytest.raises(BatchError, match=f"DotInteraction got {dtype} vectors; give it float32"):
         DotInteraction(3, 4)(torch.zeros(2, 3, 4, dtype=dtype))
+
+
+def noted(kept, tensor):
+    kept.append(tensor.shape)
+    return tensor
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_activations_that_are_computed_again_give_the_same_gradients_to_the_bit(dropout):
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        mlp = MLP(5, [8, 6, 1], last_relu=False, dropout=dropout)
+        mlp.recompute = recompute
+        kept: list[torch.Size] = []
+        inputs = torch.randn(7, 5, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(partial(noted, kept), lambda t: t):
+            out = mlp(inputs)
+        assert ((7, 8) in kept) != recompute, "what is computed again is not kept"
+        out.sum().backward()
+        found.append([out.detach(), inputs.grad, *(p.grad for p in mlp.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def test_only_mlps_can_compute_activations_again():
+    with pytest.raises(SpecError, match=re.escape("Linear has no hotbed.nn.MLP, whose activations could be computed")):
+        recompute_activations(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.0, float("nan")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -70,6 +72,16 @@ def test_triton_computes_the_seeds_of_a_step_in_one_kernel():
     many = torch.arange(300)
     found = triton_step.step_seeds(many.to(device), (many * 2**29).to(device))
     assert found.cpu().equal(step_seeds(many, many * 2**29))
+
+
+@pytest.mark.parametrize("gate", [torch.tensor(True), torch.tensor(1.0), torch.tensor(0.0), torch.tensor(math.nan)])
+def test_triton_counts_a_step_of_trained_tables_unless_the_gate_is_closed(gate):
+    triton_step = pytest.importorskip("hotbed.ops.triton_step")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    counts, trained = torch.arange(300), torch.arange(300) % 2
+    found = counts.clone().to(device)
+    triton_step.count_steps_(found, trained.to(device), gate.to(device))
+    assert found.cpu().equal(counts + trained if gate != 0 else counts)
 
 
 def test_every_step_and_every_table_has_seeds_of_its_own():

@@ -139,6 +139,17 @@ def test_rows_that_samples_touch_are_counted_by_popularity(tmp_path: Path) -> No
     assert found["tiers"]["host"] == pytest.approx(distinct * (16 + 1) * 4, rel=0.05)
 
 
+def test_activations_that_are_computed_again_are_not_counted(tmp_path: Path) -> None:
+    options = {"precision": "fp32", "eval_batch_size": 64}
+    run = Run([2000], 4096, 40_960, [256, 256, 16], [256, 256, 1], train=options)
+    steps: list[int] = []
+    for recompute in (False, True):
+        recipe = recipe_of(tmp_path, run._replace(train={**run.train, "recompute": recompute}))
+        steps.append(memory_plan(recipe)["memory"][0]["parts"]["step"])
+    # Of two blocks of two layers of 256 columns, one at a time is kept.
+    assert 4096 * 256 * 4 < steps[0] - steps[1] < 4096 * 256 * 4 * 4
+
+
 def test_what_does_not_fit_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hotbed.config import Component, TrainRecipe
+from hotbed.errors import RecipeError
 from hotbed.machine import Cpu
 from hotbed.nn.linear import Linear, has_onednn_linear
 from hotbed.train import Trainer, numerics
@@ -229,3 +230,78 @@ def test_torch_s_optimizers_of_a_gpu_s_parameters_are_fused_unless_the_recipe_sa
         assert fused(component) is component
     other = Component(class_path="torch.optim.Rprop", init_args={"lr": 0.1})
     assert fused(other) is other
+
+
+# -- float16 and TF32 ---------------------------------------------------------------------------------------------
+
+
+def made(**options: Any) -> Trainer:
+    """A trainer of the planted model, in a precision."""
+    return planted.trainer(replace(TrainRecipe(batch_size=64, device="cpu"), **options))
+
+
+def values_of(trainer: Trainer) -> list[Tensor]:
+    return [t.clone() for t in trainer.model.state_dict().values()]
+
+
+def test_float16_trains_with_a_scaled_loss_as_float32_does() -> None:
+    losses: dict[str, list[float]] = {}
+    for precision in ("fp32", "fp16"):
+        trainer = made(precision=precision, steps=8)
+        kept = planted.Losses()
+        trainer.callbacks.append(kept)
+        if precision == "fp16":
+            assert dtype_of_products(trainer) == torch.float16
+            trainer = made(precision=precision, steps=8)
+            trainer.callbacks.append(kept := planted.Losses())
+        trainer.fit(planted.batches(8))
+        losses[precision] = kept.losses
+    assert losses["fp16"] == pytest.approx(losses["fp32"], rel=0.02)
+
+
+def test_a_gradient_that_overflows_float16_touches_nothing_and_lowers_the_scale() -> None:
+    trainer = made(precision="fp16", steps=1)
+    trainer.numerics.settle()
+    assert trainer.numerics.scaler is not None
+    trainer.numerics.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = values_of(trainer)
+    trainer.fit(planted.batches(1))
+    assert all(map(torch.equal, before, values_of(trainer)))
+    assert trainer.numerics.scaler.get_scale() == 2.0**39
+    assert trainer.step == 1
+
+
+def test_a_resumed_run_goes_on_with_its_scale() -> None:
+    first = made(precision="fp16", steps=2)
+    first.numerics.settle()
+    first.numerics.scaler = torch.amp.GradScaler("cpu", init_scale=32.0)
+    first.fit(planted.batches(2))
+    state = first.numerics.state_dict()
+    assert state["scale"]["scale"] == 32.0
+    assert state["scale"]["_growth_tracker"] == 2
+    again = made(precision="fp16")
+    again.numerics.load_state_dict(state)
+    again.numerics.settle()
+    assert again.numerics.state_dict()["scale"] == state["scale"]
+
+
+def test_tf32_is_of_gpus() -> None:
+    with pytest.raises(RecipeError, match=r"train.precision is tf32, whose products only GPUs have; use fp32 or bf16"):
+        made(precision="tf32", steps=1).fit(planted.batches(1))
+
+
+def test_tf32_is_asked_of_torch_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    has(monkeypatch, "bf16 tensor cores")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    for precision in ("tf32", "fp32"):
+        trainer = made(precision=precision)
+        trainer.numerics._device = torch.device("cuda")
+        trainer.numerics.settle()
+    assert asked == ["high", "highest"]
+
+
+def test_float16_refuses_sharded_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "is_sharded", lambda _: True)
+    with pytest.raises(RecipeError, match=r"precision is fp16, but parallel.dense is fsdp.*use bf16"):
+        made(precision="fp16").numerics.settle()

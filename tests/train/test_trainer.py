@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -208,6 +209,13 @@ def test_bf16_trains_with_float32_weights_and_evaluates_in_float32() -> None:
     assert seen == [torch.bfloat16] * 5 + [torch.float32]
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert losses.losses == pytest.approx(run(steps=5)[0].losses[:4] + losses.losses[4:], rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_that_are_computed_again_change_no_loss(precision: Literal["fp32", "bf16"]) -> None:
+    recipe = replace(RECIPE, precision=precision)
+    kept, again = (run(replace(recipe, recompute=how), steps=5)[0].losses for how in (False, True))
+    assert kept == again
 
 
 # What Dynamo warns of while it traces; outside of tests, where warnings are no errors, it hides or logs them.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hotbed import optim
-from hotbed.config import Component, Device, Precision
+from hotbed.config import Component, Device
 from hotbed.data.zipf_source import MAX_EXPONENT
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.ops import BackendName
@@ -138,7 +138,7 @@ class StepOptions(OpsOptions):
     """Widths of the bottom MLP, of which the last is DIM; by default ``[512,256,DIM]``."""
     top: list[int] = field(default_factory=lambda: [1024, 1024, 512, 256, 1])
     """Widths of the top MLP."""
-    precision: Precision = "fp32"
+    precision: Literal["fp32", "bf16"] = "fp32"
     """``bf16`` runs the forward pass under torch.autocast."""
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import OnBadId, RowDtype
 
-Precision = Literal["fp32", "bf16"]
-AskedPrecision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+AskedPrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 LinearLibrary = Literal["auto", "torch", "onednn"]
 Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
@@ -92,13 +92,15 @@ class TrainRecipe:
     device: Device = "auto"
     """``auto`` is ``cuda`` where there is one, else ``cpu``."""
     precision: AskedPrecision = "auto"
-    """``bf16`` runs the forward pass under torch.autocast; weights and evaluation stay float32. ``auto`` is ``bf16``
-    where the GPU or all processes' CPUs have instructions for it, else ``fp32``; a resumed run keeps what it was."""
+    """``bf16`` and ``fp16`` (with loss scaling) run the forward pass under torch.autocast, weights and evaluation stay
+    float32; ``tf32`` rounds float32 products on GPUs. ``auto``: ``bf16`` where all have it, else ``fp32``; it stays."""
     linear_library: LinearLibrary = "auto"
     """What computes float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
     faster one by kind of CPU; a resumed run keeps what it was."""
     compile: bool = False
     """Compile the dense part of the model with torch.compile."""
+    recompute: bool = False
+    """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     eval_every: int | None = None
@@ -208,10 +210,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not _is_plain(self.name):
-            raise RecipeError(
-                f"name is {self.name!r}, must be a plain directory name of at most {MOST_NAME_BYTES} bytes; it becomes "
-                "runs/NAME"
-            )
+            what = f"must be a plain directory name of at most {MOST_NAME_BYTES} bytes; it becomes runs/NAME"
+            raise RecipeError(f"name is {self.name!r}, {what}")
         check_group_names(self.dense_optimizer_groups, self.sparse_optimizer_groups)
         if self.hot.rows is not None and (self.memory.device_bytes or self.memory.host_bytes):
             raise RecipeError(

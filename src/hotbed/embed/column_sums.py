@@ -88,7 +88,7 @@ class TouchedRows:
         gradient = arena.store.empty((0, arena.store.dim), torch.float32)
         if found is not None and bool(step.gate):
             occurrences, grad = found
-            groups = ops.group(occurrences)
+            groups = ops.group(replace(occurrences, limit=arena.store.slots))
             slots = groups.rows[: int(groups.counts[0])]
             gradient = arena.store.empty((len(slots), arena.store.dim), torch.float32)
             ops.segment_sum(occurrences, groups, grad, None, gradient)

@@ -21,7 +21,7 @@ from hotbed.embed.arena import Arena, untied
 from hotbed.embed.step_state import StepState
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
-from hotbed.ops import Occurrences
+from hotbed.ops import BackendName, Occurrences
 from hotbed.optim import Rule
 from hotbed.torch_hooks import are_tables_left_out
 
@@ -92,7 +92,8 @@ class TableUpdater:
             for arena, occurrences, grad in waiting.gradients():
                 found[arena].append(_Gradient(occurrences, grad, waiting.is_summed))
         device = next(iter(self._group_of.values())).device if self._group_of else torch.device("cpu")
-        self.state_of_steps.count(hyper, gate, device)
+        backends: list[BackendName] = [arena.backend for group in self._groups for arena in group.arenas]
+        self.state_of_steps.count(hyper, gate, device, backends[0] if backends else "auto")
         factor, gate = self.state_of_steps.factors(inv_scale, gate, device)
         for group in self._groups:
             steps = {arena: self.state_of_steps.step(arena, hyper, factor, gate) for arena in group.arenas}
@@ -141,7 +142,7 @@ def _concatenated(arena: Arena, found: Sequence[_Gradient]) -> tuple[Occurrences
 def _summed(arena: Arena, gradient: _Gradient) -> _Gradient:
     """Sum a gradient to one row per slot."""
     kernels = ops.select(arena.store.device, arena.backend)
-    groups = kernels.group(gradient.occurrences)
+    groups = kernels.group(replace(gradient.occurrences, limit=arena.store.slots))
     count = int(groups.counts[0])
     sums = arena.store.empty((count, arena.store.dim), torch.float32)
     here = torch.arange(count, device=sums.device)

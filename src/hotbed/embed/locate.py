@@ -125,8 +125,10 @@ class Locator:
         ``[tiles]`` int64: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`).
         The line of a tile is its lane, or 0 in a table some of whose lanes overlap, because its rows are not all cut at
         the same columns.
+    keys
+        Number of keys, which number the rows of all tables.
     first_keys
-        ``[T + 1]`` int64: key of row 0 of each table; keys number the rows of all tables.
+        ``[T + 1]`` int64: key of row 0 of each table.
     """
 
     def __init__(self, tables: Sequence[Table], plan: Plan, rank: int, device: torch.device) -> None:
@@ -168,6 +170,7 @@ class Locator:
             0 if _overlap(plan.by_table[tile.table]) else row[LANE] for tile, row in zip(self.tiles, rows, strict=True)
         ]
         self.lines = torch.tensor(lines, dtype=torch.int64, device=device)
+        self.keys = sum(t.rows for t in tables)
         self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
         self.entries = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9).T.contiguous()
         self._row_keys = self.first_keys[self.entries[TABLE]] + self.entries[FIRST]

@@ -162,7 +162,8 @@ def sum_by_rank(store: RowStore, request: UnitRequest, grad: Tensor, ops: Backen
     if request.divisors is not None:
         scale = (1 if scale is None else scale) / request.divisors[unit]
     starts = tuple(accumulate(request.ids, initial=0))
-    occurrences = Occurrences(rank * store.slots + request.slots, unit, scale, starts)
+    limit = len(request.ids) * store.slots
+    occurrences = Occurrences(rank * store.slots + request.slots, unit, scale, starts, limit)
     groups = ops.group(occurrences)
     slots = groups.rows[: int(groups.counts[0])] % store.slots
     sums = torch.empty(len(slots), grad.shape[1], dtype=torch.float32, device=device)

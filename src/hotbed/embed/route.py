@@ -36,7 +36,7 @@ plan which pooled vectors it gets (`make_model_parallel_route`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -143,7 +143,7 @@ def make_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, t
     trained
         Whether gradients will be sent; else slots of rows are not, of which this rank has copies.
     """
-    groups = ops.group(ops.occurrences(bags))
+    groups = ops.group(ops.occurrences(replace(bags, limit=locator.keys)))
     keys = groups.rows[: int(groups.counts[0])]
     found = locator.find(keys)
     streams, places, rows = _streams(locator, keys, found, link)

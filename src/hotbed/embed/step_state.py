@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hotbed import ops
 from hotbed.embed.arena import Arena
-from hotbed.ops import RuleStep
+from hotbed.ops import BackendName, RuleStep
 from hotbed.ops.layout import OWN
 from hotbed.ops.rows import step_seeds
 from hotbed.optim import COMMON, Rule
@@ -84,7 +85,9 @@ class StepState:
             self._open = one / self._ranks, one
         return self._open[0] if inv_scale is None else inv_scale / self._ranks, self._open[1] if gate is None else gate
 
-    def count(self, hyper: Mapping[str, Sequence[float]], gate: Tensor | None, device: torch.device) -> None:
+    def count(
+        self, hyper: Mapping[str, Sequence[float]], gate: Tensor | None, device: torch.device, backend: BackendName
+    ) -> None:
         """Count the step of the tables that are trained.
 
         Whether or not the batch touched them, so that a table's count does not depend on what shares its arena; but not
@@ -95,7 +98,12 @@ class StepState:
         if self._trained is None or self._trained[0] != names or self._trained[1].device != device:
             self._trained = names, torch.tensor(names, dtype=torch.int64, device=device)
         trained = self._trained[1]
-        self.counts += trained if gate is None else trained * (gate != 0)
+        if gate is None:
+            self.counts += trained
+        elif device.type == "cuda" and (found := _triton(device, backend)) is not None:
+            found.count_steps_(self.counts, trained, gate)
+        else:
+            self.counts += trained * (gate != 0)
 
     def step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
         """Make what kernels need to update the shards of an arena: hyperparameters by shard, seeds for rounding."""
@@ -153,9 +161,15 @@ class StepState:
 
 def _seeds_by(arena: Arena) -> Callable[[Tensor, Tensor], Tensor]:
     """Return what computes the seeds of a step: one kernel of Triton where that serves the arena, else torch."""
-    if ops.select(arena.store.device, arena.backend).NAME != "triton":
-        return step_seeds
-    return importlib.import_module("hotbed.ops.triton_step").step_seeds
+    found = _triton(arena.store.device, arena.backend)
+    return step_seeds if found is None else found.step_seeds
+
+
+def _triton(device: torch.device, backend: BackendName) -> Any:
+    """Return the kernels of Triton for what is here, where that backend serves a device."""
+    if ops.select(device, backend).NAME != "triton":
+        return None
+    return importlib.import_module("hotbed.ops.triton_step")
 
 
 def _write(into: Tensor, values: Tensor) -> None:

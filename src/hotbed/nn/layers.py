@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from hotbed import ops
 from hotbed.config import LinearLibrary
@@ -36,11 +38,19 @@ class MLP(nn.Sequential):
     library
         What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
 
+    Attributes
+    ----------
+    recompute
+        Whether the outputs of its layers are computed again in backward, instead of kept from forward to backward
+        (activation checkpointing). Results are the same, to the bit.
+
     Raises
     ------
     SpecError
         If there is no layer, a width is not positive, or dropout is not in [0, 1).
     """
+
+    recompute = False
 
     def __init__(
         self,
@@ -64,6 +74,32 @@ class MLP(nn.Sequential):
             # One module, so that the linear layers have the same names in checkpoints with and without dropout.
             layers += [linear, nn.Sequential(relu, nn.Dropout(dropout)) if dropout else relu]
         super().__init__(*(layers if last_relu else layers[:-1]))
+        self._draws = dropout > 0
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """``[…, inputs]`` to ``[…, widths[-1]]``."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return super().forward(input)
+        return checkpoint(super().forward, input, use_reentrant=False, preserve_rng_state=self._draws)
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Let all MLPs of a model compute their activations again in backward, see `MLP`.
+
+    Raises
+    ------
+    SpecError
+        If it has none.
+    """
+    found = [m for m in model.modules() if isinstance(m, MLP)]
+    if not found:
+        raise SpecError(
+            f"{type(model).__name__} has no hotbed.nn.MLP, whose activations could be computed again; build it of "
+            "them, or call torch.utils.checkpoint in its forward"
+        )
+    for mlp in found:
+        mlp.recompute = True
 
 
 class DotInteraction(nn.Module):

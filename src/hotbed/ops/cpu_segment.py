@@ -50,7 +50,9 @@ def occurrences(bags: BagLayout) -> Occurrences:
         owners.numpy(),
         scale.numpy(),
     )
-    return Occurrences(slots, owners, scale if scaled else None, _segments(bags.features[:, BASE].numpy(), firsts))
+    total = int(firsts[-1])  # there may be room for more
+    segments = _segments(bags.features[:, BASE].numpy(), firsts)
+    return Occurrences(slots[:total], owners[:total], scale[:total] if scaled else None, segments)
 
 
 def _segments(bases: Array, firsts: Array) -> tuple[int, ...] | None:

@@ -89,7 +89,7 @@ class BagLayout:
     batch_size
         Samples ``B``.
     total
-        Ids ``N`` of these features.
+        Ids ``N`` of these features, with those that there is room for behind a ragged feature's (`hotbed.Jagged`).
     has_divisors
         Whether the pooling of any feature divides the sum of a bag's rows.
     width
@@ -99,6 +99,8 @@ class BagLayout:
     ids_per_bag
         How many ids every bag of every feature has, where that is one number that the host knows; else None. Kernels
         may be compiled for it.
+    limit
+        All slots are below it; None where it is not known. Needed where there is room for more ids.
     """
 
     ids: Tensor
@@ -111,6 +113,7 @@ class BagLayout:
     width: int
     room: int = 0
     ids_per_bag: int | None = None
+    limit: int | None = None
 
     def versions(self) -> tuple[int, int, int]:
         """Counts of in-place changes of ids, offsets and weights."""
@@ -124,7 +127,7 @@ class Occurrences:
     Attributes
     ----------
     slots
-        ``[N]`` int64, in feature, then sample, then bag order.
+        ``[N]`` int64, or int32 where ``limit`` allows it; in feature, then sample, then bag order.
     bags
         ``[N]`` int64, ``sample · width + room + position``: the row of the gradient ``[…, D]``.
     scale
@@ -133,7 +136,10 @@ class Occurrences:
         Positions ``0 … N`` that cut the occurrences so that all slots of a part are smaller than those of the next;
         None where it is not known. It only helps to sort.
     limit
-        All slots are below it; None where it is not known. It only helps to sort.
+        All slots are below it, but for those of padding; None where it is not known.
+
+    Where `BagLayout.total` has room for more ids than there are, as many occurrences may follow as are missing: slot
+    ``limit``, bag 0, factor 0. They form a group, to which no rule is applied.
     """
 
     slots: Tensor

@@ -282,7 +282,7 @@ def update(
     slots = groups.rows[:count]
     total = _canonical_sum(occurrences, groups, grad.float()) * step.inv_scale
     table = table_of(rows, slots)
-    active = step.hyper[table, ACTIVE] != 0
+    active = (step.hyper[table, ACTIVE] != 0) & (slots < len(rows.wide) + len(rows.narrow))  # else padding
     slots, total, table = slots[active], total[active], table[active]
     moments = {m.name: state[m.name][slots] for m in step.rule.moments}
     new = apply_rule(step.rule, read_rows(rows, slots), moments, total, step.hyper[table])

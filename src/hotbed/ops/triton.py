@@ -3,8 +3,9 @@
 from hotbed.ops.triton_cache import cache_find, cache_read, cache_take, cache_use, cache_write
 from hotbed.ops.triton_interaction import interaction, interaction_backward
 from hotbed.ops.triton_lookup import lookup, weight_gradient
+from hotbed.ops.triton_occurrences import occurrences
 from hotbed.ops.triton_rows import initial_values_
-from hotbed.ops.triton_segment import group, occurrences, spread
+from hotbed.ops.triton_segment import group, spread
 from hotbed.ops.triton_update import segment_sum, update
 
 NAME = "triton"

@@ -53,7 +53,7 @@ def _tables_of(entries, tables, slot, live, halvings):
     return low
 
 
-@triton.jit(do_not_specialize=["tables", "halvings", "total"])
+@triton.jit(do_not_specialize=["tables", "halvings", "total", "nowhere"])
 def _list_kernel(
     runs,  # RunList, of which slots, tables, partials, first_bags, bags, scale and bounds are written
     rows,  # [≥ groups]: slot of each group
@@ -64,6 +64,7 @@ def _list_kernel(
     tables,  # T
     halvings,  # that shrink T tables to one
     total,  # N
+    nowhere,  # slot of padding, which is listed as −1
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
@@ -95,7 +96,7 @@ def _list_kernel(
     ).to(tl.int32)
     slot = tl.load(rows + number - 1, mask=live, other=0)
     first = tl.load(order + start, mask=live, other=0)
-    tl.store(runs.slots + i, slot, mask=live)
+    tl.store(runs.slots + i, tl.where(slot == nowhere, -1, slot), mask=live)
     tl.store(runs.tables + i, _tables_of(entries, tables, slot, live, halvings), mask=live)
     tl.store(runs.partials + i, partial, mask=live)
     tl.store(runs.first_bags + i, tl.load(bags + first, mask=live, other=0).to(tl.int32), mask=live)
@@ -108,7 +109,9 @@ def _list_kernel(
     tl.store(runs.bounds + i * 0 + 1, i + 1, mask=live & (kind != LONG) & (last | (next_kind == LONG)))
 
 
-def list_runs(occurrences: Occurrences, groups: Groups, rows: Tensor, tables: Tensor | None) -> RunList:
+def list_runs(
+    occurrences: Occurrences, groups: Groups, rows: Tensor, tables: Tensor | None, limit: int | None
+) -> RunList:
     """Write the list of the runs of a batch of at least one occurrence.
 
     Parameters
@@ -119,6 +122,8 @@ def list_runs(occurrences: Occurrences, groups: Groups, rows: Tensor, tables: Te
         ``[≥ groups]`` int64: slot of each group.
     tables
         As in `Rows.tables`; None where slots are of no table.
+    limit
+        Slot that is of no row, but of padding; None where there is no such.
     """
     runs, total, device = runs_of(groups), len(groups.order), groups.order.device
     scaled = occurrences.scale is not None
@@ -153,6 +158,7 @@ def list_runs(occurrences: Occurrences, groups: Groups, rows: Tensor, tables: Te
         count,
         (count - 1).bit_length(),
         total,
+        -1 if limit is None else limit,
         RUN=RUN,
         BLOCK=_BLOCK,
         SCALED=scaled,

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
-"""Compute, in one launch of Triton, what a step of an optimizer needs beside its rows: seeds of its rounding."""
+"""Compute, in one launch of Triton each, what a step needs beside its rows: counts of steps, seeds of its rounding."""
 
 from __future__ import annotations
 
@@ -12,6 +12,36 @@ from hotbed.ops.backend import launches
 from hotbed.ops.triton_runtime import STRICT, _mix32, ceil_div
 
 _BLOCK = 256
+
+
+@triton.jit(do_not_specialize=["total"])
+def _count_steps_kernel(counts, trained, gate, total, BLOCK: tl.constexpr):
+    """``counts += trained``, unless the gate is closed."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    behind = total
+    if tl.load(gate) == 0:
+        behind = total * 0
+    live = i < behind
+    tl.store(counts + i, tl.load(counts + i, mask=live) + tl.load(trained + i, mask=live), mask=live)
+
+
+def count_steps_(counts: Tensor, trained: Tensor, gate: Tensor) -> None:
+    """Count a step of the tables that are trained.
+
+    Parameters
+    ----------
+    counts
+        ``[tables]`` int64, changed in place.
+    trained
+        ``[tables]`` int64: 1 for those that are trained, else 0.
+    gate
+        0-d; where it is 0 nothing is counted.
+    """
+    launches["triton.count_steps_"] += 1
+    total = len(counts)
+    if total:
+        with torch.cuda.device_of(counts):
+            _count_steps_kernel[(ceil_div(total, _BLOCK),)](counts, trained, gate, total, BLOCK=_BLOCK, **STRICT)
 
 
 @triton.jit(do_not_specialize=["total"])

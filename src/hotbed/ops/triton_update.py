@@ -238,7 +238,7 @@ def segment_sum(occurrences: Occurrences, groups: Groups, grad: Tensor, places: 
     with torch.cuda.device_of(grad):
         if places is None:
             places = torch.arange(len(groups.order), device=grad.device)
-        runs = list_runs(occurrences, groups, places.contiguous(), None)
+        runs = list_runs(occurrences, groups, places.contiguous(), None, None)
         # Open: there is a group.
         _launch(Sums(out, gate=groups.counts), NO_RULE, runs, grad, out.shape[1], occurrences.scale is not None)
 
@@ -252,7 +252,7 @@ def update(
         return
     target, compiled = target_of(step, rows, state)
     with torch.cuda.device_of(grad):
-        runs = list_runs(occurrences, groups, groups.rows, rows.tables)
+        runs = list_runs(occurrences, groups, groups.rows, rows.tables, len(rows.wide) + len(rows.narrow))
         _launch(target, compiled, runs, grad, rows.dim, occurrences.scale is not None)
 
 

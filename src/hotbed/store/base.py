@@ -177,9 +177,9 @@ class RowStore(ABC):
     def changing(self, slots: Tensor) -> None:
         """Tell who wants to know that `update`, `write` or `put` is about to change these slots ``[n]``, some twice."""
         if self.changes is not None:
-            self.changes.add(slots)
+            self.changes.add(slots.long())
         if self.on_change is not None:
-            self.on_change(slots)
+            self.on_change(slots.long())
 
     def replaced(self) -> None:
         """Tell that any rows may be overwritten now; who writes into what `raw` or `moment` share calls this, too."""

@@ -136,7 +136,7 @@ class DenseStore(RowStore):
 
     @override
     def occurrences(self, bags: BagLayout) -> Occurrences:
-        return self.ops.occurrences(bags)
+        return self.ops.occurrences(replace(bags, limit=self.slots))
 
     @override
     def lookup(self, bags: BagLayout, out: Tensor) -> None:
@@ -152,7 +152,8 @@ class DenseStore(RowStore):
 
     @override
     def update(self, step: RuleStep, occurrences: Occurrences, grad: Tensor) -> None:
-        self.changing(occurrences.slots)
+        if self.changes is not None or self.on_change is not None:
+            self.changing(occurrences.slots[occurrences.slots < self.slots])  # others are of padding
         groups = self.ops.group(replace(occurrences, limit=self.slots))
         self.ops.update(step, self.rows, self.moments, occurrences, groups, grad)
 

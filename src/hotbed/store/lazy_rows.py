@@ -171,7 +171,7 @@ class LazyRows(RowStore):
 
     def _looked_up(self, bags: BagLayout) -> tuple[Rows, BagLayout]:
         """Read the rows of a batch, and replace the ids of its bags by positions of these rows."""
-        groups = self.ops.group(self.ops.occurrences(bags))
+        groups = self.ops.group(self.ops.occurrences(replace(bags, limit=self.slots)))
         count = int(groups.counts[0])
         rows = rows_of(self.read(groups.rows[:count]))
         return rows, renamed(bags, self.ops.spread(groups, torch.arange(count, device=self.device)))
@@ -181,7 +181,7 @@ class LazyRows(RowStore):
         if not bool(step.gate):
             return
         occurrences = self._trained(occurrences, step)
-        groups = self.ops.group(occurrences)
+        groups = self.ops.group(replace(occurrences, limit=self.slots))
         count = int(groups.counts[0])
         slots = self._at_records(groups.rows[:count])
         if not count:

@@ -76,6 +76,7 @@ class Backward:
         """Choose how a loss that is not finite is found, by what the optimizers can do."""
         optimizers = list(optimizers)
         late = self._device.type == "cuda" and self._ranks.size == 1 and all(map(_can_skip, optimizers))
+        late = late and self._numerics.scaler is None  # whose own flag the optimizers read
         self._late = _LateLosses(self._device, optimizers) if late else None
 
     def __call__(
@@ -116,7 +117,8 @@ class Backward:
                     check(losses)
                 # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
                 divisor = max(everyone / self._ranks.size, 1 / self._ranks.size)
-                total.backward(gradient=self._gradient_of(total, divisor))
+                seed = self._gradient_of(total, divisor)
+                total.backward(gradient=seed if self._numerics.scaler is None else self._numerics.scaler.scale(seed))
             if rows is not None:
                 rows.result()
 
@@ -134,12 +136,21 @@ class Backward:
         return Gradients(loss, int(all_samples), bool(save), bool(stop))
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
-        """Step all optimizers; none touches anything if a loss was not finite."""
+        """Step all optimizers; none touches anything if a loss was not finite, or a scaled gradient overflowed."""
+        scaler = self._numerics.scaler
         if self._late is not None:
             self._late.step()
-            return
-        for optimizer in optimizers:
-            optimizer.step()
+        elif scaler is None:
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            for optimizer in optimizers:
+                if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                    vars(optimizer)["_opt_called"] = True  # schedules count steps that overflow, too
+                    scaler.step(optimizer)
+                else:  # it has nothing that could overflow
+                    optimizer.step()
+            scaler.update()
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
         """Return ``1 / divisor`` on the device: the last one, where batches are of one size."""
@@ -186,8 +197,9 @@ class _LateLosses:
         self._device, self._optimizers = device, optimizers
         self._arrived = staging((1,), torch.float32, device)
         self._copied = torch.cuda.Event()
-        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        self._gate = torch.ones((), dtype=torch.bool, device=device)
+        self._flags = torch.zeros(2, dtype=torch.float32, device=device)
+        self._found_inf, self._gate = self._flags.unbind()
+        self._if_finite = torch.tensor([0.0, 1.0]).to(device)
         self._doubt: Tensor | None = None
         self._parts = 0
         self._began: list[Optimizer] = []
@@ -208,8 +220,7 @@ class _LateLosses:
         """Step all optimizers, whose kernels read whether they may."""
         assert self._doubt is not None
         self._began = [o for o in self._optimizers if not isinstance(o, SparseOptimizer) and not o.state]
-        torch.ne(self._doubt, 0, out=self._found_inf)
-        torch.eq(self._doubt, 0, out=self._gate)
+        torch.logical_xor(self._if_finite, self._doubt, out=self._flags)  # NaN is true, so it turns both around
         for optimizer in self._optimizers:
             if isinstance(optimizer, SparseOptimizer):
                 optimizer.gate = self._gate

@@ -230,7 +230,9 @@ class Forecast:
         share = min(-(-size // self._ranks), count)
         peak = self._trace.evaluation(share)
         predictions = count * len(self._source.schema.labels) * BYTES_PER_PREDICTION
-        of_other_sizes = self._trace.precision == "bf16" or share > self._recipe.train.batch_size // self._ranks
+        of_other_sizes = (
+            self._trace.precision in ("bf16", "fp16") or share > self._recipe.train.batch_size // self._ranks
+        )
         kept = step.recycled + peak.recycled if of_other_sizes else max(step.recycled, peak.recycled)
         batches = self._loader(size, share, training=False, split=split)
         return {"evaluation": peak.plain + kept + predictions, "batches": batches}

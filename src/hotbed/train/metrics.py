@@ -23,6 +23,7 @@ from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError, SpecError
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.parallel import Ranks
+from hotbed.train.size_classes import SizeClasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,16 +290,17 @@ def refuse_unnormalized(model: nn.Module, batches: Iterable[Batch]) -> None:
         found.check_measured()
 
 
-def to_device(batch: Batch, model: nn.Module, device: torch.device | str) -> Batch:
+def to_device(batch: Batch, model: nn.Module, device: torch.device | str, *, sizes: SizeClasses | None = None) -> Batch:
     """Move a batch after its ids and labels were checked on the host: on an accelerator that would wait for the device.
 
     Ids out of range stay as they are: each collection repairs, in its forward, what only its own features ask for.
+    Where none is, ids are padded to size classes if there are ``sizes``.
     """
     if batch.labels is not None:
         check_labels(batch.labels)
-    for module in model.modules():
-        if isinstance(module, EmbeddingCollection):
-            module.verify(batch.sparse)
+    verified = [m.verify(batch.sparse) for m in model.modules() if isinstance(m, EmbeddingCollection)]
+    if sizes is not None and all(verified):
+        batch = replace(batch, sparse=sizes(batch.sparse))
     return batch.to(device, non_blocking=True)
 
 

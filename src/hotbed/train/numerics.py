@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.config import Precision, TrainRecipe
-from hotbed.embed.dense_shards import local_values
+from hotbed.embed.dense_shards import is_sharded, local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
 from hotbed.nn.cast_weights import CastWeights
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
+from hotbed.nn.loss import summed_cross_entropy
 from hotbed.nn.normalization import normalization_of
 from hotbed.train.metrics import checked_logits
 from hotbed.train.parallel import Ranks
@@ -31,6 +31,8 @@ from hotbed.train.parallel import Ranks
 Library = Literal["torch", "onednn"]
 
 _log = logging.getLogger("hotbed")
+AUTOCAST: dict[str | None, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtype of autocast by precision."""
 _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of oneDNN's ``ONEDNN_MAX_CPU_ISA`` under which it leaves instructions for bfloat16 alone."""
 
@@ -82,7 +84,9 @@ class Numerics:
     Attributes
     ----------
     precision
-        ``"fp32"`` or ``"bf16"``; None until it is settled.
+        None until it is settled.
+    scaler
+        Scales the loss, where gradients are float16 on their way; None in other precisions.
     library
         Library of float32 products of `hotbed.nn.linear.Linear` on CPUs; None until it is settled.
     why
@@ -97,6 +101,8 @@ class Numerics:
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._cast: CastWeights | None = None
+        self.scaler: torch.amp.GradScaler | None = None
+        self._scale: dict[str, Any] = {}
         self.why = "the recipe"
         self.unrecorded: Precision = "fp32"
 
@@ -104,6 +110,11 @@ class Numerics:
         """Resolve what is still ``auto``, equally on all ranks, and say what was chosen and why.
 
         bfloat16 is chosen if all ranks have instructions for it, and oneDNN if it is faster on all ranks' CPUs.
+
+        Raises
+        ------
+        RecipeError
+            For TF32 on a CPU, or float16 with parameters that are sharded.
         """
         kind, instructions = self._device.type.upper(), bf16_instructions(self._device)
         with_bf16, with_onednn, without_onednn = self._ranks.add(
@@ -134,12 +145,33 @@ class Numerics:
         self.library = self.library or ("onednn" if with_onednn == ranks else "torch")
         for layer in self._layers:
             layer.use(self.library)
-        if kind == "CUDA" and self.precision == "bf16" and ranks == 1 and not self._recipe.compile:
-            self._cast = CastWeights(self._model, torch.bfloat16)
+        casts = not (self._recipe.compile or self._recipe.recompute)  # which ask for weights at other times
+        if kind == "CUDA" and self.precision in AUTOCAST and ranks == 1 and casts:
+            self._cast = CastWeights(self._model, AUTOCAST[self.precision])
+        self._settle_products()
         chosen = f"precision {self.precision} ({self.why})"
         if self.precision == "fp32" and self._layers and kind == "CPU":
             chosen += f"; matrix products by {'oneDNN' if self.library == 'onednn' else 'the library of torch'}"
         return chosen
+
+    def _settle_products(self) -> None:
+        """Tell torch how to round the products of float32, or begin to scale the loss."""
+        if self._device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        elif self.precision == "tf32":
+            raise RecipeError("train.precision is tf32, whose products only GPUs have; use fp32 or bf16 on a CPU")
+        if self.precision != "fp16":
+            return
+        if any(map(is_sharded, self._model.parameters())):
+            raise RecipeError(
+                "train.precision is fp16, but parallel.dense is fsdp, whose ranks would not see each other's "
+                "overflows; use bf16, or parallel.dense ddp"
+            )
+        if self.scaler is None:
+            self.scaler = torch.amp.GradScaler(self._device.type)
+        if self._scale:
+            self.scaler.load_state_dict(self._scale)
+            self._scale = {}
 
     def summed_loss(self, batch: Batch) -> tuple[Tensor, int]:
         """Compute Σ weight · binary cross-entropy of a batch in the chosen precision, and the number of tasks.
@@ -147,10 +179,10 @@ class Numerics:
         Of an ensemble, whose members give logits of their own, it is the mean of theirs.
         """
         cast = nullcontext() if self._cast is None else self._cast.used()
-        with cast, torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        dtype = AUTOCAST.get(self.precision, torch.bfloat16)
+        with cast, torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST):
             logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
-        weight = None if batch.weights is None else batch.weights[:, None]
-        loss = F.binary_cross_entropy_with_logits(logits.float(), labels, weight, reduction="sum")
+        loss = summed_cross_entropy(logits.float(), labels, batch.weights)
         return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]
 
     def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, place: str) -> NonFiniteError:
@@ -175,9 +207,11 @@ class Numerics:
             "threads": torch.get_num_threads(),
         }
 
-    def state_dict(self) -> dict[str, str | None]:
-        """What was chosen, and on what."""
-        return {"precision": self.precision, "linear_library": self.library, "processor": _processor(self._device)}
+    def state_dict(self) -> dict[str, Any]:
+        """What was chosen, and on what; of float16 the scale of the loss."""
+        scale = {} if self.scaler is None else {"scale": self.scaler.state_dict()}
+        chosen = {"precision": self.precision, "linear_library": self.library}
+        return {**chosen, "processor": _processor(self._device), **scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with what a run was trained with, unless the recipe says otherwise; say what will change bits."""
@@ -200,6 +234,7 @@ class Numerics:
             self.precision, self.why = before["precision"], "the checkpoint"
         if self._recipe.linear_library == "auto":
             self.library = before["linear_library"]
+        self._scale = dict(state.get("scale") or {})
         here = _processor(self._device)
         if self._ranks.is_first and before.get("processor", here) != here:  # whose processor was kept
             _log.warning(

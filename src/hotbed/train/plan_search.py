@@ -170,12 +170,14 @@ def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, f
 
 def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None) -> DensePart:
     """Count the part of a recipe's model without tables."""
-    narrow = recipe.train.precision == "bf16"
-    if recipe.train.precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
-        narrow = not hardware_of(recipe).cores_shared
+    precision = recipe.train.precision
+    if precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
+        precision = "fp32" if hardware_of(recipe).cores_shared else "bf16"
+    narrow = precision in ("bf16", "fp16")
     dense, labels = (0, 1) if source is None else (source.schema.dense_features, len(source.schema.labels))
     ids = sum(len(c.features) for c in collections_of(model).values())
     found = count_dense_part(model, narrow=narrow, input_bytes=4.0 * (dense + labels) + 8.0 * ids)
+    found = replace(found, dtype=precision)
     if hardware_of(recipe).cores_shared:  # what CPUs take beside products is measured
         return found
     moved, launches = ACTIVATION_PASSES * found.activation_bytes, LAUNCHES_PER_LAYER * found.layers

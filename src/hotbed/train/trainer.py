@@ -20,6 +20,7 @@ from hotbed.checkpoint import RandomState, Stateful
 from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
+from hotbed.nn.layers import recompute_activations
 from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
@@ -27,6 +28,7 @@ from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_devi
 from hotbed.train.numerics import Numerics, resolve_device
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
+from hotbed.train.size_classes import SizeClasses
 from hotbed.train.throughput import Balance, Clock, TierCounters
 
 _COUNTERS = ("step", "epoch", "position", "samples")
@@ -151,7 +153,8 @@ class Trainer:
         self.ranks = Ranks(model)
         self.numerics = Numerics(model, recipe, self.device, self.ranks)
         self._balance = Balance(model)
-        move = partial(to_device, model=model, device=self.device)
+        sizes = SizeClasses(model) if self.device.type == "cuda" and not isinstance(model, Distributed) else None
+        move = partial(to_device, model=model, device=self.device, sizes=sizes)
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
         self.backward = Backward(model, self.numerics, self.ranks, self.device, rows)
@@ -172,6 +175,8 @@ class Trainer:
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
         self._recent, self._tiers = list[float](), TierCounters(model)
         self._of_callbacks: dict[str, Any] = {}
+        if recipe.recompute:
+            recompute_activations(model)
         if recipe.compile:
             model.compile()
 

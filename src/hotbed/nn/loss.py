@@ -1,0 +1,55 @@
+"""Sum the loss of a batch: binary cross-entropy of logits, by kernels of its own on GPUs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from hotbed import ops
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum the weighted binary cross-entropy of logits.
+
+    Parameters
+    ----------
+    logits, labels
+        ``[B, T]``, or ``[M, B, T]`` of an ensemble.
+    weights
+        Of samples ``[B]``, or None.
+
+    Returns
+    -------
+    Tensor
+        0-d. What torch defines; on GPUs, of float32 logits ``[B, T]``, summed in blocks in two launches where torch's
+        takes five, and its gradient is computed in the same pass.
+    """
+    given = [t for t in (logits, labels, weights) if t is not None]
+    fits = logits.ndim == 2 and all(t.device.type == "cuda" and t.dtype == torch.float32 for t in given)
+    if fits and ops.select(logits.device).NAME == "triton":
+        return _CrossEntropy.apply(logits, labels, weights)
+    by_logit = None if weights is None else weights[:, None]
+    return F.binary_cross_entropy_with_logits(logits, labels, by_logit, reduction="sum")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Forward: the sum, and its gradient, which backward scales."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        total, gradient = importlib.import_module("hotbed.ops.triton_loss").cross_entropy(logits, labels, weights)
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_outputs[0], None, None
