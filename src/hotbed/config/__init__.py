@@ -24,6 +24,7 @@ from hotbed.config.recipe import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.tasks import TaskRecipe
 from hotbed.config.trust import check_trust, import_from
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Recipe",
     "ScheduleRecipe",
     "SparseOptimizerGroup",
+    "TaskRecipe",
     "TrainRecipe",
     "check_keys",
     "check_trust",

@@ -1,4 +1,4 @@
-"""Define what a schema says of one column: `SparseColumn`, `Numerical`, `Scaling` and `Label`."""
+"""Define what a schema says of one column: `SparseColumn`, `Numerical`, `Scaling`, `Label` and `LabelWeight`."""
 
 from __future__ import annotations
 
@@ -203,6 +203,23 @@ class Label:
                 "'in [a, b]', in quotes"
             )
         return Positive(found[1], values)  # pyright: ignore[reportArgumentType] (the pattern has no other)
+
+
+@dataclass(frozen=True)
+class LabelWeight:
+    """The sample weights of one label, where it has its own.
+
+    Parameters
+    ----------
+    label
+        One of the schema's ``labels``.
+    column
+        The column of its weights, as stored: numbers of at least 0. It may be another label, so that one task learns
+        from the samples alone in which another is positive (a purchase, of what was clicked).
+    """
+
+    label: str
+    column: str
 
 
 def _values(text: str) -> tuple[str, ...]:

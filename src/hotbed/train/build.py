@@ -25,6 +25,7 @@ from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
+from hotbed.train.losses import losses_of
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
@@ -113,8 +114,9 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     """The recipe's model and optimizers, in a trainer without callbacks."""
     if not source.schema.labels:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
-    _check_labels(recipe, source)
     device = resolve_device(recipe.train.device)
+    losses_of(recipe.tasks, source.schema.labels, device)  # before labels are read and tables made
+    _check_labels(recipe, source)
     model = build_model(recipe, source, device)
     if Ranks(model).is_first:
         plan = model.plan if isinstance(model, Distributed) else None
@@ -134,6 +136,7 @@ def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
         schedule=recipe.schedule,
         group=source.schema.group,
         labels=source.schema.labels,
+        loss=losses_of(recipe.tasks, source.schema.labels, resolve_device(recipe.train.device)),
         overlap=recipe.parallel.overlap,
         divide=_divide(recipe, source, model),
     )

@@ -108,10 +108,12 @@ class TensorBoard(Callback):
             self._writer.add_scalar(f"train/{name}", record[name], trainer.step)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Write the metrics."""
-        for name in ("auc", "logloss", "normalized_entropy", "calibration", "gauc"):
-            if (value := getattr(metrics, name)) is not None and not math.isnan(value):
-                self._writer.add_scalar(f"valid/{name}", value, trainer.step)
+        """Write the metrics, also those of each task where there are several."""
+        found = {"valid": metrics, **{f"valid/{label}": task for label, task in metrics.tasks.items()}}
+        for place, values in found.items():
+            for name in ("auc", "logloss", "normalized_entropy", "calibration", "gauc"):
+                if (value := getattr(values, name)) is not None and not math.isnan(value):
+                    self._writer.add_scalar(f"{place}/{name}", value, trainer.step)
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
         """Write the rate at which hot and cold batches take turns."""

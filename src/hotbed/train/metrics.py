@@ -99,8 +99,8 @@ class Predictions:
     def add(
         self, logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
-        """Add a batch: logits and labels ``[B, T]``, sample weights ``[B]``, groups ``[B]``."""
-        weight = torch.ones(len(logits), 1) if weights is None else weights[:, None]
+        """Add a batch: logits and labels ``[B, T]``, sample weights ``[B]`` or ``[B, T]``, groups ``[B]``."""
+        weight = torch.ones(len(logits), 1) if weights is None else weights.view(len(logits), -1)
         weight = weight.to(logits.device, torch.float64)
         wide, target = logits.double(), labels.double()
         loss = F.binary_cross_entropy_with_logits(wide, target, reduction="none")
@@ -144,7 +144,7 @@ class Predictions:
         groups = _cat([p[3] for p in self._parts])
         names = self._names or [str(t) for t in range(logits.shape[1])]
         tasks = [
-            _metrics(logits[:, t], labels[:, t], weights, groups, self._sums[:, t].tolist())
+            _metrics(logits[:, t], labels[:, t], _of_task(weights, t), groups, self._sums[:, t].tolist())
             for t in range(logits.shape[1])
         ]
         return tasks[0] if len(tasks) == 1 else _mean(dict(zip(names, tasks, strict=True)))
@@ -153,6 +153,10 @@ class Predictions:
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     tensors = [p for p in parts if p is not None]
     return torch.cat(tensors) if tensors else None
+
+
+def _of_task(weights: Tensor | None, task: int) -> Tensor | None:
+    return weights if weights is None or weights.dim() == 1 else weights[:, task]
 
 
 def _metrics(

@@ -23,6 +23,7 @@ from hotbed.errors import BatchError, RecipeError
 from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
+from hotbed.train.losses import SummedLoss, binary_cross_entropy
 from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, resolve_device
 from hotbed.train.parallel import Ranks
@@ -95,6 +96,9 @@ class Trainer:
         Column of ``Batch.extra`` to group by in evaluations.
     labels
         Names of the tasks.
+    loss
+        Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
+        losses; by default binary cross-entropy.
     overlap
         Whether a distributed model's ids are exchanged while the batch before is computed.
     divide
@@ -134,6 +138,7 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         group: str | None = None,
         labels: Sequence[str] | None = None,
+        loss: SummedLoss = binary_cross_entropy,
         overlap: bool = True,
         divide: Divide = whole,
     ) -> None:
@@ -149,7 +154,7 @@ class Trainer:
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
-        self.numerics = Numerics(model, recipe, self.device, self.ranks)
+        self.numerics = Numerics(model, recipe, self.device, self.ranks, loss)
         self._balance = Balance(model)
         move = partial(to_device, model=model, device=self.device)
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
@@ -233,7 +238,7 @@ class Trainer:
         return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
+        """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
         total, tasks = self.numerics.summed_loss(batch)
         return total / max(len(batch) * tasks, 1)
 
