@@ -72,7 +72,7 @@ def test_each_task_is_evaluated_by_its_name(run: Path, capsys: Output) -> None:
 
 def test_each_task_has_a_score_where_it_is_served(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new.parquet"
-    whole = pl.read_parquet(run.parents[1] / "census" / "test.parquet")
+    whole = pl.read_parquet(run.parents[2] / "census" / "test.parquet")
     whole.drop(LABELS).write_parquet(new)
     out = tmp_path / "scores.parquet"
     assert main(["predict", str(run), str(new), "--out", str(out)]) == 0
@@ -92,7 +92,10 @@ def test_each_task_has_a_score_where_it_is_served(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks.incom.weight", "2"], "tasks has 'incom', but the labels are income, marital_stat; did you mean"),
+        (
+            ["--tasks.incom.weight", "2"],
+            "tasks has 'incom', which is no label; name one of income, marital_stat, or add",
+        ),
         (["--tasks.income.weight", "-1"], "tasks.income.weight is -1, must be a finite number, at least 0"),
         (["--tasks.income.wait", "1"], "the recipe has an unknown key 'tasks.income.wait'"),
         (["--tasks.income.loss.class_path", "torch.nn.BCELoss"], "a loss takes logits (not probabilities) and labels"),
@@ -111,6 +114,5 @@ def test_a_run_is_not_gone_on_with_by_another_loss(run: Path, tmp_path: Path, ca
     values = yaml.safe_load((run / "recipe.yaml").read_text())
     values["tasks"]["income"]["weight"] = 3.0
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    checkpoint = str(next((run / "checkpoints").iterdir()))
-    given = ["train", str(tmp_path / "recipe.yaml"), "--resume", checkpoint, "--out", str(tmp_path / "runs")]
+    given = ["train", str(tmp_path / "recipe.yaml"), "--resume", str(run), "--out", str(tmp_path / "runs")]
     assert "tasks.income.weight was 1.0 and is now 3.0" in refused(given, capsys)

@@ -42,6 +42,8 @@ _NO_WIDTH = 1 << 20
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
 _NAMED = {
     "tasks": "How labels are trained: .LABEL.loss has a loss's class_path, .LABEL.weight its factor.",
+    "metrics": "More metrics: .NAME.class_path a class of torchmetrics, torcheval or your own, .NAME.init_args.",
+    "callbacks": "What else is to happen: .NAME.class_path a hotbed.Callback, .NAME.init_args.",
     "dense_optimizer_groups": "Optimizers of some parameters: .GROUP.parameters has patterns of names, "
     ".GROUP.optimizer the class.",
     "sparse_optimizer_groups": "Optimizers of some tables: .GROUP.tables has patterns of names, "
@@ -179,7 +181,8 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_argument("--recipe", action="config", help="Recipe to start from; or just name it.")
     parser.add_argument("--name", type=str | None, help="Name of the run's directory.")
     _add_component(parser, "data.source", "hotbed.data.SplitBinarySource")
-    parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
+    parser.add_class_arguments(DataRecipe, "data", skip={"source", "dynamic"}, instantiate=False)
+    parser.add_argument("--data.dynamic", type=dict, default={}, help="By table, rows for ids as they come.")
     for key in _COMPONENTS:
         _add_component(parser, key)
     for key, text in _NAMED.items():

@@ -11,6 +11,7 @@ Importing this module is cheap and loads no class that a recipe names.
 """
 
 from hotbed.config.component import Component
+from hotbed.config.dynamic import DynamicRecipe
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
 from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
@@ -32,6 +33,7 @@ __all__ = [
     "DataRecipe",
     "DenseOptimizerGroup",
     "Device",
+    "DynamicRecipe",
     "HotRecipe",
     "InitRecipe",
     "LinearLibrary",

@@ -13,6 +13,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from hotbed.config.component import Component, above_zero, at_least, by_table, one_of, seed
+from hotbed.config.dynamic import DynamicRecipe
 from hotbed.config.former_names import with_new_names
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
@@ -44,6 +45,9 @@ class DataRecipe:
     fp32_rows: int | dict[str, int] = 0
     """First rows that are float32 whatever the dtype: of every table, or by table name (0 for a table not named).
     A number above a table's rows means all of them, so that one number serves tables of any size."""
+    dynamic: dict[str, DynamicRecipe] = field(default_factory=dict)
+    """By table name, tables whose rows are given to ids when these are seen. The rows that a schema says of such a
+    table are only what values are hashed to: any number, such as 2**40."""
     frozen: list[str] = field(default_factory=list)
     """Tables that are looked up and never trained."""
     on_bad_id: OnBadId = "error"
@@ -199,6 +203,11 @@ class Recipe:
     """A hotbed.optim optimizer, made with the model's tables that are in no group."""
     tasks: dict[str, TaskRecipe] = field(default_factory=dict)
     """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
+    metrics: dict[str, Component] = field(default_factory=dict)
+    """By name, more metrics of each label: a class of torchmetrics, torcheval or your own (`train.own_metrics`)."""
+    callbacks: dict[str, Component] = field(default_factory=dict)
+    """By name, what else is to happen in training: `hotbed.Callback` classes, such as hotbed.train.tracking.MLflow.
+    They get ``recipe`` and ``directory`` (that of the run) if they take arguments of these names."""
     dense_optimizer_groups: dict[str, DenseOptimizerGroup] = field(default_factory=dict)
     """By name, parameters with an optimizer of their own; logs and checkpoints use the name."""
     sparse_optimizer_groups: dict[str, SparseOptimizerGroup] = field(default_factory=dict)
@@ -311,7 +320,7 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     try:
         return cls(**made)
     except RecipeError as error:
-        if cls not in (Component, DenseOptimizerGroup, SparseOptimizerGroup, TaskRecipe):
+        if cls not in (Component, DenseOptimizerGroup, SparseOptimizerGroup, TaskRecipe, DynamicRecipe):
             raise
         # These do not know which of the recipe's components and groups they are.
         raise RecipeError(f"{where}{error}") from None

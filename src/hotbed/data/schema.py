@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _OF_COLUMNS = ("scaling", "numericals", "positives", "label_weights", "derived")
 """Fields of a schema that its dict form says beside the columns that they are of."""
+_LIMITS = ("max_len", "on_too_long")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,10 @@ class Schema:
 
     def features(self, on_bad_id: OnBadId = "error") -> list[Feature]:
         """One feature per sparse column, all with the same policy for ids out of range."""
-        return [Feature(c.name, c.table_name, pooling=c.pooling, on_bad_id=on_bad_id) for c in self.sparse]
+        return [
+            Feature(c.name, c.table_name, c.pooling, c.max_len, on_too_long=c.on_too_long, on_bad_id=on_bad_id)
+            for c in self.sparse
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values that JSON and YAML can hold; `from_dict` is the inverse.
@@ -206,7 +210,7 @@ class Schema:
         said: dict[str, dict[str, str]] = {label.column: asdict(label) for label in self.positives}
         for own in self.label_weights:
             said.setdefault(own.label, {"column": own.label})["weight"] = own.column
-        sparse = {c.name: {f.name: getattr(c, f.name) for f in fields(c)} for c in self.sparse}
+        sparse = {c.name: _entry(c) for c in self.sparse}
         of_columns, of_dense = self.stored
         values: dict[str, object] = {
             "labels": [said.get(name, name) for name in self.labels],
@@ -265,6 +269,12 @@ class Schema:
             if rest.get(key) is not None:
                 _name(key, rest[key])
         return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
+
+
+def _entry(column: SparseColumn) -> dict[str, object]:
+    """One entry of ``sparse``; of limits only those that are set, for readers that know of none."""
+    values = {f.name: getattr(column, f.name) for f in fields(column)}
+    return {key: value for key, value in values.items() if key not in _LIMITS or column.max_len is not None}
 
 
 def _said(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:

@@ -62,8 +62,8 @@ def losses_of(tasks: Mapping[str, TaskRecipe], labels: Sequence[str], device: to
     for name in tasks:
         if name not in labels:
             raise RecipeError(
-                f"tasks has '{name}', but the labels are {', '.join(labels)}{did_you_mean(name, labels)}; name one of "
-                "these, or add the label to the schema"
+                f"tasks has '{name}', which is no label; name one of {', '.join(labels)}, or add it to the schema"
+                f"{did_you_mean(name, labels)}"
             )
     chosen = [tasks.get(label, TaskRecipe()) for label in labels]
     if all(task.is_default for task in chosen):
