@@ -114,7 +114,7 @@ class Predictions:
         self, logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
         """Add a batch: logits and labels ``[B, T]``, sample weights ``[B]`` or ``[B, T]``, groups ``[B]``."""
-        weight = torch.ones(len(logits), 1) if weights is None else weights.view(len(logits), -1)
+        weight = torch.ones(len(logits), 1) if weights is None else weights if weights.dim() == 2 else weights[:, None]
         weight = weight.to(logits.device, torch.float64)
         wide, target = logits.double(), labels.double()
         loss = F.binary_cross_entropy_with_logits(wide, target, reduction="none")
