@@ -54,7 +54,7 @@ def test_to_moves_every_column():
         ({"dense": torch.zeros(3)}, r"dense must be floating point \[3, …\], got float32 \[3\]"),
         ({"labels": torch.zeros(2, 1)}, r"labels must be floating point \[3, …\], got float32 \[2, 1\]"),
         ({"labels": torch.zeros(3, 1, dtype=torch.int64)}, "labels must be floating point"),
-        ({"weights": torch.zeros(3, 1)}, r"weights must be floating point \[3\]"),
+        ({"weights": torch.zeros(3, 1, 1)}, r"weights must be floating point \[3\]"),
         ({"extra": {"group": torch.zeros(2)}}, "extra column 'group' has 2 samples, the batch has 3"),
     ],
 )

@@ -80,7 +80,7 @@ def test_wide_optimizer_is_the_former_name_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("key", "groups", "message"),
     [
-        ("sparse", 3, "sparse_optimizer_groups is 3, must be a mapping of names to groups"),
+        ("sparse", 3, "sparse_optimizer_groups is 3, must be a mapping of names to sections"),
         ("sparse", {"wide": 3}, "sparse_optimizer_groups.wide is 3, must be a mapping"),
         ("sparse", {"wide": {"optimizer": FTRL}}, "lacks 'sparse_optimizer_groups.wide.tables', which is required"),
         ("sparse", {"wide": {"tables": "wide"}}, "lacks 'sparse_optimizer_groups.wide.optimizer', which is required"),

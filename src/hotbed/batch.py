@@ -29,7 +29,7 @@ class Batch:
     labels
         ``[B, T]`` float, or None where only predictions are wanted.
     weights
-        Sample weights ``[B]`` float, or None.
+        Sample weights ``[B]`` float, or of each label ``[B, T]``, or None.
     extra
         Further columns ``[B, …]`` by name (a group id for GAUC, a timestamp).
 
@@ -47,16 +47,29 @@ class Batch:
 
     def __post_init__(self) -> None:
         size = len(self.sparse)
-        for name, t, dim in (("dense", self.dense, 2), ("labels", self.labels, 2), ("weights", self.weights, 1)):
-            if t is not None and (t.dim() != dim or len(t) != size or not t.dtype.is_floating_point):
-                shape = f"[{size}, …]" if dim == 2 else f"[{size}]"
+        for name, t in (("dense", self.dense), ("labels", self.labels), ("weights", self.weights)):
+            dims = (1, 2) if name == "weights" else (2,)
+            if t is not None and (t.dim() not in dims or len(t) != size or not t.dtype.is_floating_point):
+                shape = f"[{size}]" if 1 in dims else f"[{size}, …]"
                 raise BatchError(f"{name} must be floating point {shape}, got {describe(t)}")
+        labels, weights = self.labels, self.weights
+        if weights is not None and weights.dim() == 2 and labels is not None and weights.shape != labels.shape:
+            raise BatchError(
+                f"weights are {list(weights.shape)}, but the labels are {list(labels.shape)}; give one weight per "
+                f"sample [{size}], or one per sample and label"
+            )
         for name, t in self.extra.items():
             if len(t) != size:
                 raise BatchError(f"extra column '{name}' has {len(t):,} samples, the batch has {size:,}")
 
     def __len__(self) -> int:
         return len(self.sparse)
+
+    @property
+    def weights_by_label(self) -> Tensor | None:
+        """Sample weights ``[B, T]``, or ``[B, 1]`` where those of all labels are the same."""
+        weights = self.weights
+        return weights[:, None] if weights is not None and weights.dim() == 1 else weights
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """Copy the batch to a device."""

@@ -74,7 +74,7 @@ def replace_kernels() -> None:
         results = noted_loss(logits, labels, weights)
         with RECORD.computing(), torch.enable_grad():
             x = host_of(logits).detach().requires_grad_()
-            by_logit = None if weights is None else host_of(weights)[:, None]
+            by_logit = None if weights is None else host_of(weights)
             total = F.binary_cross_entropy_with_logits(x, host_of(labels), by_logit, reduction="sum")
             _fill(results, (total.detach(), torch.autograd.grad(total, x)[0]))
         return results

@@ -17,17 +17,19 @@ def found_and_expected(logits, labels, weights=None):
     given = (None if t is None else t.to(DEVICE) for t in (logits, labels, weights))
     total, gradient = triton_loss.cross_entropy(*given)
     leaf = logits.double().requires_grad_()
-    by_logit = None if weights is None else weights.double()[:, None]
+    by_logit = None if weights is None else weights.double()
     expected = F.binary_cross_entropy_with_logits(leaf, labels.double(), by_logit, reduction="sum")
     return total.cpu(), gradient.cpu(), expected.detach(), torch.autograd.grad(expected, leaf)[0]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", ["all 1", "by sample", "by label"])
 @pytest.mark.parametrize("shape", [(5, 1), (700, 3), (1024, 1), (2100, 1)])
 def test_sum_and_gradient(shape, weighted):
     draw = torch.Generator().manual_seed(3)
     logits, labels = 8 * torch.randn(*shape, generator=draw), torch.rand(*shape, generator=draw).round()
-    weights = torch.rand(shape[0], generator=draw) if weighted else None
+    weights = None
+    if weighted != "all 1":
+        weights = torch.rand(shape[0], 1 if weighted == "by sample" else shape[1], generator=draw)
     total, gradient, expected, of_logits = found_and_expected(logits, labels, weights)
     assert total.dtype == gradient.dtype == torch.float32 and total.shape == ()
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)

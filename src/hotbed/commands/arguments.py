@@ -27,7 +27,7 @@ from hotbed.config import (
     check_trust,
     import_from,
 )
-from hotbed.config.recipe import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
+from hotbed.config.former_names import RENAMED_KEYS, RENAMED_VALUES, warn_renamed, with_new_names
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.files import json_text, read_text, read_yaml, yaml_text
 from hotbed.locations import location
@@ -40,7 +40,16 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 _NO_WIDTH = 1 << 20
 """Columns of a pipe or file."""
 _COMPONENTS = ("model", "dense_optimizer", "sparse_optimizer", "wide_optimizer")
-_GROUPS = {"dense_optimizer_groups": "parameters", "sparse_optimizer_groups": "tables"}
+_NAMED = {
+    "tasks": "How labels are trained: .LABEL.loss has a loss's class_path, .LABEL.weight its factor.",
+    "metrics": "More metrics: .NAME.class_path a class of torchmetrics, torcheval or your own, .NAME.init_args.",
+    "callbacks": "What else is to happen: .NAME.class_path a hotbed.Callback, .NAME.init_args.",
+    "dense_optimizer_groups": "Optimizers of some parameters: .GROUP.parameters has patterns of names, "
+    ".GROUP.optimizer the class.",
+    "sparse_optimizer_groups": "Optimizers of some tables: .GROUP.tables has patterns of names, "
+    ".GROUP.optimizer the class.",
+}
+"""Mappings of names that users choose to sections, each with its help."""
 
 
 class Parser(ArgumentParser):
@@ -153,7 +162,7 @@ class RecipeParser(Parser):
     def _set_deep(self, parsed: Namespace, key: str, text: str) -> None:
         component, _, path = key.partition(".init_args.")
         name = f"{component}.init_args"
-        if (group := key.partition("."))[0] in _GROUPS:
+        if (group := key.partition("."))[0] in _NAMED:
             name, _, path = group
         if f"--{name}" not in self._option_string_actions:
             self.error(f"unrecognized arguments: --{key}")
@@ -172,16 +181,13 @@ def add_recipe(parser: ArgumentParser) -> None:
     parser.add_argument("--recipe", action="config", help="Recipe to start from; or just name it.")
     parser.add_argument("--name", type=str | None, help="Name of the run's directory.")
     _add_component(parser, "data.source", "hotbed.data.SplitBinarySource")
-    parser.add_class_arguments(DataRecipe, "data", skip={"source"}, instantiate=False)
+    parser.add_class_arguments(DataRecipe, "data", skip={"source", "dynamic"}, instantiate=False)
+    parser.add_argument("--data.dynamic", type=dict, default={}, help="By table, rows for ids as they come.")
     for key in _COMPONENTS:
         _add_component(parser, key)
-    for key, names in _GROUPS.items():
-        parser.add_argument(
-            f"--{key}",
-            type=dict,  # of Any, jsonargparse would fill in what classes that are named in it take
-            default={},
-            help=f"Optimizers of some {names}: .GROUP.{names} has patterns of names, .GROUP.optimizer the class.",
-        )
+    for key, text in _NAMED.items():
+        # Of the type dict[str, Any] jsonargparse would fill in what classes that are named in it take.
+        parser.add_argument(f"--{key}", type=dict, default={}, help=text)
     parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
     parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
     parser.add_class_arguments(InitRecipe, "init", instantiate=False)
@@ -313,7 +319,7 @@ def _value_of(option: str, remaining: Iterator[str]) -> str:
 
 # What lies within init_args is set here: jsonargparse would replace all of `schema` by {group: user}, and of the type
 # dict[str, Any] it would import every class that a recipe's init_args name, before anybody has checked them.
-_DEEP = re.compile(rf"--((?:\w+\.)+init_args\.[\w.]+|(?:{'|'.join(_GROUPS)})\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
+_DEEP = re.compile(rf"--((?:\w+\.)+init_args\.[\w.]+|(?:{'|'.join(_NAMED)})\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
 
 
 def split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -11,6 +11,7 @@ Importing this module is cheap and loads no class that a recipe names.
 """
 
 from hotbed.config.component import Component
+from hotbed.config.dynamic import DynamicRecipe
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
 from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
@@ -24,6 +25,7 @@ from hotbed.config.recipe import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.tasks import TaskRecipe
 from hotbed.config.trust import check_trust, import_from
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "DataRecipe",
     "DenseOptimizerGroup",
     "Device",
+    "DynamicRecipe",
     "HotRecipe",
     "InitRecipe",
     "LinearLibrary",
@@ -43,6 +46,7 @@ __all__ = [
     "Recipe",
     "ScheduleRecipe",
     "SparseOptimizerGroup",
+    "TaskRecipe",
     "TrainRecipe",
     "check_keys",
     "check_trust",

@@ -1,8 +1,8 @@
 """Define `Recipe`: everything that one training run is, as a tree of plain values that are checked when they are set.
 
-The sections on data, training and the warm start are here; groups of optimizers and learning rates are in
-`hotbed.config.optimizers`; ranks, memories and hot rows, which change where bytes are and how fast, in
-`hotbed.config.places`.
+The sections on data, training and the warm start are here; losses of labels are in `hotbed.config.tasks`; groups of
+optimizers and learning rates in `hotbed.config.optimizers`; ranks, memories and hot rows, which change where bytes are
+and how fast, in `hotbed.config.places`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, cast, get_args, get_origin, get_type_hints
 
 from hotbed.config.component import Component, above_zero, at_least, by_table, one_of, seed
+from hotbed.config.dynamic import DynamicRecipe
+from hotbed.config.former_names import with_new_names
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.config.tasks import TaskRecipe
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import OnBadId, RowDtype
 
@@ -42,6 +45,9 @@ class DataRecipe:
     fp32_rows: int | dict[str, int] = 0
     """First rows that are float32 whatever the dtype: of every table, or by table name (0 for a table not named).
     A number above a table's rows means all of them, so that one number serves tables of any size."""
+    dynamic: dict[str, DynamicRecipe] = field(default_factory=dict)
+    """By table name, tables whose rows are given to ids when these are seen. The rows that a schema says of such a
+    table are only what values are hashed to: any number, such as 2**40."""
     frozen: list[str] = field(default_factory=list)
     """Tables that are looked up and never trained."""
     on_bad_id: OnBadId = "error"
@@ -197,6 +203,13 @@ class Recipe:
     """A torch.optim optimizer, made with the model's parameters that are in no group."""
     sparse_optimizer: Component
     """A hotbed.optim optimizer, made with the model's tables that are in no group."""
+    tasks: dict[str, TaskRecipe] = field(default_factory=dict)
+    """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
+    metrics: dict[str, Component] = field(default_factory=dict)
+    """By name, more metrics of each label: a class of torchmetrics, torcheval or your own (`train.own_metrics`)."""
+    callbacks: dict[str, Component] = field(default_factory=dict)
+    """By name, what else is to happen in training: `hotbed.Callback` classes, such as hotbed.train.tracking.MLflow.
+    They get ``recipe`` and ``directory`` (that of the run) if they take arguments of these names."""
     dense_optimizer_groups: dict[str, DenseOptimizerGroup] = field(default_factory=dict)
     """By name, parameters with an optimizer of their own; logs and checkpoints use the name."""
     sparse_optimizer_groups: dict[str, SparseOptimizerGroup] = field(default_factory=dict)
@@ -275,64 +288,6 @@ class Recipe:
             return cls.from_dict(values)
 
 
-RENAMED_KEYS = {"parallel.sums_apart": "parallel.per_shard_statistics"}
-"""Former names of keys, by section and key; they work until version 0.3 and warn."""
-
-RENAMED_VALUES = {"hot.batches": {"apart": "alternating"}}
-"""Former names of values, by key; they work until version 0.3 and warn."""
-
-
-def with_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace former names of keys and values in a recipe's plain values; a `FutureWarning` names the new ones.
-
-    >>> with_new_names({"hot": {"batches": "apart"}})  # doctest: +SKIP
-    FutureWarning: hot.batches 'apart' is now called 'alternating'; the former name works until hotbed 0.3
-    {'hot': {'batches': 'alternating'}}
-
-    Raises
-    ------
-    RecipeError
-        If a key is given by both of its names.
-    """
-    changed = dict(values)
-    for old, new in RENAMED_KEYS.items():
-        section, key = old.split(".")
-        if isinstance(of := changed.get(section), Mapping) and key in of:
-            name = new.split(".")[1]
-            if name in of:
-                raise RecipeError(f"the recipe has both '{new}' and its former name '{old}'; remove '{old}'")
-            warn_renamed(old, new)
-            changed[section] = {name if k == key else k: v for k, v in of.items()}
-    for where, names in RENAMED_VALUES.items():
-        section, key = where.split(".")
-        if isinstance(of := changed.get(section), Mapping) and isinstance(value := of.get(key), str) and value in names:
-            warn_renamed(f"{where} '{value}'", f"'{names[value]}'")
-            changed[section] = {**of, key: names[value]}
-    if (wide := changed.pop("wide_optimizer", None)) is not None:
-        warn_renamed("wide_optimizer", "sparse_optimizer_groups.wide.optimizer")
-        groups = changed.get("sparse_optimizer_groups", {})
-        if isinstance(groups, Mapping):  # what else it may be is an error of its own
-            group = _with_wide_optimizer(groups.get("wide", {"tables": ["wide.*"]}), wide)
-            changed["sparse_optimizer_groups"] = {**groups, "wide": group}
-    return changed
-
-
-def _with_wide_optimizer(group: Any, wide: Any) -> Any:
-    """The group ``wide`` with what the former key ``wide_optimizer`` says: all or, on a command line, some of it."""
-    if not isinstance(group, Mapping):
-        return group
-    optimizer = group.get("optimizer", {})
-    if isinstance(optimizer, Mapping) and isinstance(wide, Mapping):
-        init_args = {**optimizer.get("init_args", {}), **wide.get("init_args", {})}
-        wide = {**optimizer, **wide, **({"init_args": init_args} if init_args else {})}
-    return {**group, "optimizer": wide}
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn of a former name."""
-    warnings.warn(f"{old} is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=4)
-
-
 def check_keys(values: object, *, complete: bool = True) -> None:
     """Raise `RecipeError` if a recipe's plain values have an unknown key, or lack one unless ``complete`` is False."""
     if isinstance(values, Mapping):
@@ -365,7 +320,7 @@ def _from_mapping(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     try:
         return cls(**made)
     except RecipeError as error:
-        if cls not in (Component, DenseOptimizerGroup, SparseOptimizerGroup):
+        if cls not in (Component, DenseOptimizerGroup, SparseOptimizerGroup, TaskRecipe, DynamicRecipe):
             raise
         # These do not know which of the recipe's components and groups they are.
         raise RecipeError(f"{where}{error}") from None
@@ -396,5 +351,5 @@ def _sections(annotation: Any, value: object, where: str) -> list[tuple[type[Any
     if get_origin(annotation) is not dict:
         return [(section, value, where)]
     if not isinstance(value, Mapping):
-        raise RecipeError(f"{where.rstrip('.')} is {value!r}, must be a mapping of names to groups")
+        raise RecipeError(f"{where.rstrip('.')} is {value!r}, must be a mapping of names to sections")
     return [(section, of, f"{where}{name}.") for name, of in cast("Mapping[str, Any]", value).items()]

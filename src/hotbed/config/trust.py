@@ -2,7 +2,8 @@
 
 What a user names on a command line, as he names a script to Python, is his: its ``class_path`` imports installed
 packages, and modules beside the recipe. What is stored in a checkpoint or a run came with it, perhaps from a stranger:
-classes of hotbed and of torch.optim are taken from it, all others only where the user says so (``--trust_recipe``).
+classes of hotbed, optimizers, losses and metrics of torch are taken from it, all others only where the user says so
+(``--trust_recipe``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from hotbed.config.component import Component
 from hotbed.config.recipe import Recipe
 from hotbed.errors import RecipeError
 
-_TRUSTED = re.compile(r"(hotbed\.(data|nn|optim)|torch\.optim)(\.\w+)+")
-"""Packages whose classes do what a recipe is for, and no more."""
+_TRUSTED = re.compile(
+    r"(hotbed\.(data|nn|optim)|torch\.optim)(\.\w+)+|torch\.nn\.\w+Loss|torchmetrics\.classification\.\w+"
+)
+"""Classes that do what a recipe is for, and no more: of hotbed, optimizers and losses of torch, metrics."""
 
 
 def components(recipe: Recipe) -> Iterator[tuple[str, Component]]:
@@ -26,6 +29,10 @@ def components(recipe: Recipe) -> Iterator[tuple[str, Component]]:
     yield "model", recipe.model
     yield "dense_optimizer", recipe.dense_optimizer
     yield "sparse_optimizer", recipe.sparse_optimizer
+    for label, task in recipe.tasks.items():
+        yield f"tasks.{label}.loss", task.loss
+    for key, others in (("metrics", recipe.metrics), ("callbacks", recipe.callbacks)):
+        yield from ((f"{key}.{name}", other) for name, other in others.items())
     for name, dense in recipe.dense_optimizer_groups.items():
         yield f"dense_optimizer_groups.{name}.optimizer", dense.optimizer
     for name, sparse in recipe.sparse_optimizer_groups.items():

@@ -1,4 +1,4 @@
-"""Define what a schema says of one column: `SparseColumn`, `Numerical`, `Scaling` and `Label`."""
+"""Define what a schema says of one column: `SparseColumn`, `Numerical`, `Scaling`, `Label` and `LabelWeight`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.pooling import Pooling
-from hotbed.specs import is_int
+from hotbed.specs import OnTooLong, is_int
 
 Rule: TypeAlias = Literal["as_is", "standard", "log", "quantile", "asinh"]
 Missing: TypeAlias = Literal["error", "center", "indicator"]
@@ -34,6 +34,8 @@ class SparseColumn:
         Ids per sample (1 is one-hot), or None where their number varies (ragged).
     pooling
         How the rows of one sample become one vector, see `Feature.pooling`.
+    max_len, on_too_long
+        Most ids of a sample, and what becomes of samples that have more, see `Feature.max_len`.
 
     Raises
     ------
@@ -46,6 +48,8 @@ class SparseColumn:
     table: str | None = None
     ids: int | None = 1
     pooling: Pooling = "sum"
+    max_len: int | None = None
+    on_too_long: OnTooLong = "error"
 
     def __post_init__(self) -> None:
         if not self.name or self.table == "":
@@ -57,6 +61,20 @@ class SparseColumn:
         if self.pooling not in get_args(Pooling):
             choices = ", ".join(get_args(Pooling))
             raise SpecError(f"sparse column '{self.name}': pooling is {self.pooling!r}, must be one of {choices}")
+        if self.on_too_long not in get_args(OnTooLong):
+            choices = ", ".join(get_args(OnTooLong))
+            raise SpecError(
+                f"sparse column '{self.name}': on_too_long is {self.on_too_long!r}, must be one of {choices}"
+            )
+        if self.max_len is not None and (not is_int(self.max_len) or self.max_len < 1):
+            raise SpecError(
+                f"sparse column '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1, or null"
+            )
+        if self.max_len is None and self.on_too_long != "error":
+            raise SpecError(
+                f"sparse column '{self.name}': on_too_long is {self.on_too_long!r}, but nothing is too long without "
+                "max_len; set it"
+            )
 
     @property
     def table_name(self) -> str:
@@ -203,6 +221,23 @@ class Label:
                 "'in [a, b]', in quotes"
             )
         return Positive(found[1], values)  # pyright: ignore[reportArgumentType] (the pattern has no other)
+
+
+@dataclass(frozen=True)
+class LabelWeight:
+    """The sample weights of one label, where it has its own.
+
+    Parameters
+    ----------
+    label
+        One of the schema's ``labels``.
+    column
+        The column of its weights, as stored: numbers of at least 0. It may be another label, so that one task learns
+        from the samples alone in which another is positive (a purchase, of what was clicked).
+    """
+
+    label: str
+    column: str
 
 
 def _values(text: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
 from hotbed.data.derived_columns import Columns, check_derived_types, not_measured
-from hotbed.data.labels import check_label, read_group, read_labels, read_weights
+from hotbed.data.labels import check_label, read_group, read_labels, weights_by_label
 from hotbed.data.lookup_table import LookupTable
 from hotbed.data.numericals import read_numericals
 from hotbed.data.plain_rows import InputColumn, typed_table
@@ -126,7 +126,7 @@ class Encoder:
     def names(self) -> list[str]:
         """All columns that are read: those of inputs, then labels, weight and group."""
         s = self.schema
-        rest = [*s.labels, *(name for name in (s.weight, s.group) if name)]
+        rest = [*s.labels, *s.weight_columns, *([s.group] if s.group else [])]
         return list(dict.fromkeys([*(column.name for column in self.columns()), *rest]))
 
     @property
@@ -188,7 +188,7 @@ class Encoder:
         for name in self.hashed:
             refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
         check_derived_types(s, fields, self._lookups, what, self._lists)
-        for name in [*dense, *([s.weight] if s.weight else [])]:
+        for name in [*dense, *s.weight_columns]:
             if name not in dense or not pa.types.is_null(fields.field(name).type):
                 arrow.check_number(name, fields.field(name).type, what)
         mapped = {label.column: label for label in s.positives}
@@ -257,7 +257,7 @@ class Encoder:
         )
         mapped = {label.column: label for label in s.positives}
         labels = [read_labels(table[name], name, mapped.get(name), place, row_of) for name in s.labels]
-        weights = read_weights(table[s.weight], s.weight, place, row_of) if s.weight else None
+        weights = weights_by_label(table, s, place, row_of)
         return Batch(
             sparse=sparse,
             dense=torch.from_numpy(read_numericals(columns, s, place, row_of)) if s.dense else None,

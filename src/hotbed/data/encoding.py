@@ -101,7 +101,7 @@ def encode(job: EncodeJob) -> None:
 
 def stored_columns(schema: Schema) -> list[str]:
     """Columns that are read to encode samples."""
-    more = [name for name in (schema.weight, schema.group) if name is not None]
+    more = [*schema.weight_columns, *([schema.group] if schema.group is not None else [])]
     return list(dict.fromkeys([*schema.labels, *schema.dense, *more, *(c.name for c in schema.sparse)]))
 
 
@@ -177,8 +177,8 @@ def _check(job: EncodeJob, part: Part) -> None:
 
         for name in job.schema.labels:
             read_labels(table[name], name, mapped.get(name), place, row_of, check=True)
-        if job.schema.weight is not None:
-            read_weights(table[job.schema.weight], job.schema.weight, place, row_of)
+        for name in job.schema.weight_columns:
+            read_weights(table[name], name, place, row_of)
         if job.group_column is not None:
             refuse_null(table[job.group_column], job.group_column, place, row_of)
 
@@ -224,8 +224,8 @@ def _encoded(job: EncodeJob, part: Part) -> pa.Table:
     """Ids in the place of values; all other columns as they are."""
     _check(job, part)
     schema = job.schema
-    more = [name for name in (schema.weight,) if name is not None]
-    columns = {name: part.column(name, job.types[name]) for name in (*schema.labels, *schema.dense, *more)}
+    names = (*schema.labels, *schema.dense, *schema.weight_columns)
+    columns = {name: part.column(name, job.types[name]) for name in names}
     if schema.group is not None and job.group_column is not None:
         columns[schema.group] = part.column(job.group_column, job.types[job.group_column])
     for column in schema.sparse:

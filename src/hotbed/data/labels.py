@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from hotbed.data import arrow
 from hotbed.data.columns import Label, Positive
+from hotbed.data.schema import Schema
 from hotbed.data.source import label_error
 from hotbed.errors import DataError, SpecError
 
@@ -108,6 +109,15 @@ def read_weights(column: pa.ChunkedArray, name: str, place: str, row_of: Callabl
             "at least 0: mend the data, or leave `weight` out of the schema"
         )
     return weights
+
+
+def weights_by_label(table: pa.Table, schema: Schema, place: str, row_of: Callable[[int], str]) -> arrow.Array | None:
+    """Sample weights ``[n]``, or ``[n, T]`` where labels have their own; None where there are none."""
+    found = {name: read_weights(table[name], name, place, row_of) for name in schema.weight_columns}
+    if not schema.label_weights:
+        return found[schema.weight] if schema.weight else None
+    ones = np.ones(len(table), np.float32)
+    return np.stack([ones if name is None else found[name] for name in schema.weights], axis=1)
 
 
 def refuse_null(column: pa.ChunkedArray, name: str, place: str, row_of: Callable[[int], str]) -> None:

@@ -204,7 +204,7 @@ def _check(schema: Schema, day: Day, path: str) -> None:
     for column, ids in zip(schema.sparse, day.ids, strict=True):
         if column.ids != ids:
             raise SpecError(f"sparse column '{column.name}': ids is {column.ids}, and the arrays in {path} have {ids}")
-    if schema.weight or schema.group:
+    if schema.weight_columns or schema.group:
         raise SpecError("arrays of NumPy have no weight or group column; use Parquet for them")
     if schema.scaling or schema.positives or schema.derived:
         raise SpecError("arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for that")

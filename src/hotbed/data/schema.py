@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from hotbed.data.columns import Label, Numerical, Scaling, SparseColumn
+from hotbed.data.columns import Label, LabelWeight, Numerical, Scaling, SparseColumn
 from hotbed.data.derived import Bucket, Derived, check_derived, parse_feature
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.specs import Feature, OnBadId, Table
 
-_OF_COLUMNS = ("scaling", "numericals", "positives", "derived")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OF_COLUMNS = ("scaling", "numericals", "positives", "label_weights", "derived")
 """Fields of a schema that its dict form says beside the columns that they are of."""
+_LIMITS = ("max_len", "on_too_long")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class Schema:
     labels
         Label columns, in the order of the batch's ``labels [B, T]``; empty where only predictions are wanted.
     weight
-        Column of sample weights, or None.
+        Column of sample weights, or None: those of all labels that have none of their own.
     group
         Column whose values group samples (a user id, for grouped AUC), or None. It is in the batch's ``extra``.
     scaling
@@ -44,6 +48,9 @@ class Schema:
         Dense columns of neither kind are taken as they are.
     positives
         Labels that are mapped to 0 and 1 when they are read; the others are from 0 to 1 as they are.
+    label_weights
+        Labels that have sample weights of their own; the batch's ``weights`` are then ``[B, T]``, 1 for a label that
+        has none.
     derived
         How columns are made that are not stored, in order (``features`` of the dict form): crosses, buckets and values
         of tables. Those that are inputs are in ``sparse`` or ``dense``, too, after the stored ones.
@@ -63,10 +70,11 @@ class Schema:
     scaling: tuple[Scaling, ...] = ()
     numericals: tuple[Numerical, ...] = ()
     positives: tuple[Label, ...] = ()
+    label_weights: tuple[LabelWeight, ...] = ()
     derived: tuple[Derived, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("sparse", "dense", "labels", "scaling", "numericals", "positives", "derived"):
+        for field in ("sparse", "dense", "labels", "scaling", "numericals", "positives", "label_weights", "derived"):
             value = getattr(self, field)
             if isinstance(value, str):
                 raise SpecError(f"{field} is {value!r}, must be a list of columns; write [{value!r}]")
@@ -74,7 +82,8 @@ class Schema:
         if not self.sparse:
             raise SpecError("a schema needs at least one sparse column")
         # The group column is left out: grouping by a column that is also a feature (the user) is the usual case.
-        names = [c.name for c in self.sparse] + [*self.dense, *self.labels, *((self.weight,) if self.weight else ())]
+        weights = [name for name in self.weight_columns if name == self.weight or name not in self.labels]
+        names = [c.name for c in self.sparse] + [*self.dense, *self.labels, *weights]
         for name, count in Counter(names).items():
             if not name:
                 raise SpecError("a column has an empty name")
@@ -87,9 +96,15 @@ class Schema:
                 raise SpecError(f"numerical column '{name}' is scaled {count} times; give it one scaling")
         _refuse_others("numericals", (n.name for n in self.numericals), self.dense, "dense column", "rule")
         _refuse_others("positives", (p.column for p in self.positives), self.labels, "label", "condition")
+        _refuse_others("label_weights", (w.label for w in self.label_weights), self.labels, "label", "weight column")
+        if self.weight is not None and self.labels and len(self.label_weights) == len(self.labels):
+            raise SpecError(
+                f"weight is '{self.weight}', but all labels have a weight column of their own; leave `weight` out, or "
+                "that of a label"
+            )
         for name in {s.name for s in self.scaling} & {n.name for n in self.numericals}:
             raise SpecError(f"numerical column '{name}' has a scaling and a rule; give it one of them")
-        check_derived(self.derived, self.sparse, self.dense, {*self.labels, *([self.weight] if self.weight else [])})
+        check_derived(self.derived, self.sparse, self.dense, {*self.labels, *self.weight_columns})
         first: dict[str, SparseColumn] = {}
         for column in self.sparse:
             other = first.setdefault(column.table_name, column)
@@ -122,9 +137,25 @@ class Schema:
         return tuple(name for name in self.dense if name in with_one)
 
     @property
+    def weights(self) -> tuple[str | None, ...]:
+        """The column of sample weights of each label; None where it has none."""
+        own = {w.label: w.column for w in self.label_weights}
+        return tuple(own.get(label, self.weight) for label in self.labels)
+
+    @property
+    def weight_columns(self) -> tuple[str, ...]:
+        """All columns of sample weights."""
+        every = [self.weight, *(w.column for w in self.label_weights)]
+        return tuple(dict.fromkeys(name for name in every if name is not None))
+
+    def weights_of(self, weights: Tensor, column: str) -> Tensor:
+        """One of `weight_columns` ``[B]`` of a batch's weights, ``[B]`` or ``[B, T]``."""
+        return weights if weights.dim() == 1 else weights[:, self.weights.index(column)]
+
+    @property
     def inputs(self) -> Schema:
         """The same without labels, weight and group: what a prediction needs."""
-        return replace(self, labels=(), positives=(), weight=None, group=None)
+        return replace(self, labels=(), positives=(), label_weights=(), weight=None, group=None)
 
     def only(self, features: Collection[str]) -> Schema:
         """The same with these sparse columns only, and what they and the dense columns are made of."""
@@ -160,23 +191,29 @@ class Schema:
 
     def features(self, on_bad_id: OnBadId = "error") -> list[Feature]:
         """One feature per sparse column, all with the same policy for ids out of range."""
-        return [Feature(c.name, c.table_name, pooling=c.pooling, on_bad_id=on_bad_id) for c in self.sparse]
+        return [
+            Feature(c.name, c.table_name, c.pooling, c.max_len, on_too_long=c.on_too_long, on_bad_id=on_bad_id)
+            for c in self.sparse
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Plain values that JSON and YAML can hold; `from_dict` is the inverse.
 
         An entry of ``dense`` is the column's name, ``{name, center, scale}`` where it is scaled, or ``{name, rule,
-        missing}`` where the model normalizes it; one of ``labels`` is its name, or ``{column, positive}``. Derived
-        columns are in ``features``, where there are some, with all that is said of them.
+        missing}`` where the model normalizes it; one of ``labels`` is its name, or ``{column, positive, weight}``
+        with a condition, a column of weights, or both. Derived columns are in ``features``, where there are some, with
+        all that is said of them.
         """
         scaled: dict[str, object] = {s.name: asdict(s) for s in self.scaling}
         for numerical in self.numericals:
             scaled[numerical.name] = {k: v for k, v in asdict(numerical).items() if v is not None}
-        mapped = {label.column: asdict(label) for label in self.positives}
-        sparse = {c.name: {f.name: getattr(c, f.name) for f in fields(c)} for c in self.sparse}
+        said: dict[str, dict[str, str]] = {label.column: asdict(label) for label in self.positives}
+        for own in self.label_weights:
+            said.setdefault(own.label, {"column": own.label})["weight"] = own.column
+        sparse = {c.name: _entry(c) for c in self.sparse}
         of_columns, of_dense = self.stored
         values: dict[str, object] = {
-            "labels": [mapped.get(name, name) for name in self.labels],
+            "labels": [said.get(name, name) for name in self.labels],
             "weight": self.weight,
             "group": self.group,
             "dense": [scaled.get(name, name) for name in of_dense],
@@ -220,8 +257,9 @@ class Schema:
             rest["dense"] = [*_list("dense", rest.get("dense", ())), *numbers]
         if "labels" in rest:
             labels = [_label(f"labels[{i}]", entry) for i, entry in enumerate(_list("labels", rest["labels"]))]
-            rest["labels"] = tuple(entry if isinstance(entry, str) else entry.column for entry in labels)
-            rest["positives"] = tuple(entry for entry in labels if isinstance(entry, Label))
+            rest["labels"] = tuple(name for name, _, _ in labels)
+            rest["positives"] = tuple(label for _, label, _ in labels if label is not None)
+            rest["label_weights"] = tuple(weight for _, _, weight in labels if weight is not None)
         if "dense" in rest:
             dense = [_dense(f"dense[{i}]", entry) for i, entry in enumerate(_list("dense", rest["dense"]))]
             rest["dense"] = tuple(entry if isinstance(entry, str) else entry.name for entry in dense)
@@ -231,6 +269,12 @@ class Schema:
             if rest.get(key) is not None:
                 _name(key, rest[key])
         return Schema(sparse=tuple(columns), **cast("dict[str, Any]", rest))
+
+
+def _entry(column: SparseColumn) -> dict[str, object]:
+    """One entry of ``sparse``; of limits only those that are set, for readers that know of none."""
+    values = {f.name: getattr(column, f.name) for f in fields(column)}
+    return {key: value for key, value in values.items() if key not in _LIMITS or column.max_len is not None}
 
 
 def _said(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:
@@ -262,15 +306,20 @@ def _dense(where: str, entry: object) -> str | Scaling | Numerical:
     return Numerical(**values)
 
 
-def _label(where: str, entry: object) -> str | Label:
+def _label(where: str, entry: object) -> tuple[str, Label | None, LabelWeight | None]:
+    """One entry of ``labels``: its column, and its condition and its column of weights, where it has them."""
     if isinstance(entry, Label):
-        return entry
+        return entry.column, entry, None
     if not isinstance(entry, Mapping):
-        return _name(where, entry)
+        return _name(where, entry), None, None
     values = cast("Mapping[str, Any]", entry)
-    _check_keys(where, values, Label, required=("column",))
-    column = _name(f"{where}.column", values["column"])
-    return Label(column, values["positive"]) if values.get("positive") is not None else column
+    _check_keys(where, values, Label, required=("column",), also=("weight",))
+    column, positive, weight = _name(f"{where}.column", values["column"]), values.get("positive"), values.get("weight")
+    return (
+        column,
+        None if positive is None else Label(column, positive),
+        None if weight is None else LabelWeight(column, _name(f"{where}.weight", weight)),
+    )
 
 
 def _refuse_others(field: str, names: Iterable[str], known: tuple[str, ...], kind: str, has: str) -> None:

@@ -95,11 +95,11 @@ class SchemaChecks:
         mapped = {of.column for of in schema.positives}
         for name in (n for n in schema.labels if n in usable):
             self._labels(found, name, is_mapped=name in mapped)
-        if schema.weight is not None and schema.weight in usable:
-            weights = arrow.wide_numbers(column := table[schema.weight])
+        for name in (n for n in schema.weight_columns if n in usable):
+            weights = arrow.wide_numbers(column := table[name])
             bad = ~((weights >= 0) & (weights < np.inf))
             limit = "weights must be finite and at least 0: mend the data, or leave `weight` out of the schema"
-            self._say(found, schema.weight, "bad weights", bad, column, "weight {}", limit)
+            self._say(found, name, "bad weights", bad, column, "weight {}", limit)
         if schema.group is not None and schema.group in usable:
             column = table[schema.group]
             limit = "groups must be there: drop these rows, or name another column"
@@ -111,7 +111,7 @@ class SchemaChecks:
         schema, names = self.schema, fields.names
         sparse, dense = schema.stored
         made_of = stored_inputs(schema.derived, (Cross, Lookup, Bucket))
-        others = [name for name in (schema.weight, schema.group) if name is not None]
+        others = [*schema.weight_columns, *([schema.group] if schema.group is not None else [])]
         every = [*(c.name for c in sparse), *dense, *schema.labels, *others, *made_of]
         for name in dict.fromkeys(every):
             if name not in names:
@@ -125,7 +125,7 @@ class SchemaChecks:
         for name in (n for n in schema.labels if n in names):
             kind = fields.field(name).type
             self._try(name, partial(check_label, name, kind, mapped.get(name), what))
-        for name in [*dense, *([schema.weight] if schema.weight else [])]:
+        for name in [*dense, *schema.weight_columns]:
             kind = fields.field(name).type if name in names else pa.null()
             if not (arrow.is_number(kind) or pa.types.is_null(kind)):
                 message = f"{what}: column '{name}' is {kind}, must be numbers; write it as numbers, or name another"

@@ -67,7 +67,7 @@ class SourceFile:
         s = self.source.schema
         fields = [(c.name, pa.int64() if c.ids == 1 else pa.large_list(pa.int64())) for c in s.sparse]
         fields += [(name, pa.float64() if s.numericals else pa.float32()) for name in s.dense]
-        fields += [(name, pa.float32()) for name in (*s.labels, *([s.weight] if s.weight else []))]
+        fields += [(name, pa.float32()) for name in dict.fromkeys((*s.labels, *s.weight_columns))]
         fields += [(s.group, pa.int64())] if s.group else []
         return pa.schema(fields)
 
@@ -173,7 +173,9 @@ def _column(batch: Batch, name: str, schema: Schema) -> pa.Array:
         return _numbers(batch.dense[:, schema.dense.index(name)])
     if name in schema.labels and batch.labels is not None:
         return _numbers(batch.labels[:, schema.labels.index(name)])
-    return _numbers(batch.weights if name == schema.weight and batch.weights is not None else batch.extra[name])
+    if name in schema.weight_columns and batch.weights is not None:
+        return _numbers(schema.weights_of(batch.weights, name))
+    return _numbers(batch.extra[name])
 
 
 def _ids(bags: Bags) -> pa.Array:

@@ -147,7 +147,7 @@ def _label_range(name: str, file: StoredFile, samples: int) -> tuple[float, floa
 
 def check_split_binary(schema: Schema) -> None:
     """Raise a `SpecError` if the format cannot hold samples of a schema."""
-    if schema.weight or schema.group:
+    if schema.weight_columns or schema.group:
         raise SpecError("the split-binary format has no weight or group column; use Parquet for them")
     if schema.scaling or schema.numericals:
         raise SpecError("the split-binary format does not scale numericals; write them scaled, or use Parquet")

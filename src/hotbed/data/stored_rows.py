@@ -230,8 +230,9 @@ def columns_of(batch: Batch, schema: Schema) -> pa.Table:
         elif bags.fixed != 1:
             ids = pa.FixedSizeListArray.from_arrays(ids, bags.fixed)
         columns[column.name] = ids
-    if schema.weight and batch.weights is not None:
-        columns[schema.weight] = pa.array(batch.weights.numpy())
+    if batch.weights is not None:
+        for name in schema.weight_columns:
+            columns.setdefault(name, pa.array(schema.weights_of(batch.weights, name).numpy()))
     for name, values in batch.extra.items():
         columns.setdefault(name, pa.array(values.numpy()))
     return pa.table(columns)

@@ -21,7 +21,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None)
     logits, labels
         ``[B, T]``, or ``[M, B, T]`` of an ensemble.
     weights
-        Of samples ``[B]``, or None.
+        Of samples ``[B, 1]``, or by label ``[B, T]``; None: all 1.
 
     Returns
     -------
@@ -33,8 +33,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None)
     fits = logits.ndim == 2 and all(t.device.type == "cuda" and t.dtype == torch.float32 for t in given)
     if fits and ops.select(logits.device).NAME == "triton":
         return _CrossEntropy.apply(logits, labels, weights)
-    by_logit = None if weights is None else weights[:, None]
-    return F.binary_cross_entropy_with_logits(logits, labels, by_logit, reduction="sum")
+    return F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -26,15 +26,15 @@ def _log_of_one_plus(e):
     return tl.where(is_lost, e, tl.log(one) * tl.div_rn(e, tl.where(is_lost, 1.0, one - 1.0)))
 
 
-@triton.jit(do_not_specialize=["total", "tasks"])
+@triton.jit(do_not_specialize=["total", "logits_per_weight"])
 def _cross_entropy_kernel(
     sums,  # [programs]
     gradient,  # [B, T]
     logits,  # [B, T]
     labels,  # [B, T]
-    weights,  # [B]; read where WEIGHTED
+    weights,  # [B, 1] or [B, T]; read where WEIGHTED
     total,  # B · T
-    tasks,  # T
+    logits_per_weight,  # T, or 1
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
@@ -47,7 +47,7 @@ def _cross_entropy_kernel(
     loss = (1.0 - y) * x - (tl.minimum(x, 0.0) - _log_of_one_plus(e))
     grad = tl.div_rn(tl.where(x >= 0, 1.0, e), 1.0 + e) - y
     if WEIGHTED:
-        w = tl.load(weights + i // tasks, mask=live, other=0.0)
+        w = tl.load(weights + i // logits_per_weight, mask=live, other=0.0)
         loss = loss * w
         grad = grad * w
     tl.store(gradient + i, grad, mask=live)
@@ -72,7 +72,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tup
     logits, labels
         ``[B, T]`` float32, on the device.
     weights
-        Of samples ``[B]`` float32, or None.
+        Of samples ``[B, 1]``, or by label ``[B, T]``, float32; None: all 1.
 
     Returns
     -------
@@ -95,7 +95,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tup
             labels,
             labels if weights is None else weights.contiguous(),
             count,
-            logits.shape[1],
+            1 if weights is None else count // weights.numel(),
             BLOCK=_BLOCK,
             WEIGHTED=weights is not None,
             **STRICT,

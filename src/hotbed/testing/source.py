@@ -65,7 +65,7 @@ class SourceContract(ABC):
         assert batch.sparse.fixed == tuple(c.ids for c in schema.sparse)
         assert (0 if batch.dense is None else batch.dense.shape[1]) == len(schema.dense)
         assert (0 if batch.labels is None else batch.labels.shape[1]) == len(schema.labels)
-        assert (batch.weights is not None) == (schema.weight is not None)
+        assert (batch.weights is not None) == bool(schema.weight_columns)
         assert list(batch.extra) == ([schema.group] if schema.group else [])
         for column in schema.sparse:
             ids = batch.sparse[column.name].values

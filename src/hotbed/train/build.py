@@ -25,7 +25,9 @@ from hotbed.specs import Table
 from hotbed.train.callbacks import refuse_monitor
 from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
+from hotbed.train.losses import losses_of
 from hotbed.train.numerics import resolve_device
+from hotbed.train.own_metrics import own_metrics
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
@@ -53,7 +55,8 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
     """The source's tables, with rows stored as the recipe says; a `RecipeError` names a table that there is not."""
     tables = source.schema.tables(data.dim)
     known = [table.name for table in tables]
-    named = {"data.dtype": data.dtype, "data.fp32_rows": data.fp32_rows, "data.frozen": data.frozen}
+    named: dict[str, Any] = {"data.dtype": data.dtype, "data.fp32_rows": data.fp32_rows, "data.frozen": data.frozen}
+    named["data.dynamic"] = data.dynamic
     for key, given in named.items():
         for name in given if isinstance(given, dict | list) else ():
             if name not in known:
@@ -63,7 +66,11 @@ def tables_of(source: Source, data: DataRecipe) -> list[Table]:
         dtype = data.dtype.get(table.name, "fp32") if isinstance(data.dtype, dict) else data.dtype
         fp32_rows = data.fp32_rows.get(table.name, 0) if isinstance(data.fp32_rows, dict) else data.fp32_rows
         frozen = table.name in data.frozen
-        return replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows), frozen=frozen)
+        made = replace(table, dtype=dtype, fp32_rows=min(fp32_rows, table.rows), frozen=frozen)
+        if (dynamic := data.dynamic.get(table.name)) is None:
+            return made
+        options: dict[str, Any] = {"rows": "dynamic", "dynamic": dynamic.spec()}
+        return replace(made, **options, init_bound=dynamic.init_bound)
 
     return [stored(table) for table in tables]
 
@@ -113,8 +120,10 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     """The recipe's model and optimizers, in a trainer without callbacks."""
     if not source.schema.labels:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
-    _check_labels(recipe, source)
     device = resolve_device(recipe.train.device)
+    losses_of(recipe.tasks, source.schema.labels, device)  # before labels are read and tables made
+    own_metrics(recipe.metrics)
+    _check_labels(recipe, source)
     model = build_model(recipe, source, device)
     if Ranks(model).is_first:
         plan = model.plan if isinstance(model, Distributed) else None
@@ -134,6 +143,8 @@ def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
         schedule=recipe.schedule,
         group=source.schema.group,
         labels=source.schema.labels,
+        metrics=own_metrics(recipe.metrics),
+        loss=losses_of(recipe.tasks, source.schema.labels, resolve_device(recipe.train.device)),
         overlap=recipe.parallel.overlap,
         divide=_divide(recipe, source, model),
     )

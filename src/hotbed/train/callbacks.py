@@ -16,11 +16,12 @@ import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hotbed.config import Monitor
+from hotbed.config import Monitor, Recipe
 from hotbed.errors import RecipeError
 from hotbed.files import without_nan
 from hotbed.train.metrics import Metrics
@@ -108,10 +109,9 @@ class TensorBoard(Callback):
             self._writer.add_scalar(f"train/{name}", record[name], trainer.step)
 
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        """Write the metrics."""
-        for name in ("auc", "logloss", "normalized_entropy", "calibration", "gauc"):
-            if (value := getattr(metrics, name)) is not None and not math.isnan(value):
-                self._writer.add_scalar(f"valid/{name}", value, trainer.step)
+        """Write the metrics, also those of each task where there are several."""
+        for name, value in metrics.curves("valid").items():
+            self._writer.add_scalar(name, value, trainer.step)
 
     def on_schedule(self, trainer: Trainer, record: dict[str, float]) -> None:
         """Write the rate at which hot and cold batches take turns."""
@@ -120,6 +120,44 @@ class TensorBoard(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         """Close the file."""
         self._writer.close()
+
+
+def refuse_callbacks(recipe: Recipe) -> None:
+    """Raise `RecipeError` for a callback of a recipe that is none."""
+    for name, component in recipe.callbacks.items():
+        try:
+            cls = component.load()
+        except RecipeError as error:
+            raise RecipeError(f"callbacks.{name}: {error}") from error
+        if not issubclass(cls, Callback):
+            raise RecipeError(f"callbacks.{name} is {component.class_path}, which is not a hotbed.Callback")
+
+
+def own_callbacks(recipe: Recipe, directory: Path, *, is_first: bool) -> list[Callback]:
+    """Make the callbacks that a recipe names, on the first rank or another one.
+
+    They get ``recipe``, and ``directory``, which is the run's, if they take arguments of these names and init_args has
+    none.
+
+    Raises
+    ------
+    RecipeError
+        If an argument is unknown, missing or refused.
+    """
+    refuse_callbacks(recipe)
+    made: list[Callback] = []
+    for name, component in recipe.callbacks.items():
+        cls = component.load()
+        if cls.first_rank_only and not is_first:
+            continue
+        known = signature(cls).parameters
+        wanted = known.keys() - component.init_args.keys()
+        given = {key: value for key, value in (("recipe", recipe), ("directory", directory)) if key in wanted}
+        try:
+            made.append(component.build(**given))
+        except RecipeError as error:
+            raise RecipeError(f"callbacks.{name}: {error}") from error
+    return made
 
 
 def refuse_monitor(monitor: Monitor, reason: str) -> NoReturn:

@@ -22,6 +22,7 @@ from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError, SpecError
 from hotbed.nn.normalization import normalization_of
+from hotbed.train.own_metrics import OwnMetrics, value_of
 from hotbed.train.parallel import Ranks
 from hotbed.train.size_classes import SizeClasses
 
@@ -50,6 +51,8 @@ class Metrics:
         Groups with both classes, and groups with one class, which ``gauc`` leaves out.
     tasks
         Metrics by label where there are several; the values above are then their means.
+    others
+        Values of the recipe's own metrics, by their names.
     undefined
         Why a metric is not defined, by its name.
     """
@@ -63,20 +66,29 @@ class Metrics:
     groups: int | None = None
     groups_left_out: int | None = None
     tasks: dict[str, Metrics] = field(default_factory=dict)
+    others: dict[str, float] = field(default_factory=dict)
     undefined: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The defined and requested metrics as plain values; what is not defined is None."""
         values: dict[str, Any] = {
             name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in vars(self).items()
-            if name not in ("tasks", "undefined") and (value is not None or name == "auc")
+            for name, value in {**vars(self), **self.others}.items()
+            if name not in ("tasks", "others", "undefined") and (value is not None or name == "auc")
         }
         if self.undefined:
             values["undefined"] = self.undefined
         if self.tasks:
             values["tasks"] = {name: task.to_dict() for name, task in self.tasks.items()}
         return values
+
+    def curves(self, place: str) -> dict[str, float]:
+        """Defined metrics by ``place/name``, and those of each task by ``place/task/name``, as trackers show them."""
+        names = ("auc", "logloss", "normalized_entropy", "calibration", "gauc")
+        found = {f"{place}/{name}": getattr(self, name) for name in names}
+        found |= {f"{place}/{name}": value for name, value in self.others.items()}
+        of_tasks = {k: v for name, task in self.tasks.items() for k, v in task.curves(f"{place}/{name}").items()}
+        return {k: v for k, v in found.items() if v is not None and not math.isnan(v)} | of_tasks
 
 
 class Predictions:
@@ -90,18 +102,20 @@ class Predictions:
     ----------
     labels
         Names of the tasks, or None to number them.
+    metrics
+        By name, what makes a metric that is computed, too.
     """
 
-    def __init__(self, labels: Sequence[str] | None = None) -> None:
-        self._names = labels
+    def __init__(self, labels: Sequence[str] | None = None, metrics: OwnMetrics | None = None) -> None:
+        self._names, self._own = labels, metrics or {}
         self._parts: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         self._sums: Tensor | None = None
 
     def add(
         self, logits: Tensor, labels: Tensor, *, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
-        """Add a batch: logits and labels ``[B, T]``, sample weights ``[B]``, groups ``[B]``."""
-        weight = torch.ones(len(logits), 1) if weights is None else weights[:, None]
+        """Add a batch: logits and labels ``[B, T]``, sample weights ``[B]`` or ``[B, T]``, groups ``[B]``."""
+        weight = torch.ones(len(logits), 1) if weights is None else weights if weights.dim() == 2 else weights[:, None]
         weight = weight.to(logits.device, torch.float64)
         wide, target = logits.double(), labels.double()
         loss = F.binary_cross_entropy_with_logits(wide, target, reduction="none")
@@ -145,15 +159,29 @@ class Predictions:
         groups = _cat([p[3] for p in self._parts])
         names = self._names or [str(t) for t in range(logits.shape[1])]
         tasks = [
-            _metrics(logits[:, t], labels[:, t], weights, groups, self._sums[:, t].tolist())
+            _metrics(logits[:, t], labels[:, t], _of_task(weights, t), groups, self._sums[:, t].tolist())
             for t in range(logits.shape[1])
         ]
+        tasks = [
+            replace(task, others=self._others(logits[:, t], labels[:, t], _of_task(weights, t)))
+            for t, task in enumerate(tasks)
+        ]
         return tasks[0] if len(tasks) == 1 else _mean(dict(zip(names, tasks, strict=True)))
+
+    def _others(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> dict[str, float]:
+        """The recipe's own metrics of a task, on the CPU."""
+        scores, labels = logits.double().sigmoid().float().cpu(), labels.cpu()
+        weights = None if weights is None else weights.cpu()
+        return {name: value_of(name, make(), scores, labels, weights) for name, make in self._own.items()}
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
     tensors = [p for p in parts if p is not None]
     return torch.cat(tensors) if tensors else None
+
+
+def _of_task(weights: Tensor | None, task: int) -> Tensor | None:
+    return weights if weights is None or weights.dim() == 1 else weights[:, task]
 
 
 def _metrics(
@@ -204,6 +232,7 @@ def _mean(tasks: dict[str, Metrics]) -> Metrics:
         calibration=mean("calibration"),
         gauc=sum(gaucs) / len(gaucs) if gaucs else None,
         tasks=tasks,
+        others={name: sum(task.others[name] for task in tasks.values()) / len(tasks) for name in first.others},
         undefined={
             metric: f"label '{name}': {reason}"
             for name, task in reversed(tasks.items())  # of several the first
@@ -234,6 +263,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     group: str | None = None,
     labels: Sequence[str] | None = None,
+    metrics: OwnMetrics | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> Metrics:
     """Metrics of a model over batches, in float32 whatever precision it is trained in; nothing is updated.
@@ -250,6 +280,8 @@ def evaluate(
         Name of the column in ``Batch.extra`` to group by for ``gauc``.
     labels
         Names of the tasks.
+    metrics
+        By name, what makes a metric to be computed, too; see `hotbed.train.own_metrics`.
     finished
         Called after each batch.
 
@@ -261,7 +293,7 @@ def evaluate(
         If a logit is NaN or infinite.
     """
     refuse_unnormalized(model, batches)
-    predictions = Predictions(labels)
+    predictions = Predictions(labels, metrics)
     Ranks(model).sync()
     with _evaluating(model):
         for i, batch in enumerate(batches):

@@ -25,6 +25,7 @@ from hotbed.nn.cast_weights import CastWeights
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
 from hotbed.nn.loss import summed_cross_entropy
 from hotbed.nn.normalization import normalization_of
+from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import checked_logits
 from hotbed.train.parallel import Ranks
 
@@ -80,6 +81,8 @@ class Numerics:
         Where it is trained.
     ranks
         All of them must call `settle`.
+    loss
+        Of all labels of a batch.
 
     Attributes
     ----------
@@ -95,9 +98,17 @@ class Numerics:
         Precision of checkpoints that do not say theirs: that of their recipe, which the caller knows.
     """
 
-    def __init__(self, model: nn.Module, recipe: TrainRecipe, device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: TrainRecipe,
+        device: torch.device,
+        ranks: Ranks,
+        loss: SummedLoss = summed_cross_entropy,
+    ) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, Linear) and m.library == "auto"]
         self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
+        self._loss = loss
         self.precision: Precision | None = None if recipe.precision == "auto" else recipe.precision
         self.library: Library | None = None if recipe.linear_library == "auto" else recipe.linear_library
         self._cast: CastWeights | None = None
@@ -174,7 +185,7 @@ class Numerics:
             self._scale = {}
 
     def summed_loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """Compute Σ weight · binary cross-entropy of a batch in the chosen precision, and the number of tasks.
+        """Compute Σ weight · loss of a batch in the chosen precision, and the number of tasks.
 
         Of an ensemble, whose members give logits of their own, it is the mean of theirs.
         """
@@ -182,7 +193,7 @@ class Numerics:
         dtype = AUTOCAST.get(self.precision, torch.bfloat16)
         with cast, torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST):
             logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
-        loss = summed_cross_entropy(logits.float(), labels, batch.weights)
+        loss = self._loss(logits.float(), labels, batch.weights_by_label)
         return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]
 
     def non_finite_error(self, loss: float, own: Tensor, batch: Batch, which: str, place: str) -> NonFiniteError:

@@ -26,6 +26,7 @@ from hotbed.plan import Plan
 from hotbed.train.callbacks import Callback
 from hotbed.train.checkpointing import are_same
 from hotbed.train.metrics import Metrics
+from hotbed.train.own_metrics import OWN_NAMES
 from hotbed.train.parallel import Ranks
 
 if TYPE_CHECKING:
@@ -153,10 +154,10 @@ def print_metrics(
         table.add_column(task, justify="right", overflow="fold")
     if best:
         table.add_column("best attainable", justify="right")
-    for name, label in METRIC_NAMES.items():
+    for name in [*METRIC_NAMES, *(name for name in metrics if name not in OWN_NAMES)]:
         if name in metrics:
             cells = [metrics[name], *(task.get(name) for task in tasks.values()), *([best.get(name)] if best else [])]
-            table.add_row(label, *map(_number, cells))
+            table.add_row(METRIC_NAMES.get(name, name), *map(_number, cells))
     console.print(table)
     reasons = [(f"label '{label}', ", task) for label, task in tasks.items()] or [("", metrics)]
     for place, values in reasons:

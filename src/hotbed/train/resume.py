@@ -64,6 +64,7 @@ MAY_DIFFER = frozenset(
     }
 )
 """Keys that do not change what a step does, or say so; a plan may, in the one way that `Plan.wire` states."""
+_SECTIONS_THAT_MAY_DIFFER = ("metrics", "callbacks")
 
 
 def refuse_another_recipe(checkpoint: str | Path | Directory, recipe: Recipe) -> Manifest:
@@ -108,7 +109,11 @@ def _differing(stored: Mapping[str, Any], recipe: Recipe, may: frozenset[str]) -
     # Both as recipes, so that options which an older release did not know have their defaults; and through JSON, which
     # has no tuples.
     before, now = (_by_key(json.loads(json.dumps(r.to_dict()))) for r in (Recipe.from_stored(stored), recipe))
-    both = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key not in may}
+    both = {
+        key: (before.get(key), now.get(key))
+        for key in {**before, **now}
+        if key not in may and key.split(".")[0] not in _SECTIONS_THAT_MAY_DIFFER
+    }
     return {key: values for key, values in both.items() if values[0] != values[1]}
 
 

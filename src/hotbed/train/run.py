@@ -20,7 +20,15 @@ from hotbed.embed import Distributed, collections_of
 from hotbed.errors import StoppedError
 from hotbed.train.broadcast import BroadcastLoader
 from hotbed.train.build import build_trainer, open_source, train_splits
-from hotbed.train.callbacks import Callback, EarlyStop, JsonLines, TensorBoard, signals_to
+from hotbed.train.callbacks import (
+    Callback,
+    EarlyStop,
+    JsonLines,
+    TensorBoard,
+    own_callbacks,
+    refuse_callbacks,
+    signals_to,
+)
 from hotbed.train.checkpointing import refuse_other_checkpoints
 from hotbed.train.continuation import Continuation, OtherData
 from hotbed.train.export import Exporter
@@ -87,6 +95,7 @@ def _train(
     continuation: Continuation | None,
     readers: Tasks | None,
 ) -> dict[str, Any]:
+    refuse_callbacks(recipe)
     source = open_source(recipe.data)
     trainer = build_trainer(recipe, source)
     ranks = trainer.ranks
@@ -314,6 +323,7 @@ def _callbacks(
 ) -> list[Callback]:
     train, policy, enough = recipe.train, checkpoint_policy(recipe), patience(recipe)
     callbacks: list[Callback] = [JsonLines(run.path / "metrics.jsonl")] if ranks.is_first else []
+    callbacks += own_callbacks(recipe, run.path, is_first=ranks.is_first)
     if train.tensorboard and ranks.is_first:
         callbacks.append(TensorBoard(run.path / "tensorboard"))
     background = train.checkpoint_in_background

@@ -22,6 +22,7 @@ from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
+from hotbed.train.own_metrics import own_metrics
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""
@@ -53,7 +54,7 @@ def evaluate_checkpoint(
     """
     checkpoint = find_checkpoint(path, best=True)
     manifest = read_manifest(checkpoint)
-    recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe)
+    recipe = recipe_of(manifest, str(checkpoint), trusted=trust_recipe, evaluates=True)
     component = _as_trained(recipe.data.source, manifest)
     if data is not None and split is None:
         component = _uncut(component)
@@ -68,18 +69,24 @@ def evaluate_checkpoint(
     model = build_model(recipe, source, device)
     load_checkpoint(checkpoint, {"model": model})
     loader = Loader(source, split, recipe.train.eval_batch_size)
-    metrics = evaluate(model, loader, device=device, group=source.schema.group, labels=source.schema.labels)
+    options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
+    metrics = evaluate(model, loader, **options, metrics=own_metrics(recipe.metrics))
     return checkpoint, "all" if whole else split, metrics
 
 
-def recipe_of(manifest: Manifest, place: str, *, trusted: bool) -> Recipe:
-    """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none, see also `check_trust`."""
+def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
+    """The recipe of a checkpoint, for one process; a `CheckpointError` if it holds none, see also `check_trust`.
+
+    It names no class that only training needs (losses, callbacks), nor metrics unless it ``evaluates``.
+    """
     if manifest.recipe is None:
         raise CheckpointError(
             f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
             "safetensors (hotbed checkpoint convert)"
         )
-    recipe = Recipe.from_stored(manifest.recipe)
+    recipe = replace(Recipe.from_stored(manifest.recipe), tasks={}, callbacks={})
+    if not evaluates:
+        recipe = replace(recipe, metrics={})
     check_trust(recipe, place, trusted=trusted)
     return replace(recipe, parallel=ParallelRecipe())
 

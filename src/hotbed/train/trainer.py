@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,11 +21,14 @@ from hotbed.config import ScheduleRecipe, TrainRecipe
 from hotbed.embed import Distributed
 from hotbed.errors import BatchError, RecipeError
 from hotbed.nn.layers import recompute_activations
+from hotbed.nn.loss import summed_cross_entropy
 from hotbed.store import Traffic
 from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
+from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
 from hotbed.train.numerics import Numerics, resolve_device
+from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.size_classes import SizeClasses
@@ -36,6 +39,9 @@ _COUNTERS = ("step", "epoch", "position", "samples")
 
 class Callback:
     """Do something at certain moments of training; override what you need."""
+
+    first_rank_only: ClassVar[bool] = False
+    """Whether a recipe's callback is made on the first rank alone, as those that write are."""
 
     def on_numerics(self, trainer: Trainer, chosen: str) -> None:
         """Before `on_train_start`: in which precision, and by which library, the dense part is computed, and why."""
@@ -97,6 +103,11 @@ class Trainer:
         Column of ``Batch.extra`` to group by in evaluations.
     labels
         Names of the tasks.
+    metrics
+        By name, what makes a metric that evaluations compute, too; see `hotbed.train.own_metrics`.
+    loss
+        Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
+        losses; by default binary cross-entropy.
     overlap
         Whether a distributed model's ids are exchanged while the batch before is computed.
     divide
@@ -136,6 +147,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         group: str | None = None,
         labels: Sequence[str] | None = None,
+        metrics: OwnMetrics | None = None,
+        loss: SummedLoss = summed_cross_entropy,
         overlap: bool = True,
         divide: Divide = whole,
     ) -> None:
@@ -149,9 +162,10 @@ class Trainer:
         self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
         self.optimizers = {"dense": dense, "sparse": sparse, **groups}
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
+        self._metrics = metrics or {}
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
-        self.numerics = Numerics(model, recipe, self.device, self.ranks)
+        self.numerics = Numerics(model, recipe, self.device, self.ranks, loss)
         self._balance = Balance(model)
         sizes = SizeClasses(model) if self.device.type == "cuda" and not isinstance(model, Distributed) else None
         move = partial(to_device, model=model, device=self.device, sizes=sizes)
@@ -238,7 +252,7 @@ class Trainer:
         return f"step {self.step + 1:,} (epoch {self.epoch}, batch {self.position:,} of it)"
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean binary cross-entropy: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
+        """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
         total, tasks = self.numerics.summed_loss(batch)
         return total / max(len(batch) * tasks, 1)
 
@@ -264,7 +278,7 @@ class Trainer:
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Compute metrics of the present model; see `evaluate`."""
         options: dict[str, Any] = {"device": self.device, "group": self.group, "labels": self.labels}
-        return evaluate(self.model, batches, **options, finished=self.clock.count)
+        return evaluate(self.model, batches, **options, metrics=self._metrics, finished=self.clock.count)
 
     @property
     def samples_per_s(self) -> float:
