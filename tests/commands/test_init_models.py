@@ -23,11 +23,11 @@ from tests.commands.cases import Output, refused, train
 def _log(tmp_path: Path) -> Path:
     """Clicks on items, with what each user saw before."""
     rng = np.random.default_rng(0)
-    seen = [rng.integers(1000, 1040, i % 5).tolist() for i in range(240)]
+    seen = [rng.integers(1000, 1080, i % 5).tolist() for i in range(240)]
     columns = {
         "click": rng.integers(0, 2, 240),
-        "user_id": rng.integers(500, 560, 240),
-        "item_id": rng.integers(1000, 1040, 240),
+        "user_id": rng.integers(500, 580, 240),
+        "item_id": rng.integers(1000, 1080, 240),
         "item_history": pa.array(seen, pa.list_(pa.int64())),
         "price": rng.lognormal(size=240),
     }

@@ -49,6 +49,7 @@ class TestDCNv2(Contract):
     )
 
 
+@pytest.mark.full
 class TestDeepFM(Contract):
     model = Component(class_path="hotbed.nn.DeepFM", init_args={"top": [16, 1]})
 

@@ -82,7 +82,7 @@ def arguments_of(model: str, schema: Schema, dim: int, top: Sequence[int]) -> li
     top
         Widths of its last MLP, but for the labels.
     """
-    widths = ("top", [*top, len(schema.labels)], "ends with the number of labels")
+    widths: tuple[str, Any, str] = ("top", [*top, len(schema.labels)], "ends with the number of labels")
     histories = histories_of(schema)
     if model in _OF_NEXT_ITEMS:
         (history, item), *_ = histories.items()
@@ -91,7 +91,7 @@ def arguments_of(model: str, schema: Schema, dim: int, top: Sequence[int]) -> li
             ("item", item, "the candidate"),
             ("max_len", _MAX_LEN, "newest ids that are looked at"),
         ]
-    return {
+    of_model: dict[str, list[tuple[str, Any, str]]] = {
         "DLRM": [
             ("bottom", [64, dim], "ends with data.dim"),
             widths,
@@ -109,4 +109,5 @@ def arguments_of(model: str, schema: Schema, dim: int, top: Sequence[int]) -> li
             ("max_len", _MAX_LEN, "newest ids that are looked at"),
             widths,
         ],
-    }[model]
+    }
+    return of_model[model]

@@ -227,7 +227,9 @@ def _named_model(model: str, draft: Draft, training: Training) -> Iterator[str]:
     yield "  init_args:"
     arguments = arguments_of(model, draft.schema, training.dim, training.top)
     for name, value, remark in arguments:
-        yield _beside(f"    {name}: {yaml_text([value], width=1 << 30).removeprefix('- ')}", remark)
+        is_plain = not isinstance(value, list | dict)
+        text = yaml_text(value) if is_plain else yaml_text([value], width=1 << 30).removeprefix("- ")
+        yield _beside(f"    {name}: {text}", remark)
     if any(name == "top" for name, _, _ in arguments):
         yield from _dropout(training)
 

@@ -181,8 +181,8 @@ class ModelContract(ABC):
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
-def drawn(schema: Schema, samples: int, seed: int = 0) -> pa.Table:
-    """Draw samples of a schema; labels depend on whether ids are odd, and on the first numerical."""
+def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
+    """Draw samples of a schema, an Arrow table; labels depend on whether ids are odd, and on the first numerical."""
     rng = np.random.default_rng(seed)
     columns: dict[str, Any] = {}
     score = rng.normal(0, 0.2, samples)
@@ -202,7 +202,7 @@ def drawn(schema: Schema, samples: int, seed: int = 0) -> pa.Table:
     return pa.table(columns)
 
 
-def _lists(values: NDArray[np.int64], lengths: NDArray[np.int64]) -> pa.ListArray:
+def _lists(values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
     return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.array(values))
 
 
