@@ -137,7 +137,7 @@ class ModelContract(ABC):
         assert world(RANKS, trained_in_two, recipe, plans, str(tmp_path / "checkpoint"))[0] == straight
 
     def test_one_process_with_rows_on_disk_trains_the_same_model(self, recipe: dict[str, Any]) -> None:
-        """As with rows in the host's memory. (With all in the device's, a model that drops out draws other numbers.)"""
+        """As with rows in the host's memory; with all in the device's, a model with dropout draws other numbers."""
         in_memory, on_disk = (recipe | {"memory": memory} for memory in ({"tier": "host"}, _ON_DISK))
         assert trained(None, in_memory) == trained(None, on_disk)
 
