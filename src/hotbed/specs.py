@@ -20,7 +20,7 @@ from hotbed.errors import SpecError, did_you_mean
 from hotbed.pooling import Pooling
 
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
-OnTooLong = Literal["error", "truncate"]
+OnTooLong = Literal["error", "truncate", "keep_last"]
 OnBadId = Literal["error", "drop", "hash"]
 Tier = Literal["device", "host", "disk"]
 """Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.tiers`."""
@@ -225,8 +225,8 @@ class Feature:
     max_len
         Largest number of ids of a bag; any by default. Also the padded length of a feature that is not pooled.
     on_too_long
-        What to do with a bag of more than ``max_len`` ids: ``"error"``, or ``"truncate"`` it to its first ``max_len``;
-        what was cut off is counted in ``EmbeddingCollection.truncated_ids``.
+        What to do with a bag of more than ``max_len`` ids: ``"error"``, ``"truncate"`` it to its first ``max_len``, or
+        ``"keep_last"``, the newest of a history; what was cut off is counted in ``EmbeddingCollection.truncated_ids``.
     on_bad_id
         What to do with an id that is negative or ≥ rows: ``"error"``; ``"drop"`` it from its bag; ``"hash"`` it
         into the table. What was dropped or hashed is counted in ``EmbeddingCollection.bad_ids``.

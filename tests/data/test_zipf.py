@@ -203,6 +203,20 @@ def test_several_ids_per_sample(tmp_path: Path) -> None:
     assert_same(Batch.concatenate(parts), three)
 
 
+def test_each_column_may_have_a_number_of_ids_of_its_own(tmp_path: Path) -> None:
+    source = ZipfSource(described(tmp_path, rows=[1000, 50, 7], ids=[3, 1, 2]), train_samples=30, chunk_samples=7)
+    assert [column.ids for column in source.schema.sparse] == [3, 1, 2]
+    batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+    assert batch.sparse.fixed == (3, 1, 2)
+    for each, name in ((3, "C1"), (1, "C2"), (2, "C3")):
+        alike = ZipfSource(described(tmp_path, rows=[1000, 50, 7], ids=each), train_samples=30).read("train", 0)
+        assert torch.equal(batch.sparse[name].values, alike.sparse[name].values)
+    twice = ZipfSource(described(tmp_path, rows=[5, 6], ids=[1, 4], times=2), train_samples=1)
+    assert [column.ids for column in twice.schema.sparse] == [1, 4, 1, 4]
+    only = source.only(["C3"])
+    assert torch.equal(only.read("train", 1).sparse["C3"].values, source.read("train", 1).sparse["C3"].values)
+
+
 def test_labels_are_the_same_without_some_columns(tmp_path: Path) -> None:
     source = ZipfSource(described(tmp_path, rows=[1000, 50], ids=3), train_samples=400)
     fewer = source.only(["C2"])
@@ -248,6 +262,8 @@ def test_an_unknown_preset() -> None:
         ("{rows: [5], dense: -1}", "dense is -1, must be an integer of at least 0"),
         ("{rows: [5], dense: x}", "dense is 'x', must be an integer of at least 0"),
         ("{rows: [5], ids: 0}", "ids is 0, must be an integer of at least 1"),
+        ("{rows: [5, 6], ids: [1, 0]}", "ids is 0, must be an integer of at least 1"),
+        ("{rows: [5, 6], ids: [1, 2, 3]}", "ids lists 3 numbers for 2 columns; give one for each, or one for all"),
         ("{rows: [5], times: 0}", "times is 0, must be an integer of at least 1"),
         ("{rows: {a: 5}, times: 2}", "times is 2, but rows is no list; only a list is repeated"),
         ("{rows: [5], times: 100001}", "rows and times make more than 100,000 columns; lower times"),

@@ -34,7 +34,7 @@ def batch(h, weights=None) -> Jagged:
     ids=["ragged", "fixed"],
 )
 def test_a_bag_that_is_too_long_is_refused(pooling, h, found):
-    message = f"feature h: {found}, more than max_len 2; raise `max_len`, or set on_too_long='truncate'"
+    message = f"feature h: {found}, more than max_len 2; raise `max_len`, or set on_too_long='truncate'|'keep_last'"
     collection, ids = make(pooling), batch(h)
     for refuse in (collection, collection.check, collection.verify):
         with pytest.raises(BatchError, match=re.escape(message)):
@@ -48,6 +48,16 @@ def test_bags_of_the_limit_pass_as_they_are(h):
     assert collection.verify(ids)
     assert collection.check(ids) is ids
     assert not collection.truncated_ids
+
+
+@pytest.mark.parametrize("h", [LONG, torch.arange(8).view(2, 4)], ids=["ragged", "fixed"])
+def test_the_last_ids_of_a_long_bag_may_stay(h):
+    collection = make("none", on_too_long="keep_last")
+    cut = collection.check(batch(h))
+    lists = [list(map(int, bag)) for bag in h]
+    found = cut["h"].values.split(cut["h"].lengths().tolist())
+    assert [bag.tolist() for bag in found] == [bag[-2:] for bag in lists]
+    assert collection.truncated_ids == {"h": sum(max(len(bag) - 2, 0) for bag in lists)}
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])

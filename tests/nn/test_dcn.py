@@ -1,17 +1,25 @@
 """Protects that DCNv2 computes the published formula, and costs by its inputs, not by pairs of features."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import hotbed as hb
+from hotbed.config import Recipe
 from hotbed.errors import BatchError, SpecError
+from hotbed.files import read_yaml
 from hotbed.jagged import Jagged
 from hotbed.nn import CrossLayer, DCNv2
 from hotbed.nn.plain import plain_model
+from hotbed.train.build import new_model, open_source
 
+from .parity import Weights, assert_parity, mlp, pooled
+
+ROOT = Path(__file__).parents[2]
 TABLES = [hb.Table("a", 20, 4), hb.Table("b", 10, 8)]
 FEATURES = [hb.Feature("x", "a"), hb.Feature("y", "b"), hb.Feature("z", "a")]
 
@@ -47,6 +55,43 @@ def test_it_is_the_published_formula(low_rank: int | None, dense: int) -> None:
     assert all((layer.down is not None) == (low_rank == 2) for layer in model.cross)
 
 
+def deep_cross(weights: Weights, of: hb.Batch) -> Tensor:
+    """The dense inputs through an MLP with a last ReLU, then equation 2 layer by layer, then an MLP."""
+    assert of.dense is not None
+    vectors = [pooled(of, f.name, weights[f"embeddings.{f.table}"]) for f in FEATURES]
+    first = torch.cat([*vectors, mlp(of.dense.double(), weights, "bottom", 2).relu()], dim=1)
+    x = first
+    for i in range(2):
+        of_layer = f"cross.{i}"
+        low = x @ weights[f"{of_layer}.down.weight"].T
+        x = first * (low @ weights[f"{of_layer}.up.weight"].T + weights[f"{of_layer}.up.bias"]) + x
+    return mlp(x, weights, "top", 2)
+
+
+def test_with_a_bottom_it_is_the_model_of_mlperf() -> None:
+    model = DCNv2(TABLES, FEATURES, 3, layers=2, low_rank=4, bottom=[6, 5], top=[8, 1])
+    assert model.top[0].in_features == 4 + 8 + 4 + 5
+    assert_parity(model, deep_cross, batch())
+    alone = DCNv2(TABLES, FEATURES, 0, layers=2, low_rank=4, bottom=[6, 5], top=[8, 1])
+    assert alone(batch(dense=0)).shape == (5, 1)
+
+
+def test_the_recipe_of_mlperf_has_its_sizes() -> None:
+    recipe = Recipe.from_dict(read_yaml(ROOT / "recipes" / "mlperf_dcnv2.yaml"))
+    data = replace(recipe.data, path=str(ROOT / recipe.data.path))
+    source = open_source(data)
+    with torch.device("meta"):
+        model = new_model(recipe, source)
+    assert isinstance(model, DCNv2)
+    assert sum(table.rows for table in model.embeddings.tables.values()) == 204_184_588
+    assert sum(column.ids or 0 for column in source.schema.sparse) == 214
+    inputs = 27 * 128
+    assert [(layer.down.out_features, layer.up.out_features) for layer in model.cross] == [(512, inputs)] * 3
+    shapes = [tuple(p.shape) for name, p in model.named_parameters() if "cross" not in name and p.dim() > 1]
+    assert shapes[:3] == [(512, 13), (256, 512), (128, 256)]
+    assert shapes[3:] == [(1024, inputs), (1024, 1024), (512, 1024), (256, 512), (1, 256)]
+
+
 def test_weights_grow_with_the_features_and_not_with_their_pairs() -> None:
     tables = [hb.Table(f"t{i}", 10, 16) for i in range(400)]
     features = [hb.Feature(f"t{i}", f"t{i}") for i in range(400)]
@@ -79,7 +124,7 @@ def test_it_learns_and_can_be_exported() -> None:
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(SpecError, match="layers is 0, must be at least 1"):
+    with pytest.raises(SpecError, match="CrossNetwork: layers is 0, must be at least 1"):
         DCNv2(TABLES, FEATURES, 3, layers=0)
     with pytest.raises(SpecError, match="low_rank is 0, must be at least 1, or null for whole matrices"):
         DCNv2(TABLES, FEATURES, 3, low_rank=0)

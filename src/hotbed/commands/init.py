@@ -8,7 +8,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.errors import DataError, RecipeError
+from hotbed.config.component import one_of
+from hotbed.errors import DataError, RecipeError, SpecError
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
@@ -26,6 +27,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--time", type=str | None, help="Column of the rows' times, to split by.")
     parser.add_argument("--test", type=str | None, help="File or folder of the test split, where it is elsewhere.")
     parser.add_argument("--valid", action="store_true", help="Cut off a validation split, as tune needs it.")
+    parser.add_argument(
+        "--model",
+        type=str | None,
+        help="Model, such as DIN, where the columns have what it needs. Default: by the data.",
+    )
     parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
 
 
@@ -44,6 +50,7 @@ def run(parsed: Namespace) -> None:
         time=parsed.time,
         test=None if parsed.test is None else location(parsed.test),
         valid=parsed.valid,
+        model=parsed.model,
     )
     if out is None:
         print(text, end="")
@@ -60,6 +67,7 @@ def draft_recipe(
     time: str | None = None,
     test: str | Path | None = None,
     valid: bool = False,
+    model: str | None = None,
 ) -> str:
     """Write a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
 
@@ -70,20 +78,26 @@ def draft_recipe(
         or of NumPy arrays as TorchRec's and MLPerf's scripts write them.
     label, positive, drop, time, test, valid
         See `hotbed.data.draft.draft`.
+    model
+        One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
 
     Raises
     ------
     DataError
-        If there are no samples, no label or no column to embed, a label is not from 0 to 1, or all are of one class.
+        If there are no samples, no label or no column to embed, a label is not from 0 to 1, or all are of one class; or
+        if columns are missing that the model needs.
     SpecError
         If an option cannot be right.
     """
+    from hotbed.commands.init_models import MODELS, draft_for
     from hotbed.commands.init_recipe import recipe_text
     from hotbed.commands.init_stored import draft_stored
     from hotbed.data import ParquetSource
     from hotbed.data.draft import draft
     from hotbed.train.build import refuse_one_class
 
+    if model is not None:
+        one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
     options = {
         "--label": label,
         "--positive": positive,
@@ -103,10 +117,12 @@ def draft_recipe(
                 f"{path} has ids of hotbed prepare, which would be hashed once more; give the whole folder that was "
                 "prepared, the one with source.yaml"
             )
+    if model is not None:
+        found = draft_for(found, model, str(path))
     labels = {split: source.check_labels(split) for split in source.splits}
     refuse_one_class(source, [labels["train"]])
     counts = {split: source.samples(split) for split in source.splits}
-    return recipe_text(found, name=run_name(path), path=str(path), counts=counts)
+    return recipe_text(found, name=run_name(path), path=str(path), counts=counts, model=model)
 
 
 def run_name(path: str | Path) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hotbed.commands.init_models import arguments_of
 from hotbed.data.draft import MANY_REPEATS, SMALL
 from hotbed.files import yaml_text
 
@@ -38,13 +39,17 @@ class Training:
     """Widths of the top MLP but for the labels."""
 
     @staticmethod
-    def of(samples: int, *, has_valid: bool, repeats: float, pairs: int) -> Training:
-        """Choose by the samples to train on, how often an id is met among them in the mean, and pairs of features."""
+    def of(samples: int, *, has_valid: bool, repeats: float, pairs: int, several: bool = True) -> Training:
+        """Choose by the samples to train on, how often an id is met among them in the mean, and pairs of features.
+
+        ``several``: a mean of several models may be drafted.
+        """
         batch_size = min(4096, max(64, 1 << int(math.log2(max(1, samples / 350)))))
         steps = math.ceil(samples / batch_size)
         few = samples < SMALL
         most = 20 if few else 5 if repeats >= MANY_REPEATS else 1
-        members = (8 if few else 4) if samples < _MOST_FOR_ENSEMBLES and pairs <= _MOST_PAIRS else 1
+        several = several and samples < _MOST_FOR_ENSEMBLES and pairs <= _MOST_PAIRS
+        members = (8 if few else 4) if several else 1
         return Training(
             dim=16 if members == 1 else 8 * members,
             members=members,
@@ -59,7 +64,7 @@ class Training:
         )
 
 
-def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]) -> str:
+def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int], model: str | None = None) -> str:
     """Write the recipe.
 
     Parameters
@@ -72,6 +77,8 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
         Of the data.
     counts
         Samples by split.
+    model
+        One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
     """
     features = len(draft.schema.sparse)
     training = Training.of(
@@ -79,6 +86,7 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
         has_valid=draft.splits.has_valid,
         repeats=draft.repeats,
         pairs=(features + 1) * features // 2,
+        several=model is None,
     )
     lines = [
         "# Drafted by `hotbed init` from names, types and values of the columns. Check it, then:",
@@ -86,7 +94,7 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
         "#   hotbed train THIS_FILE",
         f"name: {yaml_text(name)}",
         *_data(draft, path, counts, training),
-        *_model(draft, training),
+        *(_model(draft, training) if model is None else _named_model(model, draft, training)),
         *_optimizers(training),
         *_train(training),
     ]
@@ -210,6 +218,20 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
     yield "    low_rank: 64"
     yield _beside(f"    top: {[*training.top, tasks]}", "ends with the number of labels")
     yield from _dropout(training)
+
+
+def _named_model(model: str, draft: Draft, training: Training) -> Iterator[str]:
+    """The model that was asked for."""
+    yield "model:"
+    yield f"  class_path: hotbed.nn.{model}"
+    yield "  init_args:"
+    arguments = arguments_of(model, draft.schema, training.dim, training.top)
+    for name, value, remark in arguments:
+        is_plain = not isinstance(value, list | dict)
+        text = yaml_text(value) if is_plain else yaml_text([value], width=1 << 30).removeprefix("- ")
+        yield _beside(f"    {name}: {text}", remark)
+    if any(name == "top" for name, _, _ in arguments):
+        yield from _dropout(training)
 
 
 def _dropout(training: Training) -> Iterator[str]:

@@ -196,8 +196,8 @@ _KEYS = ("rows", "dense", "ids", "times")
 class _Shape(NamedTuple):
     rows: dict[str, int]
     dense: int
-    ids: int = 1
-    """Of each sample in each column."""
+    ids: tuple[int, ...]
+    """Of each sample, by column."""
 
 
 class ZipfSource(Source):
@@ -212,8 +212,8 @@ class ZipfSource(Source):
     path
         ``criteo_1tb_t15``, ``criteo_1tb_t3`` or ``criteo_1tb_t0`` (26 tables with the rows of the Criteo 1TB log and 13
         dense inputs); or a file in YAML or JSON with ``rows`` (by column, or a list for C1, C2, …), ``dense`` (how many
-        inputs, 13 by default), ``ids`` (of each sample in each column, 1 by default) and ``times`` (how often the list
-        of rows is repeated, 1 by default).
+        inputs, 13 by default), ``ids`` (of each sample, in every column or by column, 1 by default) and ``times`` (how
+        often the lists of rows and ids are repeated, 1 by default).
     train_samples, valid_samples, test_samples
         Samples of the splits; 0 leaves the split out.
     exponent
@@ -257,12 +257,15 @@ class ZipfSource(Source):
                 raise SpecError(f"{name} is {value:,}, must be at most {MOST_SAMPLES:,}")
         shape = _shape(path)
         self.schema = Schema(
-            sparse=tuple(SparseColumn(name=name, rows=rows, ids=shape.ids) for name, rows in shape.rows.items()),
+            sparse=tuple(
+                SparseColumn(name=name, rows=rows, ids=ids)
+                for (name, rows), ids in zip(shape.rows.items(), shape.ids, strict=True)
+            ),
             dense=tuple(f"I{i}" for i in range(1, shape.dense + 1)),
         )
         self.chunk_samples = chunk_samples
         self.seed = seed
-        self._each = shape.ids
+        self._each = dict(zip(shape.rows, shape.ids, strict=True))
         sizes = {"train": train_samples, "valid": valid_samples, "test": test_samples}
         self._sizes = {split: size for split, size in sizes.items() if size}
         self.splits = tuple(self._sizes)
@@ -282,18 +285,18 @@ class ZipfSource(Source):
         """The samples from the first one on, which count over all splits."""
         counters = np.arange(first, first + n, dtype=np.uint64)
         names = [column.name for column in self.schema.sparse]
-        each = self._each
-        ids = np.empty((len(names), n * each), dtype=self._dtype)
-        of_ids = np.arange(first * each, (first + n) * each, dtype=np.uint64)
-        for row, name in zip(ids, names, strict=True):
-            row[:] = self._ids(name, of_ids)
+        fixed = [self._each[name] for name in names]
+        ids = np.empty(n * sum(fixed), dtype=self._dtype)
+        columns = dict(zip(names, np.split(ids, n * np.cumsum(fixed)[:-1]), strict=True))
+        for (name, column), each in zip(columns.items(), fixed, strict=True):
+            column[:] = self._ids(name, np.arange(first * each, (first + n) * each, dtype=np.uint64))
         dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
         for j in range(len(self.schema.dense)):
             dense[:, j] = (2 * uniform(stream(_DENSE, self.seed, j + 1), counters) - 1) * 3**0.5
-        made = dict(zip(names, ids[:, ::each], strict=True))  # the first of each sample
+        made = {name: columns[name][:: self._each[name]] for name in names}  # the first of each sample
         clicked = uniform(stream(_LABEL, self.seed, 1), counters) < self._probability(counters, made, dense)
         return Batch(
-            sparse=Jagged(names, torch.from_numpy(ids.reshape(-1)), batch_size=n, fixed=(each,) * len(names)),
+            sparse=Jagged(names, torch.from_numpy(ids), batch_size=n, fixed=fixed),
             dense=torch.from_numpy(dense) if self.schema.dense else None,
             labels=torch.from_numpy(clicked.astype(np.float32)[:, None]),
         )
@@ -308,7 +311,7 @@ class ZipfSource(Source):
         score = np.full(len(counters), _INTERCEPT)
         # All columns, also those that `only` has left out: it must not change the labels.
         for name, (i, _) in list(self._columns.items())[::_EVERY]:
-            ids = made[name] if name in made else self._ids(name, counters * np.uint64(self._each))
+            ids = made[name] if name in made else self._ids(name, counters * np.uint64(self._each[name]))
             effect = uniform(stream(_EFFECT, self.seed, i + 1), ids.astype(np.uint64))
             score += _SPARSE_EFFECT * (2 * effect - 1)
         for j in range(0, dense.shape[1], _EVERY):
@@ -319,7 +322,8 @@ class ZipfSource(Source):
 
 def _shape(path: str | Path) -> _Shape:
     if str(path) in CRITEO_1TB:
-        return _Shape({f"C{i}": rows for i, rows in enumerate(CRITEO_1TB[str(path)], start=1)}, 13)
+        preset = CRITEO_1TB[str(path)]
+        return _Shape({f"C{i}": rows for i, rows in enumerate(preset, start=1)}, 13, (1,) * len(preset))
     try:
         values: object = parse_yaml(read_text(Path(path)))
     except FileNotFoundError:
@@ -340,7 +344,8 @@ def _shape(path: str | Path) -> _Shape:
             )
     rows, dense = given["rows"], given.get("dense", 13)
     ids, times = given.get("ids", 1), given.get("times", 1)
-    for key, value, least in (("dense", dense, 0), ("ids", ids, 1), ("times", times, 1)):
+    by_column = cast("list[Any]", ids) if isinstance(ids, list) else [ids]
+    for key, value, least in (("dense", dense, 0), *(("ids", each, 1) for each in by_column), ("times", times, 1)):
         if not is_int(value) or value < least:
             raise DataError(f"{path}: {key} is {value!r}, must be an integer of at least {least}")
     if isinstance(rows, list) and len(cast("list[Any]", rows)) * times > MOST_COLUMNS:
@@ -351,4 +356,11 @@ def _shape(path: str | Path) -> _Shape:
         raise DataError(f"{path}: times is {times}, but rows is no list; only a list is repeated")
     if not isinstance(rows, dict) or not rows:
         raise DataError(f"{path}: rows is {rows!r}, must be a list or mapping with at least one column")
-    return _Shape({str(name): value for name, value in cast("dict[Any, Any]", rows).items()}, dense, ids)
+    made = {str(name): value for name, value in cast("dict[Any, Any]", rows).items()}
+    of_columns = by_column * (times if isinstance(ids, list) else len(made))
+    if len(of_columns) != len(made):
+        raise DataError(
+            f"{path}: ids lists {len(of_columns):,} numbers for {len(made):,} columns; give one for each, or one "
+            "for all"
+        )
+    return _Shape(made, dense, tuple(of_columns))

@@ -108,6 +108,8 @@ def _truncated(ids: Jagged, feature: Feature, count: Counter[str]) -> Bags:
     lengths = bags.lengths()
     first = lengths.cumsum(0) - lengths
     place = torch.arange(len(bags.values), device=lengths.device) - torch.repeat_interleave(first, lengths)
+    if feature.on_too_long == "keep_last":
+        place = torch.repeat_interleave(lengths, lengths) - 1 - place
     keep = place < (feature.max_len or 0)
     count[feature.name] += int((~keep).sum())
     return kept(bags, keep)
@@ -119,7 +121,7 @@ def _refuse_length(ids: Jagged, feature: Feature) -> NoReturn:
     sample = int((lengths > (feature.max_len or 0)).nonzero()[0])
     raise BatchError(
         f"feature {feature.name}: {int(lengths[sample]):,} ids at sample {sample}, more than max_len "
-        f"{feature.max_len:,}; raise `max_len`, or set on_too_long='truncate'"
+        f"{feature.max_len:,}; raise `max_len`, or set on_too_long='truncate'|'keep_last'"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,8 +19,12 @@ from hotbed.ops import BackendName
 from hotbed.torch_hooks import untraced
 
 
+def _relu(width: int) -> nn.Module:
+    return nn.ReLU(inplace=True)
+
+
 class MLP(nn.Sequential):
-    """Fully connected layers with ReLU between them.
+    """Fully connected layers with ReLU, or another activation, between them.
 
     Weights start as N(0, √(2 / (in + out))), biases as N(0, √(1 / out)) (standard deviations; NVIDIA DLRM).
 
@@ -31,9 +35,11 @@ class MLP(nn.Sequential):
     widths
         Columns of each layer's output.
     last_relu
-        Whether the last layer has a ReLU too.
+        Whether the last layer has an activation too.
+    activation
+        Makes the module that follows a layer of so many columns.
     dropout
-        Share of each ReLU's outputs that are 0 in a training step, the others scaled up; it draws from torch's
+        Share of each activation's outputs that are 0 in a training step, the others scaled up; it draws from torch's
         generator.
     library
         What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
@@ -58,6 +64,7 @@ class MLP(nn.Sequential):
         widths: Sequence[int],
         *,
         last_relu: bool = True,
+        activation: Callable[[int], nn.Module] = _relu,
         dropout: float = 0.0,
         library: LinearLibrary = "auto",
     ) -> None:
@@ -70,7 +77,7 @@ class MLP(nn.Sequential):
             device = torch.get_default_device()
             linear = cast(Linear, nn.utils.skip_init(Linear, fan_in, fan_out, library=library, device=device))
             linear.reset_parameters()
-            relu = nn.ReLU(inplace=True)
+            relu = activation(fan_out)
             # One module, so that the linear layers have the same names in checkpoints with and without dropout.
             layers += [linear, nn.Sequential(relu, nn.Dropout(dropout)) if dropout else relu]
         super().__init__(*(layers if last_relu else layers[:-1]))

@@ -112,8 +112,8 @@ class Linear(nn.Linear):
         """Draw new values, unless there is nothing to hold them yet."""
         if self.weight.is_meta:
             return
-        _draw(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
-        _draw(self.bias, math.sqrt(1.0 / self.out_features))
+        draw_normal(self.weight, math.sqrt(2.0 / (self.in_features + self.out_features)))
+        draw_normal(self.bias, math.sqrt(1.0 / self.out_features))
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -198,6 +198,6 @@ def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def _draw(parameter: Tensor, std: float) -> None:
-    """Draw on the CPU, so that one seed gives one model on every device."""
+def draw_normal(parameter: Tensor, std: float) -> None:
+    """Draw values of N(0, std²), on the CPU, so that one seed gives one model on every device."""
     parameter.copy_(torch.empty(parameter.shape, device="cpu").normal_(0.0, std))

@@ -151,16 +151,8 @@ class WideDeep(nn.Module):
         backend: BackendName = "auto",
     ) -> None:
         super().__init__()
-        if not top:
-            raise SpecError("WideDeep: top is empty; it needs at least one width, the number of labels")
-        labels = top[-1]
-        if not 1 <= labels <= MAX_DIM:
-            raise SpecError(
-                f"WideDeep: top ends with {labels:,}, must be between 1 and {MAX_DIM:,}; end it with the number of "
-                f"labels, the dim of the wide tables"
-            )
+        linear = linear_tables(self, tables, top)
         refuse_sequences(self, features)
-        linear = [replace(table, dim=labels, init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
         self.dense_features = dense_features
         self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
         self.wide = EmbeddingCollection(linear, features, seed=seed, backend=backend)
@@ -178,12 +170,36 @@ class WideDeep(nn.Module):
     @untraced
     def _look_up(self, ids: Jagged) -> tuple[Tensor, Tensor]:
         """Inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
-        deep = self.embeddings(ids).concatenate()
-        with torch.autocast(ids.values.device.type, enabled=False):
-            wide = self.wide(ids).stack().sum(dim=1)
-        for count in (self.wide.bad_ids, self.wide.truncated_ids):
-            count.clear()  # the deep part counts the same ids
-        return deep, wide
+        return self.embeddings(ids).concatenate(), first_order(self.wide, ids)
+
+
+def linear_tables(model: nn.Module, tables: Sequence[Table], top: Sequence[int]) -> list[Table]:
+    """Make tables of first-order weights beside others: a column per label, float32, zeros at first.
+
+    Raises
+    ------
+    SpecError
+        If the last width of the model's ``top`` is no number of labels.
+    """
+    name = type(model).__name__
+    if not top:
+        raise SpecError(f"{name}: top is empty; it needs at least one width, the number of labels")
+    if not 1 <= top[-1] <= MAX_DIM:
+        raise SpecError(
+            f"{name}: top ends with {top[-1]:,}, must be between 1 and {MAX_DIM:,}; end it with the number of labels, "
+            "the dim of the wide tables"
+        )
+    return [replace(table, dim=top[-1], init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
+
+
+@untraced
+def first_order(wide: EmbeddingCollection, ids: Jagged) -> Tensor:
+    """Sum the weights of a sample's ids ``[B, T]``, float32 also under autocast; not counted as ids of their own."""
+    with torch.autocast(ids.values.device.type, enabled=False):
+        logits = wide(ids).stack().sum(dim=1)
+    for count in (wide.bad_ids, wide.truncated_ids):
+        count.clear()  # the other collection counts the same ids
+    return logits
 
 
 def refuse_sequences(model: nn.Module, features: Sequence[Feature]) -> None:

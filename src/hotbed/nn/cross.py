@@ -1,0 +1,85 @@
+"""Define the cross layers of DCN-V2, whole or of low rank."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from hotbed.config import LinearLibrary
+from hotbed.errors import SpecError
+from hotbed.nn.linear import Linear
+
+
+class CrossLayer(nn.Module):
+    """Cross layer of DCN-V2 (Wang et al. 2021, arXiv 2008.13535): ``x₀ ⊙ (W x + b) + x``, or of low rank, ``W = U Vᵀ``.
+
+    Parameters
+    ----------
+    width
+        Columns ``d`` of x₀ and x.
+    low_rank
+        Columns ``r`` of U and V, or None for a whole matrix W ``[d, d]``.
+    library
+        What computes float32 products on CPUs, see `hotbed.nn.linear.Linear`.
+
+    Raises
+    ------
+    SpecError
+        If the rank is not between 1 and the width.
+    """
+
+    def __init__(self, width: int, low_rank: int | None = None, *, library: LinearLibrary = "auto") -> None:
+        super().__init__()
+        if low_rank is not None and not 1 <= low_rank <= width:
+            raise SpecError(f"CrossLayer: low_rank is {low_rank:,}, must be from 1 to the {width:,} inputs, or None")
+        device = torch.get_default_device()
+        self.down: nn.Linear | None = None
+        if low_rank is not None:
+            self.down = cast(nn.Linear, nn.utils.skip_init(nn.Linear, width, low_rank, bias=False, device=device))
+            if not self.down.weight.is_meta:
+                nn.init.normal_(self.down.weight, std=math.sqrt(2 / (width + low_rank)))
+        inputs = width if low_rank is None else low_rank
+        self.up = cast(Linear, nn.utils.skip_init(Linear, inputs, width, library=library, device=device))
+        self.up.reset_parameters()
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        """``[B, d]`` of x₀ and x ``[B, d]``: equation 1, or equation 2 where the rank is low."""
+        return first * self.up(x if self.down is None else self.down(x)) + x
+
+
+class CrossNetwork(nn.ModuleList):
+    """Cross layers one after the other, all of which see the inputs x₀ (figure 1a of the paper).
+
+    Parameters
+    ----------
+    width
+        Columns ``d`` of the inputs.
+    layers
+        How many; each multiplies once more with the inputs.
+    low_rank
+        Rank of their matrices, or None for whole ones. Where there are no more inputs than that, they are whole, too:
+        two matrices of full rank would be no less.
+
+    Raises
+    ------
+    SpecError
+        If a number is not positive.
+    """
+
+    def __init__(self, width: int, layers: int, low_rank: int | None = None) -> None:
+        if layers < 1:
+            raise SpecError(f"CrossNetwork: layers is {layers}, must be at least 1")
+        if low_rank is not None and low_rank < 1:
+            raise SpecError(f"CrossNetwork: low_rank is {low_rank}, must be at least 1, or null for whole matrices")
+        rank = low_rank if low_rank is not None and low_rank < width else None
+        super().__init__([CrossLayer(width, rank) for _ in range(layers)])
+
+    def forward(self, first: Tensor) -> Tensor:
+        """``[B, d]`` of x₀ ``[B, d]``."""
+        x = first
+        for layer in self:
+            x = layer(first, x)
+        return x

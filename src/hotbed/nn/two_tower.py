@@ -1,0 +1,79 @@
+"""Define the two-tower model: a vector for each user and each item, whose product is the score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hotbed.batch import Batch
+from hotbed.embed import EmbeddingCollection
+from hotbed.errors import SpecError, did_you_mean
+from hotbed.nn.layers import MLP
+from hotbed.nn.models import dense_inputs, refuse_sequences
+from hotbed.ops import BackendName
+from hotbed.specs import Feature, Table
+
+
+class TwoTower(nn.Module):
+    """Two towers (Yi et al., RecSys 2019, figure 1): ``s(x, y) = ⟨u(x), v(y)⟩ ÷ temperature`` of vectors of norm 1.
+
+    A recipe trains the score as the logit of a label. For retrieval, train in a loop of your own by the softmax over
+    the items of a batch, which ``model(batch, vectors=True)`` gives the vectors for, also over ranks: `InBatchSoftmax`,
+    with `ItemFrequencies` for its correction.
+
+    Parameters
+    ----------
+    tables, features, dense_features
+        As for `EmbeddingCollection`, of any dims; dense inputs go to the user's tower.
+    item, widths
+        Features of the item's tower, all others are of the user's; widths of both MLPs, the last that of the vectors.
+    temperature, dropout, seed, backend
+        What products are divided by; others as for `DCNv2`.
+
+    Raises
+    ------
+    SpecError
+        If a feature is not pooled, a tower has none, or the temperature is not above 0.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        dense_features: int = 0,
+        *,
+        item: Sequence[str],
+        widths: Sequence[int] = (256, 64),
+        temperature: float = 0.05,
+        dropout: float = 0.0,
+        seed: int = 0,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        refuse_sequences(self, features)
+        dims = {f.name: table.dim for f in features for table in tables if table.name == f.table}
+        if unknown := [name for name in item if name not in dims]:
+            raise SpecError(f"TwoTower: item names '{unknown[0]}', no feature{did_you_mean(unknown[0], dims)}")
+        if not 0 < len(item) < len(dims) or not temperature > 0:
+            raise SpecError(
+                f"TwoTower: item is {list(item)} of {list(dims)} and temperature {temperature}; both towers need a "
+                "feature, and the temperature must be above 0"
+            )
+        self.towers = {"user": [name for name in dims if name not in item], "item": list(item)}
+        self.dense_features, self.temperature = dense_features, temperature
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
+        inputs = {tower: sum(dims[name] for name in names) for tower, names in self.towers.items()}
+        self.user = MLP(inputs["user"] + dense_features, widths, last_relu=False, dropout=dropout)
+        self.item = MLP(inputs["item"], widths, last_relu=False, dropout=dropout)
+
+    def forward(self, batch: Batch, *, vectors: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits ``[B, 1]`` float32; or vectors of users and items, ``[B, D]`` each."""
+        dense = dense_inputs(self, batch, self.dense_features)
+        found = self.embeddings(batch.sparse)
+        x, y = ([found[name].float() for name in names] for names in self.towers.values())
+        user = F.normalize(self.user(torch.cat([*x, *([] if dense is None else [dense])], dim=1)).float(), dim=1)
+        item = F.normalize(self.item(torch.cat(y, dim=1)).float(), dim=1)
+        return (user, item) if vectors else (user * item).sum(dim=1, keepdim=True) / self.temperature
