@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hotbed.errors import DataError, RecipeError
+from hotbed.errors import RecipeError
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
@@ -76,7 +76,7 @@ def draft_recipe(
     DataError
         If there are no samples, no label or no column to embed, a label is not from 0 to 1, or all are of one class.
     SpecError
-        If an option cannot be right.
+        If an option cannot be right, or the files are a part of a prepared dataset.
     """
     from hotbed.commands.init_recipe import recipe_text
     from hotbed.commands.init_stored import draft_stored
@@ -98,11 +98,6 @@ def draft_recipe(
     else:
         found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
         source = ParquetSource(path, found.schema, **found.splits.source_args())
-        if source.is_prepared:
-            raise DataError(
-                f"{path} has ids of hotbed prepare, which would be hashed once more; give the whole folder that was "
-                "prepared, the one with source.yaml"
-            )
     labels = {split: source.check_labels(split) for split in source.splits}
     refuse_one_class(source, [labels["train"]])
     counts = {split: source.samples(split) for split in source.splits}
