@@ -1,7 +1,6 @@
 """Protects that folders which say themselves what they have give recipes that train, without hashing their ids anew."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,10 @@ from hotbed.data import SplitBinarySource
 from hotbed.errors import DataError
 from hotbed.train.build import open_source
 from tests.commands.cases import Output, refused, train
-from tests.data.format_cases import days, write_multi_hot, write_npy, write_parquet, write_split_binary
+from tests.commands.stored_cases import FOLDERS, prepared
+from tests.data.format_cases import days, write_npy
 
 STEP = ("--train.device", "cpu", "--train.steps", "1", "--train.epochs", "1", "--train.checkpoint", "none")
-
-
-def prepared(path: Path) -> Path:
-    raw = write_parquet(path.parent / "raw", days(3, 400))
-    assert main(["prepare", str(raw), str(path), "--threshold", "2", "--valid_rows", "50", "--test_rows", "50"]) == 0
-    return path
-
-
-FOLDERS: dict[str, Callable[[Path], Path]] = {
-    "NumPy": lambda path: write_npy(path, days(3, 400)),
-    "NumPy, several ids": lambda path: write_multi_hot(path, days(3, 400)),
-    "split-binary": lambda path: write_split_binary(path, days(3, 400)),
-    "prepared Parquet": prepared,
-}
 
 
 def drafted(folder: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
@@ -106,11 +92,12 @@ def test_what_is_refused(tmp_path: Path, capsys: Output) -> None:
     message = refused(["init", str(folder), "--label", "label"], capsys)
     assert "is a dataset that says itself which columns are what, so --label means nothing; leave it out" in message
     message = refused(["init", str(folder / "train")], capsys)
-    assert "train has ids of hotbed prepare, which would be hashed once more; give the whole folder" in message
+    assert "0.parquet has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.y" in message
     source = (folder / "source.yaml").read_text()
     for text, expected in (
         ("a: [", "source.yaml cannot be read as YAML: "),
         ("class_path: os.system", "source.yaml must say class_path: hotbed.data.ParquetSource and its init_args"),
+        (source + "  rows: 3\n", "source.yaml: init_args: got an unexpected keyword argument 'rows'; prepare the da"),
     ):
         (folder / "source.yaml").write_text(text)
         assert expected in refused(["init", str(folder)], capsys)

@@ -260,7 +260,7 @@ def test_inspect_of_something_else_says_what_it_looks_for(tmp_path: Path, capsys
     (tmp_path / "notes.txt").write_text("x")
     message = refused(["inspect", str(tmp_path)], capsys)
     assert (
-        "is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint (manifest.json), Parquet or arrays"
+        "is no prepared dataset (feature_spec.yaml, source.yaml), run (recipe.yaml), checkpoint (manifest.json), Par"
         in message
     )
 

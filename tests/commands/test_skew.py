@@ -120,7 +120,7 @@ def test_a_checkpoint_holds_no_samples(recipe: Path, capsys: Output) -> None:
     ("argv", "message"),
     [
         (["absent"], "absent does not exist"),
-        (["."], ". is no prepared dataset (feature_spec.yaml), recipe, run (recipe.yaml) or Parquet: "),
+        (["."], ". is no prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), recipe, run "),
         (["bad.yaml"], "bad.yaml is not YAML"),
         (
             ["PREPARED", "--split", "tets"],

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_cases import kill_at
 
 from hotbed.data.readers import WindowTask, read_window
-from tests.data.cluster_cases import kill_at
 
 PLACES = ("begin", "end")
 """Where in a task its reader is killed: before it has read anything, and before its window is sent."""

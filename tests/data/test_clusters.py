@@ -3,11 +3,9 @@
 import functools
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,11 +22,9 @@ from cluster_cases import (
     SOURCE,
     Ray,
     choose_moments,
-    dask_command_line,
     free_port,
     kill_workers_at,
     needs_ray,
-    ray_command_line,
 )
 from prepare_cases import SMALL, dataset, digests
 
@@ -43,27 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Dask, of Ray, and of soc
 
 FILES = 8
 SEED = 25
-
-
-@pytest.fixture(scope="module")
-def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with dask_command_line(tmp_path_factory.mktemp("dask")) as executor:
-        yield executor
-
-
-@pytest.fixture(scope="module")
-def ray_nodes() -> Iterator[Ray]:
-    folder = Path(tempfile.mkdtemp(prefix="ray"))
-    try:
-        with ray_command_line(folder) as found:
-            yield found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def ray(ray_nodes: Ray) -> str:
-    return ray_nodes.executor
 
 
 @pytest.fixture(scope="module")

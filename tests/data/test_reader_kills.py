@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from cluster_cases import dask_command_line
+from cluster_cases import needs_ray
 from reader_cases import choose_moments, kill_readers_at
 from rich.console import Console
 
@@ -60,18 +60,20 @@ def test_processes_that_are_killed(recipe: Path, tmp_path: Path, moments: int, w
     killed(recipe, tmp_path, "processes", moments, workers)
 
 
-@pytest.fixture(scope="module")
-def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pytest.importorskip("distributed", reason="needs hotbed[dask]")
-    with dask_command_line(tmp_path_factory.mktemp("dask")) as executor:
-        yield executor
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore")  # of Dask
-def test_workers_of_dask_that_are_killed(dask: str, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "moments"),
+    [
+        pytest.param("dask", 20, marks=pytest.mark.full),
+        pytest.param("ray", 2, marks=needs_ray),
+        pytest.param("ray", 20, marks=[pytest.mark.full, needs_ray]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of Dask and Ray
+def test_workers_of_clusters_that_are_killed(
+    request: pytest.FixtureRequest, recipe: Path, tmp_path: Path, cluster: str, moments: int
+) -> None:
     """They were started by separate commands, in other working directories."""
-    killed(recipe, tmp_path, dask, 20)
+    killed(recipe, tmp_path, request.getfixturevalue(cluster), moments)
 
 
 class Proxy:

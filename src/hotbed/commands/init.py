@@ -9,7 +9,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.config.component import one_of
-from hotbed.errors import DataError, RecipeError, SpecError
+from hotbed.errors import RecipeError, SpecError
 from hotbed.locations import location
 
 _LONGEST_NAME = 100
@@ -87,7 +87,7 @@ def draft_recipe(
         If there are no samples, no label or no column to embed, a label is not from 0 to 1, or all are of one class; or
         if columns are missing that the model needs.
     SpecError
-        If an option cannot be right.
+        If an option cannot be right, or the files are a part of a prepared dataset.
     """
     from hotbed.commands.init_models import MODELS, draft_for
     from hotbed.commands.init_recipe import recipe_text
@@ -112,11 +112,6 @@ def draft_recipe(
     else:
         found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
         source = ParquetSource(path, found.schema, **found.splits.source_args())
-        if source.is_prepared:
-            raise DataError(
-                f"{path} has ids of hotbed prepare, which would be hashed once more; give the whole folder that was "
-                "prepared, the one with source.yaml"
-            )
     if model is not None:
         found = draft_for(found, model, str(path))
     labels = {split: source.check_labels(split) for split in source.splits}

@@ -7,25 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import fs
 
-from hotbed.data import NpySource, ParquetSource, Source, SplitBinarySource
+from hotbed.data import NpySource, Source
 from hotbed.data.draft import Draft, hashed_rows
 from hotbed.data.draft_splits import DraftedSplits
-from hotbed.data.encoding import MARKERS
 from hotbed.data.npy_files import has_days
+from hotbed.data.prepared import open_described
 from hotbed.data.profile import count_distinct
 from hotbed.data.source_rows import source_files
 from hotbed.errors import DataError, SpecError
-from hotbed.locations import location, opened
-from hotbed.parsing import TextError, parse_yaml
+from hotbed.locations import location
 
-_PARQUET = "hotbed.data.ParquetSource"
-_MOST_BYTES = 64 << 20
 _MOST_READ = 1 << 24
 """Samples whose ids are looked at; of more, chunks that are spread over the data are."""
 _MOST_ROWS = 40_000_000
@@ -39,7 +35,7 @@ class DraftStored(NamedTuple):
     source: Source
 
 
-class _Found(NamedTuple):
+class Stored(NamedTuple):
     """A source, what a recipe says of it, and remarks."""
 
     source: Source
@@ -64,7 +60,7 @@ def draft_stored(path: str | Path, options: Sequence[str]) -> DraftStored | None
     SpecError
         If there are options.
     """
-    found = _find(path)
+    found = open_stored(path)
     if found is None:
         return None
     if options:
@@ -91,44 +87,25 @@ def draft_stored(path: str | Path, options: Sequence[str]) -> DraftStored | None
     return DraftStored(draft, source)
 
 
-def _find(path: str | Path) -> _Found | None:
+def open_stored(path: str | Path) -> Stored | None:
+    """Open a prepared dataset or arrays of NumPy as a recipe of `draft_stored` does; None where a path is neither.
+
+    Raises
+    ------
+    DataError
+        If the data are damaged.
+    """
     place = location(str(path))
-    if isinstance(place, str):
-        return _prepared_parquet(place)
-    path = place
-    if not path.is_dir():
-        return None
-    if (path / MARKERS["split_binary"]).is_file():
-        return _Found(SplitBinarySource(path), {"class_path": "hotbed.data.SplitBinarySource"})
-    return _arrays(path) if has_days(path) else _prepared_parquet(path)
-
-
-def _prepared_parquet(path: str | Path) -> _Found | None:
-    """A dataset whose ``source.yaml`` says what it is; None where there is none."""
-    try:
-        store, root = (fs.LocalFileSystem(), str(path)) if isinstance(path, Path) else opened(path)
-    except ValueError:  # said when files are looked for
-        return None
-    file = f"{root.rstrip('/')}/{MARKERS['parquet']}"
-    if not store.get_file_info(file).is_file:
-        return None
-    with store.open_input_stream(file) as stream:
-        text: bytes = stream.read(_MOST_BYTES)
-    try:
-        said: Any = parse_yaml(text.decode("utf-8"))
-    except (UnicodeDecodeError, TextError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{file} cannot be read as YAML: {reason}; prepare the data again") from None
-    arguments = cast("Mapping[str, Any]", said).get("init_args") if isinstance(said, Mapping) else None
-    if not isinstance(arguments, Mapping) or cast("Mapping[str, Any]", said).get("class_path") != _PARQUET:
-        raise DataError(f"{file} must say class_path: {_PARQUET} and its init_args; prepare the data again")
-    return _Found(ParquetSource(path, **cast("Mapping[str, Any]", arguments)), cast("Mapping[str, object]", said))
+    described = open_described(place)
+    if described is not None:
+        return Stored(described.source, described.said)
+    return _arrays(place) if isinstance(place, Path) and has_days(place) else None
 
 
 # -- arrays --------------------------------------------------------------------------------------------------------
 
 
-def _arrays(path: Path) -> _Found:
+def _arrays(path: Path) -> Stored:
     """Arrays of NumPy, with the rows of tables by the largest ids."""
     _, files = source_files(path, None)
     groups = [group for of_split in files.values() for file in of_split for group in file.row_groups()]
@@ -156,7 +133,7 @@ def _arrays(path: Path) -> _Found:
     notes += ["Larger ids are taken `modulo` the rows, as TorchRec's loader does."] if modulo else []
     arguments: dict[str, object] = {"rows": rows, **({"modulo": True} if modulo else {})}
     source = NpySource(path, rows=rows, modulo=modulo)
-    return _Found(source, {"class_path": "hotbed.data.NpySource", "init_args": arguments}, notes)
+    return Stored(source, {"class_path": "hotbed.data.NpySource", "init_args": arguments}, notes)
 
 
 def _values(column: pa.ChunkedArray) -> Any:

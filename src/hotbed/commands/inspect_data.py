@@ -18,6 +18,7 @@ from hotbed.commands.inspect_page import distinct_text, number_text, page
 from hotbed.config import Recipe, import_from
 from hotbed.data import NpySource
 from hotbed.data.arrow import Ids
+from hotbed.data.encoding import MARKERS
 from hotbed.data.inspection import DataSummary, compare, summarize
 from hotbed.data.schema import Schema
 from hotbed.data.schema_checks import SchemaChecks, faults_error
@@ -144,7 +145,7 @@ def is_recipe(path: str | Path) -> bool:
     if isinstance(path, Path) and not path.is_file():
         return False
     name = str(path if isinstance(path, Path) else path.partition("?")[0]).rsplit("/", 1)[-1]
-    return name.endswith((".yaml", ".yml")) and name != "feature_spec.yaml"
+    return name.endswith((".yaml", ".yml")) and name not in MARKERS.values()
 
 
 def _opened(path: str | Path, schema: Schema | None) -> StoredRows:
@@ -152,8 +153,8 @@ def _opened(path: str | Path, schema: Schema | None) -> StoredRows:
         return open_rows(path, schema)
     except DataError as error:
         raise DataError(
-            f"{path} is no prepared dataset (feature_spec.yaml), run (recipe.yaml), checkpoint ({MANIFEST}), "
-            f"Parquet or arrays (day_0_sparse.npy): {error}"
+            f"{path} is no prepared dataset ({', '.join(MARKERS.values())}), run (recipe.yaml), checkpoint "
+            f"({MANIFEST}), Parquet or arrays (day_0_sparse.npy): {error}"
         ) from None
 
 

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from hotbed.checkpoint import MANIFEST, directory
 from hotbed.checkpoint.single_files import read_yaml
+from hotbed.commands.init_stored import open_stored
 from hotbed.config import Recipe, check_trust, import_from
-from hotbed.data import ParquetSource, Source, SplitBinarySource, draft_schema
+from hotbed.data import ParquetSource, Source, draft_schema
 from hotbed.data.pack import write_hot_order
 from hotbed.data.popularity import SAMPLED_ROWS, SHARES, Popularity, measure_popularity
 from hotbed.errors import DataError, RecipeError
@@ -34,8 +35,8 @@ CURVES = ("accesses_of_top_rows", "lru", "static")
 def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
     """The samples that a path stands for.
 
-    A prepared dataset, which is local; a Parquet file or folder with the schema that `draft_schema` proposes; a
-    recipe's file or a run's directory, which name any source.
+    A prepared dataset or arrays of NumPy, see `open_stored`; a Parquet file or folder with the schema that
+    `draft_schema` proposes; a recipe's file or a run's directory, which name any source.
 
     Raises
     ------
@@ -49,8 +50,8 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
         raise DataError(f"{path} does not exist")
     if place.has(MANIFEST):
         raise DataError(f"{path} is a checkpoint, which holds no samples; give the data, the recipe or the run")
-    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or place.has("feature_spec.yaml")):
-        return SplitBinarySource(path)
+    if (stored := open_stored(path)) is not None:
+        return stored.source
     if (of_run := place.has(RECIPE)) or place.name.endswith((".yaml", ".yml")):
         recipe = Recipe.from_dict(read_yaml((place / RECIPE).path if of_run else path))
         if of_run:
@@ -64,7 +65,8 @@ def open_data(path: str | Path, *, trust_recipe: bool = False) -> Source:
         return ParquetSource(path, draft_schema(path))
     except DataError as error:
         raise DataError(
-            f"{path} is no prepared dataset (feature_spec.yaml), recipe, run (recipe.yaml) or Parquet: {error}"
+            f"{path} is no prepared dataset (feature_spec.yaml, source.yaml), arrays (day_0_sparse.npy), recipe, run "
+            f"(recipe.yaml) or Parquet: {error}"
         ) from None
 
 

@@ -242,6 +242,8 @@ def _head(store: fs.FileSystem, path: str) -> tuple[str, str, bool]:
         if whole or not (cut := head.decode("utf-8-sig", errors="ignore")) or len(cut.encode()) < len(head) - 7:
             raise
         text = cut  # a character at the end that is cut into halves
+    if "\0" in text:
+        raise DataError(f"{path} has bytes that are zero, so it is no text, or was not written whole; write it again")
     if not text.strip():
         raise DataError(f"{path} is empty; it needs a line of column names, and lines of values")
     return text, _separator(path, text), whole

@@ -229,19 +229,21 @@ def task_directory(out: Path) -> Generator[Path]:
 
 @contextmanager
 def open_tasks(executor: str | Executor, workers: int | None = None) -> Generator[Tasks]:
-    """Make an executor by its name, or take one that a user has made, which stays open.
+    """Make an executor by its name, or take one that a user has made, which stays open; what `hotbed.prepare` runs on.
+
+    What reads for a `Loader` is opened by `hotbed.data.open_readers`.
 
     Parameters
     ----------
     executor
         ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"`` or a `concurrent.futures.Executor`.
     workers
-        Threads or processes; by default one for each core. Clusters have their own.
+        Threads or processes; by default one for each core. Clusters have their own, for which it is refused.
 
     Raises
     ------
     SpecError
-        If there is no such executor, or its package is not installed.
+        If there is no such executor, its package is not installed, or ``workers`` is said of a cluster.
     WorkerError
         If a cluster cannot be reached.
     """

@@ -63,7 +63,7 @@ class ParquetSource(Source):
         by quantiles, call `measure` before samples are read; ``hotbed train`` does.
     ids
         ``"hash"`` hashes values to rows; ``"raw"`` takes integers as rows, and leaves the check that they are below
-        ``rows`` to the embedding.
+        ``rows`` to the embedding. Files that `hotbed.prepare` made hold rows already, so they are ``"raw"``.
     split
         Divide all rows, or those of ``train`` where the path has splits, by row: ``{by: time, column: ts, valid_from:
         …, test_from: …}``, ``{by: hash, valid: 0.1, test: 0.1}`` or ``{by: order, …}``, the last ones; see
@@ -85,7 +85,8 @@ class ParquetSource(Source):
         If there is no such path, a file is not Parquet, a column is missing, ids are integers in one file and text in
         another, or a file is in two splits.
     SpecError
-        If a column has a type that does not fit its role, or the fractions leave a split without a row group.
+        If a column has a type that does not fit its role, ids of `hotbed.prepare` would be hashed once more, or the
+        fractions leave a split without a row group.
     """
 
     def __init__(
@@ -107,6 +108,11 @@ class ParquetSource(Source):
         self.ids: Ids = ids
         files = _with_paths(find_parquet(path, filesystem, text), split_paths or {}, str(path), filesystem, text)
         for file in (f for of_split in files.values() for f in of_split):
+            if ids == "hash" and encoder is None and self.schema.stored[0] and _said(file) is not None:
+                raise SpecError(
+                    f"{file} has ids of hotbed prepare, which `ids: hash` would hash once more; take what source.yaml "
+                    "beside it says, `ids: raw` and its rows (hotbed init of the whole folder drafts such a recipe)"
+                )
             unchecked.check(file.schema, str(file))
         kinds = _id_kinds(unchecked, [f for of_split in files.values() for f in of_split])
         self._encoder = unchecked.with_kinds({name: kinds[name] for name in unchecked.hashed if name in kinds})
@@ -121,12 +127,6 @@ class ParquetSource(Source):
         self.splits = tuple(groups)
         preparation = _preparation(path, files, self.schema) if ids == "raw" and encoder is None else None
         self._raw_encoder = None if preparation is None else Encoder(self.schema, ids=ids, preparation=preparation)
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether files are of a dataset that `hotbed.prepare` made."""
-        files = {g.file.shown: g.file for of_split in self._groups.values() for g in of_split}
-        return any(isinstance(file, ParquetFile) and _said(file) is not None for file in files.values())
 
     def column_types(self) -> dict[str, str]:
         """Type of every column of the files, also of those that the schema does not name."""

@@ -40,7 +40,10 @@ _SAME_PATH = "readers need the data at the same path as the trainer: on a file s
 
 @contextmanager
 def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks | None]:
-    """Open what reads for a `Loader`, by its name; None for threads, of which a loader makes its own.
+    """Open what reads for a `Loader` (``Loader(executor=…)``), by its name.
+
+    It is `open_tasks` for reading: threads are None here, as a loader makes its own, which share the trainer's memory;
+    and ``workers``, which a recipe has for any executor (``data.workers``, windows in work), counts processes only.
 
     Parameters
     ----------
@@ -48,7 +51,7 @@ def open_readers(executor: str | Executor, workers: int = 2) -> Generator[Tasks 
         ``"threads"``, ``"processes"``, ``"dask:ADDRESS"``, ``"ray:ADDRESS"``, or a `concurrent.futures.Executor`, which
         stays open.
     workers
-        How many processes; clusters have their own workers.
+        How many processes; nothing for the others.
 
     Raises
     ------

@@ -23,9 +23,9 @@ from hotbed.data.npy import NpySource
 from hotbed.data.npy_files import find_days, has_days
 from hotbed.data.parquet import ParquetSource
 from hotbed.data.parquet_files import ParquetFile, RowGroup, find_parquet
+from hotbed.data.prepared import open_described
 from hotbed.data.schema import Schema
 from hotbed.data.source import Source
-from hotbed.data.split_binary import SplitBinarySource
 from hotbed.errors import DataError
 
 _ANY_ROWS = 1 << 62
@@ -211,8 +211,8 @@ def open_rows(path: str | Path, schema: Schema | None = None) -> StoredRows:
         days = {day.name: [day.name] for day in find_days(path)}
         rows = _ANY_ROWS if schema is None else None
         return SourceRows(path, NpySource(path, schema, rows=rows, splits=days), "arrays of NumPy")
-    if isinstance(path, Path) and (path.name == "feature_spec.yaml" or (path / "feature_spec.yaml").is_file()):
-        return SourceRows(path, SplitBinarySource(path), "prepared dataset")
+    if (described := open_described(path)) is not None:
+        return SourceRows(path, described.source, "prepared dataset")
     return FileRows(path, find_parquet(path))
 
 

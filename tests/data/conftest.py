@@ -1,0 +1,34 @@
+"""Clusters that tests of several files use; each file has its own, as its tests kill their workers."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_cases import Ray, dask_command_line, ray_command_line
+
+
+@pytest.fixture(scope="module")
+def dask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The executor of a Dask cluster."""
+    pytest.importorskip("distributed", reason="needs hotbed[dask]")
+    with dask_command_line(tmp_path_factory.mktemp("dask")) as executor:
+        yield executor
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[Ray]:
+    """A Ray cluster, as it is reached on its nodes and from elsewhere."""
+    folder = Path(tempfile.mkdtemp(prefix="ray"))
+    try:
+        with ray_command_line(folder) as found:
+            yield found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def ray(ray_nodes: Ray) -> str:
+    """The executor of a Ray cluster."""
+    return ray_nodes.executor
