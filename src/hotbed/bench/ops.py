@@ -145,7 +145,7 @@ def rule_step(
     assert isinstance(updater, TableUpdater)
     one = torch.ones((), dtype=torch.float32, device=device)
     hyper = {t.name: optimizer._hyper(optimizer.param_groups[0]) for t in tables}
-    updater.state_of_steps.count(hyper, None, device)
+    updater.state_of_steps.count(hyper, None, device, options.backend)
     return updater.state_of_steps.step(arena, hyper, one, one)
 
 
