@@ -24,6 +24,8 @@ DEADLINE_S = 300
 HAS_RAY = importlib.util.find_spec("ray") is not None
 """Found without importing it, as Ray reads how it authenticates when it is imported."""
 HAS_CLIENT = importlib.util.find_spec("grpc") is not None
+TOKEN = os.environ.setdefault("HOTBED_TEST_TOKEN", secrets.token_hex(32))
+"""Of all Ray clusters of this process, as Ray reads it once; in the environment, as this module is loaded twice."""
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'hotbed[ray]'")
 
 
@@ -88,7 +90,7 @@ class Ray(NamedTuple):
 @contextmanager
 def ray_command_line(folder: Path) -> Iterator[Ray]:
     """A Ray cluster of two nodes that asks for a token; its sockets need a short path."""
-    (folder / "token").write_text(secrets.token_hex(32), encoding="utf-8")
+    (folder / "token").write_text(TOKEN, encoding="utf-8")
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),

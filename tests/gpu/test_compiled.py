@@ -28,7 +28,7 @@ KERNELS = {
 }
 FEW = {
     *("lookup", "runs, single", "runs, several", "long", "list", "interaction", "interaction_backward"),
-    *("count_groups", "place_groups", "place_runs"),
+    *("count_groups", "place_groups", "add_runs", "place_runs"),
 }
 OTHERS = {
     *("weight_gradient", "occurrences", "spread", "initial", "find", "use", "sets", "take", "copy"),

@@ -127,7 +127,7 @@ def source_files(
     Raises
     ------
     DataError
-        If the folder is damaged, or has a split that is none of train, valid and test.
+        If the folder is damaged, has a split that is none of train, valid and test, or a label that is not from 0 to 1.
     SpecError
         If the schema does not fit.
     """
@@ -139,6 +139,7 @@ def source_files(
     source = SplitBinarySource(raw) if isinstance(raw, Path) else raw
     if (other := next((split for split in source.splits if split not in SPLITS), None)) is not None:
         raise DataError(f"{_shown(raw)} has a split '{other}'; only {', '.join(SPLITS)} can be prepared")
+    _check_labels(source)
     stored = tuple(source.files())
     return source.schema, {s: [SourceFile(source, s, s, f"{_shown(raw)}/{s}", stored)] for s in source.splits}
 
@@ -148,10 +149,17 @@ def _days(path: Path, schema: Schema | Mapping[str, object] | None) -> tuple[Sch
     days = find_days(path)
     rows = _ANY if schema is None else None
     source = NpySource(path, schema, rows=rows, splits={day.name: [day.name] for day in days})
+    _check_labels(source)
     files = {day.name: SourceFile(source, day.name, day.name, f"{path}/{day.name}", tuple(day.files)) for day in days}
     if files.keys() <= set(SPLITS):
         return source.schema, {split: [file] for split, file in files.items()}
     return source.schema, {"": list(files.values())}
+
+
+def _check_labels(source: Source) -> None:
+    """Raise `DataError` for a label that training would refuse; batches no longer say in which file it is."""
+    for split in source.splits:
+        source.check_labels(split)
 
 
 def is_source(raw: str | Path | Source) -> bool:
