@@ -1,14 +1,17 @@
 """Clusters whose parts are started by commands of their own, and workers that are killed at chosen moments."""
 
+import atexit
 import importlib.util
 import json
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,8 +27,6 @@ DEADLINE_S = 300
 HAS_RAY = importlib.util.find_spec("ray") is not None
 """Found without importing it, as Ray reads how it authenticates when it is imported."""
 HAS_CLIENT = importlib.util.find_spec("grpc") is not None
-TOKEN = os.environ.setdefault("HOTBED_TEST_TOKEN", secrets.token_hex(32))
-"""Of all Ray clusters of this process, as Ray reads it once; in the environment, as this module is loaded twice."""
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'hotbed[ray]'")
 
 
@@ -87,13 +88,19 @@ class Ray(NamedTuple):
     client: str
 
 
+def ask_for_a_token() -> None:
+    """Set the token of all Ray clusters of this process before any test; Ray looks for one when imported."""
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        token = Path(tempfile.mkdtemp(prefix="ray-token")) / "token"
+        atexit.register(shutil.rmtree, token.parent, ignore_errors=True)
+        token.write_text(secrets.token_hex(32), encoding="utf-8")
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+
+
 @contextmanager
 def ray_command_line(folder: Path) -> Iterator[Ray]:
     """A Ray cluster of two nodes that asks for a token; its sockets need a short path."""
-    (folder / "token").write_text(TOKEN, encoding="utf-8")
     environment = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": str(DEADLINE_S),
         "RAY_worker_register_timeout_seconds": str(DEADLINE_S),

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_cases import Ray, dask_command_line, ray_command_line
+from cluster_cases import Ray, ask_for_a_token, dask_command_line, ray_command_line
+
+ask_for_a_token()
 
 
 @pytest.fixture(scope="module")
