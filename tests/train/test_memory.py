@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from hotbed.commands.main import main
-from hotbed.config import MemoryRecipe, Recipe
+from hotbed.config import Component, MemoryRecipe, Recipe
 from hotbed.errors import DataError, RecipeError
 from hotbed.train.build import new_model, open_source
 from hotbed.train.parallel import planned
@@ -42,8 +43,12 @@ def recipe_of(folder: Path, memory: dict[str, Any], optimizer: str = "RowWiseAda
     )
 
 
-def trained(folder: Path, memory: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    summary = train(recipe_of(folder, memory), RunDirectory(folder / "runs", "zipf"), Console(quiet=True))
+def trained(
+    folder: Path, memory: dict[str, Any], model: Component | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    recipe = recipe_of(folder, memory)
+    recipe = recipe if model is None else replace(recipe, model=model)
+    summary = train(recipe, RunDirectory(folder / "runs", "zipf"), Console(quiet=True))
     lines = (Path(summary["run"]) / "metrics.jsonl").read_text().splitlines()
     return summary, [json.loads(line) for line in lines]
 
@@ -72,6 +77,17 @@ def test_a_run_is_the_same_wherever_rows_are(tmp_path: Path) -> None:
             assert found["memory"]["written_bytes"] > 0 or memory.get("cache_rows", 0) >= 2000
             assert found["memory"]["disk_bytes"] >= 0
     assert not list((tmp_path / "rows").iterdir())
+
+
+def test_dropout_is_the_same_wherever_rows_are(tmp_path: Path) -> None:
+    model = Component(class_path="hotbed.nn.DeepFM", init_args={"top": [8, 1], "dropout": 0.5})
+    losses = [
+        [r["loss"] for r in trained(tmp_path, memory, model)[1] if r["event"] == "train"]
+        for memory in ({}, {"tier": "host"}, {"tier": "host", "device_bytes": 20_000})
+    ]
+    assert losses[0] == losses[1] == losses[2]
+    still = Component(class_path=model.class_path, init_args={"top": [8, 1]})
+    assert [r["loss"] for r in trained(tmp_path, {}, still)[1] if r["event"] == "train"] != losses[0]
 
 
 def test_budgets_are_shared_out_by_what_was_counted(tmp_path: Path) -> None:

@@ -83,14 +83,15 @@ def build_model(recipe: Recipe, source: Source, device: torch.device) -> nn.Modu
     if not needs_a_plan(recipe):
         refuse_impossible(recipe, tables_of(source, recipe.data), device)
     model = distributed(_seeded(recipe, source, device, on_meta=needs_a_plan(recipe)), recipe, device, source)
-    if isinstance(model, Distributed):
-        # What is drawn from now on is of a rank's own samples.
-        torch.manual_seed((recipe.train.seed + model.link.rank) % 2**64)
-        return model
-    if needs_a_plan(recipe):  # by which all rows are in the memory of this one process's device
-        model = _seeded(recipe, source, device, on_meta=False)
-    # A model of the user's may make some of its tensors on the CPU whatever the default device is.
-    return model.to(device)
+    if not isinstance(model, Distributed):
+        if needs_a_plan(recipe):  # by which all rows are in the memory of this one process's device
+            model = _seeded(recipe, source, device, on_meta=False)
+        # A model of the user's may make some of its tensors on the CPU whatever the default device is.
+        model = model.to(device)
+    # What is drawn from now on (dropout) is of a rank's own samples, and the same wherever rows are.
+    rank = model.link.rank if isinstance(model, Distributed) else 0
+    torch.manual_seed((recipe.train.seed + rank) % 2**64)
+    return model
 
 
 def _seeded(recipe: Recipe, source: Source, device: torch.device, *, on_meta: bool) -> nn.Module:
