@@ -52,6 +52,14 @@ def test_bits_are_those_of_the_hash_in_plain_python(backend, name):
     assert _filled(backend, seed, rows, cols, 1 / 3).numpy().tobytes() == expected.tobytes()
 
 
+def test_zeros_have_no_sign(backend):
+    """As rows that are made on their first update have them."""
+    assert not _filled(backend, 1, range(40), range(16), 0.0).view(torch.int32).any()
+    out = torch.full((3, 5), torch.nan, device=backend.device)
+    backend.ops.initial_values_(out, seed=1, rows=torch.tensor([4, 0, 9], device=out.device), cols=range(5), bound=0.0)
+    assert not out.cpu().view(torch.int32).any()
+
+
 def test_golden_bits(backend):
     """Checkpoints hold only what was trained; the rest is made again, so these may never change."""
     out = _filled(backend, 20231123, range(0, 2**40, 2**38), range(0, 130, 43), 0.05)

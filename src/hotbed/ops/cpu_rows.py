@@ -104,6 +104,9 @@ def prefetch_row(rows, wide, at):
 def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range, bound: float) -> None:
     """Fill ``out [rows, cols]`` with the initial values of a rectangle of a table; see the reference."""
     launches["cpu.initial_values"] += 1
+    if bound == 0:
+        out.zero_()
+        return
     scale = np.float32(bound / (1 << 23))
     if isinstance(rows, range):
         launch(_fill, out.numpy(), np.uint32(seed), rows.start, rows.step, cols.start, cols.step, scale)

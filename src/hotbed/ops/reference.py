@@ -68,9 +68,12 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     rows, cols
         Which cells of the table; strided ranges are allowed, and any rows ``[n]`` int64.
     bound
-        Values are uniform on ``[−bound, bound)``.
+        Values are uniform on ``[−bound, bound)``; with 0 they are 0, never −0.
     """
     launches["reference.initial_values"] += 1
+    if bound == 0:
+        out.zero_()
+        return
     row = (
         torch.arange(rows.start, rows.stop, rows.step, dtype=torch.int64, device=out.device)
         if isinstance(rows, range)

@@ -340,6 +340,9 @@ def initial_values_(out: Tensor, *, seed: int, rows: range | Tensor, cols: range
     launches["triton.initial_values"] += 1
     if out.numel() == 0:
         return
+    if bound == 0:
+        out.zero_()
+        return
     block_cols = power_of_two(len(cols))
     block_rows = rows_per_program(block_cols, TILE)
     first, step = (rows.start, rows.step) if isinstance(rows, range) else (0, 1)

@@ -194,6 +194,11 @@ class StoreContract:
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
+    def test_rows_that_start_at_zero_have_no_sign(self, format: Format) -> None:
+        store = self.make(format.spans, self.dim, format.dtype)
+        store.initialize(0, seed=1, rows=range(SLOTS), cols=range(self.dim), bound=0.0)
+        assert not self.read_all(store).view(torch.int32).any()
+
     def test_initial_values_are_those_of_the_table_cells_rounded_to_the_nearest(self, format: Format) -> None:
         store = self.make(format.spans, self.dim, format.dtype)
         cells = {"rows": range(3, 43, 2), "cols": range(16, 16 + self.dim)}
