@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hotbed import large_tensors
 from hotbed.bench import limits
 from hotbed.bench.limits import (
     NO_MOMENT,
@@ -14,7 +15,6 @@ from hotbed.bench.limits import (
     torch_gather,
     torch_scatters,
 )
-from hotbed.ops import cpu_runtime
 from hotbed.ops.cpu_runtime import launch
 from hotbed.store import DenseStore, Span
 
@@ -48,7 +48,7 @@ def test_wide_rows_are_folded_into_narrow_vectors() -> None:
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_rows_are_gathered_past_the_caches(pieces: int) -> None:
     matrix, at = numbers(50, 32), torch.randint(0, 50, (2100,))
-    out = cpu_runtime.empty((1 << 15, pieces, 32), torch.int32)[:2100]
+    out = large_tensors.empty((1 << 15, pieces, 32), torch.int32)[:2100]
     launch(limits._gather, matrix.numpy(), at.numpy(), 1, out.numpy(), True)
     assert torch.equal(out, torch.index_select(matrix, 0, at)[:, None].expand(-1, pieces, -1))
 

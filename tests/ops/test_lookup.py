@@ -12,7 +12,8 @@ import torch
 from numba import from_dtype, njit, types
 from torch import Tensor
 
-from hotbed.ops import BagLayout, Rows, cpu_lookup, cpu_runtime
+from hotbed import large_tensors
+from hotbed.ops import BagLayout, Rows, cpu_lookup
 from hotbed.ops.cpu_instructions import stream_line, streams_end
 from hotbed.pooling import POOLED, POOLING_CODE, divisors
 
@@ -233,7 +234,7 @@ def test_vectors_written_past_the_caches(monkeypatch, name, out, dtype):
 
 @pytest.mark.parametrize("dim, whole_lines", [(16, True), (8, False), (24, False), (32, True)])
 def test_only_whole_lines_are_written_past_the_caches(dim, whole_lines):
-    assert cpu_lookup.streams(cpu_runtime.empty((1 << 17, 2, dim))) == whole_lines
+    assert cpu_lookup.streams(large_tensors.empty((1 << 17, 2, dim))) == whole_lines
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for instructions of x86")

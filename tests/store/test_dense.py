@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from hotbed.ops import cpu_runtime, launches
+from hotbed import large_tensors
+from hotbed.ops import launches
 from hotbed.optim import Adam, Moment
 from hotbed.optim.sgd import PLAIN
 from hotbed.store import DenseStore, Span, Storage
@@ -125,10 +126,10 @@ def test_an_exponent_never_falls():
 
 
 def test_large_arenas_are_zeroed_and_aligned_to_huge_pages():
-    t = cpu_runtime.zeros((1100, 512))
+    t = large_tensors.zeros((1100, 512))
     assert t.shape == (1100, 512) and not t.any()
-    if t.nbytes >= cpu_runtime.HUGE_PAGE_BYTES:
-        assert t.data_ptr() % cpu_runtime.HUGE_PAGE_BYTES == 0
+    if t.nbytes >= large_tensors.HUGE_PAGE_BYTES:
+        assert t.data_ptr() % large_tensors.HUGE_PAGE_BYTES == 0
 
 
 def test_memory_comes_back_while_the_pool_is_in_use():
@@ -136,32 +137,32 @@ def test_memory_comes_back_while_the_pool_is_in_use():
         pass
 
     cycle = Cycle()
-    cycle.self, cycle.tensor = cycle, cpu_runtime.empty((1100, 512))
+    cycle.self, cycle.tensor = cycle, large_tensors.empty((1100, 512))
     del cycle
-    with cpu_runtime._lock:
+    with large_tensors._lock:
         gc.collect()  # gives the block back; it must not wait for the lock
-    assert cpu_runtime.empty((1100, 512)).shape == (1100, 512)
+    assert large_tensors.empty((1100, 512)).shape == (1100, 512)
 
 
 def test_free_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(cpu_runtime, "MAX_FREE_BYTES", 10 << 20)
-    del [cpu_runtime.empty((1100, 512)) for _ in range(8)][:]
+    monkeypatch.setattr(large_tensors, "MAX_FREE_BYTES", 10 << 20)
+    del [large_tensors.empty((1100, 512)) for _ in range(8)][:]
     gc.collect()
-    cpu_runtime.empty((1100, 512))
-    assert sum(map(len, cpu_runtime._free)) <= 10 << 20
+    large_tensors.empty((1100, 512))
+    assert sum(map(len, large_tensors._free)) <= 10 << 20
 
 
 def test_results_reuse_memory_only_when_nothing_refers_to_it():
     gc.collect()
-    cpu_runtime._returned.clear()
-    cpu_runtime._free.clear()
-    first = cpu_runtime.empty((1100, 512))
+    large_tensors._returned.clear()
+    large_tensors._free.clear()
+    first = large_tensors.empty((1100, 512))
     address = first.data_ptr()
     view = first[5:]
     del first
-    second = cpu_runtime.empty((1100, 512))
+    second = large_tensors.empty((1100, 512))
     assert second.data_ptr() != address
     del view
-    third = cpu_runtime.empty((1100, 512))
+    third = large_tensors.empty((1100, 512))
     assert third.data_ptr() == address
     assert second.data_ptr() != third.data_ptr()

@@ -176,7 +176,7 @@ def test_what_cannot_fit_is_refused_before_a_table_is_made(
     recipe = recipe_of(tmp_path, Run([2_000_000, 1_000_000], 64, 640, [16], [8, 1], memory))
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
     monkeypatch.setattr("hotbed.store.memory.available_bytes", lambda device: 100 * MIB)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("hotbed.ops.cpu_runtime.zeros", never)
+    monkeypatch.setattr("hotbed.large_tensors.zeros", never)
     assert main(["train", str(tmp_path / "recipe.json"), "--out", str(tmp_path / "runs")]) == 2
     said = capsys.readouterr().err
     assert f"but {100 * MIB:,} bytes of it are free; memory.tier disk" in said

@@ -20,10 +20,11 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from hotbed import large_tensors
 from hotbed.bench.meter import EVICT_BYTES, Limit, Way, buffer
 from hotbed.bench.options import OpsOptions
 from hotbed.errors import RecipeError
-from hotbed.ops import Rows, cpu_runtime
+from hotbed.ops import Rows
 from hotbed.ops.cpu_instructions import prefetch_bytes, stream_line, streams_end
 from hotbed.ops.cpu_lookup import streams
 from hotbed.ops.cpu_runtime import PREFETCH_ROWS, kernel, launch
@@ -68,7 +69,7 @@ class MatrixRows(NamedTuple):
         words = max(min(self.matrix.shape[1], self.vector_bytes // 4), 1)
         shape = (self.bags, max(self.vector_bytes // 4 // words, 1), words)
         if self.matrix.is_cpu:
-            return cpu_runtime.empty(shape, torch.int32)
+            return large_tensors.empty(shape, torch.int32)
         return torch.empty(*shape, dtype=torch.int32, device=self.matrix.device)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hotbed.ops import cpu_runtime
+from hotbed import large_tensors
 
 EVICT_BYTES = 512 << 20
 """Size of the buffer: no last-level cache is larger."""
@@ -108,5 +108,5 @@ class Meter:
 def buffer(nbytes: int, device: torch.device) -> Any:
     """Float32 ones, in huge pages on the CPU, as arenas are."""
     shape = (nbytes // 4,)
-    made = cpu_runtime.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
+    made = large_tensors.zeros(shape) if device.type == "cpu" else torch.empty(*shape, device=device)
     return made.fill_(1.0)

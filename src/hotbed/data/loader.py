@@ -5,11 +5,12 @@ chunks in a random order, taken ``window`` at a time, the samples of a window in
 from (seed, epoch, window), so it depends neither on threads nor on where the epoch was entered. Batch j is the samples
 j·B … (j + 1)·B − 1 of that order, whatever windows they fall in.
 
-The work is a queue of futures on one thread pool: *read a chunk*, *merge the chunks of a window*, *cut a batch*. A task
+The work is a queue of futures on one thread pool: *read a chunk*, *merge the chunks of a window*, *cut batches*. A task
 only waits for tasks that were queued before it, and the pool starts tasks in the order they were queued, so the oldest
 running task never waits for one that has not started: no deadlock at any number of threads. Tasks are queued a few
 batches ahead of the consumer, which bounds memory: at most two windows more than the one being consumed, and
-``prefetch`` batches.
+``prefetch`` batches. Handing a result from thread to thread takes longer than cutting a batch of 1,024 samples, so a
+task cuts as many neighbouring batches of a window as have 16,384 samples together, and then two tasks are ahead.
 
 With an ``executor`` a window is one task of it (`hotbed.data.readers`): it reads the chunks, merges them, and returns
 this rank's samples. ``workers`` windows are asked for beyond those that the next batches need, and no more, so a pool
@@ -20,9 +21,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +38,8 @@ from hotbed.errors import SpecError, did_you_mean
 
 _CUTTERS = 2
 """Threads that cut batches where others read."""
+_CUT_TOGETHER = 16_384
+"""Samples."""
 
 
 def share_of(samples: int, rank: int, world_size: int) -> slice:
@@ -69,7 +73,7 @@ class Loader:
         Threads that read, shuffle and cut; with an executor the windows that are asked of it ahead, so how many of its
         workers this loader keeps busy.
     prefetch
-        Batches made ahead of the consumer.
+        Batches made ahead of the consumer, at least; of small ones those of up to 32,768 samples.
     executor
         What reads in the place of threads: any `concurrent.futures.Executor`, or what `hotbed.data.open_readers`
         gives, which also repeats what workers were doing that died. Several loaders may share it, and it stays open.
@@ -160,17 +164,20 @@ class Loader:
         epoch = _Epoch(self, self._epoch, start, end)
         threads = self.workers if self.tasks is None else _CUTTERS
         with ThreadPoolExecutor(threads, thread_name_prefix="hotbed-loader") as pool:
-            ahead: deque[tuple[Future[Batch], int]] = deque()
+            ahead: deque[tuple[Future[list[Batch | Exception]], int]] = deque()  # task, and where its next batch ends
+            stops: list[int] = []
             try:
                 while start < end or ahead:
-                    while start < end and len(ahead) < self.prefetch:
-                        stop = min(start + self.batch_size, end)
-                        share = share_of(stop - start, self.rank, self.world_size)
-                        ahead.append((epoch.batch(pool, start + share.start, start + share.stop), stop))
-                        start = stop
-                    self.queue_depth = sum(future.done() for future, _ in ahead)
+                    while start < end and len(ahead) < max(self.prefetch, 2 * (len(stops) - 1)):
+                        stops = epoch.stops(start)
+                        task = epoch.batches(pool, start, stops)
+                        ahead.extend((task, stop) for stop in stops)
+                        start = stops[-1]
+                    self.queue_depth = sum(future.done() for future, _ in islice(ahead, self.prefetch))
                     future, stop = ahead.popleft()
-                    batch = future.result()
+                    batch = future.result().pop(0)
+                    if isinstance(batch, Exception):
+                        raise batch
                     # Set before the yield: inside the loop's body the position counts the batch that was just given.
                     over = stop >= end
                     self._epoch, self._consumed, self._fresh = epoch.number + over, 0 if over else stop, over
@@ -232,6 +239,10 @@ class Loader:
 _CHUNK_ORDER, _WINDOW_ORDER = 1, 2
 
 
+_Part: TypeAlias = tuple["Future[Batch] | RemoteWindow", int, int]
+"""Samples ``start … stop − 1`` of a window."""
+
+
 class _Epoch:
     """The order of one epoch, and the tasks that make its batches. Used by the consumer's thread only.
 
@@ -259,8 +270,24 @@ class _Epoch:
         self._pending: dict[int, Future[Batch] | RemoteWindow] = {}
         self._source = b"" if loader.tasks is None else packed_source(loader.source)
 
-    def batch(self, pool: ThreadPoolExecutor, start: int, stop: int) -> Future[Batch]:
-        """Queue the batch of samples ``start … stop − 1`` of the epoch, perhaps none, and the windows it needs."""
+    def stops(self, start: int) -> list[int]:
+        """Where the batches end that are cut by one task: neighbours from ``start`` on, which begin in one window."""
+        size = self._loader.batch_size
+        window = self._starts[int(np.searchsorted(self._starts, start, side="right"))]
+        last = min(window, start + max(_CUT_TOGETHER, size), self._end)
+        return [min(stop, self._end) for stop in range(start + size, last + size, size)]
+
+    def batches(self, pool: ThreadPoolExecutor, start: int, stops: Sequence[int]) -> Future[list[Batch | Exception]]:
+        """Queue neighbouring batches from sample ``start`` on, which end before ``stops``, and their windows."""
+        loader, found = self._loader, []
+        for stop in stops:
+            share = share_of(stop - start, loader.rank, loader.world_size)
+            found.append(self._parts(pool, start + share.start, start + share.stop))
+            start = stop
+        return pool.submit(self._cut, found)
+
+    def _parts(self, pool: ThreadPoolExecutor, start: int, stop: int) -> list[_Part]:
+        """Samples ``start … stop − 1`` of the epoch, perhaps none, in the windows that have them; these are queued."""
         first = min(int(np.searchsorted(self._starts, start, side="right")), len(self._windows)) - 1
         last = max(int(np.searchsorted(self._starts, stop, side="left")) - 1, first)
         for done in [w for w in self._pending if w < first]:
@@ -269,11 +296,10 @@ class _Epoch:
         for w in range(first, min(last + 1 + ahead, len(self._windows))):
             if w not in self._pending and (w <= last or self._starts[w] < self._end):
                 self._pending[w] = self._queue_window(pool, w)
-        parts = [
+        return [
             self._part(w, max(start - self._starts[w], 0), min(stop, self._starts[w + 1]) - self._starts[w])
             for w in range(first, last + 1)
         ]
-        return pool.submit(self._cut, parts)
 
     def cancel(self) -> None:
         """Give up the windows that readers were asked for."""
@@ -281,7 +307,7 @@ class _Epoch:
             if isinstance(window, RemoteWindow):
                 window.cancel()
 
-    def _part(self, w: int, start: int, stop: int) -> tuple[Future[Batch] | RemoteWindow, int, int]:
+    def _part(self, w: int, start: int, stop: int) -> _Part:
         window = self._pending[w]
         if isinstance(window, RemoteWindow):
             return window, window.place(start), window.place(stop)
@@ -310,7 +336,16 @@ class _Epoch:
                 found.append((low - at, high - at))
         return np.array(found, np.int64)
 
-    def _cut(self, parts: list[tuple[Future[Batch] | RemoteWindow, int, int]]) -> Batch:
+    def _cut(self, batches: Sequence[list[_Part]]) -> list[Batch | Exception]:
+        """Make the batches; an error ends the list, so that those before it are given away first."""
+        found: list[Batch | Exception] = []
+        try:
+            found.extend(map(self._batch, batches))
+        except Exception as error:
+            found.append(error)
+        return found
+
+    def _batch(self, parts: Sequence[_Part]) -> Batch:
         batch = join([(window.result(), start, stop) for window, start, stop in parts])
         if self._loader.transform is not None:
             batch = self._loader.transform(batch)

@@ -13,7 +13,6 @@ module writes load there too, as long as they have no ``valid`` split, which NVI
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,18 +27,16 @@ import yaml
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
-from hotbed.data.feature_spec import FeatureSpec, StoredFile, id_dtype, read_feature_spec
+from hotbed.data.feature_spec import FeatureSpec, id_dtype, read_feature_spec
 from hotbed.data.schema import Schema
-from hotbed.data.source import Source, label_error
+from hotbed.data.source import Source
+from hotbed.data.split_binary_files import OpenFiles, count_samples
 from hotbed.errors import DataError, SpecError
 from hotbed.jagged import Jagged
+from hotbed.large_tensors import empty
 
 if TYPE_CHECKING:  # it needs pyarrow
     from hotbed.data.encode import Encoder
-
-_WIDENED_AT_ONCE = 1 << 14
-"""Values; torch divides 32,768 and more."""
-_LABELS_AT_ONCE = 1 << 24
 
 
 class SplitBinarySource(Source):
@@ -69,7 +66,8 @@ class SplitBinarySource(Source):
         self.schema = self._spec.schema
         self.splits = tuple(self._spec.files)
         self.chunk_samples = chunk_samples
-        self._samples = {split: _count_samples(files) for split, files in self._spec.files.items()}
+        self._samples = {split: count_samples(files) for split, files in self._spec.files.items()}
+        self._open = OpenFiles()
         self._encoder: Encoder | None = None
 
     @property
@@ -93,7 +91,7 @@ class SplitBinarySource(Source):
 
     def __getstate__(self) -> dict[str, object]:
         """What is sent to readers, which may run in other directories."""
-        return {**self.__dict__, "_spec": self._spec.absolute(), "_encoder": None}
+        return {**self.__dict__, "_spec": self._spec.absolute(), "_encoder": None, "_open": OpenFiles()}
 
     def files(self) -> list[Path]:
         """All files of columns."""
@@ -105,46 +103,30 @@ class SplitBinarySource(Source):
 
     def _check_labels(self, split: str) -> dict[str, tuple[float, float]]:
         files, samples = self._spec.files[split], self._samples[split]
-        return {name: _label_range(name, files[name], samples) for name in self.schema.labels if samples}
+        return {name: self._open.label_range(name, files[name], samples) for name in self.schema.labels if samples}
 
     def _read(self, split: str, i: int) -> Batch:
         start = i * self.chunk_samples
         n = min(self.chunk_samples, self._samples[split] - start)
         files = self._spec.files[split]
         wide = any(files[c.name].dtype.itemsize == 8 for c in self.schema.sparse)
-        ids = np.empty((len(self.schema.sparse), n), dtype=np.int64 if wide else np.int32)
-        for row, column in zip(ids, self.schema.sparse, strict=True):
-            _read_rows(files[column.name], start, row)
+        ids = empty((len(self.schema.sparse), n), torch.int64 if wide else torch.int32)
+        for row, column in zip(ids.numpy(), self.schema.sparse, strict=True):
+            self._open.read(files[column.name], start, row)
         labels = np.empty((n, len(self.schema.labels)), dtype=np.float32)
         for t, name in enumerate(self.schema.labels):
             column = np.empty(n, dtype=np.float32)
-            _read_rows(files[name], start, column)
+            self._open.read(files[name], start, column)
             labels[:, t] = column
         dense = None
         if self.schema.dense:
-            dense = np.empty((n, len(self.schema.dense)), dtype=np.float32)
-            _read_rows(files[self.schema.dense[0]], start, dense)
+            dense = empty((n, len(self.schema.dense)))
+            self._open.read(files[self.schema.dense[0]], start, dense.numpy())
         return Batch(
-            sparse=Jagged([c.name for c in self.schema.sparse], torch.from_numpy(ids.reshape(-1)), batch_size=n),
-            dense=None if dense is None else torch.from_numpy(dense),
+            sparse=Jagged([c.name for c in self.schema.sparse], ids.view(-1), batch_size=n),
+            dense=dense,
             labels=torch.from_numpy(labels) if self.schema.labels else None,
         )
-
-
-def _label_range(name: str, file: StoredFile, samples: int) -> tuple[float, float]:
-    """Smallest and largest label of a file; a `DataError` names the first that is not from 0 to 1."""
-    low, high = math.inf, -math.inf
-    for start in range(0, samples, _LABELS_AT_ONCE):
-        part = np.empty(min(_LABELS_AT_ONCE, samples - start), dtype=file.dtype)
-        _read_rows(file, start, part)
-        if part.dtype == np.bool_:
-            part = part.view(np.uint8)  # a byte may hold more than 0 and 1
-        least, most = float(part.min()), float(part.max())  # NaN if one is
-        if not (least >= 0 and most <= 1):
-            at = int((~((part >= 0) & (part <= 1))).argmax())
-            raise label_error(str(file.path), name, part[at], f"sample {start + at:,}")
-        low, high = min(low, least), max(high, most)
-    return low, high
 
 
 def check_split_binary(schema: Schema) -> None:
@@ -317,53 +299,3 @@ class SplitBinaryWriter:
                 **({} if self._preparation is None else {"preparation": self._preparation}),
             },
         }
-
-
-def _count_samples(files: Mapping[str, StoredFile]) -> int:
-    """Count the samples of a split; raises unless every file holds whole samples and all hold as many."""
-    sizes: dict[str, int] = {}
-    for name, file in files.items():
-        if not file.path.is_file():
-            raise DataError(f"{file.path} does not exist, but feature_spec.yaml lists it for '{name}'")
-        sizes[name] = file.path.stat().st_size
-    fullest = max(files, key=lambda name: sizes[name] / files[name].sample_bytes)
-    samples = -(-sizes[fullest] // files[fullest].sample_bytes)
-    for name, file in files.items():
-        expected = samples * file.sample_bytes
-        if sizes[name] != expected:
-            raise DataError(
-                f"{file.path}: expected {expected:,} bytes, found {sizes[name]:,} ({samples:,} samples × "
-                f"{file.sample_bytes} bytes of {file.dtype.name}, as {files[fullest].path.name} has); the file is "
-                f"truncated or its dtype in feature_spec.yaml is wrong: copy or prepare it again"
-            )
-    return samples
-
-
-def _read_rows(file: StoredFile, start: int, out: NDArray[Any]) -> None:
-    """Fill ``out`` (``[n]`` or ``[n, I]``) with the samples from ``start`` on, converted to its dtype."""
-    raw = out if file.dtype == out.dtype else np.empty(out.shape, dtype=file.dtype)
-    # Files are opened per chunk: no descriptors to share between threads or to keep over a fork or a pickle.
-    with file.path.open("rb", buffering=0) as stream:
-        stream.seek(start * file.sample_bytes)
-        view = raw.reshape(-1).view(np.uint8).data
-        found = 0
-        while found < len(view):
-            count = stream.readinto(view[found:])
-            if not count:
-                raise DataError(
-                    f"{file.path}: expected {len(view):,} bytes from byte {start * file.sample_bytes:,} on, found "
-                    f"{found:,}; the file was cut short after it was opened"
-                )
-            found += count
-    if raw.dtype == np.float16 and out.dtype == np.float32:
-        _widen(raw.reshape(-1), out.reshape(-1))
-    elif raw is not out:
-        np.copyto(out, raw, casting="unsafe")
-
-
-def _widen(half: NDArray[np.float16], out: NDArray[np.float32]) -> None:
-    """Convert ``[n]`` values by torch, five times as fast as NumPy; in parts that it does not divide among threads."""
-    source, target = torch.from_numpy(half), torch.from_numpy(out)
-    for start in range(0, len(half), _WIDENED_AT_ONCE):
-        part = slice(start, start + _WIDENED_AT_ONCE)
-        target[part].copy_(source[part])

@@ -7,8 +7,9 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from hotbed.large_tensors import empty
 from hotbed.ops.backend import launches
-from hotbed.ops.cpu_runtime import empty, kernel, launch
+from hotbed.ops.cpu_runtime import kernel, launch
 
 
 def interaction(vectors: Tensor, width: int) -> Tensor:

@@ -1,5 +1,5 @@
 # pyright: basic, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
-"""Compile, cache and launch Numba kernels, and allocate their memory.
+"""Compile, cache and launch Numba kernels.
 
 *Cache.* Numba's on-disk cache does not notice an edited helper in another module, so the cache directory is named after
 a hash of all kernel sources, and all copies of the same sources share it. Of several processes that need a kernel which
@@ -9,12 +9,6 @@ seconds on every kernel.
 *Threads.* Kernels use ``torch.get_num_threads()`` threads. Two Python threads may launch kernels at once under OpenMP;
 Numba's own ``workqueue`` layer would abort the process, so where OpenMP is missing launches take turns behind a lock.
 A process that is forked has none of GNU OpenMP's threads, which would be waited for: there launches are refused.
-
-*Huge pages.* Random rows of a large arena miss the TLB on 4 KiB pages; with transparent huge pages they rarely do.
-
-*Recycling.* glibc returns blocks over 32 MiB to the system when they are freed, so a fresh result of that size costs a
-page fault per 4 KiB: for ``[4096, 26, 128]`` float32 more than the lookup that fills it (docs/log.md). Blocks for
-results are kept and handed out again once no tensor refers to them.
 """
 
 from __future__ import annotations
@@ -22,20 +16,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
-import mmap
 import os
 import sys
 import tempfile
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from numba.core import event as numba_event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
@@ -251,60 +240,3 @@ def flat(t: Tensor) -> Any:
     if t.dtype == torch.float16:  # which Numba does not know
         t = t.float()
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).view(-1).numpy()
-
-
-HUGE_PAGE_BYTES = 2 << 20
-"""Size of a transparent huge page on x86-64, and on AArch64 with 4 KiB base pages."""
-
-MAX_FREE_BYTES = 2 << 30
-"""Memory kept for later; blocks that have waited longest are given up first."""
-
-_returned: deque[mmap.mmap] = deque()
-"""Blocks nobody refers to any more. The garbage collector appends here at any moment, so no lock may be needed to."""
-_free: list[mmap.mmap] = []
-_lock = threading.Lock()
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zero-filled CPU tensor, in huge pages where it is large and the system is Linux."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
-        return torch.zeros(*shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(_aligned(_map(nbytes), nbytes)).view(dtype).view(*shape)
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised CPU tensor; a large one reuses the memory of an earlier one that is no longer in use."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if sys.platform != "linux" or nbytes < HUGE_PAGE_BYTES:
-        return torch.empty(*shape, dtype=dtype, device="cpu")
-    with _lock:
-        while _returned:
-            _free.append(_returned.popleft())
-        fitting = [block for block in _free if nbytes <= len(block) - HUGE_PAGE_BYTES <= 2 * nbytes]
-        block = min(fitting, key=len) if fitting else None
-        if block is not None:
-            _free.remove(block)
-        while sum(map(len, _free)) > MAX_FREE_BYTES:
-            _free.pop(0)
-    if block is None:
-        # Sizes that vary, as of what follows the distinct rows of a batch, shall fit into one another's memory.
-        step = 1 << max(nbytes.bit_length() - 3, 0)
-        block = _map(-(-nbytes // step) * step)
-    array = _aligned(block, nbytes)
-    # torch holds the array for as long as any tensor shares its storage.
-    weakref.finalize(array, _returned.append, block).atexit = False
-    return torch.from_numpy(array).view(dtype).view(*shape)
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    # Anonymous maps are zero-filled at first touch; one page more than needed leaves room to align the start.
-    block = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
-    return block
-
-
-def _aligned(block: mmap.mmap, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    whole = np.frombuffer(block, np.uint8)
-    skip = -whole.ctypes.data % HUGE_PAGE_BYTES
-    return whole[skip : skip + nbytes]

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hotbed import large_tensors
 from hotbed.errors import StoreError
 from hotbed.machine import control_groups
-from hotbed.ops import cpu_runtime
 from hotbed.specs import Tier
 
 ROOT = Path("/")
@@ -34,18 +34,18 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised tensor; see `cpu_runtime.empty`."""
+    """Allocate an uninitialised tensor; see `large_tensors.empty`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
-            return cpu_runtime.empty(shape, dtype)
+            return large_tensors.empty(shape, dtype)
         return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a zero-filled tensor; see `cpu_runtime.zeros`."""
+    """Allocate a zero-filled tensor; see `large_tensors.zeros`."""
     with _explained(shape, dtype, device):
         if device.type == "cpu":
-            return cpu_runtime.zeros(shape, dtype)
+            return large_tensors.zeros(shape, dtype)
         return torch.zeros(*shape, dtype=dtype, device=device)
 
 
@@ -195,7 +195,7 @@ class _PageLocked:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         # Pages of its own, which no other memory that is locked shares.
-        memory = cpu_runtime.zeros((max(nbytes, cpu_runtime.HUGE_PAGE_BYTES),), torch.uint8)
+        memory = large_tensors.zeros((max(nbytes, large_tensors.HUGE_PAGE_BYTES),), torch.uint8)
         address = memory.data_ptr()
         cudart: Any = torch.cuda.cudart()
         try:
