@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hotbed.batch import Batch, Embeddings
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
+from hotbed.specs import Feature
 
 IDS = Jagged.from_dict({"a": torch.tensor([1, 2, 3]), "h": [[1], [], [2, 3]]})
 
@@ -310,13 +311,17 @@ def test_names_get_their_gradients_inside_torch_compile(way, backend):
         assert all(torch.allclose(g, x) for g, x in zip(got, expected, strict=True))
 
 
+def history(name, max_len=None):
+    return Feature(name, table="t", pooling="none", max_len=max_len)
+
+
 def sequences() -> tuple[Embeddings, torch.Tensor]:
     """A pooled feature and two that are not."""
     values = torch.rand(3, 4)
     e = Embeddings(["h", "a", "long"])
     e.add_pooled(["a"], torch.rand(3, 1, 4), None)
-    e.add_sequence("h", values, IDS["h"], None)
-    e.add_sequence("long", values, IDS["h"], 5)
+    e.add_sequence(history("h"), values, IDS["h"])
+    e.add_sequence(history("long", 5), values, IDS["h"])
     return e, values
 
 
@@ -337,7 +342,7 @@ def test_sequences_are_nested_or_padded():
 @pytest.mark.parametrize("bags", [[[], []], []], ids=["empty_bags", "no_samples"])
 def test_padding_of_nothing(bags, max_len):
     e = Embeddings(["h"])
-    e.add_sequence("h", torch.empty(0, 4), Jagged.from_dict({"h": bags})["h"], max_len)
+    e.add_sequence(history("h", max_len), torch.empty(0, 4), Jagged.from_dict({"h": bags})["h"])
     padded, mask = e.padded("h")
     assert padded.shape == (len(bags), max_len or 0, 4) and mask.shape == (len(bags), max_len or 0)
     assert not padded.any() and not mask.any()

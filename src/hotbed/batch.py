@@ -13,6 +13,7 @@ from torch import Tensor
 from hotbed.bags import Bags, describe, offsets_of
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
+from hotbed.specs import Feature, Padding
 from hotbed.torch_hooks import untraced
 
 
@@ -123,9 +124,10 @@ class Embeddings(Mapping[str, Tensor]):
     """Vectors of one batch, by feature.
 
     ``e["user"]`` is ``[B, D]``; of a feature that is not pooled (``pooling="none"``), ``e["history"]`` is a torch
-    nested tensor ``[B, j, D]`` of jagged layout, one row per id. Where both are wanted, call `stack` before taking
-    vectors by name: it copies them otherwise, for vectors that were taken by name may be changed in place. Those taken
-    after it are views of what it returned, which torch refuses to change in place where they have a gradient.
+    nested tensor ``[B, j, D]`` of jagged layout, one row per id, or ``[B, L, D]`` if the feature has a padding. Where
+    `stack` is wanted, too, call it before taking vectors by name: it copies them otherwise, for vectors that were taken
+    by name may be changed in place. Those taken after it are views of what it returned, which torch refuses to change
+    in place where they have a gradient.
 
     Parameters
     ----------
@@ -144,15 +146,19 @@ class Embeddings(Mapping[str, Tensor]):
         self._place.update(zip(names, zip(repeat(len(self._pooled)), count()), strict=False))
         self._pooled.append(_Pooled(vectors, buffer))
 
-    def add_sequence(self, name: str, values: Tensor, bags: Bags, max_len: int | None) -> None:
-        """Add a feature that is not pooled: ``values [N, D]``, one per id of its bags."""
-        self._sequences[name] = _Sequence(values, bags, max_len)
+    def add_sequence(self, feature: Feature, vectors: Tensor, bags: Bags) -> None:
+        """Add a feature that is not pooled: ``vectors [N, D]``, one per id of its bags, or padded ``[B · L, D]``."""
+        if feature.padding is not None:
+            vectors = vectors.view(bags.batch_size, feature.max_len or 0, vectors.shape[1])
+        self._sequences[feature.name] = _Sequence(vectors, bags, feature.max_len, feature.padding)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._place:
             number, column = self._place[name]
             return self._pooled[number].column(column)
-        values, bags, _ = self._sequence(name)
+        values, bags, _, padding = self._sequence(name)
+        if padding is not None:
+            return values
         return torch.nested.nested_tensor_from_jagged(values, offsets_of(bags.lengths()))
 
     def __iter__(self) -> Iterator[str]:
@@ -162,7 +168,7 @@ class Embeddings(Mapping[str, Tensor]):
         return len(self.names)
 
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
-        """Pad a feature that is not pooled with zeros.
+        """Pad a feature that is not pooled with zeros, where it was not looked up so (`Feature.padding`).
 
         Returns
         -------
@@ -170,8 +176,13 @@ class Embeddings(Mapping[str, Tensor]):
             ``[B, L, D]`` and a mask ``[B, L]`` bool, true where there is an id. ``L`` is the feature's ``max_len``, or
             the length of the longest bag.
         """
-        values, bags, max_len = self._sequence(name)
+        values, bags, max_len, padding = self._sequence(name)
         lengths = bags.lengths()
+        if padding is not None:
+            place = torch.arange(values.shape[1], device=lengths.device)
+            if padding == "left":
+                return values, place >= values.shape[1] - lengths[:, None]
+            return values, place < lengths[:, None]
         longest = max_len if max_len is not None else int(lengths.max()) if len(lengths) else 0
         mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
         out = values.new_zeros(len(lengths) * longest, values.shape[1])
@@ -291,6 +302,8 @@ class _Sequence(NamedTuple):
     values: Tensor
     bags: Bags
     max_len: int | None
+    padding: Padding | None
+    """Where zeros are, if values are ``[B, max_len, D]``."""
 
 
 class _Columns(torch.autograd.Function):

@@ -21,6 +21,7 @@ from hotbed.pooling import Pooling
 
 RowDtype = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
 OnTooLong = Literal["error", "truncate", "keep_last"]
+Padding = Literal["right", "left"]
 OnBadId = Literal["error", "drop", "hash"]
 Tier = Literal["device", "host", "disk"]
 """Which memory of a rank holds rows: the compute device's, the host's, or files; see `hotbed.store.tiers`."""
@@ -221,12 +222,16 @@ class Feature:
         Name of the table. Several features may share one.
     pooling
         ``"sum"`` or ``"mean"`` (the sum divided by the number of ids; an empty bag gives zeros either way), or
-        ``"none"``: the rows themselves, as a jagged tensor ``[B, j, D]`` (see `Embeddings.padded`).
+        ``"none"``: the rows themselves, as a jagged tensor ``[B, j, D]``, or padded.
     max_len
         Largest number of ids of a bag; any by default. Also the padded length of a feature that is not pooled.
     on_too_long
         What to do with a bag of more than ``max_len`` ids: ``"error"``, ``"truncate"`` it to its first ``max_len``, or
         ``"keep_last"``, the newest of a history; what was cut off is counted in ``EmbeddingCollection.truncated_ids``.
+    padding
+        Of a feature that is not pooled and has a ``max_len`` L: rows are looked up straight into ``[B, L, D]``, with
+        zeros after (``"right"``) or before (``"left"``) those of a sample. Default: jagged; `Embeddings.padded` then
+        pads what was looked up, to the right.
     on_bad_id
         What to do with an id that is negative or ≥ rows: ``"error"``; ``"drop"`` it from its bag; ``"hash"`` it
         into the table. What was dropped or hashed is counted in ``EmbeddingCollection.bad_ids``.
@@ -238,17 +243,25 @@ class Feature:
     max_len: int | None = None
     on_too_long: OnTooLong = "error"
     on_bad_id: OnBadId = "error"
+    padding: Padding | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a feature needs a non-empty name")
         literals = {"pooling": Pooling, "on_too_long": OnTooLong, "on_bad_id": OnBadId}
+        if self.padding is not None:
+            literals["padding"] = Padding
         for field, choices in ((name, get_args(kind)) for name, kind in literals.items()):
             value = getattr(self, field)
             if value not in choices:
                 raise SpecError(f"feature '{self.name}': {field} is {value!r}, must be one of {', '.join(choices)}")
         if self.max_len is not None and not (is_int(self.max_len) and self.max_len >= 1):
             raise SpecError(f"feature '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1")
+        if self.padding is not None and (self.is_pooled or self.max_len is None):
+            raise SpecError(
+                f"feature '{self.name}': padding is {self.padding!r}, pooling {self.pooling!r} and max_len "
+                f"{self.max_len}; only features with pooling='none' and a max_len are padded, to its length"
+            )
 
     @property
     def is_pooled(self) -> bool:

@@ -22,8 +22,8 @@ def ids(*lengths: int) -> hb.Jagged:
     return hb.Jagged.from_dict({"x": bags(0), "y": torch.ones(len(lengths), dtype=torch.int64), "z": bags(1)})
 
 
-def collection(**options) -> hb.EmbeddingCollection:
-    return hb.EmbeddingCollection(TABLES, FEATURES, **options)
+def collection(*features: hb.Feature, **options) -> hb.EmbeddingCollection:
+    return hb.EmbeddingCollection(TABLES, features or FEATURES, **options)
 
 
 def test_classes_are_few_and_near():
@@ -71,20 +71,24 @@ def test_what_is_not_padded(case):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
-def test_training_is_the_same_to_the_bit(backend):
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+def test_training_is_the_same_to_the_bit(backend, padding):
+    features = FEATURES
+    if padding is not None:
+        features = [hb.Feature("x", table="a", pooling="none", max_len=24, padding=padding), *FEATURES[1:]]
     if backend == "triton":
         pytest.importorskip("triton")
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
     tables = []
     for pads in (False, True):
-        model = collection(backend=backend, device=device)
+        model = collection(*features, backend=backend, device=device)
         optimizer = hb.optim.Adam(model, lr=0.1)
         pad = SizeClasses(model)
         for lengths in ([2, 0, 3], [20, 1, 4], [1, 1, 0]):
             batch = ids(*lengths)
             assert model.verify(batch)
             vectors = model((pad(batch) if pads else batch).to(device))
-            (vectors.stack() ** 2).sum().backward()
+            sum((vectors[f.name] ** 2).sum() for f in features).backward()
             optimizer.step()
         tables.append([t.cpu() for t in model.state_dict().values()])
     assert all(map(torch.equal, *tables))

@@ -11,7 +11,7 @@ import yaml
 
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.pooling import Pooling
-from hotbed.specs import OnTooLong, is_int
+from hotbed.specs import OnTooLong, Padding, is_int
 
 Rule: TypeAlias = Literal["as_is", "standard", "log", "quantile", "asinh"]
 Missing: TypeAlias = Literal["error", "center", "indicator"]
@@ -36,6 +36,8 @@ class SparseColumn:
         How the rows of one sample become one vector, see `Feature.pooling`.
     max_len, on_too_long
         Most ids of a sample, and what becomes of samples that have more, see `Feature.max_len`.
+    padding
+        Where vectors of a column with pooling ``none`` are padded, see `Feature.padding`.
 
     Raises
     ------
@@ -50,6 +52,7 @@ class SparseColumn:
     pooling: Pooling = "sum"
     max_len: int | None = None
     on_too_long: OnTooLong = "error"
+    padding: Padding | None = None
 
     def __post_init__(self) -> None:
         if not self.name or self.table == "":
@@ -69,6 +72,16 @@ class SparseColumn:
         if self.max_len is not None and (not is_int(self.max_len) or self.max_len < 1):
             raise SpecError(
                 f"sparse column '{self.name}': max_len is {self.max_len!r}, must be an integer of at least 1, or null"
+            )
+        if self.padding is not None and self.padding not in get_args(Padding):
+            choices = ", ".join(get_args(Padding))
+            raise SpecError(
+                f"sparse column '{self.name}': padding is {self.padding!r}, must be one of {choices}, or null"
+            )
+        if self.padding is not None and (self.pooling != "none" or self.max_len is None):
+            raise SpecError(
+                f"sparse column '{self.name}': padding is {self.padding!r}, but only columns with pooling none and "
+                "max_len are padded; set both, or leave it out"
             )
         if self.max_len is None and self.on_too_long != "error":
             raise SpecError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _OF_COLUMNS = ("scaling", "numericals", "positives", "label_weights", "derived")
 """Fields of a schema that its dict form says beside the columns that they are of."""
-_LIMITS = ("max_len", "on_too_long")
+_LIMITS = ("max_len", "on_too_long", "padding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,15 @@ class Schema:
     def features(self, on_bad_id: OnBadId = "error") -> list[Feature]:
         """One feature per sparse column, all with the same policy for ids out of range."""
         return [
-            Feature(c.name, c.table_name, c.pooling, c.max_len, on_too_long=c.on_too_long, on_bad_id=on_bad_id)
+            Feature(
+                c.name,
+                c.table_name,
+                c.pooling,
+                c.max_len,
+                on_too_long=c.on_too_long,
+                on_bad_id=on_bad_id,
+                padding=c.padding,
+            )
             for c in self.sparse
         ]
 
@@ -274,7 +282,8 @@ class Schema:
 def _entry(column: SparseColumn) -> dict[str, object]:
     """One entry of ``sparse``; of limits only those that are set, for readers that know of none."""
     values = {f.name: getattr(column, f.name) for f in fields(column)}
-    return {key: value for key, value in values.items() if key not in _LIMITS or column.max_len is not None}
+    left = _LIMITS if column.max_len is None else ("padding",) if column.padding is None else ()
+    return {key: value for key, value in values.items() if key not in left}
 
 
 def _said(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:

@@ -171,7 +171,7 @@ class EmbeddingCollection(TableModule):
             if group.pooled:
                 found.add_pooled(group.pooled, looked_up[0], outputs[0] if room else None)
             for feature, values in zip(group.sequences, looked_up[bool(group.pooled) :], strict=True):
-                found.add_sequence(feature.name, values[:, 0], ids[feature.name], feature.max_len)
+                found.add_sequence(feature, values[:, 0], ids[feature.name])
         return found
 
     def prefetch_ids(self, ids: Jagged, link: Link) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from hotbed.bags import FROM_KEYED, Bags, is_keyed
+from hotbed.bags import FROM_KEYED, Bags, is_keyed, offsets_of
 from hotbed.errors import BatchError
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout
@@ -210,7 +210,7 @@ class BagPlaces:
     slots
         By table, the slot of its row 0, and its number in `Rows.tables`.
     single
-        Whether every id is a bag of its own; then there is one feature.
+        Whether every id is a bag of its own; then there is one feature, and if it is padded, further bags are empty.
     """
 
     def __init__(
@@ -218,6 +218,7 @@ class BagPlaces:
     ) -> None:
         self.features = dict(features)
         self.single = single
+        self._first = next(iter(self.features))
         self._last: tuple[object, Tensor, int | None] | None = None
         self._at: tuple[tuple[str, ...], list[int]] | None = None
         self._has_divisors = any(POOLING_CODE[f.pooling] for f in features)
@@ -249,11 +250,13 @@ class BagPlaces:
         at = self._found(ids)
         starts = ids.starts
         total = sum([starts[i + 1] - starts[i] for i in at])
-        batch_size = total if self.single else len(ids)
-        offsets = None if self.single else ids.offsets
+        batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
+        if padded := self._is_padded(ids, at[0]):
+            offsets = _padded_offsets(ids[self._first.name], self._first)
+            batch_size = offsets.shape[1] - 1
         if offsets is None:
             offsets = torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.values.device)
-        entries, ids_per_bag = self._entries(ids, at)
+        entries, ids_per_bag = self._entries(ids, at, padded)
         return BagLayout(
             ids.values,
             entries,
@@ -267,6 +270,10 @@ class BagPlaces:
             ids_per_bag,
         )
 
+    def _is_padded(self, ids: Jagged, at: int) -> bool:
+        """Say whether some bags are there for padding alone: the feature is padded, and not full in every sample."""
+        return self.single and self._first.padding is not None and ids.fixed[at] != self._first.max_len
+
     def _found(self, ids: Jagged) -> list[int]:
         """Find the features in a batch by name; batches have the same names, so the last result is kept."""
         last = self._at  # another thread may make a layout, too
@@ -274,7 +281,7 @@ class BagPlaces:
             self._at = last = ids.names, [ids.index(f.name) for f in self.features]
         return last[1]
 
-    def _entries(self, ids: Jagged, at: list[int]) -> tuple[Tensor, int | None]:
+    def _entries(self, ids: Jagged, at: list[int], padded: bool) -> tuple[Tensor, int | None]:
         """Make `BagLayout.features` and ``ids_per_bag``.
 
         Fixed features keep their places from batch to batch, so the last result is kept.
@@ -283,13 +290,35 @@ class BagPlaces:
         last = self._last  # another thread may make a layout, too
         if last is None or last[0] != places:
             entries = self._fixed.clone()
-            fixed = [1 if self.single else -1 if k is None else k for k in ids.fixed]
-            for column, values in ((START, ids.starts), (FIXED, fixed), (RAGGED_ROW, ids.ragged_rows)):
+            fixed = [-1 if k is None else k for k in ids.fixed]
+            if self.single:
+                fixed = [-1 if padded else 1] * len(fixed)
+            rows = [0] * len(fixed) if padded else ids.ragged_rows
+            for column, values in ((START, ids.starts), (FIXED, fixed), (RAGGED_ROW, rows)):
                 entries[:, column] = torch.tensor(values, dtype=torch.int64, device="cpu")[at]
             counts = {fixed[i] for i in at}
             count = counts.pop() if len(counts) == 1 else -1
             self._last = last = places, to_device(entries, ids.values.device), count if count > 0 else None
         return last[1:]
+
+
+def _padded_offsets(bags: Bags, feature: Feature) -> Tensor:
+    """Offsets ``[1, B · L + 1]`` of bags of one id or none: place l of sample b is bag ``b · L + l``.
+
+    Of ``[[4, 1], [3]]`` and L = 3: ``[0, 1, 2, 2, 3, 3, 3]`` to the right, ``[0, 0, 1, 2, 2, 2, 3]`` to the left.
+    """
+    length = feature.max_len or 0
+    lengths = bags.lengths()[:, None]
+    before = torch.arange(length, device=lengths.device)
+    if feature.padding == "left":
+        before = (before - length + lengths).clamp_(min=0)
+    else:
+        before = torch.minimum(before, lengths)
+    offsets = torch.empty(1, len(lengths) * length + 1, dtype=torch.int64, device=lengths.device)
+    ends = offsets_of(lengths[:, 0]) if bags.offsets is None else bags.offsets
+    torch.add(ends[:-1, None], before, out=offsets[0, :-1].view(-1, length))
+    offsets[0, -1] = ends[-1]
+    return offsets
 
 
 def _values(weights: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ from hotbed.nn.layers import DotInteraction
 from hotbed.nn.linear import Linear
 from hotbed.nn.normalization import normalization_of
 from hotbed.nn.plain import PlainInteraction
-from hotbed.specs import Feature
+from hotbed.specs import Feature, Padding
 
 Vectors = Tensor | tuple[Tensor, Tensor]
-"""Of a feature: pooled ``[B, D]``; else ``[B, max_len, D]``, zeros after a bag's last id, and lengths ``[B]`` int64."""
+"""Of a feature: pooled ``[B, D]``; else ``[B, max_len, D]``, zeros where it is padded, and lengths ``[B]`` int64."""
 
 
 class DensePart(nn.Module):
@@ -127,6 +127,8 @@ class GivenEmbeddings(nn.Module):
             if not feature.is_pooled:
                 sequence = ids.vectors[vectors_name(self.path, feature.name)]
                 found.given[feature.name] = cast("tuple[Tensor, Tensor]", sequence)
+                if feature.padding is not None:
+                    found.padding[feature.name] = feature.padding
         return found
 
 
@@ -136,19 +138,25 @@ class _GivenSequences(Embeddings):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
         self.given: dict[str, tuple[Tensor, Tensor]] = {}
+        self.padding: dict[str, Padding] = {}
 
     @override
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
         if name not in self.given:
             return super().padded(name)  # which says why there is nothing to pad
         vectors, lengths = self.given[name]
-        return vectors, torch.arange(vectors.shape[1], device=lengths.device) < lengths[:, None]
+        place = torch.arange(vectors.shape[1], device=lengths.device)
+        if self.padding.get(name) == "left":
+            return vectors, place >= vectors.shape[1] - lengths[:, None]
+        return vectors, place < lengths[:, None]
 
     @override
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.given:
             return super().__getitem__(name)
         vectors, lengths = self.given[name]
+        if name in self.padding:
+            return vectors
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         return torch.nested.nested_tensor_from_jagged(vectors[self.padded(name)[1]], offsets)
 

@@ -1,7 +1,7 @@
 """Define what models of histories share: features that give a vector per id, and scores of a candidate for a history.
 
 A history's ids are in the order of time, the newest last. They go to the tables jagged, as they are; only their vectors
-are padded, after the newest.
+are looked up into padded memory, with zeros after the newest.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def history_features(
 
     def unpooled(feature: Feature) -> Feature:
         if feature.max_len is not None:
-            return replace(feature, pooling="none")
-        return replace(feature, pooling="none", max_len=max_len, on_too_long="keep_last")
+            return replace(feature, pooling="none", padding="right")
+        return replace(feature, pooling="none", max_len=max_len, on_too_long="keep_last", padding="right")
 
     return [unpooled(feature) if feature.name in histories else feature for feature in features]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hotbed.checkpoint.schema import Count, Digest, InitEntry, Step, Text, fault_of, parsed
 from hotbed.errors import CheckpointError
 from hotbed.pooling import Pooling
-from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, RowDtype, Table
+from hotbed.specs import MAX_DIM, Feature, OnBadId, OnTooLong, Padding, RowDtype, Table
 from hotbed.store.dense import TORCH_DTYPES
 from hotbed.store.format import RecordFormat
 
@@ -95,10 +95,11 @@ class FeatureEntry(Entry):
     max_len: Step | None
     on_too_long: OnTooLong
     on_bad_id: OnBadId
+    padding: Padding | None = None
 
     def spec(self, table: str) -> Feature:
         """The feature in its collection, whose name of the table this is."""
-        options: dict[str, Any] = {"max_len": self.max_len, "on_too_long": self.on_too_long}
+        options: dict[str, Any] = {"max_len": self.max_len, "on_too_long": self.on_too_long, "padding": self.padding}
         return Feature(self.feature, table, pooling=self.pooling, on_bad_id=self.on_bad_id, **options)
 
 

@@ -347,6 +347,7 @@ def _features(collections: Mapping[str, EmbeddingCollection]) -> dict[str, Featu
             max_len=feature.max_len,
             on_too_long=feature.on_too_long,
             on_bad_id=feature.on_bad_id,
+            padding=feature.padding,
         )
         for path, collection in collections.items()
         for feature in collection.features

@@ -35,14 +35,14 @@ class SizeClasses:
     Parameters
     ----------
     model
-        What takes the batches. Ids of features that are not pooled stay as they are, for each gives a vector; so do
-        those of models with dynamic tables, which look at every id.
+        What takes the batches. Ids of jagged features that are not pooled stay as they are, for each gives a vector;
+        so do those of models with dynamic tables, which look at every id.
     """
 
     def __init__(self, model: nn.Module) -> None:
         collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
         self._pads = bool(collections) and all(t.dynamic is None for c in collections for t in c.tables.values())
-        self._unpooled = {f.name for c in collections for f in c.features if not f.is_pooled}
+        self._jagged = {f.name for c in collections for f in c.features if not f.is_pooled and f.padding is None}
         self._capacity: dict[str, int] = {}
 
     def __call__(self, ids: Jagged) -> Jagged:
@@ -68,7 +68,7 @@ class SizeClasses:
         return padded
 
     def _room(self, name: str, fixed: int | None, size: int) -> int:
-        if fixed is not None or name in self._unpooled:
+        if fixed is not None or name in self._jagged:
             return size
         self._capacity[name] = room = max(self._capacity.get(name, 0), size_class(size))
         return room
