@@ -97,3 +97,7 @@ def print_prepared(console: Console, report: PrepareReport) -> None:
     console.print(f"{sum(report.rows.values()):,} rows in {len(report.rows)} tables, {report.seconds:.1f} s")
     for reason, count in report.skipped.items():
         console.print(f"{count:,} lines were left out: bad {reason}")
+    if report.left_out:
+        console.print("Columns that were left out (to use one of them, name it in --schema):")
+    for name, reason in report.left_out.items():
+        console.print(f"- {name!r}: {reason}", markup=False, soft_wrap=True)

@@ -64,6 +64,13 @@ def kind_of_values(t: pa.DataType) -> str:
     return next((kind for kind, is_kind in known.items() if is_kind(t)), str(t))
 
 
+def alike(first: pa.DataType, second: pa.DataType) -> bool:
+    """Whether columns of these types may stand below each other."""
+    if is_list(first) and is_list(second):
+        return alike(first.value_type, second.value_type)
+    return len({kind_of_values(first), kind_of_values(second)} - {""}) < 2
+
+
 def plain_type(t: pa.DataType) -> pa.DataType:
     """The type that values are read as: one that Arrow's functions know, for those that they do not (yet)."""
     if isinstance(t, pa.BaseExtensionType):  # UUIDs, JSON

@@ -223,20 +223,12 @@ def _not_everywhere(files: Sequence[ParquetFile], names: Sequence[str]) -> dict[
                 found.setdefault(name, f"{file.name} has no such column")
                 continue
             kind = file.schema.types[at]
-            other = next((before for before in kinds if not _alike(before, kind)), None)
+            other = next((before for before in kinds if not arrow.alike(before, kind)), None)
             if other is not None:
                 found.setdefault(name, f"in {file.name} it is {kind}, in another file {other}")
             if kind not in kinds:
                 kinds.append(kind)
     return found
-
-
-def _alike(first: pa.DataType, second: pa.DataType) -> bool:
-    """Whether columns of these types may stand below each other."""
-    of = {arrow.kind_of_values(first), arrow.kind_of_values(second)} - {""}
-    if arrow.is_list(first) and arrow.is_list(second):
-        return _alike(first.value_type, second.value_type)
-    return len(of) < 2
 
 
 def _repeats(profiles: Sequence[ColumnProfile], schema: Schema) -> float:

@@ -67,6 +67,8 @@ class PrepareReport:
         Rows by table, id 0 included.
     skipped
         Lines left out, by what was wrong with them: ``fields``, ``label``, ``numerical``, ``categorical``.
+    left_out
+        Columns that the drafted schema has left out, with their types and the reasons.
     seconds
         Wall-clock time.
     """
@@ -75,6 +77,7 @@ class PrepareReport:
     samples: Mapping[str, int]
     rows: Mapping[str, int]
     skipped: Mapping[str, int]
+    left_out: Mapping[str, str]
     seconds: float
 
     @property
@@ -132,7 +135,7 @@ def prepare(
         The dataset directory to make.
     schema
         Which columns of Parquet, CSV or TSV files are what; the rows that it says of tables are not used. Default:
-        `draft_schema`'s. Columns that share a table share a vocabulary.
+        `draft_schema`'s; the report says what that leaves out. Columns that share a table share a vocabulary.
     threshold
         Smallest count of a value that gets an id of its own. NVIDIA's default is 15.
     top_k
@@ -180,7 +183,7 @@ def prepare(
     Returns
     -------
     PrepareReport
-        Samples by split, rows by table, lines skipped, seconds.
+        Samples by split, rows by table, lines skipped, columns left out, seconds.
 
     Raises
     ------
@@ -304,6 +307,7 @@ def prepare(
         samples={split: samples[split] for split in splits.names},
         rows=rows,
         skipped=dict(found.skipped),
+        left_out=dict(found.left_out),
         seconds=time.perf_counter() - started,
     )
 

@@ -18,7 +18,7 @@ from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.criteo import DENSE, LABEL, SPARSE, OnBadLine, find_files, size_of
 from hotbed.data.delimited import has_header, is_delimited
-from hotbed.data.draft import draft_schema
+from hotbed.data.draft import draft
 from hotbed.data.encode import Encoder
 from hotbed.data.executors import Tasks
 from hotbed.data.parquet_files import ParquetFile, find_parquet, is_table
@@ -58,6 +58,11 @@ class RawInput(Protocol):
     @property
     def skipped(self) -> Mapping[str, int]:
         """Lines that were left out, by what was wrong with them; known when pieces are."""
+        ...
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Columns that a drafted schema has left out, with their types and the reasons."""
         ...
 
     def pieces(self, spool: Path, tasks: Tasks, report: Progress) -> list[Piece]:
@@ -102,7 +107,17 @@ def find_input(
             return Logs(files, on_bad_line)
     if schema is None and len(paths) > 1:
         raise SpecError(f"{len(paths)} paths of tables were given without a schema; give one, or one folder of files")
-    return _tables(draft_schema(paths[0]) if schema is None else schema, _files(paths))
+    files = _files(paths)
+    if schema is not None:
+        return _tables(schema, files)
+    everything = [file for of_split in files.values() for file in of_split]
+    names = dict.fromkeys(name for file in everything for name in file.schema.names)
+    _check_types(everything, list(names), "write one of them anew, or give a schema without this column")
+    drafted = draft(paths[0])
+    return replace(
+        _tables(drafted.schema, files),
+        left_out={column.name: f"{column.type}; {column.reason}" for column in drafted.left_out},
+    )
 
 
 def _has_tables(path: str | Path) -> bool:
@@ -139,6 +154,7 @@ class Logs:
     on_bad_line: OnBadLine
     schema: Schema = _LOG_SCHEMA
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def state(self) -> object:
@@ -180,6 +196,7 @@ class Tables:
     files: Mapping[str, Sequence[TableFile]]
     schema: Schema
     skipped: Mapping[str, int] = field(default_factory=dict[str, int])
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def state(self) -> object:
@@ -250,7 +267,7 @@ def _tables(schema: Schema | Mapping[str, object], files: Mapping[str, Sequence[
         encoder.check(file.schema, file.shown)
     tables = Tables(files, schema)
     tables.kinds()
-    _check_types(everything, encoder.names)
+    _check_types(everything, encoder.names, "write one of them anew")
     if not any(file.row_groups() for file in everything):
         raise DataError(f"{everything[0].shown} has no rows")
     return tables
@@ -272,17 +289,19 @@ def _check_names(file: TableFile, names: Sequence[str]) -> None:
             raise DataError(f"{file} has several columns named '{name}'; rename all but one")
 
 
-def _check_types(files: Sequence[TableFile], names: Sequence[str]) -> None:
-    """Raise unless values of one column are of one kind in all files."""
+def _check_types(files: Sequence[TableFile], names: Sequence[str], fix: str) -> None:
+    """Raise unless values of one column are of one kind in all files that have it."""
     for name in names:
-        first: tuple[TableFile, pa.DataType] | None = None
+        seen: dict[pa.DataType, TableFile] = {}
         for file in files:
-            stored = file.schema.field(name).type
-            if not arrow.kind_of_values(stored):  # all values are missing
+            at = file.schema.get_field_index(name)
+            if at < 0:
                 continue
-            other, kind = first = first or (file, stored)
-            if arrow.kind_of_values(stored) != arrow.kind_of_values(kind):
+            stored = file.schema.types[at]
+            other = next((kind for kind in seen if not arrow.alike(kind, stored)), None)
+            if other is not None:
                 raise DataError(
-                    f"{file}, column '{name}' is {stored}, and {other} has {kind}: rows of both cannot stand in one "
-                    "dataset; write one of them anew"
+                    f"{file}, column '{name}' is {stored}, and {seen[other]} has {other}: rows of both cannot stand in "
+                    f"one dataset; {fix}"
                 )
+            seen.setdefault(stored, file)
