@@ -10,7 +10,7 @@ JOURNEYS := tests/test_lowest.py tests/test_readme.py tests/test_public_names.py
 	tests/commands/test_train.py tests/commands/test_tune.py tests/commands/test_checkpoint.py tests/data tests/nn tests/train/test_own_model.py \
 	tests/train/test_report.py tests/train/test_golden.py tests/checkpoint/test_checkpoint.py tests/embed/test_collection.py
 
-.PHONY: help setup demo test test-all test-lowest check format gpu-report fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
+.PHONY: help setup demo test test-all test-clusters test-lowest check format gpu-report fuzz audit sbom tutorials gpu-suite bench-peers bench-net bench-ablation clean
 
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / — /'
@@ -32,6 +32,10 @@ test: .venv/ready  ## run the tests that need minutes
 test-all: .venv/ready  ## run all tests: whole matrices, long kills, more drawn examples
 	$(BIN)/python -m pytest -n auto --hypothesis-profile full
 	$(BIN)/python -m pytest -n auto -p tests.gpu.race_plugin -k triton tests/ops
+
+test-clusters: .venv/ready  ## install Ray (240 MB), and run the tests of Dask and Ray clusters, kills and all
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pytest tests/data/test_clusters.py tests/data/test_reader_kills.py
 
 test-lowest: $(LOWEST)/ready  ## the main journeys with the oldest versions that are allowed [TORCH=torch==2.9.0]
 	XDG_CACHE_HOME="$(CURDIR)/$(LOWEST)/cache" $(LOWEST)/bin/python -m pytest $(JOURNEYS)

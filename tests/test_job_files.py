@@ -95,6 +95,19 @@ def test_scripts_of_slurm(script: Path) -> None:
     assert make_parser().parse_args(arguments).command == kind
 
 
+def test_commands_of_the_page_are_hotbeds() -> None:
+    """Also those that train with readers on the cluster."""
+    page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if "hotbed " in line]
+    recipe = GIVEN["/recipes/recipe.yaml"]
+    words = [shlex.split(line.replace(" recipe.yaml", f" {recipe}"), comments=True) for line in lines]
+    found = [make_parser().parse_args(arguments) for of in words for arguments in commands_of_hotbed(of)]
+    assert [each.command for each in found] == ["prepare", "prepare", "train", "train", "train"]
+    executors = [each["train"]["data"]["executor"] for each in found[2:]]
+    assert executors == ["dask:tcp://HOST:8786", "ray:auto", "ray:auto"]
+
+
 def test_the_page_names_every_file() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
     for file in (*MANIFESTS, *SCRIPTS):

@@ -30,16 +30,34 @@ HAS_CLIENT = importlib.util.find_spec("grpc") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'hotbed[ray]'")
 
 
+_WATCHED = """
+import os, signal, subprocess, sys, threading
+
+def end_with_the_parent():
+    os.read(0, 1)
+    os.killpg(0, signal.SIGKILL)
+
+child = subprocess.Popen([sys.executable, "-m", *sys.argv[1:]], stdin=subprocess.DEVNULL)
+threading.Thread(target=end_with_the_parent, daemon=True).start()
+os._exit(abs(child.wait()))
+"""
+"""Runs a command, and kills its own process group when the pipe to whoever started it is closed, even by a SIGKILL."""
+
+
 @contextmanager
 def running(folder: Path, *command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a working directory of its own, which finds hotbed; it ends with all that it has started."""
+    """A process in a working directory of its own, which finds hotbed; it ends with all that it has started.
+
+    It has a session of its own, so that it can be killed as a whole; it ends when this process does, however that ends.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {"PYTHONPATH": f"{SOURCE}{os.pathsep}{Path(__file__).parent}"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, "-c", _WATCHED, *command],
             cwd=folder,
             env={**os.environ, **paths, **environment},
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -48,7 +66,7 @@ def running(folder: Path, *command: str, **environment: str) -> Iterator[subproc
         yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
 
 
 def read_when_there(file: Path, process: subprocess.Popen[bytes], log: Path) -> str:
@@ -58,6 +76,14 @@ def read_when_there(file: Path, process: subprocess.Popen[bytes], log: Path) -> 
         assert process.poll() is None and time.monotonic() < deadline, log.read_text(encoding="utf-8")
         time.sleep(0.1)
     return text
+
+
+def wait_until_it_says(text: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for a line of a log."""
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in (said := log.read_text(encoding="utf-8")):
+        assert process.poll() is None and time.monotonic() < deadline, said
+        time.sleep(0.1)
 
 
 def free_port() -> int:
@@ -126,7 +152,8 @@ def ray_command_line(folder: Path) -> Iterator[Ray]:
         options = (*start, *head, "--temp-dir", str(folder))
         process = stack.enter_context(running(folder / "head", *options))
         address = read_when_there(folder / "ray_current_cluster", process, folder / "head" / "log")
-        stack.enter_context(running(folder / "node", *start, "--address", address))
+        node = stack.enter_context(running(folder / "node", *start, "--address", address))
+        wait_until_it_says("Ray runtime started", node, folder / "node" / "log")
         host = address.rpartition(":")[0]
         yield Ray(f"ray:{address}", f"ray://{host}:{client[1]}" if client else "")
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Executor
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -202,6 +203,45 @@ def test_the_same_bytes_where_workers_are_killed(
         prepare(raw, tmp_path / "out", **SMALL, executor=request.getfixturevalue(executor))
     assert list((tmp_path / "moments").iterdir()) == []
     assert digests(tmp_path / "out") == expected
+
+
+_STARTS_A_SERVER = """
+import sys, time
+from pathlib import Path
+from cluster_cases import read_when_there, running
+
+with running(Path(sys.argv[1]), "http.server", "0", "--bind", "127.0.0.1", PYTHONUNBUFFERED="1") as process:
+    read_when_there(Path(sys.argv[1]) / "log", process, Path(sys.argv[1]) / "log")
+    print(process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def members(group: int) -> list[str]:
+    """Command lines of the living processes of a group."""
+    found: list[str] = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, in_group = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[:3]
+            if int(in_group) == group and state != "Z":
+                found.append((stat.parent / "cmdline").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="needs /proc")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_cluster_ends_with_the_tests_that_started_it(tmp_path: Path, sent: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{Path(__file__).parent}"}
+    command = [sys.executable, "-c", _STARTS_A_SERVER, str(tmp_path / "server")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as tests:
+        assert tests.stdout is not None
+        group = int(tests.stdout.readline())
+        assert sum("http.server" in line for line in members(group)) == 2
+        tests.send_signal(sent)
+    deadline = time.monotonic() + DEADLINE_S
+    while members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert members(group) == []
 
 
 def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import io
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,7 @@ class Proxy:
 
     def __init__(self, host: str, port: int) -> None:
         self.target, self.passed = (host, port), 0
-        self.server = socket.create_server(("127.0.0.1", 0))
+        self.server = socket.create_server((host, 0))
         self.port = self.server.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -108,27 +108,37 @@ class Proxy:
 
 @contextmanager
 def proxy(executor: str) -> Iterator[tuple[str, Proxy]]:
-    host, _, port = executor.removeprefix("dask:tcp://").partition(":")
+    """The executor by way of a proxy before Dask's scheduler, or before Ray's GCS, which knows where all is."""
+    kind, _, address = executor.partition(":")
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
     made = Proxy(host, int(port))
     try:
-        yield f"dask:tcp://127.0.0.1:{made.port}", made
+        yield f"{kind}:{address.removesuffix(port)}{made.port}", made
     finally:
         made.server.close()
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore")  # of Dask
-def test_batches_do_not_go_through_the_scheduler_of_dask(dask: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", ["dask", pytest.param("ray", marks=needs_ray)])
+@pytest.mark.filterwarnings("ignore")  # of Dask and Ray
+def test_batches_do_not_go_through_the_scheduler(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    cluster: str,
+    record_property: Callable[[str, object], None],
+) -> None:
     """What the trainer and the scheduler say to each other is a small part of what the batches have."""
     ids = np.random.default_rng(0).integers(0, 1000, (4, 200_000))
     table = pa.table({"label": ids[0] % 2} | {f"c{i}": column for i, column in enumerate(ids)})
     pq.write_table(table, tmp_path / "log.parquet", row_group_size=25_000)
     source = ParquetSource(tmp_path, {"sparse": [{"name": f"c{i}", "rows": 1000} for i in range(4)]})
     make = partial(Loader, source, "train", 10_000, shuffle=True, window=1)
-    with proxy(dask) as (address, counted), open_readers(address) as readers:
+    with proxy(request.getfixturevalue(cluster)) as (address, counted), open_readers(address) as readers:
         found = list(make(executor=readers))
     for batch, expected in zip(found, make(), strict=True):
         assert_same(batch, expected)
     sent = sum(batch.sparse.values.nbytes for batch in found)
+    record_property("bytes_of_ids", sent)
+    record_property("bytes_by_the_scheduler", counted.passed)
     assert sent >= 4 * 200_000 * 4
     assert 0 < counted.passed < sent / 10
