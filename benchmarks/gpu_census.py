@@ -1,4 +1,4 @@
-"""Count what a training step asks of this device: kernels, copies, waits of the host; and whether captured steps are right.
+"""Count what a training step asks of this device: kernels, copies, waits of the host; and whether capture changes bits.
 
 The same is counted without a device by ``tests/census``; here CUDA itself is asked. Without a device the steps are run,
 and nothing is found.
@@ -115,7 +115,7 @@ def captured(trainer: Trainer, batch: hb.Batch) -> str:
 
 
 def replayed(sizes: Sizes, *, rule: str, dtype: Any, ragged: bool, moving: bool) -> dict[str, Any]:
-    """Train with captured steps and without: whether losses, rows and parameters are the same, and seconds of a step."""
+    """Train with captured steps and without: whether all bits are the same, and seconds of a step."""
     results: list[tuple[list[float], list[torch.Tensor], float]] = []
     for cuda_graph in (False, True):
         trainer, steps = trainer_of(sizes, rule, dtype, moving=moving, cuda_graph=cuda_graph), Steps()

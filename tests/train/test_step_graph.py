@@ -1,4 +1,4 @@
-"""Where steps cannot be captured it is said, and they are taken as ever; what is captured: tests/census/test_graphs.py."""
+"""Where steps cannot be captured it is said, and they are taken as ever; captured ones: tests/census."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_on_a_cpu_steps_are_taken_as_ever() -> None:
 
 
 def test_who_insists_is_refused() -> None:
-    with pytest.raises(RecipeError, match="cuda_graph is true, .* they run on cpu, .*; set it to auto or false"):
+    with pytest.raises(RecipeError, match=r"cuda_graph is true, .* they run on cpu, .*; set it to auto or false"):
         trained(True)
 
 
