@@ -1,4 +1,4 @@
-"""Count what a training step asks of this device: kernels, copies, waits of the host; and whether it can be captured.
+"""Count what a training step asks of this device: kernels, copies, waits of the host; and whether capture changes bits.
 
 The same is counted without a device by ``tests/census``; here CUDA itself is asked. Without a device the steps are run,
 and nothing is found.
@@ -25,6 +25,8 @@ from hotbed.train.build import fused
 from hotbed.train.trainer import Callback, Trainer
 
 WARM_STEPS, STEPS = 4, 7
+REPLAYED = 16
+"""Steps of the comparison of captured steps with others."""
 CASES: dict[str, dict[str, Any]] = {
     "rowwise_adagrad": {},
     "adam, lr moves": {"rule": "adam", "moving": True},
@@ -54,18 +56,34 @@ class Census(Callback):
                 torch.cuda.set_sync_debug_mode("warn")
 
 
-def trainer_of(sizes: Sizes, rule: str, dtype: Any, *, moving: bool) -> Trainer:
+class Steps(Callback):
+    """Notes losses, and when each was known."""
+
+    def __init__(self) -> None:
+        self.losses, self._times = list[float](), list[float]()
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self.losses.append(loss)
+        self._times.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """Of one of the last steps."""
+        last = self._times[REPLAYED // 2 :]
+        return (last[-1] - last[0]) / (len(last) - 1)
+
+
+def trainer_of(sizes: Sizes, rule: str, dtype: Any, *, moving: bool, cuda_graph: bool = False) -> Trainer:
     """A DLRM with these tables."""
     dim = sizes.dims[-1]
     tables = [hb.Table(f"t{i}", rows=rows, dim=dim, dtype=dtype) for i, rows in enumerate(sizes.tables(dim))]
     features = [hb.Feature(f"f{i}", table=table.name) for i, table in enumerate(tables)]
+    torch.manual_seed(0)
     with sizes.device:
         model = hb.nn.DLRM(tables, features, bottom=(512, 256, dim), backend="triton")
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": LR})
     dense = (fused(sgd) if sizes.device.type == "cuda" else sgd).build(list(model.parameters()))
-    recipe = TrainRecipe(
-        batch_size=sizes.batch, precision="bf16", device="cuda" if sizes.device.type == "cuda" else "cpu"
-    )
+    device: Any = "cuda" if sizes.device.type == "cuda" else "cpu"
+    recipe = TrainRecipe(batch_size=sizes.batch, precision="bf16", device=device, cuda_graph=cuda_graph)
     schedule = ScheduleRecipe(warmup_steps=1000) if moving else None
     return Trainer(model, dense, OPTIMIZERS[rule](model), recipe=recipe, schedule=schedule)
 
@@ -96,6 +114,35 @@ def captured(trainer: Trainer, batch: hb.Batch) -> str:
     return "ok"
 
 
+def replayed(sizes: Sizes, *, rule: str, dtype: Any, ragged: bool, moving: bool) -> dict[str, Any]:
+    """Train with captured steps and without: whether all bits are the same, and seconds of a step."""
+    results: list[tuple[list[float], list[torch.Tensor], float]] = []
+    for cuda_graph in (False, True):
+        trainer, steps = trainer_of(sizes, rule, dtype, moving=moving, cuda_graph=cuda_graph), Steps()
+        trainer.callbacks.append(steps)
+        trainer.fit([batch_of(sizes, i, ragged=ragged) for i in range(REPLAYED)])
+        tables = [trainer.model.embeddings.weight(name) for name in trainer.model.embeddings.tables]
+        tensors = [t.detach().cpu() for t in (*tables, *trainer.model.parameters())]
+        results.append((steps.losses, tensors, steps.seconds()))
+    (losses, tensors, eager_s), (other_losses, other_tensors, replayed_s) = results
+    return {
+        "same_losses": losses == other_losses,
+        "same_values": all(map(torch.equal, tensors, other_tensors)),
+        "eager_s": eager_s,
+        "replayed_s": replayed_s,
+    }
+
+
+def replay_of(sizes: Sizes, **case: Any) -> dict[str, Any]:
+    """Compare captured steps with others; whatever fails is said."""
+    if sizes.device.type != "cuda":
+        return {"left_out": "no CUDA device"}
+    try:
+        return replayed(sizes, **case)
+    except Exception as error:
+        return {"error": str(error).splitlines()[0]}
+
+
 def count(
     sizes: Sizes, *, rule: str = "rowwise_adagrad", dtype: Any = "fp32", ragged: bool = False, moving: bool = False
 ) -> dict[str, Any]:
@@ -117,6 +164,7 @@ def count(
         "kernels": dict(census.kernels.most_common()),
         "waits": sorted({f"{w.filename}:{w.lineno}" for w in waits if "synchroniz" in str(w.message)}),
         "capture": captured(trainer, batches[0].to(sizes.device)),
+        "replay": replay_of(sizes, rule=rule, dtype=dtype, ragged=ragged, moving=moving),
     }
 
 

@@ -32,12 +32,18 @@ def main(out: Path, selection: str) -> None:
     from tests.census.triton_kernels import replace_kernels
 
     replace_kernels()
+    from tests.census.captured import captured, faults
     from tests.census.exchanges import ORDER, replace_exchanges
     from tests.census.steps import census, stopped
 
     if ranks > 1:
         replace_exchanges()
-    found: dict[str, Any] = {case.name: census(case, rank, ORDER).plain() for case in cases}
+    if selection == "captured":
+        found: dict[str, Any] = captured(cases)
+    elif selection == "faults":
+        found = faults(cases[0])
+    else:
+        found = {case.name: census(case, rank, ORDER).plain() for case in cases}
     if selection == "usual":
         found["stopped"] = [stopped(cases[0], good) for good in (0, 2)]
     out.write_text(json.dumps(found, indent=1))

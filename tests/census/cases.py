@@ -27,5 +27,10 @@ CASES = {
         for rows in (0, 8)
         for ragged in (False, True)
     ),
+    "captured": (
+        Case(moving=True, ragged=True),
+        Case(optimizer="Adam", dtype="int8", fp32_rows=8, moving=True, ragged=True),
+    ),
+    "faults": (Case(moving=True, ragged=True),),
     "two ranks": (Case(ranks=2), Case(ranks=2, ragged=True, optimizer="Adam", moving=True)),
 }

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.census import graphs
 from tests.census.kernels import ALLOCATES, COMPUTES_NOTHING, WAITS, kernels_of
 from tests.census.streams import MODEL, replace_streams
 
@@ -77,8 +78,12 @@ class Record:
     thread: threading.local = field(default_factory=threading.local)
 
     def note(self, kind: str, what: str, count: int = 1, *, waits: bool = False, detail: str = "") -> None:
-        """Note an event, unless this thread is computing what a kernel would."""
-        if self.is_on and not getattr(self.thread, "is_computing", False):
+        """Note an event, unless this thread is computing what a kernel would; what a graph cannot hold fails in one."""
+        if getattr(self.thread, "is_computing", False):
+            return
+        if kind == "host" or (kind == "crossing" and (waits or not what.startswith("device to host"))):
+            graphs.forbid(what)
+        if self.is_on:
             self.events.append(Event(kind, what, where(), count, waits, detail, self.is_inside))
 
     def begin(self) -> list[Event]:
@@ -231,7 +236,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_host = pytree.tree_map(host_of, on_host)
     if name in WAITS or (name in ("index", "index_put_", "_index_put_impl_", "index_put") and _has_masks(args)):
         RECORD.note("crossing", f"device to host, a size, {name}", waits=True)
-    result = func(*hosts, **on_host)
+    result = graphs.computed(func, hosts, on_host, is_view=name in COMPUTES_NOTHING, allocates=name in ALLOCATES)
     _order(func, name, args, kwargs, result)
     if name not in COMPUTES_NOTHING and name not in ALLOCATES:
         RECORD.note("launch", name, kernels_of(func, name, args), detail=shapes_of(given))
@@ -316,14 +321,20 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     source_read = [source.host] if source_on else []
     if into is not None:
         MODEL.operation(source_read, [into.host] if target_on else [], [])
-        host_of(into).copy_(host_of(source))
+        graphs.run(_copied, (host_of(into), host_of(source)))
         return into
-    made = func(host_of(source), **{**kwargs, "device": torch.device("cpu"), "non_blocking": False})
+    options = {**kwargs, "device": torch.device("cpu"), "non_blocking": False}
+    made = graphs.computed(func, (host_of(source),), options, is_view=False, allocates=False)
     MODEL.operation(source_read, [made] if target_on else [], [made] if target_on else [])
     if not target_on:
         return made
     RECORD.allocated(name, made)
     return OnDevice(made)
+
+
+def _copied(given: tuple[Tensor, Tensor]) -> None:
+    into, source = given
+    into.copy_(source)
 
 
 class Recorder(TorchDispatchMode):
@@ -361,6 +372,7 @@ def pretend() -> None:
         OnDevice
     )  # as for any tensor of a CUDA device
     replace_streams()
+    graphs.replace_graphs()
     MODEL.where = where
     MODEL.on_wait = lambda: RECORD.note("host", "wait for an event")
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and copies it

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
+from hotbed.config.recipe import CudaGraph
 from hotbed.train.backward import Backward, Gradients
 from hotbed.train.build import fused
 from hotbed.train.trainer import Trainer
@@ -135,20 +136,22 @@ def model_of(case: Case) -> nn.Module:
     return hb.distribute(model, plan, memory=memory, device=CUDA)
 
 
-def batch_of(case: Case, step: int, rank: int, *, pinned: bool = True) -> hb.Batch:
-    """A batch in page-locked memory, as a loader gives it."""
+def batch_of(
+    case: Case, step: int, rank: int, *, pinned: bool = True, samples: int = BATCH, longest: int = 3
+) -> hb.Batch:
+    """A batch in page-locked memory, as a loader gives it; where a case is ragged, of bags of at most ``longest``."""
     draw = torch.Generator().manual_seed(10 * step + rank)
     ids: dict[str, Any] = {
-        f"f{i}": torch.randint(0, rows, (BATCH,), generator=draw, dtype=torch.int32) for i, rows in enumerate(ROWS)
+        f"f{i}": torch.randint(0, rows, (samples,), generator=draw, dtype=torch.int32) for i, rows in enumerate(ROWS)
     }
     if case.ragged:
-        lengths = torch.randint(0, 4, (BATCH,), generator=draw)
+        lengths = torch.randint(0, longest + 1, (samples,), generator=draw)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         ids["f0"] = torch.randint(0, ROWS[0], (int(offsets[-1]),), generator=draw, dtype=torch.int32), offsets
     batch = hb.Batch(
         sparse=hb.Jagged.from_dict(ids),
-        dense=torch.rand(BATCH, 13, generator=draw),
-        labels=torch.randint(0, 2, (BATCH, 1), generator=draw).float(),
+        dense=torch.rand(samples, 13, generator=draw),
+        labels=torch.randint(0, 2, (samples, 1), generator=draw).float(),
     )
     return batch.pin_memory() if pinned else batch
 
@@ -201,15 +204,25 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
     )
 
 
-def trainer_of(case: Case) -> Trainer:
+def trainer_of(case: Case, *, cuda_graph: CudaGraph = False) -> Trainer:
     """A trainer of a small model."""
     model = model_of(case)
     sgd = Component(class_path="torch.optim.SGD", init_args={"lr": 0.01, "momentum": 0.9})
     dense = (fused(sgd) if case.dense_fused else sgd).build(list(model.parameters()))
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
-    recipe = TrainRecipe(batch_size=BATCH, precision=case.precision, device="cuda", log_every=1000)
+    options: Any = {"batch_size": BATCH, "precision": case.precision, "device": "cuda", "log_every": 1000}
     schedule = ScheduleRecipe(warmup_steps=100) if case.moving else None
-    return Trainer(model, dense, sparse, recipe=recipe, schedule=schedule)
+    return Trainer(model, dense, sparse, recipe=TrainRecipe(**options, cuda_graph=cuda_graph), schedule=schedule)
+
+
+def state_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Copy all that a step trains: rows, moments, parameters, momenta, counts of steps."""
+    collection: Any = trainer.model.embeddings
+    arenas = [arena for group in collection._groups for arena in group.arenas]
+    tables = [t for arena in arenas for t in arena.store.arrays().values()]
+    momenta = [t for of in trainer.dense.state_dict()["state"].values() for t in of.values() if t is not None]
+    counts = [u.state_of_steps.counts for u in collection._updaters]
+    return [t.detach().cpu().clone() for t in (*tables, *trainer.model.parameters(), *momenta, *counts)]
 
 
 def stopped(case: Case, good_steps: int) -> dict[str, Any]:
@@ -220,18 +233,11 @@ def stopped(case: Case, good_steps: int) -> dict[str, Any]:
     assert dense is not None
     dense[5, 3] = torch.inf
 
-    def state() -> list[torch.Tensor]:
-        arenas = [arena for group in trainer.model.embeddings._groups for arena in group.arenas]
-        tables = [t for arena in arenas for t in arena.store.arrays().values()]
-        momenta = [t for of in trainer.dense.state_dict()["state"].values() for t in of.values() if t is not None]
-        counts = [u.state_of_steps.counts for u in trainer.model.embeddings._updaters]
-        return [t.detach().cpu().clone() for t in (*tables, *trainer.model.parameters(), *momenta, *counts)]
-
-    after: list[list[torch.Tensor]] = [state()]
+    after: list[list[torch.Tensor]] = [state_of(trainer)]
 
     class Keep(hb.Callback):
         def on_step(self, trainer: Trainer, loss: float) -> None:
-            after.append(state())
+            after.append(state_of(trainer))
 
     trainer.callbacks.append(Keep())
     try:
@@ -239,7 +245,7 @@ def stopped(case: Case, good_steps: int) -> dict[str, Any]:
         error = ""
     except hb.HotbedError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    now = state()
+    now = state_of(trainer)
     same = len(now) == len(after[-1]) and all(map(torch.equal, now, after[-1]))
     return {"error": error, "untouched": same, "steps": trainer.step, "rates": trainer.schedules["dense"].last_epoch}
 

@@ -50,6 +50,9 @@ class Stream:
     def synchronize(self) -> None:
         MODEL.waited(self.clock)
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class Event:
     """In the place of ``torch.cuda.Event``."""
@@ -86,24 +89,30 @@ class Model:
     def __init__(self) -> None:
         self.hazards: list[str] = []
         self.host = Clock()
-        self._first, self._here = Stream(), threading.local()
+        self._main, self._here = Stream(), threading.local()  # autograd's threads use the main thread's stream
         self._memory: dict[int, _Memory] = {}
         self._shared: list[_Memory] = []
         self.where: Callable[[], str] = lambda: ""
         self.on_wait: Callable[[], None] = lambda: None
 
     def current(self) -> Stream:
-        return getattr(self._here, "stream", self._first)
+        return getattr(self._here, "stream", self._main)
 
     @contextlib.contextmanager
     def inside(self, stream: Stream | None) -> Generator[None]:
         """In the place of ``torch.cuda.stream``."""
         before = self.current()
-        self._here.stream = before if stream is None else stream
+        self._enter(before if stream is None else stream)
         try:
             yield
         finally:
-            self._here.stream = before
+            self._enter(before)
+
+    def _enter(self, stream: Stream) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._main = stream
+        else:
+            self._here.stream = stream
 
     def waited(self, clock: Clock) -> None:
         """The host has waited: what it gives to any stream from now on comes later."""

@@ -16,7 +16,8 @@ import hotbed.ops.backend as backend
 from hotbed.ops import reference, triton, triton_loss, triton_runtime, triton_step, triton_update
 from hotbed.ops.rows import step_seeds
 from hotbed.store import memory
-from tests.census.device import RECORD, OnDevice, host_of, shapes_of, to_host
+from tests.census import graphs
+from tests.census.device import RECORD, OnDevice, shapes_of, to_host
 from tests.census.streams import MODEL
 
 
@@ -44,12 +45,16 @@ def replace_kernels() -> None:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = noted(*args, **kwargs)
+                graphs.run(work, (to_host(args), to_host(kwargs), to_host(result)))
+                return result
+
+            def work(given: Any) -> None:
+                args, kwargs, result = given
                 with RECORD.computing():
-                    values = computed(*to_host(args), **to_host(kwargs))
+                    values = computed(*args, **kwargs)
                     _fill(result, values)
                     if name == "occurrences":
                         _pad(result, len(values.slots), args[0].limit)
-                return result
 
             return call
 
@@ -57,7 +62,7 @@ def replace_kernels() -> None:
 
     def seeds(table_seeds: Tensor, steps: Tensor) -> Tensor:
         result = noted_seeds(table_seeds, steps)
-        host_of(result).copy_(step_seeds(host_of(table_seeds), host_of(steps)))
+        graphs.run(lambda t: t[0].copy_(step_seeds(t[1], t[2])), to_host((result, table_seeds, steps)))
         return result
 
     triton_step.step_seeds = seeds
@@ -65,19 +70,22 @@ def replace_kernels() -> None:
 
     def count_steps_(counts: Tensor, trained: Tensor, gate: Tensor) -> None:
         noted_count(counts, trained, gate)
-        host_of(counts).add_(host_of(trained) * (host_of(gate) != 0))
+        graphs.run(lambda t: t[0].add_(t[1] * (t[2] != 0)), to_host((counts, trained, gate)))
 
     triton_step.count_steps_ = count_steps_
     noted_loss = triton_loss.cross_entropy
 
     def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         results = noted_loss(logits, labels, weights)
-        with RECORD.computing(), torch.enable_grad():
-            x = host_of(logits).detach().requires_grad_()
-            by_logit = None if weights is None else host_of(weights)
-            total = F.binary_cross_entropy_with_logits(x, host_of(labels), by_logit, reduction="sum")
-            _fill(results, (total.detach(), torch.autograd.grad(total, x)[0]))
+        graphs.run(loss_and_gradient, to_host((results, logits, labels, weights)))
         return results
+
+    def loss_and_gradient(given: Any) -> None:
+        results, logits, labels, weights = given
+        with RECORD.computing(), torch.enable_grad():
+            x = logits.detach().requires_grad_()
+            total = F.binary_cross_entropy_with_logits(x, labels, weights, reduction="sum")
+            _fill(results, (total.detach(), torch.autograd.grad(total, x)[0]))
 
     triton_loss.cross_entropy = cross_entropy
     pretended = Pretended()
@@ -91,7 +99,7 @@ def _pad(found: Any, count: int, limit: int | None) -> None:
     """List as padding what there is room for behind so many occurrences, as the kernel does."""
     for tensor, value in ((found.slots, limit), (found.bags, 0), (found.scale, 0)):
         if tensor is not None and count < len(tensor):
-            tensor.host[count:] = value
+            tensor[count:] = value
 
 
 def _flat(tree: Any) -> Any:
@@ -110,12 +118,11 @@ def _fill(into: Any, values: Any) -> None:
     """
     if values is None:
         return
-    if isinstance(into, OnDevice):
-        host = into.host
-        if host.shape == values.shape:
-            host.copy_(values)
+    if isinstance(into, torch.Tensor):
+        if into.shape == values.shape:
+            into.copy_(values)
         else:
-            host[: len(values)] = values
+            into[: len(values)] = values
     elif is_dataclass(into):
         for f in fields(into):
             _fill(getattr(into, f.name), getattr(values, f.name))

@@ -28,6 +28,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Monitor = Literal["auc", "logloss"]
 CheckpointPolicy = Literal["none", "last", "best"]
 AskedCheckpointPolicy = Literal["auto", "none", "last", "best"]
+CudaGraph = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,9 @@ class TrainRecipe:
     """Compile the dense part of the model with torch.compile."""
     recompute: bool = False
     """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
+    cuda_graph: CudaGraph = False
+    """Capture steps in CUDA graphs and replay them, the same results (`hotbed.train.step_graph`): ``auto`` where that
+    can be, ``true`` or not at all. Not yet tried on a GPU."""
     log_every: int = 100
     """Steps between lines of metrics.jsonl."""
     eval_every: int | None = None
@@ -156,6 +160,12 @@ class TrainRecipe:
         one_of("train.device", self.device, get_args(Device))
         one_of("train.precision", self.precision, get_args(AskedPrecision))
         one_of("train.linear_library", self.linear_library, get_args(LinearLibrary))
+        if not isinstance(self.cuda_graph, bool):
+            one_of("train.cuda_graph", self.cuda_graph, ("auto", "true", "false"))
+            if self.cuda_graph != "auto":
+                raise RecipeError(
+                    f"train.cuda_graph is the text '{self.cuda_graph}', must be without quotes, or 'auto'"
+                )
         one_of("train.monitor", self.monitor, get_args(Monitor))
         one_of("train.checkpoint", self.checkpoint, get_args(AskedCheckpointPolicy))
         if self.checkpoint_minutes is not None:

@@ -8,7 +8,7 @@ lets each `TableGroup` update its rows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from hotbed import ops
 from hotbed.embed.arena import Arena, untied
-from hotbed.embed.step_state import StepState
+from hotbed.embed.step_state import StepState, used_options
 from hotbed.embed.table_group import CHANGED, Contribution, Request, TableGroup
 from hotbed.errors import OptimizerError
 from hotbed.ops import BackendName, Occurrences
@@ -79,12 +79,7 @@ class TableUpdater:
     @torch.no_grad()
     def apply(self, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor | None, gate: Tensor | None) -> None:
         """Coalesce all gradients that wait and apply the rule once per row; then forget them."""
-        for table in hyper:
-            if table not in self.tables:
-                raise OptimizerError(
-                    f"table '{table}' is trained by an optimizer that was made later; make one optimizer, and use its "
-                    "`groups` to treat tables differently"
-                )
+        self._refuse_lost(hyper)
         if any(waiting.changed() for waiting in self._waiting):
             raise OptimizerError(CHANGED)
         found: dict[Arena, list[_Gradient]] = defaultdict(list)
@@ -102,6 +97,22 @@ class TableUpdater:
         self._waiting.clear()
         if self._on_stepped is not None:
             self._on_stepped(self.tables)
+
+    def prepare(self, hyper: Mapping[str, Sequence[float]]) -> Hashable:
+        """Write hyperparameters where kernels read them; return which tables are trained, and with which options."""
+        self._refuse_lost(hyper)
+        for group in self._groups:
+            for arena in group.arenas:
+                self.state_of_steps.write(arena, hyper)
+        return tuple(hyper), used_options(hyper)
+
+    def _refuse_lost(self, hyper: Mapping[str, Sequence[float]]) -> None:
+        for table in hyper:
+            if table not in self.tables:
+                raise OptimizerError(
+                    f"table '{table}' is trained by an optimizer that was made later; make one optimizer, and use its "
+                    "`groups` to treat tables differently"
+                )
 
     def clear(self) -> None:
         """Forget all gradients that wait."""

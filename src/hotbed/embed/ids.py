@@ -53,7 +53,7 @@ def checked_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, int
         For a missing feature, an id out of range of a feature with ``on_bad_id="error"``, or a bag too long of one with
         ``on_too_long="error"``.
     """
-    wanted = _claims(features, rows)
+    wanted = claims(features, rows)
     if wanted <= ids.verified:
         return ids
     if too_long := _features_too_long(ids, features):
@@ -74,11 +74,11 @@ def verified_ids(ids: Jagged, features: Sequence[Feature], rows: Mapping[str, in
         if feature.on_too_long == "error":
             _refuse_length(ids, feature)
     if not out_of_range and not too_long:
-        ids.mark_verified(_claims(features, rows))
+        ids.mark_verified(claims(features, rows))
     return not out_of_range and not too_long
 
 
-def _claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[str, int]]:
+def claims(features: Sequence[Feature], rows: Mapping[str, int]) -> set[tuple[str, int]]:
     """List what `Jagged.verified` must contain."""
     return {(f.name, rows[f.table]) for f in features} | {
         (f.name, -f.max_len) for f in features if f.max_len is not None
@@ -231,6 +231,11 @@ class BagPlaces:
             dtype=torch.int64,
             device="cpu",
         )
+
+    @property
+    def entries(self) -> list[Tensor]:
+        """What kernels were told of the last batch's bags, on the device."""
+        return [] if self._last is None else [self._last[1]]
 
     @property
     def tables(self) -> set[str]:

@@ -100,6 +100,11 @@ class LocalTables(TableGroup):
         return found
 
     @override
+    def layouts(self) -> list[Tensor]:
+        places = [p for s in self._sources for p in (s.pooled, *s.sequences) if p is not None]
+        return [entries for p in places for entries in p.entries]
+
+    @override
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         for arena, (occurrences, grad) in found.items():
             arena.updates += 1

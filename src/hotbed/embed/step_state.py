@@ -74,7 +74,7 @@ class StepState:
         self.order = {t: i for i, t in enumerate(tables)}
         self.counts = torch.zeros(len(self.order), dtype=torch.int64, device="cpu")
         self._corrected = [OWN + rule.hyper.index(name) for name in rule.corrected]
-        self._trained: tuple[tuple[bool, ...], Tensor] | None = None
+        self._trained: dict[tuple[bool, ...], Tensor] = {}  # kept, for a captured step reads them
         self._lines: dict[Arena, _Lines] = {}
         self._open: tuple[Tensor, Tensor] | None = None
 
@@ -95,9 +95,9 @@ class StepState:
         """
         self.counts = self.counts.to(device)
         names = tuple(map(hyper.__contains__, self.order))
-        if self._trained is None or self._trained[0] != names or self._trained[1].device != device:
-            self._trained = names, torch.tensor(names, dtype=torch.int64, device=device)
-        trained = self._trained[1]
+        trained = self._trained.get(names)
+        if trained is None or trained.device != device:
+            self._trained[names] = trained = torch.tensor(names, dtype=torch.int64, device=device)
         if gate is None:
             self.counts += trained
         elif device.type == "cuda" and (found := _triton(device, backend)) is not None:
@@ -107,24 +107,22 @@ class StepState:
 
     def step(self, arena: Arena, hyper: Mapping[str, Sequence[float]], inv_scale: Tensor, gate: Tensor) -> RuleStep:
         """Make what kernels need to update the shards of an arena: hyperparameters by shard, seeds for rounding."""
-        lines = self._written(arena, hyper)
+        lines = self.write(arena, hyper)
         counts = self.counts if lines.counted is None else self.counts[lines.counted]
         if self._corrected:
             lines.hyper[:, OWN + len(self.rule.hyper) :] = 1 - lines.betas ** counts[:, None]
         if arena.rounds:  # a tensor of its own: what averages replicas reads it after the step
             lines.seeds = _seeds_by(arena)(arena.seeds, counts)
-        columns = {name: i for i, name in enumerate(COMMON)}
-        options = {id(line): line for line in hyper.values()}.values()
         return RuleStep(
             rule=self.rule,
             hyper=lines.hyper,
             seeds=lines.seeds,
-            uses=frozenset(name for name, off in _OFF.items() if any(line[columns[name]] != off for line in options)),
+            uses=used_options(hyper),
             inv_scale=inv_scale,
             gate=gate,
         )
 
-    def _written(self, arena: Arena, hyper: Mapping[str, Sequence[float]]) -> _Lines:
+    def write(self, arena: Arena, hyper: Mapping[str, Sequence[float]]) -> _Lines:
         """Write the hyperparameters of an arena's tables, if any has changed."""
         idle = (0.0,) * (len(COMMON) + len(self.rule.hyper))
         # Tables of a group have one list of hyperparameters, so there are few different lines.
@@ -157,6 +155,12 @@ class StepState:
             betas=torch.zeros(tables, corrected, dtype=torch.float64, device=device),
             seeds=torch.zeros(tables, dtype=torch.int64, device=device),
         )
+
+
+def used_options(hyper: Mapping[str, Sequence[float]]) -> frozenset[str]:
+    """Name the common options that are on for any table."""
+    options = {id(line): line for line in hyper.values()}.values()
+    return frozenset(name for name, off in _OFF.items() if any(line[COMMON.index(name)] != off for line in options))
 
 
 def _seeds_by(arena: Arena) -> Callable[[Tensor, Tensor], Tensor]:

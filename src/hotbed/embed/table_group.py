@@ -186,6 +186,10 @@ class TableGroup(ABC):
         """Read ahead, in this thread, the rows that these routes request of this rank, where a store is slow."""
         return
 
+    def layouts(self) -> list[Tensor]:
+        """List what kernels were told of the last batch's bags; who replays these kernels must keep it."""
+        return []
+
     @abstractmethod
     def update(self, steps: Mapping[Arena, RuleStep], found: Mapping[Arena, tuple[Occurrences, Tensor]]) -> None:
         """Apply a step to gradients: by arena, slots and the rows of the gradient that they receive."""

@@ -24,7 +24,7 @@ from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
-from hotbed.store import DenseStore, Traffic
+from hotbed.store import DenseStore, RowStore, Traffic
 from hotbed.torch_hooks import are_tables_left_out
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
@@ -165,6 +165,14 @@ class TableModule(nn.Module):
             self._group_of(name)
             self.handles[name].requires_grad_(trained)
         return self
+
+    def stores(self) -> list[RowStore]:
+        """List what has the rows that this rank updates."""
+        return [arena.store for arena in self._arenas()]
+
+    def layouts(self) -> list[Tensor]:
+        """List what kernels were told of the last batch's bags; see `TableGroup.layouts`."""
+        return [entries for group in self._groups for entries in group.layouts()]
 
     def _arenas(self) -> Iterator[Arena]:
         """Yield the arenas that this rank updates."""

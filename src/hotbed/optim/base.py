@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
@@ -234,6 +234,20 @@ class SparseOptimizer(torch.optim.Optimizer):
                 loss = closure()
         inv_scale, gate = self._amp_factors()
         gate = self.gate if gate is None else gate
+        hyper = self._hyper_of_tables()
+        for path, updater in self._updaters.items():
+            updater.apply(hyper[path], inv_scale, gate)
+        self.param_groups[0]["params"][0].grad = None
+        return loss
+
+    @torch.no_grad()
+    def prepare(self) -> tuple[Hashable, ...]:
+        """Write hyperparameters where kernels read them, for a replayed step; return what else it depends on."""
+        hyper = self._hyper_of_tables()
+        return tuple(updater.prepare(hyper[path]) for path, updater in self._updaters.items())
+
+    def _hyper_of_tables(self) -> dict[str, dict[str, list[float]]]:
+        """Hyperparameters, in kernel order, of the tables that a step trains now, by collection."""
         hyper: dict[str, dict[str, list[float]]] = {path: {} for path in self._updaters}
         for group in self.param_groups:
             if not self.trains(group):
@@ -244,10 +258,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 path, table = self._places[name]
                 if handle.requires_grad:
                     hyper[path][table] = values
-        for path, updater in self._updaters.items():
-            updater.apply(hyper[path], inv_scale, gate)
-        self.param_groups[0]["params"][0].grad = None
-        return loss
+        return hyper
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that wait for a step."""

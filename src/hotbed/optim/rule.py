@@ -7,7 +7,7 @@ both: a rule in a file of your own, and one with kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -141,6 +141,10 @@ class Updater(Protocol):
 
         ``hyper`` gives each table its `COMMON` and own hyperparameters, in kernel order.
         """
+        ...
+
+    def prepare(self, hyper: Mapping[str, Sequence[float]]) -> Hashable:
+        """Write these hyperparameters where `apply` has kernels read them; return what else `apply` makes of them."""
         ...
 
     def clear(self) -> None:

@@ -9,9 +9,11 @@ The host reads it when it has queued the whole step, so the device never waits f
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,6 +64,11 @@ class Backward:
         Where the model is.
     rows
         Fetches the rows of one part of a batch while another is computed; None where batches are not divided.
+
+    Attributes
+    ----------
+    late
+        What lets the device decide on losses; None where the host waits for them.
     """
 
     def __init__(
@@ -69,7 +76,7 @@ class Backward:
     ) -> None:
         self._model, self._numerics, self._ranks, self._rows = model, numerics, ranks, rows
         self._device = device
-        self._late: _LateLosses | None = None
+        self.late: LateLosses | None = None
         self._seed: tuple[float, Tensor] | None = None
 
     def choose(self, optimizers: Iterable[Optimizer]) -> None:
@@ -77,7 +84,21 @@ class Backward:
         optimizers = list(optimizers)
         late = self._device.type == "cuda" and self._ranks.size == 1 and all(map(_can_skip, optimizers))
         late = late and self._numerics.scaler is None  # whose own flag the optimizers read
-        self._late = _LateLosses(self._device, optimizers) if late else None
+        self.late = LateLosses(self._device, optimizers) if late else None
+
+    def step(
+        self,
+        parts: Sequence[Batch],
+        optimizers: Iterable[Optimizer],
+        place: Callable[[], str],
+        requests: Callable[[], tuple[bool, bool]] = _nothing,
+    ) -> Gradients:
+        """Take a step: compute gradients of a batch's parts, see `__call__`, and step all optimizers."""
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        done = self(parts, place, requests)
+        self.update(optimizers)
+        return done
 
     def __call__(
         self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]] = _nothing
@@ -102,10 +123,11 @@ class Backward:
             with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
                 total, tasks = self._numerics.summed_loss(part)
                 which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
-                check = _Check(self._numerics, total, part, which, place)
+                # Without the graph of autograd, which would live until the next step.
+                check = _Check(self._numerics, total.detach(), part, which, place)
                 everyone = float(samples * tasks)
-                if self._late is not None:
-                    self._late.add(number, total)
+                if self.late is not None:
+                    self.late.add(number, total)
                     checks.append(check)
                     save, stop = map(float, requests())
                 else:
@@ -122,24 +144,32 @@ class Backward:
             if rows is not None:
                 rows.result()
 
-        def loss() -> float:
-            if self._late is None:
-                return losses
-            found = 0.0
-            for value, check in zip(self._late.values(), checks, strict=True):
-                found += value / max(everyone, 1)
-                if not math.isfinite(found):
-                    self._late.forget_first_step()
-                check(found)
-            return found
-
+        loss = (lambda: losses) if self.late is None else partial(self._judged, self.late, checks, everyone)
         return Gradients(loss, int(all_samples), bool(save), bool(stop))
+
+    def replayed(self, batch: Batch, place: Callable[[], str], asked: tuple[bool, bool]) -> Gradients:
+        """Return what `step` does, of a batch whose captured step was replayed; its loss is on its way."""
+        assert self.late is not None
+        assert batch.labels is not None
+        check = _Check(self._numerics, self.late.arrived[0], batch, "the batch", place)
+        loss = partial(self._judged, self.late, [check], float(batch.labels.numel()))
+        return Gradients(loss, len(batch), *asked)
+
+    def _judged(self, late: LateLosses, checks: Sequence[_Check], everyone: float) -> float:
+        """Return the mean loss once it has arrived; raise if it is not finite."""
+        found = 0.0
+        for value, check in zip(late.values(), checks, strict=True):
+            found += value / max(everyone, 1)
+            if not math.isfinite(found):
+                late.forget_first_step()
+            check(found)
+        return found
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
         """Step all optimizers; none touches anything if a loss was not finite, or a scaled gradient overflowed."""
         scaler = self._numerics.scaler
-        if self._late is not None:
-            self._late.step()
+        if self.late is not None:
+            self.late.step()
         elif scaler is None:
             for optimizer in optimizers:
                 optimizer.step()
@@ -151,6 +181,11 @@ class Backward:
                 else:  # it has nothing that could overflow
                     optimizer.step()
             scaler.update()
+
+    @property
+    def seeds(self) -> list[Tensor]:
+        """What the last backward pass began with; who replays its kernels must keep it."""
+        return [] if self._seed is None else [self._seed[1]]
 
     def _gradient_of(self, total: Tensor, divisor: float) -> Tensor:
         """Return ``1 / divisor`` on the device: the last one, where batches are of one size."""
@@ -182,7 +217,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, SparseOptimizer) or all(bool(group.get("fused")) for group in optimizer.param_groups)
 
 
-class _LateLosses:
+class LateLosses:
     """Losses of a batch's parts: decided on by the device, and on their way to the host.
 
     Parameters
@@ -191,12 +226,18 @@ class _LateLosses:
         A CUDA device.
     optimizers
         Those that `_can_skip`.
+
+    Attributes
+    ----------
+    arrived
+        Losses by part, in page-locked memory.
     """
 
     def __init__(self, device: torch.device, optimizers: Sequence[Optimizer]) -> None:
         self._device, self._optimizers = device, optimizers
-        self._arrived = staging((1,), torch.float32, device)
+        self.arrived = staging((1,), torch.float32, device)
         self._copied = torch.cuda.Event()
+        self._sent = self.sent
         self._flags = torch.zeros(2, dtype=torch.float32, device=device)
         self._found_inf, self._gate = self._flags.unbind()
         self._if_finite = torch.tensor([0.0, 1.0]).to(device)
@@ -206,15 +247,32 @@ class _LateLosses:
 
     def add(self, number: int, total: Tensor) -> None:
         """Send the loss of a part on its way."""
-        if number == len(self._arrived):
+        if number == len(self.arrived):
             self._copied.synchronize()
-            self._arrived = torch.cat([self._arrived, self._arrived]).pin_memory()
+            self.arrived = torch.cat([self.arrived, self.arrived]).pin_memory()
         own = total.detach()
-        self._arrived[number].copy_(own, non_blocking=True)
+        self.arrived[number].copy_(own, non_blocking=True)
         doubt = own - own  # NaN where it is not finite, else 0
         self._doubt = doubt if number == 0 or self._doubt is None else self._doubt + doubt
         self._parts = number + 1
+        self._sent()
+
+    def sent(self) -> None:
+        """Note that the loss of a part is on its way, and nothing else that the host would wait for."""
         self._copied.record()
+
+    @contextmanager
+    def calling(self, sent: Callable[[], None]) -> Generator[None]:
+        """Call this instead of `sent` inside."""
+        self._sent = sent
+        try:
+            yield
+        finally:
+            self._sent = self.sent
+
+    def replaying(self) -> None:
+        """Note that a captured step is replayed: of one part, by optimizers that have taken steps."""
+        self._parts, self._began = 1, []
 
     def step(self) -> None:
         """Step all optimizers, whose kernels read whether they may."""
@@ -229,7 +287,8 @@ class _LateLosses:
             else:
                 told: dict[str, Tensor | None] = {"grad_scale": None, "found_inf": self._found_inf}
                 vars(optimizer).update(told)  # as torch's GradScaler tells it
-                optimizer.step()
+                with _float32_rates(optimizer):
+                    optimizer.step()
                 for name in told:
                     delattr(optimizer, name)
 
@@ -241,4 +300,17 @@ class _LateLosses:
     def values(self) -> list[float]:
         """Return the losses by part, once they have arrived."""
         self._copied.synchronize()
-        return self._arrived[: self._parts].tolist()
+        return self.arrived[: self._parts].tolist()
+
+
+@contextmanager
+def _float32_rates(optimizer: Optimizer) -> Generator[None]:
+    """Round learning rates to float32 inside, which they are where kernels read them in the device's memory."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate if isinstance(rate, Tensor) else ctypes.c_float(rate).value
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

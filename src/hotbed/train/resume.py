@@ -60,7 +60,7 @@ MAY_DIFFER = frozenset(
         *(f"train.{key}" for key in ("eval_every", "eval_batch_size", "monitor", "patience", "step_limit_s")),
         *(f"train.checkpoint_{key}" for key in ("every", "minutes", "full_every", "dir", "in_background")),
         *(f"train.keep_{key}" for key in ("last", "every")),
-        *(f"train.{key}" for key in ("publish", "publish_full_every", "recompute")),
+        *(f"train.{key}" for key in ("publish", "publish_full_every", "recompute", "cuda_graph")),
     }
 )
 """Keys that do not change what a step does, or say so; a plan may, in the one way that `Plan.wire` states."""

@@ -32,6 +32,7 @@ from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.size_classes import SizeClasses
+from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
 
 _COUNTERS = ("step", "epoch", "position", "samples")
@@ -172,6 +173,7 @@ class Trainer:
         self.prefetcher = BatchPrefetcher(model, move, self.device, overlap=overlap, divide=divide)
         rows = RowPrefetcher(model, self.device) if isinstance(model, Distributed) and divide is not whole else None
         self.backward = Backward(model, self.numerics, self.ranks, self.device, rows)
+        self._take_step = StepGraph(model, recipe, self.device, self.backward, divided=divide is not whole)
         self._schedule, self._epoch_steps = schedule or ScheduleRecipe(), cast("int | None", None)
         self._factor: Callable[[int], float] = lambda step: self._schedule.factor(step, self._epoch_steps)
         # torch counts from 0 the steps that were taken, the schedule from 1 the step to take.
@@ -233,10 +235,7 @@ class Trainer:
         while not self.finished:
             for parts, last in self._epoch_of(batches):
                 self.ranks.at_step(self.step + 1)
-                for optimizer in self.optimizers.values():
-                    optimizer.zero_grad()
-                done = self.backward(parts, self._place, lambda: (self.ask_save, self.ask_stop))
-                self.backward.update(self.optimizers.values())
+                done = self._take_step(parts, self._place, lambda: (self.ask_save, self.ask_stop))
                 loss = done.loss()
                 for schedule in self.schedules.values():
                     schedule.step()
@@ -290,8 +289,8 @@ class Trainer:
     def _start(self, batches: Iterable[Batch]) -> None:
         refuse_unnormalized(self.model, batches)
         self.model.train()
-        self._call("on_numerics", self.numerics.settle())
-        self.backward.choose(self.optimizers.values())
+        chosen = self.numerics.settle()
+        self._call("on_numerics", chosen + self._take_step.begin(self.optimizers.values()))
         try:
             self._epoch_steps = len(cast("Any", batches))
             steps = self._epoch_steps * (self.recipe.epochs - self.epoch) + self.step - self.position

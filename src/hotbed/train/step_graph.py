@@ -1,0 +1,311 @@
+"""Capture training steps in CUDA graphs, and replay them: a few calls of the host instead of those of every kernel.
+
+A captured step is two graphs, one behind the other: *forward* to the loss, which goes to the host, and *the rest*,
+backward and the updates of all optimizers. Between them lies the event by which the host knows that the loss has
+arrived, so it prepares the next step while the device computes the rest of this one, as without graphs.
+
+A graph repeats kernels on the same memory with the same numbers. So whatever differs from step to step is in the
+device's memory before it runs (`hotbed.train.graph_inputs`): the batch is copied into buffers of its size class
+(`hotbed.train.size_classes`), hyperparameters are written where kernels read them, counts of steps are counted there.
+Whatever else a step depends on is compared before each replay (`StepGraph._alike`): where it is another, another step
+is captured, after a few that are not.
+
+Steps that cannot be captured are taken as ever; `StepGraph.begin` says why.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hotbed.batch import Batch
+from hotbed.config import TrainRecipe
+from hotbed.embed import Distributed, EmbeddingCollection
+from hotbed.embed.ids import claims
+from hotbed.errors import RecipeError
+from hotbed.optim import SparseOptimizer
+from hotbed.store import DenseStore
+from hotbed.train.backward import Backward, Gradients
+from hotbed.train.graph_inputs import Rates, columns, copy_of
+
+WARM_UP = 3
+"""Steps alike that are taken without a graph before one is captured: kernels are compiled, and buffers made."""
+MOST = 16
+"""Captured steps that are kept; the one that was not used for longest goes first."""
+MOST_SEEN = 1000
+"""Steps of so many kinds are counted; where there are more, each step is of its own kind."""
+
+_log = logging.getLogger("hotbed")
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A captured step.
+
+    Attributes
+    ----------
+    forward, rest
+        Its graphs, in this order.
+    batch
+        Where they read the batch.
+    kept
+        What they read, too, and nobody else might keep.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    rest: torch.cuda.CUDAGraph
+    batch: Batch
+    kept: list[Tensor]
+
+
+class StepGraph:
+    """Take training steps, captured where the recipe asks for it.
+
+    Parameters
+    ----------
+    model
+        As it is trained.
+    recipe
+        ``cuda_graph`` says whether.
+    device
+        Where the model is.
+    backward
+        Takes a step that is not captured.
+    divided
+        Whether batches come in parts.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: TrainRecipe, device: torch.device, backward: Backward, *, divided: bool
+    ) -> None:
+        self._model, self._recipe, self._device, self._backward = model, recipe, device, backward
+        self._divided = divided
+        self._optimizers: list[Optimizer] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._collections = [m for m in model.modules() if isinstance(m, EmbeddingCollection)]
+        self._said = set[str]()
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> str:
+        """Choose how steps are taken, before the first of a run; return what there is to say of it.
+
+        Raises
+        ------
+        RecipeError
+            If ``train.cuda_graph`` is true and steps of this run cannot be captured.
+        """
+        self._optimizers, self._stream = list(optimizers), None
+        self._backward.choose(self._optimizers)
+        if self._recipe.cuda_graph is False:
+            return ""
+        why = self._why_never()
+        if why is not None:
+            if self._recipe.cuda_graph is True:
+                raise RecipeError(
+                    f"train.cuda_graph is true, but steps cannot be captured: {why}; set it to auto or false"
+                )
+            return f"; steps are not captured in a CUDA graph: {why}"
+        self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
+        self._captured, self._seen = dict[Hashable, _Captured](), Counter[Hashable]()
+        self._rates = Rates(self._optimizers, self._device)
+        rows = ({t.name: t.rows for t in c.tables.values()} for c in self._collections)
+        self._claims = frozenset(chain(*(claims(c.features, r) for c, r in zip(self._collections, rows, strict=True))))
+        return "; steps are captured in CUDA graphs"
+
+    def __call__(
+        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> Gradients:
+        """Take a step; arguments and result are those of `Backward.step`.
+
+        Raises
+        ------
+        RecipeError
+            If a step cannot be captured that was to be; it has changed nothing.
+        """
+        if self._stream is None:
+            return self._backward.step(parts, self._optimizers, place, requests)
+        # Captured or not, all steps are in one stream: gradients are added up in that in which they were at first.
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            done = self._step(parts, place, requests)
+        current.wait_stream(self._stream)
+        return done
+
+    def _step(
+        self, parts: Sequence[Batch], place: Callable[[], str], requests: Callable[[], tuple[bool, bool]]
+    ) -> Gradients:
+        self._rates.write()
+        why = self._why_not_now(parts)
+        if why is not None:
+            if why not in self._said:
+                self._said.add(why)
+                _log.info("%s is taken without a CUDA graph, as are others like it: %s", place(), why)
+            with self._rates.in_memory():
+                return self._backward.step(parts, self._optimizers, place, requests)
+        alike = self._alike(parts[0])
+        captured = self._captured.pop(alike, None)
+        if captured is None:
+            if len(self._seen) > MOST_SEEN:
+                self._seen.clear()
+            self._seen[alike] += 1
+            if self._seen[alike] <= WARM_UP:
+                with self._rates.in_memory():
+                    return self._backward.step(parts, self._optimizers, place, requests)
+            captured = self._capture(parts[0])
+        self._captured[alike] = captured  # the newest is the last
+        while len(self._captured) > MOST:
+            self._captured.pop(next(iter(self._captured)))
+        return self._replay(captured, parts[0], place, requests)
+
+    def _replay(
+        self,
+        captured: _Captured,
+        batch: Batch,
+        place: Callable[[], str],
+        requests: Callable[[], tuple[bool, bool]],
+    ) -> Gradients:
+        late = self._backward.late
+        assert late is not None
+        for into, values in zip(columns(captured.batch), columns(batch), strict=True):
+            into.copy_(values, non_blocking=True)
+        late.replaying()
+        captured.forward.replay()
+        late.sent()
+        asked = requests()
+        captured.rest.replay()
+        return self._backward.replayed(batch, place, asked)
+
+    def _capture(self, batch: Batch) -> _Captured:
+        """Capture a step without taking it: nothing runs, and nothing is trained."""
+        static, late = copy_of(batch), self._backward.late
+        assert late is not None
+        forward, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Threads that load batches go on meanwhile, with calls that are forbidden to a thread that captures.
+        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        gc.collect()  # nothing is to be freed by chance in between
+        capture = ExitStack()
+
+        def cut() -> None:
+            capture.close()
+            capture.enter_context(torch.cuda.graph(rest, **options))
+
+        try:
+            with self._rates.in_memory(capturing=True), late.calling(cut), capture:
+                capture.enter_context(torch.cuda.graph(forward, **options))
+                self._backward.step([static], self._optimizers, lambda: "a step that is captured")
+        except Exception as error:
+            raise RecipeError(
+                f"train.cuda_graph is {str(self._recipe.cuda_graph).lower()}, but a step of this model cannot be "
+                f"captured ({_first(error)}); set train.cuda_graph to false. The step has changed nothing"
+            ) from error
+        finally:
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()  # gradients of a captured step are nobody's
+        kept = [entries for collection in self._collections for entries in collection.layouts()]
+        return _Captured(forward, rest, static, [*kept, *self._backward.seeds])
+
+    # -- what can be captured --------------------------------------------------------------------------------------
+
+    def _why_never(self) -> str | None:
+        """Say why no step of this run can be captured; None if they can."""
+        stores = [store for collection in self._collections for store in collection.stores()]
+        dynamic = [t.name for c in self._collections for t in c.tables.values() if t.dynamic is not None]
+        unpooled = [f.name for c in self._collections for f in c.features if not f.is_pooled]
+        reasons = (
+            (self._device.type != "cuda", f"they run on {self._device.type}, graphs are CUDA's"),
+            (
+                isinstance(self._model, Distributed),
+                "several ranks, replicas and rows in slower memories make the host wait for what is exchanged",
+            ),
+            (
+                not all(isinstance(store, DenseStore) and store.tier == "device" for store in stores),
+                "not all rows are in the device's memory",
+            ),
+            (bool(dynamic), f"table '{dynamic[0] if dynamic else ''}' is dynamic, so the host gives ids their rows"),
+            (
+                bool(unpooled),
+                f"feature '{unpooled[0] if unpooled else ''}' is not pooled, so batches have different sizes",
+            ),
+            (self._recipe.compile, "train.compile may compile again in any step"),
+            (self._recipe.recompute, "train.recompute asks for the state of random numbers"),
+            (self._divided, "batches are divided (hot.batches split)"),
+            (
+                self._backward.late is None,
+                "the host waits for the loss: train.precision is fp16, or a dense optimizer is none of torch's with "
+                "fused=True",
+            ),
+        )
+        return next((why for found, why in reasons if found), None)
+
+    def _why_not_now(self, parts: Sequence[Batch]) -> str | None:
+        """Say why the step of this batch cannot be captured; None if it can."""
+        ids = parts[0].sparse
+        if len(parts) > 1:
+            return "the batch is divided"
+        if not self._claims <= ids.verified:
+            return "ids of the batch are repaired on the way (on_bad_id, on_too_long)"
+        if ids.weights is not None and ids.weights.requires_grad:
+            return "weights of ids have a gradient"
+        stores = (store for collection in self._collections for store in collection.stores())
+        if any(store.on_change is not None or store.changes is not None for store in stores):
+            return "a checkpoint is told which rows change"
+        hooked = next(filter(None, map(_hook_of, chain(self._model.modules(), self._optimizers))), None)
+        if hooked is None and any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._model.parameters()):
+            hooked = "a parameter"
+        return None if hooked is None else f"{hooked} has hooks, which a graph would not call"
+
+    def _alike(self, batch: Batch) -> Hashable:
+        """Return what a step has in common with those that the same graphs repeat; write hyperparameters on the way."""
+        ids, tensors = batch.sparse, list[Tensor]()
+        tensors += chain(
+            *(s.arrays().values() for c in self._collections for s in c.stores() if isinstance(s, DenseStore))
+        )
+        tensors += chain(self._model.parameters(), self._model.buffers())
+        options: list[Hashable] = []
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, SparseOptimizer):
+                options.append(optimizer.prepare())
+                continue
+            tensors += (t for of in optimizer.state.values() for t in of.values() if isinstance(t, Tensor))
+            options += (_text(group) for group in optimizer.param_groups)
+        return (
+            (ids.names, ids.fixed, ids.starts, tuple(batch.extra)),
+            tuple((t.shape, t.dtype) for t in columns(batch)),
+            (batch.dense is None, batch.weights is None, ids.weights is None),
+            tuple(options),
+            tuple((t.data_ptr(), t.requires_grad) for t in tensors),
+            tuple(module.training for module in self._model.modules()),
+        )
+
+
+def _hook_of(of: nn.Module | Optimizer) -> str | None:
+    """Name a module or an optimizer that has hooks; hotbed's own do nothing but compute."""
+    if isinstance(of, Optimizer):
+        hooks = (of._optimizer_step_pre_hooks, of._optimizer_step_post_hooks)
+    else:
+        hooks = (of._forward_pre_hooks, of._forward_hooks, of._backward_pre_hooks, of._backward_hooks)
+    found = (hook for kind in hooks for hook in kind.values())
+    return type(of).__name__ if any(not str(hook.__module__).startswith("hotbed.") for hook in found) else None
+
+
+def _text(group: dict[str, Any]) -> str:
+    """Write down the options of a group that a graph has as numbers."""
+    fixed = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")}
+    return repr({k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in fixed.items()})
+
+
+def _first(error: BaseException) -> str:
+    """Say what went wrong first, where ending a capture that failed fails, too."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

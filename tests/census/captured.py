@@ -1,0 +1,243 @@
+"""Train small models with captured steps on the pretended device, and without, and say where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+import hotbed as hb
+from hotbed.optim import SparseOptimizer
+from hotbed.train import step_graph
+from hotbed.train.backward import Backward
+from hotbed.train.graph_inputs import Rates, columns
+from hotbed.train.step_graph import StepGraph
+from hotbed.train.trainer import Trainer
+from tests.census.device import recorded
+from tests.census.graphs import GRAPHS
+from tests.census.steps import BATCH, Case, batch_of, state_of, trainer_of
+from tests.census.streams import MODEL
+
+STEPS = 12
+SMALL = (4, 6, 8, 10)
+"""Steps with a batch of fewer samples."""
+LONGEST = (1, 1, 5)
+"""Ids of a bag in the first steps, where a case is ragged; then 3."""
+step_graph.WARM_UP = 1
+
+
+def batches_of(case: Case) -> list[hb.Batch]:
+    """Batches of two numbers of samples in turn."""
+    longest = [*LONGEST, *[3] * (STEPS - len(LONGEST))]
+    return [batch_of(case, i, 0, samples=BATCH // 2 if i in SMALL else BATCH, longest=longest[i]) for i in range(STEPS)]
+
+
+class _Steps(hb.Callback):
+    """Notes the loss of every step, and what it has left."""
+
+    def __init__(self) -> None:
+        self.chosen, self.losses, self.states = "", list[float](), list[list[torch.Tensor]]()
+
+    def on_numerics(self, trainer: Trainer, chosen: str) -> None:
+        self.chosen = chosen
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self.losses.append(loss)
+        self.states.append(state_of(trainer))
+
+
+class _Addresses:
+    """Notes how steps were taken, and which memory each was given."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.replayed: dict[int, list[tuple[int, ...]]] = {}
+        self.eager = 0
+        taken: Any = trainer._take_step
+        replay, step = taken._replay, trainer.backward.step
+
+        def noted(captured: Any, *args: Any) -> Any:
+            graphs = (captured.forward, captured.rest)
+            assert all({t.data_ptr() for t in columns(captured.batch)} & set(g.outside) for g in graphs)
+            self.replayed.setdefault(id(captured), []).append(tuple(t.data_ptr() for t in columns(captured.batch)))
+            return replay(captured, *args)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.eager += GRAPHS.capturing is None
+            return step(*args, **kwargs)
+
+        taken._replay = noted
+        of_trainer: Any = trainer.backward
+        of_trainer.step = counted
+
+
+def trained(case: Case, batches: Iterable[hb.Batch], *, graphs: bool) -> tuple[Trainer, _Steps, _Addresses]:
+    trainer, steps = trainer_of(case, cuda_graph=graphs), _Steps()
+    trainer.callbacks.append(steps)
+    addresses = _Addresses(trainer)
+    trainer.fit(list(batches))
+    return trainer, steps, addresses
+
+
+@cache
+def eager_steps(case: Case) -> _Steps:
+    """Steps without graphs."""
+    return trained(case, batches_of(case), graphs=False)[1]
+
+
+def captured(cases: Sequence[Case]) -> dict[str, Any]:
+    """Compare by case, and train on a loss that is not finite."""
+    return {case.name: compared(case) for case in cases} | {"stopped": stopped(cases[0])}
+
+
+def faults(case: Case) -> dict[str, Any]:
+    """Make faults that must be found, and train with what keeps steps from being captured."""
+    return {name: fault(case) for name, fault in FAULTS.items()} | {"left out": left_out(case)}
+
+
+def same(one: _Steps, other: _Steps) -> int:
+    """Count the first steps that left the same bits and had the same loss."""
+    for i, (a, b) in enumerate(zip(one.states, other.states, strict=True)):
+        if one.losses[i] != other.losses[i] or not all(map(torch.equal, a, b)):
+            return i
+    return len(one.states)
+
+
+def compared(case: Case) -> dict[str, Any]:
+    MODEL.hazards.clear()
+    with recorded():
+        eager = eager_steps(case)
+        _, replayed, addresses = trained(case, batches_of(case), graphs=True)
+    return {
+        "chosen": replayed.chosen,
+        "same": same(eager, replayed),
+        "losses": replayed.losses,
+        "eager": addresses.eager,
+        "replays": [len(of) for of in addresses.replayed.values()],
+        "addresses": [len(set(of)) for of in addresses.replayed.values()],
+        "hazards": list(MODEL.hazards),
+    }
+
+
+@contextmanager
+def replaced(where: Any, name: str, by: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, by)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def _with(where: Any, name: str, change: Callable[[Callable[..., Any]], Any]) -> Callable[[Case], str]:
+    """Train with a method that is another; say what came of it."""
+
+    def fault(case: Case) -> str:
+        eager = eager_steps(case)
+        with replaced(where, name, change(getattr(where, name))):
+            try:
+                _, replayed, _ = trained(case, batches_of(case), graphs=True)
+            except Exception as error:
+                return str(error)
+        return f"step {same(eager, replayed)} is another" if same(eager, replayed) < STEPS else "nothing"
+
+    return fault
+
+
+def _once(write: Callable[..., Any]) -> Any:
+    """Write learning rates in the first steps of a trainer only."""
+
+    def written(rates: Rates) -> None:
+        times: Any = vars(rates)
+        times["times"] = times.get("times", 0) + 1
+        if times["times"] <= 5:
+            write(rates)
+
+    return written
+
+
+def _without_writing(prepare: Callable[..., Any]) -> Any:
+    """Say that hyperparameters were written, which were not."""
+
+    def prepared(optimizer: SparseOptimizer) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"], now = 0.01, group["lr"]
+            found = prepare(optimizer)
+            group["lr"] = now
+        return found
+
+    return prepared
+
+
+def _without_keeping(capture: Callable[..., Any]) -> Any:
+    """Keep nothing of what only the step before had."""
+
+    def captured(taken: StepGraph, batch: hb.Batch) -> Any:
+        found = capture(taken, batch)
+        found.kept.clear()
+        return found
+
+    return captured
+
+
+FAULTS: dict[str, Callable[[Case], str]] = {
+    "learning rates of the dense optimizer are not written": _with(Rates, "write", _once),
+    "hyperparameters of the sparse optimizer are not written": _with(SparseOptimizer, "prepare", _without_writing),
+    "places of bags are not kept": _with(StepGraph, "_capture", _without_keeping),
+    "batches are not copied": _with(step_graph, "columns", lambda own: lambda batch: []),
+    "the loss is waited for": _with(
+        Backward, "_gradient_of", lambda own: lambda self, total, divisor: own(self, total, divisor + 0 * total.item())
+    ),
+    "nothing": _with(StepGraph, "_why_never", lambda own: own),
+}
+"""What must be found, and a change that is none."""
+
+
+def stopped(case: Case) -> dict[str, Any]:
+    """Train until a batch that a captured step is replayed with has an infinite input."""
+    trainer, steps = trainer_of(case, cuda_graph=True), _Steps()
+    trainer.callbacks.append(steps)
+    addresses = _Addresses(trainer)
+    batches = batches_of(case)[:8]
+    dense = batches[-1].dense
+    assert dense is not None
+    dense[5, 3] = torch.inf
+    try:
+        trainer.fit(batches)
+        error = ""
+    except hb.HotbedError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    now = state_of(trainer)
+    return {
+        "error": error,
+        "untouched": all(map(torch.equal, now, steps.states[-1])) and len(now) == len(steps.states[-1]),
+        "steps": trainer.step,
+        "rates": trainer.schedules["dense"].last_epoch,
+        "replayed": sum(map(len, addresses.replayed.values())),
+        "eager": addresses.eager,
+    }
+
+
+def left_out(case: Case) -> dict[str, Any]:
+    """Train with what keeps steps from being captured: none of them may be another, or be refused."""
+    found: dict[str, Any] = {}
+
+    def with_hook(trainer: Trainer) -> None:
+        trainer.model.register_forward_hook(lambda *_: None)
+
+    def with_marks(trainer: Trainer) -> None:
+        embeddings: Any = trainer.model.embeddings
+        for store in embeddings.stores():
+            store.track("token")
+
+    eager = eager_steps(case)
+    for name, change in {"a hook": with_hook, "rows are marked": with_marks}.items():
+        trainer, steps = trainer_of(case, cuda_graph=True), _Steps()
+        change(trainer)
+        trainer.callbacks.append(steps)
+        addresses = _Addresses(trainer)
+        trainer.fit(batches_of(case))
+        found[name] = {"same": same(eager, steps), "eager": addresses.eager, "replayed": len(addresses.replayed)}
+    return found

@@ -1,0 +1,77 @@
+"""Captured steps train to the same bits: on the pretended device, whose graphs repeat operations, and no Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.census.cases import CASES
+from tests.census.test_census import counted
+
+STEPS = 12
+NAMES = [case.name for case in CASES["captured"]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return counted("captured", tmp_path_factory.mktemp("graphs"))[0]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_replayed_steps_train_to_the_same_bits(found: dict[str, Any], case: str) -> None:
+    """Losses, rows, moments, parameters and counts after every step, while learning rates move."""
+    assert found[case]["chosen"].endswith("; steps are captured in CUDA graphs")
+    assert found[case]["same"] == STEPS
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_each_size_class_is_replayed_on_the_same_memory(found: dict[str, Any], case: str) -> None:
+    """Two numbers of samples take turns, each with a graph of its own."""
+    assert sorted(found[case]["replays"]) == [3, 5]
+    assert found[case]["eager"] == STEPS - 8
+    assert found[case]["addresses"] == [1, 1]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_streams_of_captured_steps_are_ordered(found: dict[str, Any], case: str) -> None:
+    assert found[case]["hazards"] == []
+
+
+def test_a_loss_that_is_not_finite_touches_nothing_when_it_is_replayed(found: dict[str, Any]) -> None:
+    stopped = found["stopped"]
+    assert stopped["replayed"] == 4
+    assert stopped["eager"] == 4
+    assert stopped["error"].startswith("NonFiniteError: the loss is ")
+    assert "in step 8 (epoch 0, batch 7 of it)" in stopped["error"]
+    assert "dense of sample 5 of the batch, column 3 is inf" in stopped["error"]
+    assert stopped["untouched"]
+    assert stopped["steps"] == stopped["rates"] == 7
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return counted("faults", tmp_path_factory.mktemp("faults"))[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        ("learning rates of the dense optimizer are not written", "step 5 is another"),
+        ("hyperparameters of the sparse optimizer are not written", "stream is capturing: allocation of page-locked"),
+        ("places of bags are not kept", "a graph was replayed that uses memory which has been freed"),
+        ("batches are not copied", "is another"),
+        ("the loss is waited for", "a step of this model cannot be captured (operation not permitted"),
+        ("nothing", "nothing"),
+    ],
+)
+def test_what_a_graph_would_get_wrong_is_found(faults: dict[str, Any], fault: str, seen: str) -> None:
+    """Each is a change to the trainer; the last is none, and nothing is found."""
+    assert seen in faults[fault]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["a hook", "rows are marked"])
+def test_steps_that_cannot_be_captured_are_taken_as_ever(faults: dict[str, Any], what: str) -> None:
+    assert faults["left out"][what] == {"same": STEPS, "eager": STEPS, "replayed": 0}
