@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model import ModelContract
+from hotbed.testing.model import OF_OPTIMIZERS, OPTIMIZERS, RANKS, ModelContract, recipe_of, trained_by
 from hotbed.testing.processes import World
 from tests.ranks import Ranks
 
@@ -54,6 +60,14 @@ class TestDeepFM(Contract):
     model = Component(class_path="hotbed.nn.DeepFM", init_args={"top": [16, 1]})
 
 
+@pytest.mark.full
+class TestMMoE(Contract):
+    model = Component(
+        class_path="hotbed.nn.MMoE", init_args={"tasks": 2, "experts": 3, "expert": [16, 8], "tower": [8]}
+    )
+    schema = replace(POOLED, labels=("click", "buy"))
+
+
 class TestDIN(Contract):
     model = Component(
         class_path="hotbed.nn.DIN",
@@ -81,3 +95,32 @@ class TestHSTU(Contract):
 @pytest.mark.full
 class TestTwoTower(Contract):
     model = Component(class_path="hotbed.nn.TwoTower", init_args={"item": ["item", "shop"], "widths": [16, 8]})
+
+
+OF_MODELS = [
+    TestDLRM,
+    TestDLRMEnsemble,
+    TestWideDeep,
+    TestDCNv2,
+    TestDeepFM,
+    TestMMoE,
+    TestDIN,
+    TestSASRec,
+    TestHSTU,
+    TestTwoTower,
+]
+
+
+def test_every_model_of_the_package_is_here() -> None:
+    named = {of.model.class_path.rpartition(".")[2] for of in OF_MODELS}
+    made = {name for name in nn.__all__ if "tables" in inspect.signature(getattr(nn, name)).parameters}
+    assert named == made - {"NextItem"}  # which is abstract
+
+
+@pytest.mark.parametrize(("of", "optimizer"), list(zip(OF_MODELS, itertools.cycle(OPTIMIZERS), strict=False)))
+def test_each_model_with_one_optimizer(of: type[Contract], optimizer: str, ranks: Ranks, tmp_path: Path) -> None:
+    """All optimizers with each model are the contract's, which `make test-all` runs."""
+    plans = {name: OF_OPTIMIZERS[name] for name in ("whole tables", "on disk, cached")}
+    by = {optimizer: OPTIMIZERS[optimizer]}
+    (found,) = ranks.run(RANKS, trained_by, recipe_of(of, tmp_path), by, plans)[0].values()
+    assert found == dict.fromkeys(plans, found["whole tables"])

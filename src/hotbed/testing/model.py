@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
+import tempfile
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -33,9 +35,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 
-from hotbed.checkpoint import load_checkpoint, save_checkpoint
+from hotbed.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from hotbed.config import Component, Recipe
 from hotbed.data import Loader, Schema
+from hotbed.serve.format import ChangeSet
 from hotbed.serve.model import ServedModel
 from hotbed.testing.processes import World, run_in_processes
 from hotbed.train.build import build_trainer, open_source
@@ -44,6 +47,7 @@ from hotbed.train.export import export_model
 from hotbed.train.predict import predict
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
+from hotbed.train.stored import evaluate_checkpoint
 from hotbed.train.trainer import Trainer
 
 Group = dist.ProcessGroup | None
@@ -71,9 +75,15 @@ PLANS: dict[str, Any] = {
 _ON_DISK = {"tier": "disk", "cache_rows": 8}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "RowWiseAdagrad": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
-    "Adam": {"class_path": "hotbed.optim.Adam", "init_args": {"lr": 0.01}},
+    name: {"class_path": f"hotbed.optim.{name}", "init_args": {"lr": lr}}
+    for name, lr in {
+        **dict.fromkeys(("SGD", "Adagrad", "RowWiseAdagrad", "FTRL"), 0.1),
+        **dict.fromkeys(("Adam", "AdamW", "PartialRowWiseAdam", "LAMB"), 0.01),
+    }.items()
 }
+"""What tables are trained by: values of ``sparse_optimizer``."""
+OF_OPTIMIZERS = {name: PLANS[name] for name in ("whole tables", "grid of rows and columns", "on disk, cached")}
+"""What the same model is trained under by each of them."""
 
 
 class ModelContract(ABC):
@@ -101,28 +111,18 @@ class ModelContract(ABC):
     @pytest.fixture
     def recipe(self, tmp_path: Path) -> dict[str, Any]:
         """A recipe of the model, as plain values, with drawn samples."""
-        path = tmp_path / "samples.parquet"
-        pq.write_table(drawn(self.schema, 8 * BATCH), path)
-        source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": self.schema.to_dict()}}
-        return {
-            "name": "contract",
-            "data": {"path": str(path), "dim": self.dim, "source": source, "test_split": None},
-            "model": asdict(self.model),
-            "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
-            "sparse_optimizer": OPTIMIZERS["RowWiseAdagrad"],
-            "train": {"batch_size": BATCH, "steps": STEPS, "device": "cpu", "precision": "fp32"},
-        }
+        return recipe_of(self, tmp_path)
 
     def test_every_plan_trains_the_same_model(self, recipe: dict[str, Any], world: World) -> None:
         """To the bit, wherever rows are."""
         found = world(RANKS, trained_under, recipe, PLANS)[0]
         assert found == dict.fromkeys(PLANS, found["whole tables"])
 
-    def test_every_plan_trains_the_same_model_with_adam(self, recipe: dict[str, Any], world: World) -> None:
-        """Whose moments are as large as rows, and whose bias is corrected by steps."""
-        plans = {name: PLANS[name] for name in ("whole tables", "grid of rows and columns", "on disk, cached")}
-        found = world(RANKS, trained_under, recipe | {"sparse_optimizer": OPTIMIZERS["Adam"]}, plans)[0]
-        assert found == dict.fromkeys(plans, found["whole tables"])
+    def test_every_optimizer_trains_the_same_model_under_any_plan(self, recipe: dict[str, Any], world: World) -> None:
+        """Whether it has moments of rows or of their elements, or norms of both."""
+        found = world(RANKS, trained_by, recipe, OPTIMIZERS, OF_OPTIMIZERS)[0]
+        assert found == {name: dict.fromkeys(OF_OPTIMIZERS, by["whole tables"]) for name, by in found.items()}
+        assert len({by["whole tables"] for by in found.values()}) == len(OPTIMIZERS)
 
     def test_replicas_train_the_same_model_under_every_plan(self, recipe: dict[str, Any], world: World) -> None:
         """Two groups of two processes, whose copies are averaged."""
@@ -161,16 +161,11 @@ class ModelContract(ABC):
 
     def test_predictions_are_those_that_are_served(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """To the bit, by the exported model, whichever rows are beside a row, and without what training has beside."""
-        run = RunDirectory(tmp_path / "runs", "contract")
-        train(Recipe.from_dict(recipe), run, Console(file=io.StringIO()))
-        data, out = Path(recipe["data"]["path"]), tmp_path / "scores.parquet"
-        predict(run.path, data, out, trust_recipe=True)
-        names = self.schema.labels
-        columns = ["score"] if len(names) == 1 else [f"score_{name}" for name in names]
-        expected = np.stack([c.to_numpy() for c in pq.read_table(out).select(columns).columns], axis=1)
+        run = _run(recipe, tmp_path / "runs")
+        expected = _predicted(run, recipe)
         assert len(np.unique(expected)) > len(expected) // 2, "nearly all rows have one score"
-        export_model(run.path, tmp_path / "model", trust_recipe=True)
-        rows = pq.read_table(data).drop_columns(list(names)).combine_chunks()
+        export_model(run, tmp_path / "model", trust_recipe=True)
+        rows = _inputs(recipe)
         served = ServedModel.open(tmp_path / "model")
         try:
             np.testing.assert_array_equal(served.score(rows)[0], expected)
@@ -179,8 +174,65 @@ class ModelContract(ABC):
         finally:
             served.close()
 
+    def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed eval``: logloss and AUC of each label are those of the scores of ``hotbed predict``."""
+        run = _run(recipe, tmp_path / "runs")
+        found = evaluate_checkpoint(run, "train", trust_recipe=True)[2]
+        scores, labels = _predicted(run, recipe), pq.read_table(recipe["data"]["path"])
+        for i, name in enumerate(self.schema.labels):
+            p, y = scores[:, i], labels[name].to_numpy()
+            of_label = found.tasks[name] if found.tasks else found
+            assert of_label.logloss == pytest.approx(-np.mean(np.log(np.where(y > 0, p, 1 - p))), rel=1e-5)
+            assert of_label.auc == pytest.approx(np.mean(_above(p[y > 0], p[y == 0])), abs=1e-5)
+
+    def test_a_resumed_run_is_the_run_that_was_not_stopped(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed train --resume``: the model, moments and losses, to the bit."""
+        straight = _run(recipe, tmp_path / "straight")
+        stopped = _run(recipe, tmp_path / "runs", steps=STEPS // 2)
+        resumed = _run(recipe, tmp_path / "runs", resume=str(stopped))
+        assert resumed != stopped
+        assert _learned(resumed, recipe) == _learned(straight, recipe) != _learned(stopped, recipe)
+        losses = [json.loads(line) for line in (straight / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        went_on = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        by_step = {of["step"]: of["loss"] for of in losses if "loss" in of}
+        assert {of["step"]: of["loss"] for of in went_on if "loss" in of} == {
+            step: loss for step, loss in by_step.items() if step > STEPS // 2
+        }
+
+    def test_a_server_follows_what_a_run_publishes(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``train.publish``: with a change applied, an earlier model has the scores of the later one, to the bit."""
+        published, rows = tmp_path / "published", _inputs(recipe)
+        recipe["train"] |= {"publish": str(published)}
+        run = _run(recipe, tmp_path / "runs", steps=STEPS // 2)
+        served = ServedModel.open(published / f"model-{STEPS // 2:012}")
+        try:
+            before = _predicted(run, recipe)
+            np.testing.assert_array_equal(served.score(rows)[0], before)
+            assert _run(recipe, tmp_path / "runs", resume="auto") == run
+            served.apply(ChangeSet.open(published / f"change-{STEPS:012}"))
+            after = _predicted(run, recipe)
+            np.testing.assert_array_equal(served.score(rows)[0], after)
+            assert (before != after).any()
+        finally:
+            served.close()
+
 
 # -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> dict[str, Any]:
+    """Draw samples into a folder, and make a recipe of a contract's model, as plain values."""
+    path = folder / "samples.parquet"
+    pq.write_table(drawn(contract.schema, 8 * BATCH), path)
+    source = {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": contract.schema.to_dict()}}
+    return {
+        "name": "contract",
+        "data": {"path": str(path), "dim": contract.dim, "source": source, "test_split": None},
+        "model": asdict(contract.model),
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": OPTIMIZERS["RowWiseAdagrad"],
+        "train": {"batch_size": BATCH, "steps": STEPS, "device": "cpu", "precision": "fp32"},
+    }
 
 
 def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
@@ -214,6 +266,13 @@ def _lists(values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
 def trained_under(group: Group, recipe: Mapping[str, Any], plans: Mapping[str, Any]) -> dict[str, str]:
     """Train by a recipe under one plan after the other; by plan, what `trained` returns."""
     return {name: trained(group, _with_plan(recipe, plan)) for name, plan in plans.items()}
+
+
+def trained_by(
+    group: Group, recipe: Mapping[str, Any], optimizers: Mapping[str, Any], plans: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
+    """Train by one optimizer of tables after the other; by optimizer, what `trained_under` returns."""
+    return {name: trained_under(group, {**recipe, "sparse_optimizer": of}, plans) for name, of in optimizers.items()}
 
 
 def trained(_: Group, recipe: Mapping[str, Any]) -> str:
@@ -263,6 +322,46 @@ def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trai
     return trainer
 
 
+def _run(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
+    """Train as ``hotbed train`` does, with a checkpoint at the end; the run's directory."""
+    values = {"checkpoint": "last", "log_every": 1, **recipe["train"], "steps": steps}
+    found = Recipe.from_dict({**recipe, "train": values})
+    summary = train(found, RunDirectory(root, found.name), Console(file=io.StringIO()), resume=resume)
+    return Path(summary["run"])
+
+
+def _learned(run: Path, recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of what a run's newest checkpoint holds."""
+    made = Recipe.from_dict(dict(recipe))
+    trainer = build_trainer(made, open_source(made.data))
+    load_checkpoint(find_checkpoint(run), trainer.parts())
+    return _digest(_Losses(), trainer)
+
+
+def _predicted(run: Path, recipe: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Scores ``[B, T]`` of ``hotbed predict``."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "scores.parquet"
+        predict(run, Path(recipe["data"]["path"]), out, trust_recipe=True)
+        names = _labels(recipe)
+        columns = ["score"] if len(names) == 1 else [f"score_{name}" for name in names]
+        return np.stack([c.to_numpy() for c in pq.read_table(out).select(columns).columns], axis=1)
+
+
+def _inputs(recipe: Mapping[str, Any]) -> Any:
+    """The samples without their labels, an Arrow table."""
+    return pq.read_table(recipe["data"]["path"]).drop_columns(_labels(recipe)).combine_chunks()
+
+
+def _labels(recipe: Mapping[str, Any]) -> list[str]:
+    return list(recipe["data"]["source"]["init_args"]["schema"]["labels"])
+
+
+def _above(positive: NDArray[np.float64], negative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each pair, 1 where the positive has the higher score, and a half where both have the same."""
+    return (positive[:, None] > negative) + 0.5 * (positive[:, None] == negative)
+
+
 def _digest(losses: _Losses, trainer: Trainer) -> str:
     state = dict(trainer.model.state_dict())
     for name, optimizer in trainer.optimizers.items():
@@ -270,6 +369,6 @@ def _digest(losses: _Losses, trainer: Trainer) -> str:
         state |= {f"{name}.{i}.{key}": t for i, entry in entries.items() for key, t in entry.items()}
     digest = hashlib.sha256(np.array(losses.found).tobytes())
     for name in sorted(state):
-        values = (state[name].detach() + 0.0).contiguous()  # −0 is 0: tables that begin with zeros have both
+        values = state[name].detach().contiguous()
         digest.update(name.encode() + values.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
