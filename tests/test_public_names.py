@@ -50,7 +50,7 @@ def test_importing_hotbed_leaves_the_slow_libraries_for_later():
 
 
 def test_subpackages_are_names_too():
-    assert imported("import hotbed as hb; assert hb.nn.DLRM.__module__ == 'hotbed.nn.models'; hb.optim") >= {"torch"}
+    assert imported("import hotbed as hb; assert hb.nn.DLRM.__module__ == 'hotbed.nn.dlrm'; hb.optim") >= {"torch"}
     imported("from hotbed import *; assert {'Table', 'nn'} <= set(dir()), dir()")
 
 

@@ -56,16 +56,26 @@ def test_it_is_the_published_formula(low_rank: int | None, dense: int) -> None:
 
 
 def deep_cross(weights: Weights, of: hb.Batch) -> Tensor:
-    """The dense inputs through an MLP with a last ReLU, then equation 2 layer by layer, then an MLP."""
-    assert of.dense is not None
+    """Dense inputs as they are, or through an MLP with a last ReLU; equation 1 or 2 layer by layer; an MLP."""
     vectors = [pooled(of, f.name, weights[f"embeddings.{f.table}"]) for f in FEATURES]
-    first = torch.cat([*vectors, mlp(of.dense.double(), weights, "bottom", 2).relu()], dim=1)
-    x = first
+    if of.dense is not None:
+        x = of.dense.double()
+        vectors.append(mlp(x, weights, "bottom", 2).relu() if "bottom.0.weight" in weights else x)
+    first = x = torch.cat(vectors, dim=1)
     for i in range(2):
         of_layer = f"cross.{i}"
-        low = x @ weights[f"{of_layer}.down.weight"].T
+        low = x @ weights[f"{of_layer}.down.weight"].T if f"{of_layer}.down.weight" in weights else x
         x = first * (low @ weights[f"{of_layer}.up.weight"].T + weights[f"{of_layer}.up.bias"]) + x
     return mlp(x, weights, "top", 2)
+
+
+@pytest.mark.parametrize("low_rank", [None, 4])
+@pytest.mark.parametrize(("dense", "bottom"), [(0, ()), (3, ()), (3, (6, 5))])
+def test_logits_and_gradients_are_those_of_the_formula(
+    low_rank: int | None, dense: int, bottom: tuple[int, ...]
+) -> None:
+    model = DCNv2(TABLES, FEATURES, dense, layers=2, low_rank=low_rank, bottom=bottom, top=[8, 1])
+    assert_parity(model, deep_cross, batch(dense=dense))
 
 
 def test_with_a_bottom_it_is_the_model_of_mlperf() -> None:

@@ -1,11 +1,14 @@
 import pytest
 import torch
+from torch import Tensor
 
 from hotbed.batch import Batch
 from hotbed.errors import BatchError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn import DLRM
 from hotbed.specs import Feature, Table
+
+from .parity import Weights, assert_parity, mlp, pooled
 
 TABLES = [Table(f"t{i}", rows=10, dim=128) for i in range(26)]
 FEATURES = [Feature(f"C{i}", table=f"t{i}") for i in range(26)]
@@ -90,3 +93,39 @@ def test_dropout_is_of_training_alone_and_leaves_names_of_parameters():
     assert not torch.equal(made[1](batch), made[1](batch))
     made[1].eval()
     assert torch.equal(made[1](batch), made[1](batch))
+
+
+# -- the formula ---------------------------------------------------------------------------------------------------
+
+SMALL = [Table("users", 9, 4), Table("items", 12, 4)]
+FIELDS = [Feature("user", "users"), Feature("item", "items"), Feature("bought", "items")]
+
+
+def batch_of(n: int, dense: int) -> Batch:
+    draw = torch.Generator().manual_seed(0)
+    ids = {
+        "user": torch.randint(0, 9, (n,), generator=draw),
+        "item": torch.randint(0, 12, (n,), generator=draw),
+        "bought": [torch.randint(0, 12, (i % 4,), generator=draw).tolist() for i in range(n)],
+    }
+    return Batch(sparse=Jagged.from_dict(ids), dense=torch.randn(n, dense, generator=draw) if dense else None)
+
+
+def plain(weights: Weights, of: Batch, *, beside: bool) -> Tensor:
+    """Section 2.2, every pair of vectors by itself; columns that pad the products have weights of no effect."""
+    numbers = torch.ones(len(of), 1) if of.dense is None else of.dense
+    first = mlp(numbers.double(), weights, "bottom", 2).relu()
+    embeddings = [pooled(of, f.name, weights[f"embeddings.{f.table}"]) for f in FIELDS]
+    vectors = [first, *embeddings]
+    pairs = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(len(vectors)) for j in range(i)]
+    columns = torch.cat([first, *pairs], dim=1)
+    padding = columns.new_zeros(len(of), -columns.shape[1] % 8)
+    return mlp(torch.cat([columns, padding, *(embeddings if beside else [])], dim=1), weights, "top", 2)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("labels", [1, 2])
+@pytest.mark.parametrize("dense", [0, 3])
+def test_logits_and_gradients_are_those_of_the_formula(dense: int, labels: int, beside: bool) -> None:
+    model = DLRM(SMALL, FIELDS, dense, bottom=(6, 4), top=(8, labels), embeddings_to_top=beside)
+    assert_parity(model, lambda weights, of: plain(weights, of, beside=beside), batch_of(11, dense))

@@ -17,6 +17,8 @@ from hotbed.specs import Feature, Table
 from tests.embed.collection_cases import FEATURES, TABLES, expected, ids
 from tests.ranks import Ranks
 
+from .parity import Weights, assert_parity, mlp, pooled
+
 DENSE = 2
 WIDTH = 8 + 3 + 8 + 8  # of the features: user, text (words), item, history
 
@@ -52,6 +54,30 @@ def test_logits_are_those_of_plain_pytorch(labels: int) -> None:
     assert logits.shape == (6, labels)
     torch.testing.assert_close(logits, plain(model, batch()))
     assert not torch.allclose(logits, plain(make(labels, wide_weights=False), batch()))
+
+
+def formula(weights: Weights, of: Batch) -> Tensor:
+    """Sections 3.1 to 3.3: an MLP over vectors and numbers side by side, plus the weights of all ids."""
+    fields = {"user": "users", "item": "items", "bought": "items"}
+    deep = [pooled(of, name, weights[f"embeddings.{table}"]) for name, table in fields.items()]
+    wide = [pooled(of, name, weights[f"wide.{table}"]) for name, table in fields.items()]
+    numbers = [] if of.dense is None else [of.dense.double()]
+    return mlp(torch.cat([*deep, *numbers], dim=1), weights, "top", 2) + torch.stack(wide).sum(0)
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+@pytest.mark.parametrize("dense", [0, 2])
+def test_logits_and_gradients_are_those_of_the_formula(labels: int, dense: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = {
+        "user": torch.randint(0, 9, (11,), generator=draw),
+        "item": torch.randint(0, 12, (11,), generator=draw),
+        "bought": [torch.randint(0, 12, (i % 4,), generator=draw).tolist() for i in range(11)],
+    }
+    numbers = torch.randn(11, dense, generator=draw) if dense else None
+    features = [Feature("user", "users"), Feature("item", "items"), Feature("bought", "items")]
+    model = WideDeep([Table("users", 9, 4), Table("items", 12, 8)], features, dense, top=(8, labels))
+    assert_parity(model, formula, Batch(sparse=Jagged.from_dict(given), dense=numbers))
 
 
 def test_the_published_shapes_are_the_default() -> None:

@@ -5,6 +5,7 @@ from hotbed.nn.cross import CrossLayer, CrossNetwork
 from hotbed.nn.dcn import DCNv2
 from hotbed.nn.deepfm import DeepFM
 from hotbed.nn.din import DIN
+from hotbed.nn.dlrm import DLRM
 from hotbed.nn.ensemble import DLRMEnsemble
 from hotbed.nn.experts import MixtureOfExperts
 from hotbed.nn.factorization import FactorizationMachine, NumericalEmbedding
@@ -12,11 +13,11 @@ from hotbed.nn.histories import NextItem
 from hotbed.nn.hstu import HSTU
 from hotbed.nn.layers import MLP, DotInteraction
 from hotbed.nn.mmoe import MMoE
-from hotbed.nn.models import DLRM, WideDeep
 from hotbed.nn.normalization import Normalization, normalize
 from hotbed.nn.sampled_softmax import InBatchSoftmax, ItemFrequencies
 from hotbed.nn.sasrec import SASRec
 from hotbed.nn.two_tower import TwoTower
+from hotbed.nn.wide_deep import WideDeep
 
 __all__ = [
     "DIN",

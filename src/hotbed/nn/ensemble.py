@@ -35,12 +35,8 @@ class DLRMEnsemble(nn.Module):
         Number of DLRMs ``M``.
     bottom, top
         Widths of each member's MLPs, as in `DLRM`. Its top MLP sees the embeddings beside their products.
-    dropout
-        Of all MLPs, see `MLP`.
-    seed
-        Seed of the tables' initial values (MLPs use torch's generator).
-    backend
-        Kernels, as in `EmbeddingCollection`.
+    dropout, seed, backend
+        As for `DLRM`.
 
     Raises
     ------

@@ -1,0 +1,88 @@
+"""Define Wide & Deep: a linear part that learns ids by heart, beside an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hotbed.batch import Batch
+from hotbed.embed import EmbeddingCollection
+from hotbed.jagged import Jagged
+from hotbed.nn.layers import MLP
+from hotbed.nn.models import dense_inputs, first_order, linear_tables, refuse_sequences
+from hotbed.ops import BackendName
+from hotbed.specs import Feature, Table
+from hotbed.torch_hooks import untraced
+
+
+class WideDeep(nn.Module):
+    """Wide & Deep (Cheng et al. 2016, arXiv 1606.07792) in the form of NVIDIA's recommender with 100B+ parameters.
+
+    The wide part (section 3.1) is linear in the ids: beside every table one with a column per label, in float32 also
+    under autocast. The deep part (3.2) is an MLP over pooled embeddings and dense inputs; logits are their sum (3.3).
+
+    The wide part is a collection of its own, so it can have an optimizer of its own (in a recipe:
+    ``sparse_optimizer_groups``): ``RowWiseAdagrad(model.embeddings)`` and ``FTRL(model.wide)``, whose tables start at
+    0, as FTRL wants. `hotbed.distribute` gives every rank all of it, so its rows are not exchanged.
+
+    Parameters
+    ----------
+    tables, features
+        As for `EmbeddingCollection`, of any dims. The wide tables have the same names, rows and ``frozen``.
+    dense_features
+        Number of dense inputs ``I``; they go to the deep part only.
+    top, dropout
+        Widths of the MLP, which end with the number of labels, and its dropout, see `MLP`.
+    seed, backend
+        As for `EmbeddingCollection` (the MLP uses torch's generator).
+
+    Attributes
+    ----------
+    embeddings, wide
+        The collections of the deep and the wide part.
+    schemes
+        Sharding schemes of collections that do not follow the plan for the others, see `hotbed.embed.plan_for`.
+
+    Raises
+    ------
+    SpecError
+        If a feature is not pooled, or the last width of ``top`` is no number of labels.
+    """
+
+    schemes: ClassVar[Mapping[str, str]] = {"wide": "dp"}
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        features: Sequence[Feature],
+        dense_features: int = 13,
+        *,
+        top: Sequence[int] = (1024, 1024, 512, 256, 1),
+        dropout: float = 0.0,
+        seed: int = 0,
+        backend: BackendName = "auto",
+    ) -> None:
+        super().__init__()
+        linear = linear_tables(self, tables, top)
+        refuse_sequences(self, features)
+        self.dense_features = dense_features
+        self.embeddings = EmbeddingCollection(tables, features, seed=seed, backend=backend)
+        self.wide = EmbeddingCollection(linear, features, seed=seed, backend=backend)
+        dims = {table.name: table.dim for table in tables}
+        width = sum(dims[feature.table] for feature in features) + dense_features
+        self.top = MLP(width, top, last_relu=False, dropout=dropout)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits ``[B, T]`` float32."""
+        dense = dense_inputs(self, batch, self.dense_features)
+        vectors, wide = self._look_up(batch.sparse)
+        inputs = vectors if dense is None else torch.cat([vectors, dense.to(vectors.dtype)], dim=1)
+        return self.top(inputs).to(torch.float32) + wide
+
+    @untraced
+    def _look_up(self, ids: Jagged) -> tuple[Tensor, Tensor]:
+        """Inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
+        return self.embeddings(ids).concatenate(), first_order(self.wide, ids)
