@@ -120,6 +120,10 @@ class NonFiniteError(HotbedError, ArithmeticError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    """Return ``"; did you mean 'x'?"`` for the closest known name, whatever its case, or an empty string."""
+    names = list(known)
+    by_letters = {one.casefold(): one for one in reversed(names)}
+    close = difflib.get_close_matches(name, names, n=1)
+    if name.casefold() in by_letters:
+        close = [by_letters[name.casefold()]]
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -26,6 +26,7 @@ def _log(tmp_path: Path) -> Path:
     seen = [rng.integers(1000, 1080, i % 5).tolist() for i in range(240)]
     columns = {
         "click": rng.integers(0, 2, 240),
+        "buy": rng.integers(0, 2, 240),
         "user_id": rng.integers(500, 580, 240),
         "item_id": rng.integers(1000, 1080, 240),
         "item_history": pa.array(seen, pa.list_(pa.int64())),
@@ -39,7 +40,8 @@ def _log(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_drafted_recipe_trains(model: str, log: Path, tmp_path: Path) -> None:
     out = tmp_path / "recipe.yaml"
-    assert main(["init", str(log), "--model", model, "--out", str(out)]) == 0
+    one = [] if model == "MMoE" else ["--drop", "buy"]
+    assert main(["init", str(log), "--model", model, "--out", str(out), *one]) == 0
     assert Recipe.from_dict(read_yaml(out)).model.class_path == f"hotbed.nn.{model}"
     options = ["--train.device", "cpu", "--train.epochs", "1", "--train.steps", "2", "--train.batch_size", "16"]
     status, summary, _ = train(out, *options)
@@ -53,7 +55,7 @@ def test_histories_are_lists_that_share_the_table_of_their_candidate(log: Path) 
 
 
 def test_what_a_model_does_not_take_is_left_out_with_the_reason(log: Path) -> None:
-    recipe = draft_recipe(log, model="SASRec")
+    recipe = draft_recipe(log, model="SASRec", drop=["buy"])
     for name in ("user_id", "price"):
         assert f"- '{name}' (an input): SASRec scores a candidate by a history alone" in recipe
     assert "    history: item_history" in recipe and "    item: item_id" in recipe
@@ -62,21 +64,114 @@ def test_what_a_model_does_not_take_is_left_out_with_the_reason(log: Path) -> No
 @pytest.mark.parametrize("model", ["DIN", "SASRec", "HSTU"])
 def test_columns_that_are_missing_are_named(model: str, log: Path, tmp_path: Path, capsys: Output) -> None:
     out = tmp_path / "recipe.yaml"
-    said = refused(["init", str(log), "--model", model, "--drop", "item_id", "--out", str(out)], capsys)
+    said = refused(["init", str(log), "--model", model, "--drop", "item_id", "buy", "--out", str(out)], capsys)
     assert f"lacks what {model} needs: a column of lists, the history, whose values are those of another" in said
     assert "there are columns of lists: item_history, and of single values: user_id" in said
     assert not out.exists()
 
 
-def test_a_model_that_there_is_not(log: Path) -> None:
-    with pytest.raises(SpecError, match=r"--model is 'DNI', must be one of DLRM, .*; did you mean 'DIN'"):
-        draft_recipe(log, model="DNI")
+@pytest.mark.parametrize(
+    ("given", "meant"), [("DNI", "DIN"), ("din", "DIN"), ("mmoe", "MMoE"), ("widedeep", "WideDeep")]
+)
+def test_a_model_that_there_is_not(log: Path, given: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=rf"--model is '{given}', must be one of DLRM, .*; did you mean '{meant}'"):
+        draft_recipe(log, model=given)
     assert all(hasattr(nn, model) for model in MODELS)
 
 
-def test_two_labels_are_too_many_for_a_model_of_next_items(log: Path, tmp_path: Path) -> None:
-    table = pq.read_table(log)
-    both = tmp_path / "both.parquet"
-    pq.write_table(table.append_column("buy", table["click"]), both)
-    with pytest.raises(DataError, match="has the labels click, buy, and HSTU predicts one; name it with --label"):
-        draft_recipe(both, model="HSTU")
+@pytest.mark.parametrize("model", ["HSTU", "TwoTower"])
+def test_two_labels_are_too_many_for_some_models(log: Path, model: str) -> None:
+    with pytest.raises(DataError, match=f"has the labels click, buy, and {model} predicts one; name it with --label"):
+        draft_recipe(log, model=model)
+
+
+def test_one_label_is_too_few_for_mmoe(log: Path) -> None:
+    with pytest.raises(DataError, match=r"lacks what MMoE needs: labels of several tasks.*; there is click alone"):
+        draft_recipe(log, model="MMoE", drop=["buy"])
+
+
+def test_towers_are_told_apart_by_names_or_as_is_asked(log: Path) -> None:
+    assert "    item: [item_id]               # columns of the item's tower" in draft_recipe(
+        log, model="TwoTower", drop=["buy"]
+    )
+    asked = draft_recipe(log, model="TwoTower", drop=["buy"], item=["user_id"])
+    assert "    item: [user_id]" in asked
+    with pytest.raises(DataError, match=r"--item names column 'itm_id', .*; did you mean 'item_id'"):
+        draft_recipe(log, model="TwoTower", drop=["buy"], item=["itm_id"])
+    with pytest.raises(
+        DataError, match=r"lacks what TwoTower needs: categorical columns of the item; there are user_id"
+    ):
+        draft_recipe(log, model="TwoTower", drop=["buy", "item_id"])
+    with pytest.raises(DataError, match="categorical columns of the user; there are item_id, all of the item"):
+        draft_recipe(log, model="TwoTower", drop=["buy", "user_id", "item_history"])
+    with pytest.raises(SpecError, match="--item names columns of TwoTower's item, and --model is DLRM"):
+        draft_recipe(log, model="DLRM", item=["item_id"])
+
+
+# -- histories whose names do not tell -----------------------------------------------------------------------------
+
+
+@pytest.fixture(name="films")
+def _films(tmp_path: Path) -> Path:
+    """Numbers from 1 on, as ids of films are, in columns whose names have no word in common."""
+    rng = np.random.default_rng(0)
+    columns = {
+        "click": rng.integers(0, 2, 240),
+        "movie": rng.integers(1, 81, 240),
+        "price": rng.integers(1, 81, 240),
+        "watched": pa.array([rng.integers(1, 81, i % 5).tolist() for i in range(240)], pa.list_(pa.int64())),
+        "liked": pa.array([rng.integers(1, 81, i % 3).tolist() for i in range(240)], pa.list_(pa.int64())),
+        "words": pa.array([["a"], ["b", "c"]] * 120),
+    }
+    path = tmp_path / "films.parquet"
+    pq.write_table(pa.table(columns), path, row_group_size=60)
+    return path
+
+
+@pytest.mark.parametrize("model", ["DIN", "SASRec", "HSTU"])
+def test_a_history_that_is_named_makes_a_recipe_that_trains(model: str, films: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Where names do not tell, name two of them: --history HISTORY=CANDIDATE"):
+        draft_recipe(films, model=model)
+    out = tmp_path / "recipe.yaml"
+    assert main(["init", str(films), "--model", model, "--history", "watched=movie", "--out", str(out)]) == 0
+    found = Recipe.from_dict(read_yaml(out)).model.init_args
+    assert found.get("histories", {found.get("history"): found.get("item")}) == {"watched": "movie"}
+    options = ["--train.device", "cpu", "--train.epochs", "1", "--train.steps", "2", "--train.batch_size", "16"]
+    assert train(out, *options)[0] == 0
+
+
+def test_several_histories_and_a_candidate_that_looks_like_a_number(films: Path) -> None:
+    assert "histories: {watched: movie, liked: movie}" in draft_recipe(
+        films, model="DIN", history=["watched=movie", "liked=movie"]
+    )
+    assert "    history: liked" in draft_recipe(films, model="HSTU", history=["liked=movie", "watched=movie"])
+    priced = draft_recipe(films, model="DIN", history=["watched=price"])
+    assert "histories: {watched: price}" in priced
+    assert "earlier values of price, as --history says" in priced
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "said"),
+    [
+        ("watched", SpecError, "--history is 'watched', must be two columns, HISTORY=CANDIDATE"),
+        ("watched=film", DataError, "--history names column 'film', which .* does not have"),
+        ("Watched=movie", DataError, "--history names column 'Watched', .*; did you mean 'watched'"),
+        ("watched=click", SpecError, "--history names 'click', which is a label, a weight, or left out"),
+        ("movie=price", DataError, "column 'movie': a history is a list of integers or strings, this is int64"),
+        (
+            "watched=liked",
+            DataError,
+            "column 'liked': the candidate of 'watched' has one value in each row, of the kind",
+        ),
+        (
+            "words=movie",
+            DataError,
+            "column 'movie': the candidate of 'words' .* the list's, which is string; this is int64",
+        ),
+    ],
+)
+def test_pairs_that_cannot_be(films: Path, given: str, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        draft_recipe(films, model="DIN", history=[given])
+    with pytest.raises(SpecError, match="gives 'watched' two candidates, movie and price"):
+        draft_recipe(films, model="DIN", history=["watched=movie", "watched=price"])

@@ -32,6 +32,17 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=str | None,
         help="Model, such as DIN, where the columns have what it needs. Default: by the data.",
     )
+    parser.add_argument(
+        "--history",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="COL=COL",
+        help="History and candidate, as watched=movie, where their names do not tell.",
+    )
+    parser.add_argument(
+        "--item", type=str, nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
+    )
     parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
 
 
@@ -51,6 +62,8 @@ def run(parsed: Namespace) -> None:
         test=None if parsed.test is None else location(parsed.test),
         valid=parsed.valid,
         model=parsed.model,
+        history=parsed.history,
+        item=parsed.item,
     )
     if out is None:
         print(text, end="")
@@ -68,6 +81,8 @@ def draft_recipe(
     test: str | Path | None = None,
     valid: bool = False,
     model: str | None = None,
+    history: Sequence[str] = (),
+    item: Sequence[str] = (),
 ) -> str:
     """Write a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
 
@@ -80,6 +95,10 @@ def draft_recipe(
         See `hotbed.data.draft.draft`.
     model
         One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
+    history
+        Histories with their candidates, ``history=candidate`` each, besides those that names tell.
+    item
+        Columns of the item's tower of ``TwoTower``; by default those whose names say so.
 
     Raises
     ------
@@ -89,7 +108,7 @@ def draft_recipe(
     SpecError
         If an option cannot be right, or the files are a part of a prepared dataset.
     """
-    from hotbed.commands.init_models import MODELS, draft_for
+    from hotbed.commands.init_models import MODELS, draft_for, pairs_of
     from hotbed.commands.init_recipe import recipe_text
     from hotbed.commands.init_stored import draft_stored
     from hotbed.data import ParquetSource
@@ -98,6 +117,9 @@ def draft_recipe(
 
     if model is not None:
         one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
+    if item and model != "TwoTower":
+        raise SpecError(f"--item names columns of TwoTower's item, and --model is {model}; leave one of them out")
+    histories = pairs_of(history)
     options = {
         "--label": label,
         "--positive": positive,
@@ -105,19 +127,29 @@ def draft_recipe(
         "--time": time,
         "--test": test,
         "--valid": valid,
+        "--history": history,
     }
     stored = draft_stored(path, [option for option, given in options.items() if given])
     if stored is not None:
         found, source = stored.draft, stored.source
     else:
-        found = draft(path, label=label, positive=positive, drop=drop, time=time, test=test, valid=valid)
+        found = draft(
+            path,
+            label=label,
+            positive=positive,
+            drop=drop,
+            time=time,
+            test=test,
+            valid=valid,
+            histories=histories,
+        )
         source = ParquetSource(path, found.schema, **found.splits.source_args())
     if model is not None:
-        found = draft_for(found, model, str(path))
+        found = draft_for(found, model, str(path), histories=histories, item=item)
     labels = {split: source.check_labels(split) for split in source.splits}
     refuse_one_class(source, [labels["train"]])
     counts = {split: source.samples(split) for split in source.splits}
-    return recipe_text(found, name=run_name(path), path=str(path), counts=counts, model=model)
+    return recipe_text(found, name=run_name(path), path=str(path), counts=counts, model=model, item=item)
 
 
 def run_name(path: str | Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hotbed.commands.init_models import arguments_of
+from hotbed.commands.init_models import OF_NEXT_ITEMS, arguments_of
 from hotbed.data.draft import MANY_REPEATS, SMALL
 from hotbed.files import yaml_text
 
@@ -64,7 +64,15 @@ class Training:
         )
 
 
-def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int], model: str | None = None) -> str:
+def recipe_text(
+    draft: Draft,
+    *,
+    name: str,
+    path: str,
+    counts: Mapping[str, int],
+    model: str | None = None,
+    item: Sequence[str] = (),
+) -> str:
     """Write the recipe.
 
     Parameters
@@ -79,6 +87,8 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
         Samples by split.
     model
         One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
+    item
+        Columns of the item's tower of ``TwoTower``.
     """
     features = len(draft.schema.sparse)
     training = Training.of(
@@ -94,7 +104,7 @@ def recipe_text(draft: Draft, *, name: str, path: str, counts: Mapping[str, int]
         "#   hotbed train THIS_FILE",
         f"name: {yaml_text(name)}",
         *_data(draft, path, counts, training),
-        *(_model(draft, training) if model is None else _named_model(model, draft, training)),
+        *(_model(draft, training) if model is None else _named_model(model, draft, training, item)),
         *_optimizers(training),
         *_train(training),
     ]
@@ -220,17 +230,17 @@ def _model(draft: Draft, training: Training) -> Iterator[str]:
     yield from _dropout(training)
 
 
-def _named_model(model: str, draft: Draft, training: Training) -> Iterator[str]:
+def _named_model(model: str, draft: Draft, training: Training, item: Sequence[str]) -> Iterator[str]:
     """The model that was asked for."""
     yield "model:"
     yield f"  class_path: hotbed.nn.{model}"
     yield "  init_args:"
-    arguments = arguments_of(model, draft.schema, training.dim, training.top)
+    arguments = arguments_of(model, draft.schema, training.dim, training.top, item)
     for name, value, remark in arguments:
         is_plain = not isinstance(value, list | dict)
         text = yaml_text(value) if is_plain else yaml_text([value], width=1 << 30).removeprefix("- ")
         yield _beside(f"    {name}: {text}", remark)
-    if any(name == "top" for name, _, _ in arguments):
+    if model not in OF_NEXT_ITEMS:
         yield from _dropout(training)
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import fs
 
 from hotbed.data import arrow
 from hotbed.data.columns import Numerical, SparseColumn
+from hotbed.data.draft_histories import roles_of_histories, shared_tables
 from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sample_labels
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
 from hotbed.data.hashing import rows_of
 from hotbed.data.parquet_files import ParquetFile
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
-from hotbed.data.roles import ColumnRole, role_of, rule_of, words_of
+from hotbed.data.roles import ColumnRole, role_of, rule_of
 from hotbed.data.schema import Schema
 from hotbed.errors import DataError, SpecError, did_you_mean
 
@@ -119,6 +119,7 @@ def draft(
     time: str | None = None,
     test: str | Path | None = None,
     valid: bool = False,
+    histories: Mapping[str, str] | None = None,
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
     """Propose schema and splits of a dataset.
@@ -137,6 +138,8 @@ def draft(
         Path of a test split that is elsewhere.
     valid
         Whether a validation split is wanted also where one epoch is to be trained, which needs none.
+    histories
+        Columns of lists, each with the column of single values whose table it shares, besides those that names tell.
 
     Raises
     ------
@@ -174,6 +177,7 @@ def draft(
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]))
     roles = {p.name: role_of(p, of_label[0]) for p in profiles}
+    roles |= roles_of_histories(str(path), names, profiles, histories or {})
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:
         chosen = next((p for p in profiles if p.name == time), None)
@@ -184,7 +188,7 @@ def draft(
                 f"--time names '{time}', whose text does not sort by time; write it as 2024-12-31, or as times"
             )
         roles[time] = ColumnRole("time", "the splits are by it")
-    schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample)
+    schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories or {})
     repeats = _repeats(profiles, schema)
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)
@@ -269,6 +273,7 @@ def _schema(
     profiles: Sequence[ColumnProfile],
     roles: Mapping[str, ColumnRole],
     sample: pa.Table,
+    histories: Mapping[str, str],
 ) -> tuple[Schema, dict[str, str]]:
     """The schema, and what was found of each of its inputs."""
     reasons: dict[str, str] = {found.name: found.remark for found in labels}
@@ -276,7 +281,7 @@ def _schema(
         reasons[weight] = "by its name, how much a sample counts; null if it is none, and the column among `dense`"
     sparse: list[SparseColumn] = []
     numericals: list[Numerical] = []
-    shared = _shared_tables(profiles, roles, sample)
+    shared = shared_tables(profiles, roles, sample) | {h: c for h, c in histories.items() if h in roles}
     for column in profiles:
         role = roles[column.name]
         absent = f"; {column.missing:.1%} are missing" if column.missing else ""
@@ -341,28 +346,6 @@ def _without_collisions(column: ColumnProfile, rows: int) -> int:
         if len(np.unique(rows_of(hashes, larger))) == len(hashes):
             return larger
     return rows
-
-
-def _shared_tables(
-    profiles: Sequence[ColumnProfile], roles: Mapping[str, ColumnRole], sample: pa.Table
-) -> dict[str, str]:
-    """Lists whose elements are values of another column (``history`` of ``item_id``), with the table of that."""
-    found: dict[str, str] = {}
-    scalars = [p for p in profiles if roles[p.name].role == "id"]
-    for column in (p for p in profiles if roles[p.name].role == "list"):
-        elements = pc.unique(pc.list_flatten(sample[column.name])).drop_null()
-        of_text = arrow.is_text(elements.type)
-        for other in scalars:
-            if arrow.is_text(other.type) != of_text or not len(elements):
-                continue
-            values = pc.unique(sample[other.name]).drop_null()
-            kind = pa.large_string() if of_text else pa.int64()
-            inside = pc.mean(pc.is_in(pc.cast(elements, kind, safe=False), value_set=pc.cast(values, kind, safe=False)))
-            related = {w.rstrip("s") for w in words_of(column.name)} & {w.rstrip("s") for w in words_of(other.name)}
-            # Numbers from 1 on are in all columns of numbers from 1 on, so that these need a word in common.
-            if (inside.as_py() or 0) > 0.5 and (of_text or related - {"id"}):
-                found[column.name] = other.name
-    return found
 
 
 def _same_rows(columns: list[SparseColumn]) -> list[SparseColumn]:
