@@ -157,8 +157,8 @@ class PlainEmbeddings(nn.Module):
             if not feature.is_pooled or feature.max_len is not None:
                 raise SpecError(
                     f"feature '{feature.name}' has pooling '{feature.pooling}' and max_len {feature.max_len}; only "
-                    "pooled features without max_len can be exported as plain torch, so models of histories (DIN, SASRec, "
-                    "HSTU) cannot; export them in parts: hotbed export RUN DIR"
+                    "pooled features without max_len can be exported as plain torch, so models of histories (DIN, "
+                    "SASRec, HSTU) cannot; export them in parts: hotbed export RUN DIR"
                 )
         self.features: Sequence[Feature] = collection.features
         self.rows = {name: table.rows for name, table in collection.tables.items()}
