@@ -256,7 +256,8 @@ class BagPlaces:
         starts = ids.starts
         total = sum([starts[i + 1] - starts[i] for i in at])
         batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
-        if padded := self._is_padded(ids, at[0]):
+        padded = self.single and self._first.padding is not None and ids.fixed[at[0]] != self._first.max_len
+        if padded:
             offsets = _padded_offsets(ids[self._first.name], self._first)
             batch_size = offsets.shape[1] - 1
         if offsets is None:
@@ -274,10 +275,6 @@ class BagPlaces:
             0 if self.single else room,
             ids_per_bag,
         )
-
-    def _is_padded(self, ids: Jagged, at: int) -> bool:
-        """Say whether some bags are there for padding alone: the feature is padded, and not full in every sample."""
-        return self.single and self._first.padding is not None and ids.fixed[at] != self._first.max_len
 
     def _found(self, ids: Jagged) -> list[int]:
         """Find the features in a batch by name; batches have the same names, so the last result is kept."""
