@@ -249,7 +249,8 @@ class BagPlaces:
         """
         at = self._found(ids)
         starts = ids.starts
-        total = sum([starts[i + 1] - starts[i] for i in at])
+        spans = tuple([(starts[i], starts[i + 1] - starts[i]) for i in at])
+        total = sum([count for _, count in spans])
         batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
         if padded := self._is_padded(ids, at[0]):
             offsets = _padded_offsets(ids[self._first.name], self._first)
@@ -268,6 +269,7 @@ class BagPlaces:
             1 if self.single else width,
             0 if self.single else room,
             ids_per_bag,
+            spans=None if ids.has_room else spans,
         )
 
     def _is_padded(self, ids: Jagged, at: int) -> bool:
