@@ -25,9 +25,10 @@ from hotbed.embed.gather import PlacedTile, gathered_moment, gathered_raw, push_
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.locate import KIND, Kind, Locator
+from hotbed.embed.model_parallel import make_model_parallel_route
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
 from hotbed.embed.replicas import Sync
-from hotbed.embed.route import Route, make_model_parallel_route, make_route
+from hotbed.embed.route import Route, make_route
 from hotbed.embed.row_exchange import ExchangedRows
 from hotbed.embed.table_group import Request, RowSource, TableGroup
 from hotbed.embed.wire import Wire
