@@ -42,12 +42,9 @@ CASES = {
         Case(ranks=2, cut="row"),
         Case(ranks=2, cut="row", ragged=True, pooling="mean", weighted=True),
         Case(ranks=2, cut="row", optimizer="Adam", dtype="int8", fp32_rows=8),
-        Case(ranks=2, cut="column", optimizer="SGD"),
         Case(ranks=2, cut="row", hot_rows=20),
-        Case(ranks=2, cut="row", hot_rows=20, batches="split"),
         Case(ranks=2, cut="row", hot_rows=20, batches="turns"),
         Case(ranks=2, where="uva"),
-        Case(ranks=2, where="records"),
         Case(ranks=2, where="cache"),
     ),
 }

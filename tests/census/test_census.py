@@ -48,6 +48,13 @@ BUDGET = {
     "RowWiseAdagrad fp32, rows: records, hot rows split": (206, 8, 3),
     "RowWiseAdagrad fp32, rows: records, hot rows turns": (120, 1, 2),
     "RowWiseAdagrad fp32, rows: uva, hot rows": (136, 0, 2),
+    "RowWiseAdagrad fp32, 2 ranks, cut: row": (167, 1, 1),
+    "RowWiseAdagrad fp32, ragged, mean, weighted, 2 ranks, cut: row": (167, 1, 1),
+    "Adam int8 behind 8 fp32 rows, 2 ranks, cut: row": (226, 9, 1),
+    "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows": (281, 12, 1),
+    "RowWiseAdagrad fp32, 2 ranks, cut: row, hot rows turns": (280, 12, 1),
+    "RowWiseAdagrad fp32, rows: uva, 2 ranks": (153, 1, 1),
+    "RowWiseAdagrad fp32, rows: cache, 2 ranks": (424, 62, 1),
 }
 """Launches of a step, waits of the host for all that the device was given, and for an event, by case."""
 MOST_LAUNCHES = 72
