@@ -182,6 +182,11 @@ class Jagged:
         return version(self.values), 0 if self.offsets is None else version(self.offsets)
 
     @property
+    def has_room(self) -> bool:
+        """Whether there may be room for more ids behind those of ragged features."""
+        return self._sizes is not None
+
+    @property
     def ragged_rows(self) -> tuple[int, ...]:
         """Row of ``offsets`` that belongs to each feature, where it is ragged."""
         if self._ragged_rows is None:

@@ -15,6 +15,16 @@ CASES = {
         Case(where="records"),
         Case(where="cache"),
     ),
+    "more": (
+        Case(ragged=True, pooling="mean"),
+        Case(ragged=True, weighted=True),
+        Case(precision="tf32"),
+        Case(precision="fp16"),
+        Case(where="records", hot_rows=20),
+        Case(where="records", hot_rows=20, batches="split"),
+        Case(where="records", hot_rows=20, batches="turns"),
+        Case(where="uva", hot_rows=20),
+    ),
     "rules": tuple(
         Case(optimizer=rule, dtype=dtype, moving=True, ragged=ragged)
         for rule in RULES
@@ -33,4 +43,13 @@ CASES = {
     ),
     "faults": (Case(moving=True, ragged=True),),
     "two ranks": (Case(ranks=2), Case(ranks=2, ragged=True, optimizer="Adam", moving=True)),
+    "more ranks": (
+        Case(ranks=2, cut="row"),
+        Case(ranks=2, cut="row", ragged=True, pooling="mean", weighted=True),
+        Case(ranks=2, cut="row", optimizer="Adam", dtype="int8", fp32_rows=8),
+        Case(ranks=2, cut="row", hot_rows=20),
+        Case(ranks=2, cut="row", hot_rows=20, batches="turns"),
+        Case(ranks=2, where="uva"),
+        Case(ranks=2, where="cache"),
+    ),
 }

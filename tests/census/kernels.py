@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,9 +50,40 @@ def kernels_of(func: Any, name: str, args: Any) -> int:
         return 2
     if name in COMPOSITE:
         return COMPOSITE[name]
-    if name.startswith("_foreach_"):  # composite on the CPU alone
-        return 1
+    if name.startswith(("_foreach_", "_fused_")):  # composite on the CPU alone
+        lists = [[t.numel() for t in arg] for arg in args if _is_list(arg)]
+        # A result is a list, too; counts of steps, the last list of an optimizer, have room of their own.
+        return multi_tensor_launches(lists, len(lists) + (not name.endswith("_")) - name.startswith("_fused_ada"))
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     if not has(func.name(), "CPU") and has(func.name(), "CompositeExplicitAutograd"):
         raise NotImplementedError(f"{func.name()} launches what its body launches: say in COMPOSITE how many that is")
     return 1
+
+
+_CHUNK, _BLOCKS = 65_536, 320
+_TENSORS = (110, 64, 48, 36, 30)
+"""Elements of a block, blocks of a launch, and tensors of a launch, by number of lists (MultiTensorApply.cuh)."""
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], torch.Tensor)
+
+
+def multi_tensor_launches(lists: Sequence[Sequence[int]], depth: int) -> int:
+    """Count the kernels of an operation on ``depth`` lists of tensors, given numbers of elements.
+
+    PyTorch hands chunks of the tensors to the blocks of a launch until it has as many blocks, or whole tensors, as its
+    arguments have room for. Counted with the room before CUDA 13; later there is more.
+    """
+    if not lists:
+        return 1
+    most = _TENSORS[min(depth, len(_TENSORS)) - 1]
+    launches = blocks = tensors = 0
+    for elements in lists[0]:
+        chunks = -(-elements // _CHUNK)
+        tensors += elements > 0
+        for chunk in range(1, chunks + 1):
+            blocks += 1
+            if blocks == _BLOCKS or (tensors == most and chunk == chunks):
+                launches, blocks, tensors = launches + 1, 0, int(chunk < chunks)
+    return launches + (blocks > 0)

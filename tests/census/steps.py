@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Generator, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,17 @@ from typing_extensions import override
 import hotbed as hb
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.config.recipe import CudaGraph
+from hotbed.plan.placement import SCHEMES
 from hotbed.train.backward import Backward, Gradients
 from hotbed.train.build import fused
+from hotbed.train.hot_batches import HotSplit
 from hotbed.train.trainer import Trainer
 from tests.census.device import CUDA, RECORD, Event, recorded
 from tests.census.streams import MODEL
 
 BATCH, STEPS = 96, 4
+AHEAD = 3
+"""Batches that are prepared beside a step over several ranks."""
 ROWS = (500, 60, 3, 40)
 
 
@@ -46,6 +50,14 @@ class Case:
         Memory of the rows: of the device; of the host, in place (``uva``) or as ``records`` behind a ``cache``.
     ranks
         Processes that train.
+    cut
+        Scheme of the plan over ranks.
+    hot_rows
+        First rows of each table that are in every rank's device memory, wherever the others are.
+    batches
+        ``"split"`` into hot and cold samples; ``"turns"`` of hot and cold batches, the step that is counted a hot one.
+    pooling, weighted
+        Of the ragged feature, and whether ids have weights.
     dense_fused
         Whether torch's optimizer may be told on the device to touch nothing, as a recipe's is.
     """
@@ -58,6 +70,11 @@ class Case:
     precision: Any = "bf16"
     where: str = "device"
     ranks: int = 1
+    cut: str = "table"
+    hot_rows: int = 0
+    batches: str = ""
+    pooling: Any = "sum"
+    weighted: bool = False
     dense_fused: bool = True
 
     @property
@@ -65,8 +82,12 @@ class Case:
         """What differs from the usual."""
         parts = [f"{self.optimizer} {self.dtype}" + (f" behind {self.fp32_rows} fp32 rows" if self.fp32_rows else "")]
         parts += ["ragged"] * self.ragged + ["lr moves"] * self.moving
+        parts += [self.pooling] * (self.pooling != "sum") + ["weighted"] * self.weighted
         parts += [f"dense {self.precision}"] * (self.precision != "bf16")
         parts += [f"rows: {self.where}"] * (self.where != "device") + [f"{self.ranks} ranks"] * (self.ranks > 1)
+        parts += [f"cut: {self.cut}"] * (self.cut != "table") + [f"hot rows {self.batches}".strip()] * bool(
+            self.hot_rows
+        )
         parts += ["dense optimizer not fused"] * (not self.dense_fused)
         return ", ".join(parts)
 
@@ -86,8 +107,9 @@ class Found:
     forbidden
         By place, what a CUDA graph of forward, backward and updates could not hold: the host waits, memory of the host
         is copied, or page-locked.
-    waits, copies
-        By place: how often the host waits for the device, and copies that it does not wait for.
+    waits, copies, events
+        By place: how often the host waits for all that the device was given, copies that it does not wait for, and how
+        often it waits for an event.
     by_place
         Launches by operation and place.
     repeats
@@ -107,6 +129,7 @@ class Found:
     forbidden: dict[str, int]
     waits: dict[str, int]
     copies: dict[str, int]
+    events: dict[str, int]
     by_place: dict[str, int]
     repeats: bool
     hazards: list[str]
@@ -120,20 +143,24 @@ class Found:
 
 def model_of(case: Case) -> nn.Module:
     """A small DLRM on the device."""
+    dim = 32 if case.cut == "column" else 16  # a table is cut into multiples of 16 columns
     tables = [
-        hb.Table(f"t{i}", rows=rows, dim=16, dtype=case.dtype, fp32_rows=min(case.fp32_rows, rows))
+        hb.Table(f"t{i}", rows=rows, dim=dim, dtype=case.dtype, fp32_rows=min(case.fp32_rows, rows))
         for i, rows in enumerate(ROWS)
     ]
-    features = [hb.Feature(f"f{i}", table=t.name) for i, t in enumerate(tables)]
+    poolings = [case.pooling, "sum", "sum", "sum"]
+    features = [hb.Feature(f"f{i}", table=t.name, pooling=poolings[i]) for i, t in enumerate(tables)]
     torch.manual_seed(0)
     with CUDA:
-        model = hb.nn.DLRM(tables, features, bottom=(32, 16), top=(32, 32, 1), backend="triton")
+        model = hb.nn.DLRM(tables, features, bottom=(32, dim), top=(32, 32, 1), backend="triton")
     if case.where == "device" and case.ranks == 1:
         return model
-    cut = {"device": hb.Cut(), "uva": hb.Cut(tier="host"), "records": hb.Cut(tier="host")}
-    plan = hb.make_plan(tables, case.ranks, cut.get(case.where, hb.Cut(tier="host", cache_rows=64)))
-    memory = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
-    return hb.distribute(model, plan, memory=memory, device=CUDA)
+    memory = {"device": {}, "uva": {"tier": "host"}, "records": {"tier": "host"}}
+    outside = memory.get(case.where, {"tier": "host", "cache_rows": 64})
+    cut = replace(SCHEMES[case.cut], hot_rows=case.hot_rows, **outside)
+    plan = hb.make_plan(tables, case.ranks, cut)
+    options = hb.MemoryOptions(host="uva" if case.where == "uva" else "records")
+    return hb.distribute(model, plan, memory=options, device=CUDA)
 
 
 def batch_of(
@@ -141,15 +168,17 @@ def batch_of(
 ) -> hb.Batch:
     """A batch in page-locked memory, as a loader gives it; where a case is ragged, of bags of at most ``longest``."""
     draw = torch.Generator().manual_seed(10 * step + rank)
+    limits = [min(rows, case.hot_rows) if case.batches == "turns" and step % 2 == 0 else rows for rows in ROWS]
     ids: dict[str, Any] = {
-        f"f{i}": torch.randint(0, rows, (samples,), generator=draw, dtype=torch.int32) for i, rows in enumerate(ROWS)
+        f"f{i}": torch.randint(0, rows, (samples,), generator=draw, dtype=torch.int32) for i, rows in enumerate(limits)
     }
     if case.ragged:
         lengths = torch.randint(0, longest + 1, (samples,), generator=draw)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        ids["f0"] = torch.randint(0, ROWS[0], (int(offsets[-1]),), generator=draw, dtype=torch.int32), offsets
+        ids["f0"] = torch.randint(0, limits[0], (int(offsets[-1]),), generator=draw, dtype=torch.int32), offsets
+    weights = {"f0": torch.rand(len(ids["f0"][0]), generator=draw)} if case.weighted else None
     batch = hb.Batch(
-        sparse=hb.Jagged.from_dict(ids),
+        sparse=hb.Jagged.from_dict(ids, weights),
         dense=torch.rand(samples, 13, generator=draw),
         labels=torch.randint(0, 2, (samples, 1), generator=draw).float(),
     )
@@ -176,7 +205,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
     RECORD.begin()
     trainer.backward.__class__ = _Noted
     with recorded():
-        trainer.fit([batch_of(case, i, rank) for i in range(STEPS)])
+        trainer.fit([batch_of(case, i, rank) for i in range(STEPS + (AHEAD if case.ranks > 1 else 0))])
     one, other = steps[3], steps[2]  # each of a batch that was copied in the step before it
     launches = [e for e in other if e.kind == "launch"]
     crossings = [e for e in other if e.kind == "crossing"]
@@ -196,6 +225,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
         forbidden=dict(Counter(f"{e.what} at {e.where}" for e in forbidden)),
         waits=dict(Counter(f"{e.what} at {e.where}" for e in crossings if e.waits)),
         copies=dict(Counter(f"{e.what} at {e.where}" for e in crossings if not e.waits)),
+        events=dict(Counter(e.where for e in other if e.what == "wait for an event")),
         by_place=dict(by_place.most_common()),
         repeats=_work(one) == _work(other),
         hazards=list(MODEL.hazards),
@@ -212,7 +242,11 @@ def trainer_of(case: Case, *, cuda_graph: CudaGraph = False) -> Trainer:
     sparse = getattr(hb.optim, case.optimizer)(model, lr=0.01)
     options: Any = {"batch_size": BATCH, "precision": case.precision, "device": "cuda", "log_every": 1000}
     schedule = ScheduleRecipe(warmup_steps=100) if case.moving else None
-    return Trainer(model, dense, sparse, recipe=TrainRecipe(**options, cuda_graph=cuda_graph), schedule=schedule)
+    divide = HotSplit({f"f{i}": case.hot_rows for i in range(len(ROWS))}, case.ranks)
+    split = {"divide": divide} if case.batches == "split" else {}
+    return Trainer(
+        model, dense, sparse, recipe=TrainRecipe(**options, cuda_graph=cuda_graph), schedule=schedule, **split
+    )
 
 
 def state_of(trainer: Trainer) -> list[torch.Tensor]:

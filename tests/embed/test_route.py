@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 import hotbed as hb
 from hotbed.comm import Link
+from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.locate import Locator
 from hotbed.embed.pooled_exchange import PooledRoute, make_pooled_route
-from hotbed.embed.route import make_route
+from hotbed.embed.route import Route, make_route
 from hotbed.embed.row_exchange import by_rank
 from hotbed.jagged import Jagged
 from hotbed.ops import select
@@ -28,8 +29,13 @@ def routed(group: dist.ProcessGroup, pooled: bool) -> dict[str, Any]:
     rank, cpu = dist.get_rank(group), torch.device("cpu")
     locator = Locator([TABLE], hb.make_plan([TABLE], 3, "row"), rank, cpu)
     bags = BagPlaces({FEATURE: 0}, {"t": (0, 0)}).layout(Jagged.from_dict({"f": BAGS[rank]}), 1, 0)
-    make = make_pooled_route if pooled else make_route
-    route = make(bags, locator, select(cpu, "auto"), Link(group), trained=True)
+    kernels, exchange = select(cpu, "auto"), IdExchange(Link(group))
+    if pooled:
+        route: PooledRoute | Route = make_pooled_route(bags, locator, kernels, exchange.link, trained=True)
+    else:
+        under_way = make_route(bags, locator, kernels, exchange, trained=True)
+        exchange.finish()
+        route = under_way.result(0)
     (stream,) = route.streams
     cuts = route.bags.offsets[0].tolist()
     found = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hotbed as hb
 from hotbed.batch import Batch
+from hotbed.comm import Handle, Link
 from hotbed.embed import EmbeddingCollection
 from hotbed.nn import DLRM
 from hotbed.train import Callback, Trainer
@@ -130,6 +131,41 @@ def test_an_evaluation_does_not_disturb_the_batch_that_is_prepared_meanwhile(ran
     for found in ranks.run(3, evaluated_while_ids_are_exchanged, True):
         assert found[0] == losses
         assert_equal(found[1], state)
+
+
+def in_stages(group: Group, overlaps: bool, steps: int) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    """Losses and state, and the exchanges that this rank started; where they may not overlap, in the step's thread."""
+    order: list[str] = []
+    before, exchange = Link.overlaps, Link.exchange
+
+    def noted(self: Link, what: str, *tensors: Any) -> Handle[None]:
+        assert overlaps or threading.current_thread() is threading.main_thread()
+        order.append(what)
+        return exchange(self, what, *tensors)
+
+    losses = Losses()
+    Link.overlaps, Link.exchange = property(lambda _: overlaps), noted  # type: ignore[method-assign, assignment]
+    try:
+        trainer = make_trainer(group, "row", callbacks=[losses])
+        trainer.fit(shares(planted.batches(steps, 16, last=2), group))
+    finally:
+        Link.overlaps, Link.exchange = before, exchange  # type: ignore[method-assign]
+    return losses.losses, state_of(trainer), order
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_ids_are_exchanged_ahead_in_one_order_where_exchanges_may_not_overlap(ranks: Ranks, steps: int) -> None:
+    """As over NCCL: ids of a batch a step ahead, their numbers two; also where there are fewer batches than stages."""
+    losses, state, _ = ranks.run(2, in_stages, True, steps)[0]
+    found = ranks.run(2, in_stages, False, steps)
+    order = found[0][2]
+    assert all(of == order for _, _, of in found)
+    assert (order.count("numbers of ids"), order.count("ids")) == (steps, steps * len({t.dim for t in TABLES}))
+    first = order.index("rows")  # of the first step
+    assert order[:first].count("numbers of ids") == min(steps, 3)
+    for of_rank in found:
+        assert of_rank[0] == losses
+        assert_equal(of_rank[1], state)
 
 
 def ids_dropped(group: Group, overlap: bool) -> dict[str, int]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ from hotbed.comm import Link
 from hotbed.embed.dense import refuse_data_parallel
 from hotbed.embed.dynamic import DynamicTables, Reinitialized
 from hotbed.embed.gradients import PooledLookup, TableUpdater
+from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
 from hotbed.embed.sharded_tables import ShardedTables
 from hotbed.embed.table_group import TableGroup
@@ -174,7 +176,7 @@ class EmbeddingCollection(TableModule):
                 found.add_sequence(feature, values[:, 0], ids[feature.name])
         return found
 
-    def prefetch_ids(self, ids: Jagged, link: Link) -> None:
+    def prefetch_ids(self, ids: Jagged, over: Link | IdExchange) -> None:
         """Exchange the ids of a batch ahead of the collection's next call with it; all ranks must call this.
 
         Nothing is done for a collection that has dynamic tables.
@@ -183,20 +185,24 @@ class EmbeddingCollection(TableModule):
         ----------
         ids
             The batch, as the collection will get it.
-        link
-            Ranks, over a process group of its own: other exchanges may be under way.
+        over
+            Ranks, over a process group of its own: other exchanges may be under way. Or an exchange with them, which
+            the caller starts and finishes before that call.
         """
         if self._has_dynamic:
             return  # ids get their rows after the step that precedes the call
+        exchange = over if isinstance(over, IdExchange) else IdExchange(over)
         discarded = Discarded(Counter(), Counter())
         checked = self._checked(ids, discarded)
         # As if all tables were trained: another thread may be evaluating the model, or about to unfreeze a table, and
         # ranks must agree. The call itself decides whose gradients are sent.
-        routes = [group.routes(checked, link, lambda _: True) for group in self._groups]
+        routes = [group.routes(checked, exchange, lambda _: True) for group in self._groups]
         for group, of_group in zip(self._groups, routes, strict=True):
-            if of_group is not None:
-                group.read_ahead(of_group)
+            if of_group is not None and exchange.link.overlaps:  # else it would be the step's thread that reads
+                exchange.then(partial(group.read_ahead, of_group))
         ids.put_prefetched(self, _Prefetched(checked, routes, discarded))
+        if exchange is not over:
+            exchange.finish()
 
     def prefetch_rows(self, ids: Jagged, link: Link) -> None:
         """Exchange the rows of a batch ahead of the collection's next call with it; all ranks must call this.
@@ -301,18 +307,12 @@ class EmbeddingCollection(TableModule):
                 "distribute the model first, then make its optimizers"
             )
         place = self.device if device is None else device
+        rows = storage or Storage()
         sharded: list[TableGroup] = []
         for group in self._groups:
             tables = list(group.tables.values())
             new = ShardedTables(
-                tables,
-                self.features,
-                plan,
-                wire,
-                seed=self.seed,
-                device=place,
-                backend=self._backend,
-                storage=storage or Storage(),
+                tables, self.features, plan, wire, seed=self.seed, device=place, backend=self._backend, storage=rows
             )
             if self.device.type != "meta":
                 for table in group.tables:

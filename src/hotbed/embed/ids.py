@@ -254,7 +254,8 @@ class BagPlaces:
         """
         at = self._found(ids)
         starts = ids.starts
-        total = sum([starts[i + 1] - starts[i] for i in at])
+        spans = tuple([(starts[i], starts[i + 1] - starts[i]) for i in at])
+        total = sum([count for _, count in spans])
         batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
         padded = self.single and self._first.padding is not None and ids.fixed[at[0]] != self._first.max_len
         if padded:
@@ -274,6 +275,7 @@ class BagPlaces:
             1 if self.single else width,
             0 if self.single else room,
             ids_per_bag,
+            spans=None if ids.has_room else spans,
         )
 
     def _found(self, ids: Jagged) -> list[int]:

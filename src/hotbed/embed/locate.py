@@ -125,6 +125,8 @@ class Locator:
         ``[tiles]`` int64: units of one bag and one line get positions of their own (`hotbed.embed.pooled_exchange`).
         The line of a tile is its lane, or 0 in a table some of whose lanes overlap, because its rows are not all cut at
         the same columns.
+    streams, messages
+        Number of streams (`hotbed.embed.route`), and which message a tile's units are in: ``stream · W + owner``.
     keys
         Number of keys, which number the rows of all tables.
     first_keys
@@ -173,6 +175,12 @@ class Locator:
         self.keys = sum(t.rows for t in tables)
         self.first_keys = torch.tensor([0, *accumulate(t.rows for t in tables)], device=device)
         self.entries = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 9).T.contiguous()
+        stream = self.entries[KIND]
+        if self.has_readers:
+            stream = 2 * stream + (self.entries[COPY] >= 0)
+        self.streams = len(self.kinds) * (2 if self.has_readers else 1)
+        few = self.streams * plan.world_size < 256  # with one more, for what is in none; radix sorts like few bits
+        self.messages = (stream * plan.world_size + self.entries[OWNER]).to(torch.uint8 if few else torch.int32)
         self._row_keys = self.first_keys[self.entries[TABLE]] + self.entries[FIRST]
         self._strided = bool((self.entries[STEP] > 1).any())
         self._layers = _layers(self.tiles, number, [t.rows for t in tables], device)
@@ -204,6 +212,22 @@ class Locator:
         if len(found) == 1:
             return found[0]
         return RowTiles(torch.cat([f.row for f in found]), torch.cat([f.tile for f in found]))
+
+    def find_without_waiting(self, keys: Tensor) -> tuple[RowTiles, Tensor | None]:
+        """Find tiles of rows ``[n]`` as `find` does, with pairs that are none in between, as many on any device.
+
+        Returns
+        -------
+        tuple[RowTiles, Tensor | None]
+            ``n`` pairs per layer, and which of them are there ``[n · layers]`` bool; None: all.
+        """
+        found = [layer.pairs(keys, self.first_keys, self.entries) for layer in self._layers]
+        rows, tiles = [row for row, _, _ in found], [tile for _, tile, _ in found]
+        whole = RowTiles(*(of[0] if len(of) == 1 else torch.cat(of) for of in (rows, tiles)))
+        if all(inside is None for *_, inside in found):
+            return whole, None
+        everywhere = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
+        return whole, torch.cat([everywhere if inside is None else inside for *_, inside in found])
 
     def slots(self, keys: Tensor, found: RowTiles, column: int = SLOT) -> Tensor:
         """Number the slot of each row found, in its owner's arena, or with ``COPY`` among this rank's copies."""
@@ -238,9 +262,18 @@ class _Layer(NamedTuple):
     complete: bool
 
     def find(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> RowTiles:
+        row, tile, inside = self.pairs(keys, first_keys, entries)
+        if inside is None:
+            return RowTiles(row, tile)
+        which = inside.nonzero()[:, 0]
+        return RowTiles(which, tile[which])
+
+    def pairs(self, keys: Tensor, first_keys: Tensor, entries: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """List each row and what would be its tile, and whether it is in it (None: all are)."""
+        rows = torch.arange(len(keys), device=keys.device)
         if self.plain and self.complete:
             at = torch.searchsorted(self.keys, keys, right=True) - 1
-            return RowTiles(torch.arange(len(keys), device=keys.device), self.tiles[at])
+            return rows, self.tiles[at], None
         table = torch.searchsorted(first_keys, keys, right=True) - 1
         row = keys - first_keys[table]
         step = self.step[table]
@@ -248,12 +281,10 @@ class _Layer(NamedTuple):
         at = torch.searchsorted(self.keys, self.base[table] + residue * self.span[table] + row, right=True) - 1
         tile = self.tiles[at.clamp(min=0)]
         if self.complete:
-            return RowTiles(torch.arange(len(row), device=row.device), tile)
+            return rows, tile, None
         first = entries[FIRST][tile]
         inside = (at >= 0) & (step > 0) & (entries[TABLE][tile] == table) & (row >= first) & (row < entries[STOP][tile])
-        inside &= (row - first) % entries[STEP][tile] == 0
-        which = inside.nonzero()[:, 0]
-        return RowTiles(which, tile[which])
+        return rows, tile, inside & ((row - first) % entries[STEP][tile] == 0)
 
 
 def _layers(

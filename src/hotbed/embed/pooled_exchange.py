@@ -36,7 +36,7 @@ from hotbed.embed.table_group import Contribution, Vectors
 from hotbed.embed.wire import SentGradient, Wire
 from hotbed.errors import BatchError
 from hotbed.ops import Backend, BagLayout, Occurrences
-from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, counts_of
+from hotbed.ops.layout import FIXED, OUT, POOLING, RAGGED_ROW, START, spans_of
 from hotbed.ops.rows import decode, encode, rows_of
 from hotbed.pooling import divisors
 from hotbed.store import RowStore
@@ -306,8 +306,7 @@ def _rows(bag: Tensor, lane: Tensor, bags: int) -> tuple[Tensor, Tensor]:
 
 def _by_occurrence(bags: BagLayout, values: Tensor) -> Tensor:
     """Sort values that are parallel to the batch's ids into the order of occurrences."""
-    starts = bags.features[:, START].tolist()
-    return torch.cat([values[start : start + count] for start, count in zip(starts, counts_of(bags), strict=True)])
+    return torch.cat([values[start : start + count] for start, count in spans_of(bags)])
 
 
 def within_group(bags: BagLayout, first_rows: Tensor, rows: int) -> BagLayout:

@@ -29,29 +29,24 @@ A *unit* is a vector that crosses the wire: a whole row, or the columns of it th
 (`Locator.kinds`) form a *stream*: per stream there is one exchange of slots, one of rows and one of gradients. Rows
 of which this rank holds a copy form streams of their own: their rows do not cross the wire, their gradients do.
 
-Model-parallel input needs no exchange of ids: owners have the ids of all samples, and every rank works out from the
-plan which pooled vectors it gets (`make_model_parallel_route`).
+Model-parallel input needs no exchange of ids: `hotbed.embed.model_parallel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hotbed.comm import Handle, Link
-from hotbed.embed.locate import COPY, KIND, LANE, OWNER, SLOT, Cells, Locator, RowTiles
-from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
-from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, ModelParallelInput
+from hotbed.embed.id_exchange import Counts, IdExchange
+from hotbed.embed.locate import COPY, LANE, Cells, Locator, RowTiles
 from hotbed.ops import Backend, BagLayout, Groups
-from hotbed.ops.layout import OUT, renamed
-from hotbed.pooling import POOLING_CODE, divisors
-from hotbed.specs import Feature
-from hotbed.store.memory import to_device
+from hotbed.ops.layout import renamed
 
 
 @dataclass
@@ -127,8 +122,12 @@ class Route:
     trained: bool
 
 
-def make_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, trained: bool) -> Route:
-    """Find the owners of a batch's distinct rows and exchange their slots; all ranks must call this.
+def make_route(
+    bags: BagLayout, locator: Locator, ops: Backend, exchange: IdExchange, *, trained: bool
+) -> Future[Route]:
+    """Find the owners of a batch's distinct rows, and exchange their slots; all ranks must call this.
+
+    Nothing here waits for a GPU: how many rows there are is read when the exchange is finished.
 
     Parameters
     ----------
@@ -138,193 +137,109 @@ def make_route(bags: BagLayout, locator: Locator, ops: Backend, link: Link, *, t
         Of their tables.
     ops
         Kernels.
-    link
-        The ranks.
+    exchange
+        With the ranks.
     trained
         Whether gradients will be sent; else slots of rows are not, of which this rank has copies.
     """
     groups = ops.group(ops.occurrences(replace(bags, limit=locator.keys)))
-    keys = groups.rows[: int(groups.counts[0])]
-    found = locator.find(keys)
-    streams, places, rows = _streams(locator, keys, found, link)
-    route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
-    _exchange_slots([s for s in streams if trained or not s.copied], locator.entries.device, link)
-    return route
+    units = _units(locator, groups, exchange.link.size)
+
+    def finish(own: Counts, received: Counts) -> Route:
+        streams, places, rows = _streams(locator, units, own)
+        route = Route(renamed(bags, ops.spread(groups, places)), groups, places, rows, streams, trained)
+        wanted = [trained or not s.copied for s in streams]
+        _exchange_slots(streams, wanted, received, exchange.link)
+        return route
+
+    return exchange.add(units.counts, finish)
 
 
-def _streams(locator: Locator, keys: Tensor, found: RowTiles, link: Link) -> tuple[list[Stream], Tensor, int]:
-    """Sort distinct rows into streams; returns these, the position of each row, and the number of positions.
+class _Units(NamedTuple):
+    """Units that a batch needs, by stream, then owner.
+
+    Attributes
+    ----------
+    keys
+        Of the distinct rows ``[≥ U]``.
+    found
+        Row and tile of each unit ``[≥ n]``; what follows the units is none.
+    counts
+        ``[W, streams + 1]`` how many for each owner, and the number of rows.
+    """
+
+    keys: Tensor
+    found: RowTiles
+    counts: Tensor
+
+
+def _units(locator: Locator, groups: Groups, size: int) -> _Units:
+    """Sort distinct rows by message; those of the picture, of owners 1, 2, 0, 1, become 3 │ 1 4 │ 2."""
+    keys, count = groups.rows, groups.counts[:1]
+    device, messages = keys.device, locator.streams * size
+    if device.type == "cpu":
+        keys = keys[: int(count)]
+        found, inside = locator.find(keys), None
+    else:  # how many there are, the host is not told: what is behind them goes into a message of its own, the last
+        live = torch.arange(len(keys), device=device) < count
+        keys = torch.where(live, keys, 0)
+        found, inside = locator.find_without_waiting(keys)
+        inside = live[found.row] if inside is None else inside & live[found.row]
+    message = locator.messages[found.tile]
+    if inside is not None:
+        message = torch.where(inside, message, messages)
+    message, order = torch.sort(message, stable=True)
+    bounds = torch.searchsorted(message, torch.arange(messages + 1, dtype=message.dtype, device=device))
+    counts = torch.cat([bounds.diff().view(locator.streams, size), count.expand(1, size)]).T
+    return _Units(keys, RowTiles(found.row[order], found.tile[order]), counts)
+
+
+def _streams(locator: Locator, units: _Units, counts: Counts) -> tuple[list[Stream], Tensor, int]:
+    """Cut units into streams; returns these, the position of each row, and the number of positions.
 
     Rows 1, 2, 3, 4 of owners 1, 2, 0, 1 make one stream of slots ``[1, 0, 1, 0]`` with counts ``[1, 2, 1]``; their
     positions are ``[1, 3, 0, 2]`` (see the top of this file).
     """
-    has_copies = locator.has_readers
-    stream = locator.entries[KIND]
-    if has_copies:
-        stream = 2 * stream + (locator.entries[COPY] >= 0)
-    key = (stream * link.size + locator.entries[OWNER])[found.tile]
-    stream_count = len(locator.kinds) * (2 if has_copies else 1)
-    order = torch.argsort(key.to(torch.int32), stable=True)
-    counts = torch.bincount(key, minlength=stream_count * link.size).view(stream_count, link.size).tolist()
-    found = RowTiles(found.row[order], found.tile[order])
+    *by_stream, (count, *_) = map(list, zip(*counts, strict=True))
+    keys, device = units.keys[:count], units.keys.device
+    total = sum(map(sum, by_stream))
+    found = RowTiles(units.found.row[:total], units.found.tile[:total])
     slots = locator.slots(keys, found)
-    places = torch.full((len(keys),), -1, dtype=torch.int64, device=keys.device)
+    places = torch.full((count,), -1, dtype=torch.int64, device=device)
     streams: list[Stream] = []
     cut: list[tuple[Stream, RowTiles]] = []
     rows = start = 0
-    for number, send_counts in enumerate(counts):
+    for number, send_counts in enumerate(by_stream):
         stop = start + sum(send_counts)
-        kind, is_copy = (number // 2, number % 2 == 1) if has_copies else (number, False)
-        units = RowTiles(found.row[start:stop], found.tile[start:stop])
-        copies = locator.slots(keys, units, COPY) if is_copy else None
+        kind, is_copy = (number // 2, number % 2 == 1) if locator.has_readers else (number, False)
+        here = RowTiles(found.row[start:stop], found.tile[start:stop])
+        copies = locator.slots(keys, here, COPY) if is_copy else None
         whole = locator.kinds[kind].cols == locator.dim
         streams.append(Stream(kind, is_copy, slots[start:stop], copies, send_counts, rows if whole else -1, None))
         if whole:
-            places[units.row] = torch.arange(rows, rows + stop - start, device=keys.device)
+            places[here.row] = torch.arange(rows, rows + stop - start, device=device)
             rows += stop - start
         else:
-            cut.append((streams[-1], units))
+            cut.append((streams[-1], here))
         start = stop
-    cut_rows = (places < 0).nonzero()[:, 0]
-    places[cut_rows] = torch.arange(rows, rows + len(cut_rows), device=keys.device)
-    for s, units in cut:
-        s.cells = locator.cells(s.kind, places[units.row], locator.entries[LANE][units.tile])
-    return streams, places, rows + len(cut_rows)
+    if rows < count:  # rows that are cut into columns follow, in their own order
+        is_cut = places < 0
+        places = torch.where(is_cut, is_cut.cumsum(0) + (rows - 1), places)
+    for s, here in cut:
+        s.cells = locator.cells(s.kind, places[here.row], locator.entries[LANE][here.tile])
+    return streams, places, count
 
 
-def _exchange_slots(streams: Sequence[Stream], device: torch.device, link: Link) -> None:
-    """Exchange how many slots of each stream the ranks request of each other, and then which."""
-    if link.size == 1:
-        for stream in streams:
-            stream.recv_counts, stream.received = stream.send_counts, stream.slots
-        return
-    if not streams:
-        return
-    counts = torch.tensor([s.send_counts for s in streams], dtype=torch.int64, device="cpu").T.contiguous()
-    counts = to_device(counts, device)
-    ones = [1] * link.size
-    received = link.all_to_all("numbers of ids", counts, ones, ones).wait().T.tolist()
-    handles: list[Handle[Tensor]] = []
-    for stream, recv_counts in zip(streams, received, strict=True):
-        stream.recv_counts = recv_counts
-        handles.append(link.all_to_all("ids", stream.slots, stream.send_counts, recv_counts))
-    for stream, handle in zip(streams, handles, strict=True):
+def _exchange_slots(streams: Sequence[Stream], wanted: Sequence[bool], received: Counts, link: Link) -> None:
+    """Exchange the slots of streams whose owners are to know them, given how many the ranks request of this one."""
+    handles: list[tuple[Stream, Handle[Tensor]]] = []
+    for number, (stream, is_wanted) in enumerate(zip(streams, wanted, strict=True)):
+        if not is_wanted:
+            continue
+        stream.recv_counts = [of_rank[number] for of_rank in received]
+        if link.size == 1:
+            stream.received = stream.slots
+        else:
+            handles.append((stream, link.all_to_all("ids", stream.slots, stream.send_counts, stream.recv_counts)))
+    for stream, handle in handles:
         stream.received = handle.wait()
-
-
-def make_model_parallel_route(
-    features: Sequence[Feature], ids: ModelParallelInput, locator: Locator, link: Link, *, trained: bool
-) -> PooledRoute:
-    """Work out which pooled vectors each rank gets of a batch whose ids the owners have; nothing is exchanged.
-
-    Every bag is one unit of every tile of its table, also an empty one: the rank that needs its vector does not have
-    its ids, so it does not know. Two tables of one column range, "a" on rank 0 and "b" on rank 1, three ranks of two
-    samples each: every rank gets bags 0, 1 (of "a") from rank 0 and bags 2, 3 (of "b") from rank 1.
-
-    Parameters
-    ----------
-    features
-        Pooled features of the locator's tables, in the order of their vectors.
-    ids
-        The batch.
-    locator
-        Of their tables.
-    link
-        The ranks.
-    trained
-        Whether gradients will be sent.
-
-    Raises
-    ------
-    BatchError
-        If a table is cut into rows, or copied, or the batch is for another number of ranks.
-    """
-    if len(ids.sizes) != link.size:
-        raise BatchError(
-            f"the model-parallel input is of {len(ids.sizes)} ranks, the model of {link.size}; make them equal"
-        )
-    whole = {t.name: range(t.rows) for t in locator.tables}
-    for tile in locator.tiles:
-        if tile.rows != whole[tile.table] or tile.readers:
-            raise BatchError(
-                f"table '{tile.table}' is cut into rows or copied, so ids must be exchanged; give every rank all "
-                "features of its samples, or plan the table whole or cut into columns"
-            )
-    size, device = len(ids), ids.values.device
-    streams = [_stream(kind, features, ids, locator, link) for kind in range(len(locator.kinds))]
-    rows = len(features) * size
-    order = torch.zeros(len(features), 7, dtype=torch.int64, device=device)
-    order[:, OUT] = torch.arange(len(features), device=device)
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    bags = BagLayout(nothing, order, nothing.view(0, 1)[:, :0], None, size, rows, False, len(features))
-    return PooledRoute(within_group(bags, torch.arange(rows + 1, device=device), rows), rows, streams, trained)
-
-
-def _stream(
-    kind: int, features: Sequence[Feature], ids: ModelParallelInput, locator: Locator, link: Link
-) -> PooledStream:
-    """List the units of one arena kind: by owner, then tile, then feature, then sample."""
-    size, device = len(ids), ids.values.device
-    entries = locator.entries.tolist()
-    lanes: list[Tensor] = []
-    bags: list[Tensor] = []
-    send_counts = [0] * link.size
-    own: list[tuple[Feature, int]] = []
-    for owner in range(link.size):
-        for i, tile in enumerate(locator.tiles):
-            if tile.owner != owner or entries[KIND][i] != kind:
-                continue
-            for f, feature in enumerate(features):
-                if feature.table != tile.table:
-                    continue
-                if owner == link.rank:
-                    own.append((feature, entries[SLOT][i]))
-                lanes.append(torch.full((size,), entries[LANE][i], device=device))
-                bags.append(torch.arange(f * size, (f + 1) * size, device=device))
-                send_counts[owner] += size
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    of_unit = torch.cat([nothing, *bags])
-    return PooledStream(
-        kind,
-        of_unit,
-        torch.cat([nothing, *lanes]),
-        of_unit,
-        send_counts,
-        _requests_to_owner(own, ids),
-    )
-
-
-def _requests_to_owner(own: Sequence[tuple[Feature, int]], ids: ModelParallelInput) -> UnitRequest:
-    """Make the requests of all ranks to this one: bags of its own features, whose tables start at these slots."""
-    whole, device = ids.whole, ids.values.device
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    slots, lengths, weights, divided_by = [none], [none], [none.float()], [none.float()]
-    counts = [0] * len(ids.sizes)
-    any_divisor = any(POOLING_CODE[feature.pooling] for feature, _ in own)
-    for rank, (start, stop) in enumerate(pairwise(accumulate(ids.sizes, initial=0))):
-        for feature, first_slot in own:
-            bags = whole[feature.name]
-            a, b = _span(whole, feature.name, start, stop)
-            of_rank = bags.lengths()[start:stop]
-            slots.append(bags.values[a:b].long() + first_slot)
-            lengths.append(of_rank)
-            counts[rank] += b - a
-            if bags.weights is not None:
-                weights.append(bags.weights[a:b].detach().float())
-            divided_by.append(divisors(POOLING_CODE[feature.pooling], of_rank))
-    return UnitRequest(
-        torch.cat(slots),
-        torch.cat(lengths),
-        torch.cat(weights) if whole.weights is not None else None,
-        torch.cat(divided_by) if any_divisor else None,
-        counts,
-        [len(own) * size for size in ids.sizes],
-    )
-
-
-def _span(whole: Jagged, name: str, start: int, stop: int) -> tuple[int, int]:
-    """Find where the ids of these samples lie among those of a feature."""
-    bags = whole[name]
-    if bags.offsets is None:
-        return start * (bags.fixed or 0), stop * (bags.fixed or 0)
-    return int(bags.offsets[start]), int(bags.offsets[stop])

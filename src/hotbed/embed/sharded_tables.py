@@ -8,7 +8,9 @@ into columns need `hotbed.embed.column_sums`, copies of rows `hotbed.embed.gathe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -20,11 +22,13 @@ from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile, Shard
 from hotbed.embed.column_sums import ColumnSums
 from hotbed.embed.gather import PlacedTile, gathered_moment, gathered_raw, push_rows, scatter_moment, scatter_raw
+from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import BagPlaces
 from hotbed.embed.locate import KIND, Kind, Locator
+from hotbed.embed.model_parallel import make_model_parallel_route
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, PooledVectors, make_pooled_route
 from hotbed.embed.replicas import Sync
-from hotbed.embed.route import Route, make_model_parallel_route, make_route
+from hotbed.embed.route import Route, make_route
 from hotbed.embed.row_exchange import ExchangedRows
 from hotbed.embed.table_group import Request, RowSource, TableGroup
 from hotbed.embed.wire import Wire
@@ -37,13 +41,13 @@ from hotbed.plan import Plan
 from hotbed.specs import Feature, Table
 from hotbed.store import DenseStore, Span, Storage
 
-_Routes = list[Route | PooledRoute]
+_Routes = Sequence[Future[Route] | Future[PooledRoute]]
 
 
 class _RoutedRows(NamedTuple):
     """Routes, and their rows or pooled vectors."""
 
-    routes: _Routes
+    routes: Sequence[Route | PooledRoute]
     sources: list[RowSource]
 
 
@@ -153,8 +157,9 @@ class ShardedTables(TableGroup):
         return self.arenas[0].store.empty(shape, dtype)
 
     @override
-    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> _Routes:
-        found: _Routes = []
+    def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> _Routes:
+        found: list[Future[Route] | Future[PooledRoute]] = []
+        link = exchange.link
         if isinstance(ids, ModelParallelInput):
             if ids.whole.weights is not None and ids.whole.weights.requires_grad:
                 raise BatchError(
@@ -166,19 +171,16 @@ class ShardedTables(TableGroup):
                     f"feature '{self.sequences[0].name}' is not pooled, so ids must be exchanged; give every rank all "
                     "features of its samples"
                 )
-            return [
-                make_model_parallel_route(
-                    list(self._model_parallel.places.features),
-                    ids,
-                    self.locator,
-                    link,
-                    trained=trained(set(self.tables)),
-                )
-            ]
+            features, is_trained = list(self._model_parallel.places.features), trained(set(self.tables))
+            route = make_model_parallel_route(features, ids, self.locator, link, trained=is_trained)
+            return [exchange.then(lambda: route)]
         for places, _, is_pooled in self._looked_up:
-            bags = places.layout(ids, len(self.pooled), 0)
-            make = make_pooled_route if is_pooled else make_route
-            found.append(make(bags, self.locator, self.ops, link, trained=trained(places.tables)))
+            bags, is_trained = places.layout(ids, len(self.pooled), 0), trained(places.tables)
+            if is_pooled:
+                make = partial(make_pooled_route, bags, self.locator, self.ops, link, trained=is_trained)
+                found.append(exchange.then(make))
+            else:
+                found.append(make_route(bags, self.locator, self.ops, exchange, trained=is_trained))
         return found
 
     @override
@@ -187,7 +189,9 @@ class ShardedTables(TableGroup):
     ) -> list[Request]:
         found: list[Request] = []
         if routes is None:
-            routes = self.routes(ids, self.wire.link, trained)
+            exchange = IdExchange(self.wire.link)
+            routes = self.routes(ids, exchange, trained)
+            exchange.finish()
         self.settle()
         exchanged = routes if isinstance(routes, _RoutedRows) else self.exchange_rows(ids, routes, self.wire.link)
         for (places, output, _), route, source in zip(self._looked_up_in(ids), *exchanged, strict=True):
@@ -200,7 +204,7 @@ class ShardedTables(TableGroup):
 
     @override
     def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> _RoutedRows:
-        found = cast(_Routes, routes)
+        found = [route.result(0) for route in cast(_Routes, routes)]
         tables = [looked_up.places.tables for looked_up in self._looked_up_in(ids)]
         return _RoutedRows(found, [self._source(r, t, link) for r, t in zip(found, tables, strict=True)])
 
@@ -210,7 +214,7 @@ class ShardedTables(TableGroup):
     @override
     def read_ahead(self, routes: object) -> None:
         for route in cast(_Routes, routes):
-            for stream in route.streams:
+            for stream in route.result(0).streams:
                 slots = stream.requested.slots if isinstance(stream, PooledStream) else stream.received
                 if len(slots):
                     self.arenas[stream.kind].store.prefetch(slots)

@@ -17,6 +17,7 @@ from torch import Tensor
 from hotbed import ops
 from hotbed.comm import Link
 from hotbed.embed.arena import Arena, LocalTile
+from hotbed.embed.id_exchange import IdExchange
 from hotbed.jagged import Jagged
 from hotbed.ops import BagLayout, Occurrences, RuleStep
 from hotbed.optim import Moment
@@ -174,8 +175,8 @@ class TableGroup(ABC):
             What `routes` or `exchange_rows` returned for these ids, if either was called before.
         """
 
-    def routes(self, ids: Jagged, link: Link, trained: Callable[[set[str]], bool]) -> object:
-        """Exchange ids before they are needed; None where there is nothing to exchange."""
+    def routes(self, ids: Jagged, exchange: IdExchange, trained: Callable[[set[str]], bool]) -> object:
+        """Add ids to an exchange, before they are needed; None where there is nothing to exchange."""
         return None
 
     def exchange_rows(self, ids: Jagged, routes: object, link: Link) -> object:

@@ -101,6 +101,8 @@ class BagLayout:
         may be compiled for it.
     limit
         All slots are below it; None where it is not known. Needed where there is room for more ids.
+    spans
+        First id and number of ids of each feature, where the host knows them; None: they are read from the device.
     """
 
     ids: Tensor
@@ -114,6 +116,7 @@ class BagLayout:
     room: int = 0
     ids_per_bag: int | None = None
     limit: int | None = None
+    spans: tuple[tuple[int, int], ...] | None = None
 
     def versions(self) -> tuple[int, int, int]:
         """Counts of in-place changes of ids, offsets and weights."""
@@ -280,21 +283,27 @@ def renamed(bags: BagLayout, positions: Tensor) -> BagLayout:
     features = bags.features.clone()
     features[:, BASE] = 0
     features[:, TABLE] = 0
+    runs: list[tuple[int, int]] = []  # features whose ids follow each other are one
+    for start, count in spans_of(bags):
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = runs[-1][0], runs[-1][1] + count
+        elif count:
+            runs.append((start, count))
     ids = positions
-    starts = features[:, START].tolist()
-    in_order = starts == sorted(starts) and bags.total == len(bags.ids)
-    if not in_order:
+    if runs not in ([], [(0, len(bags.ids))]):
         ids = torch.empty(len(bags.ids), dtype=torch.int64, device=positions.device)
         first = 0
-        for start, count in zip(starts, counts_of(bags), strict=True):
+        for start, count in runs:
             ids[start : start + count] = positions[first : first + count]
             first += count
     return replace(bags, ids=ids, features=features)
 
 
-def counts_of(bags: BagLayout) -> list[int]:
-    """Count the ids of each feature."""
+def spans_of(bags: BagLayout) -> Sequence[tuple[int, int]]:
+    """Return first id and number of ids of each feature; of `BagLayout.spans`, or read from the device."""
+    if bags.spans is not None:
+        return bags.spans
     return [
-        bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1])
-        for fixed, row in bags.features[:, [FIXED, RAGGED_ROW]].tolist()
+        (start, bags.batch_size * fixed if fixed >= 0 else int(bags.offsets[row, -1]))
+        for start, fixed, row in bags.features[:, [START, FIXED, RAGGED_ROW]].tolist()
     ]

@@ -38,6 +38,8 @@ so that an overflow is never hidden.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -245,8 +247,14 @@ def rows_of(vectors: Tensor) -> Rows:
         wide=vectors,
         narrow=vectors[:0],
         exponents=torch.empty(0, 0, dtype=torch.int8, device=vectors.device),
-        tables=torch.tensor([[0, len(vectors), 0, 0, 0, 1, 0]], device=vectors.device),
+        tables=_one_table(vectors.device),
     )
+
+
+@lru_cache
+def _one_table(device: torch.device) -> Tensor:
+    """Of any number of rows, all wide: so it need not be copied to a GPU each time."""
+    return torch.tensor([[0, 1 << 62, 0, 0, 0, 1, 0]], device=device)
 
 
 _CAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

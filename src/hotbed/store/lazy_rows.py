@@ -92,6 +92,10 @@ class LazyRows(RowStore):
         """Bring a tensor to where the records are given and taken."""
         return t.to(self.records.device).contiguous()
 
+    def _at_device(self, values: Tensor) -> Tensor:
+        """Bring what records hold to the device that computes, which the host does not wait for."""
+        return (memory.to_device(values, self.device) if values.device.type == "cpu" else values).contiguous()
+
     # -- what it is ------------------------------------------------------------------------------------------------
 
     @property
@@ -189,8 +193,8 @@ class LazyRows(RowStore):
         self.changing(slots)
         records, wide = self._read(slots, use="update")
         span, rows = self._cells(slots)
-        values = self._format.rows(records, wide).to(self.device).contiguous()
-        moments = {m.name: self._format.moment(records, m.name).to(self.device).contiguous() for m in step.rule.moments}
+        values = self._at_device(self._format.rows(records, wide))
+        moments = {m.name: self._at_device(self._format.moment(records, m.name)) for m in step.rule.moments}
         here = torch.arange(count, device=self.device)
         occurrences, groups = replace(occurrences, slots=self.ops.spread(groups, here)), replace(groups, rows=here)
         self.ops.update(step, self._as_tables(values, slots), moments, occurrences, groups, grad)
@@ -219,7 +223,7 @@ class LazyRows(RowStore):
         cuts = torch.searchsorted(slots, self._bounds)
         tables[:, 0] = tables[:, 2] = tables[:, 3] = cuts[:-1]
         tables[:, 1], tables[:, 5] = cuts.diff(), 1
-        return replace(rows_of(values), tables=tables.to(values.device))
+        return replace(rows_of(values), tables=self._at_device(tables))
 
     # -- single rows -----------------------------------------------------------------------------------------------
 
@@ -232,8 +236,8 @@ class LazyRows(RowStore):
         wide = self._complete(slots, records, self.records.read(slots, records, use=use))
         values = self._format.rows(records, wide) if moment is None else self._format.moment(records, moment)
         if out is None:
-            return values.to(self.device).contiguous()
-        return out.copy_(values)
+            return self._at_device(values)
+        return out.copy_(values if out.device == values.device else self._at_device(values))
 
     @override
     def write(self, slots: Tensor, values: Tensor, moment: str | None = None, *, random: Tensor | None = None) -> None:

@@ -5,6 +5,10 @@ Each has one thread over a process group of its own, so its exchanges overlap wi
 in their order, so all ranks exchange in the same order. Results are those of a run without prefetching: rows of a batch
 are fetched in its own step, after the update before it.
 
+Over NCCL only the step's thread may start exchanges. It prepares batches between two steps, in a stream of its own, and
+each in three stages: moved, and its ids grouped; how many ids ranks need of each other; which. Before step s these are
+for batches s + 3, s + 2 and s + 1, so no exchange waits on the device for grouping, nor the host for numbers.
+
 Of batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` once b1 was submitted, ``(b1, False)`` once b2 was, and
 ``(b2, True)``: one batch is prepared while another is computed, and the last is known as such.
 """
@@ -12,16 +16,19 @@ Of batches b0, b1, b2, `BatchPrefetcher` yields ``(b0, False)`` once b1 was subm
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from hotbed.batch import Batch
 from hotbed.embed import Distributed, collections_of
+from hotbed.embed.id_exchange import IdExchange
 
 T = TypeVar("T")
 Divide = Callable[[Batch], Sequence[Batch]]
@@ -77,10 +84,21 @@ class SideStream:
             torch.cuda.current_stream(self._stream.device).wait_event(done)
 
 
+@dataclass
+class _Staged(Generic[T]):
+    """A batch in preparation: what its last stage returned, and when that ends; what came with it; stages passed."""
+
+    value: Any
+    beside: T
+    passed: int = 0
+    done: torch.cuda.Event | None = None
+
+
 class BatchPrefetcher:
     """Prepare each batch while the one before is computed: exchange its ids, and move its columns to the device.
 
-    Where ids are exchanged ahead, a thread does both, in the step's stream; else the copies have a stream of their own.
+    Where exchanges may overlap, a thread does both, in the step's stream; where they may not (`Link.overlaps`), this
+    thread does, in a stream of its own; so are copies of a model that exchanges nothing.
 
     Parameters
     ----------
@@ -91,15 +109,14 @@ class BatchPrefetcher:
     device
         Where that is.
     overlap
-        Whether to prefetch ids, and read rows ahead that are in files; else each step does it itself, as it does where
-        exchanges may not overlap (`Link.overlaps`).
+        Whether to prefetch ids, and read rows ahead that are in files; else each step does it itself.
     divide
         Called with each batch.
 
     Attributes
     ----------
     exchange_s
-        Seconds that it took to check, move and exchange prefetched ids, on this rank.
+        Seconds that a thread took to check, move and exchange prefetched ids, on this rank.
     waited_s
         Seconds of it that steps waited for.
     """
@@ -114,7 +131,6 @@ class BatchPrefetcher:
         divide: Divide = whole,
     ) -> None:
         self._collections = collections_of(model).values() if isinstance(model, Distributed) else ()
-        overlap = overlap and isinstance(model, Distributed) and model.wire.link.overlaps
         self._side, self._device = SideStream(device), device
         self._link = model.wire.link.clone() if isinstance(model, Distributed) and overlap else None
         self._move, self._divide = move, divide
@@ -128,7 +144,10 @@ class BatchPrefetcher:
     def __call__(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
         """Yield the parts of each batch when it is ready, what came with the batch, and whether it is the last."""
         if self._link is None:
-            yield from self._move_next(batches)
+            yield from self._in_stages(batches, [self._moved])
+            return
+        if not self._link.overlaps:
+            yield from self._in_stages(batches, [self._began, self._counted, self._exchanged])
             return
         with ThreadPoolExecutor(1, thread_name_prefix="hotbed-prefetch") as thread:
             pending: tuple[Future[list[Batch]], T] | None = None
@@ -140,23 +159,54 @@ class BatchPrefetcher:
             if pending is not None:
                 yield self._wait(pending[0]), pending[1], True
 
-    def _move_next(self, batches: Iterable[tuple[Batch, T]]) -> Iterator[tuple[list[Batch], T, bool]]:
-        """Move each batch to the device before the one before it is yielded; ids are exchanged by the step."""
-        pending: tuple[list[Batch], torch.cuda.Event | None, T] | None = None
+    def _in_stages(
+        self, batches: Iterable[tuple[Batch, T]], stages: Sequence[Callable[[Any], Any]]
+    ) -> Iterator[tuple[list[Batch], T, bool]]:
+        """Yield batches that have passed all stages, each stage between two other steps, in the side stream.
+
+        A stage gets what the one before it returned, the first the batch; the last returns its parts.
+        """
+        waiting: deque[_Staged[T]] = deque()
         for batch, beside in batches:
-            following = *self._side.run(partial(self._moved, batch)), beside
-            if pending is not None:
-                yield self._joined(*pending[:2]), pending[2], False
-            pending = following
-        if pending is not None:
-            yield self._joined(*pending[:2]), pending[2], True
+            waiting.append(_Staged(batch, beside))
+            self._go_on(waiting, stages)
+            if len(waiting) > len(stages):
+                yield *self._taken(waiting), False
+        while waiting:
+            self._go_on(waiting, stages)
+            if waiting[0].passed == len(stages):
+                yield *self._taken(waiting), not waiting
+
+    def _go_on(self, waiting: Iterable[_Staged[T]], stages: Sequence[Callable[[Any], Any]]) -> None:
+        """Let each batch pass one more stage, the first of them first, as on all ranks."""
+        for staged in waiting:
+            if staged.passed < len(stages):
+                staged.value, staged.done = self._side.run(partial(stages[staged.passed], staged.value))
+                staged.passed += 1
+
+    def _taken(self, waiting: deque[_Staged[T]]) -> tuple[list[Batch], T]:
+        staged = waiting.popleft()
+        self._side.join(staged.done)
+        return staged.value, staged.beside
 
     def _moved(self, batch: Batch) -> list[Batch]:
         return [self._move(part) for part in self._divide(batch)]
 
-    def _joined(self, parts: list[Batch], copied: torch.cuda.Event | None) -> list[Batch]:
-        self._side.join(copied)
-        return parts
+    def _began(self, batch: Batch) -> tuple[list[Batch], IdExchange]:
+        assert self._link is not None
+        parts, exchange = self._moved(batch), IdExchange(self._link)
+        for part in parts:
+            for collection in self._collections:
+                collection.prefetch_ids(part.sparse, exchange)
+        return parts, exchange
+
+    def _counted(self, begun: tuple[list[Batch], IdExchange]) -> tuple[list[Batch], IdExchange]:
+        begun[1].start()
+        return begun
+
+    def _exchanged(self, begun: tuple[list[Batch], IdExchange]) -> list[Batch]:
+        begun[1].finish()
+        return begun[0]
 
     def _wait(self, future: Future[list[Batch]]) -> list[Batch]:
         start = time.perf_counter()
@@ -165,12 +215,9 @@ class BatchPrefetcher:
         return parts
 
     def _prepare(self, batch: Batch) -> list[Batch]:
-        assert self._link is not None
         start = time.perf_counter()
-        parts = self._moved(batch)
-        for part in parts:
-            for collection in self._collections:
-                collection.prefetch_ids(part.sparse, self._link)
+        parts, exchange = self._began(batch)
+        exchange.finish()
         self.exchange_s += time.perf_counter() - start
         return parts
 
