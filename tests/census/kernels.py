@@ -55,3 +55,11 @@ def kernels_of(func: Any, name: str, args: Any) -> int:
     if not has(func.name(), "CPU") and has(func.name(), "CompositeExplicitAutograd"):
         raise NotImplementedError(f"{func.name()} launches what its body launches: say in COMPOSITE how many that is")
     return 1
+
+
+def flops_of(name: str, args: Any) -> int:
+    """Count the floating-point operations of a matrix product; 0 of anything else."""
+    if name not in ("addmm", "mm"):
+        return 0
+    a, b = args[-2:]
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
