@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published.setups import ACTIVATION_PASSES, LAUNCHES_PER_LAYER
 from hotbed.config.places import Layout
 from hotbed.errors import PlanError
 from hotbed.files import json_text
@@ -30,7 +31,6 @@ from hotbed.plan.search import Found, search
 from hotbed.plan.simulate import simulate
 from hotbed.plan.workload import DensePart, Workload
 from hotbed.specs import Table
-from hotbed.train.plan_search import ACTIVATION_PASSES, LAUNCHES_PER_LAYER
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GROUPS = (32, 64, 128, 256, 512)

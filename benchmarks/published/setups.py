@@ -26,6 +26,10 @@ from hotbed.plan.workload import Workload
 from hotbed.train.build import new_model, open_source
 from hotbed.train.plan_search import tiers_of, workload_of
 
+ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.2, 59
+"""Of frameworks that are not hotbed: how often a step on a GPU moves the bytes of activations that it keeps, and
+kernels per layer of an MLP that take less than their launch. Fitted on a published rate each, see rows.yaml."""
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 
@@ -83,7 +87,7 @@ class Planned:
             tables = [{t.table for t in self.plan.tiles if t.owner == rank} for rank in range(self.plan.world_size)]
             launches += LAUNCHES * (max(map(len, tables)) - arenas_of(self.plan.tiles, self.work))
         moved = constants["activation_passes"] * dense.activation_bytes
-        dense = replace(dense, flops=mflop * 1e6, moved_bytes=moved, launches=round(launches))
+        dense = replace(dense, flops=mflop * 1e6, moved_bytes=moved, launches=round(launches), kernels=())
         share = constants["cpu_serial_share"] if self.setup.framework_cpu else 0.0
         here = on_framework(self.hardware, share)
         model = CostModel(replace(self.work, dense=dense), self.plan.world_size, here)
@@ -129,7 +133,8 @@ def read(setup: Setup) -> tuple[Recipe, Workload, Hardware, int]:
         model = new_model(recipe, source)
     work = workload_of(model, recipe, setup.ranks // setup.replicas, source)
     wire: dict[str, Any] = {use.table.name: setup.wire for use in work.uses}
-    work = replace(work, wire=wire, dense=replace(work.dense, dtype=setup.dense_dtype))
+    dense = replace(work.dense, dtype=setup.dense_dtype, kernels=())  # hotbed's kernels are not theirs
+    work = replace(work, wire=wire, dense=dense, arena_launches={})
     if setup.framework_cpu:  # ids are not grouped: rows of all of them are moved, as if none was asked for twice
         uses = (replace(use, popularity=Curve([use.table.rows], [1.0])) for use in work.uses)
         work = replace(work, uses=tuple(uses))

@@ -22,12 +22,20 @@ from benchmarks.published.report import (
     results,
     summary,
 )
-from benchmarks.published.setups import Setup, cold_of, hot_share, on_framework, read, sizes
+from benchmarks.published.setups import (
+    ACTIVATION_PASSES,
+    LAUNCHES_PER_LAYER,
+    Setup,
+    cold_of,
+    hot_share,
+    on_framework,
+    read,
+    sizes,
+)
 from hotbed.plan.hardware import Hardware
 from hotbed.plan.popularity import Zipf
 from hotbed.plan.workload import Workload
 from hotbed.specs import Table
-from hotbed.train.plan_search import ACTIVATION_PASSES, LAUNCHES_PER_LAYER
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "published.json"
 GIVEN = published()

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.census import graphs
-from tests.census.kernels import ALLOCATES, COMPUTES_NOTHING, WAITS, kernels_of
+from tests.census.kernels import ALLOCATES, COMPUTES_NOTHING, WAITS, flops_of, kernels_of
 from tests.census.streams import MODEL, replace_streams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +55,11 @@ class Event:
         Grid of a kernel; shapes of its arguments, and which memory they are in.
     inside
         Whether a CUDA graph of the step would be captured then.
+    nbytes
+        Of the tensors that a launch is given and makes, each time it is named: what it reads and writes, where it uses
+        all of each.
+    flops
+        Floating-point operations of a matrix product.
     """
 
     kind: str
@@ -64,6 +69,8 @@ class Event:
     waits: bool = False
     detail: str = ""
     inside: bool = False
+    nbytes: int = 0
+    flops: int = 0
 
 
 @dataclass
@@ -77,14 +84,24 @@ class Record:
     made: Counter[str] = field(default_factory=Counter)
     thread: threading.local = field(default_factory=threading.local)
 
-    def note(self, kind: str, what: str, count: int = 1, *, waits: bool = False, detail: str = "") -> None:
+    def note(
+        self,
+        kind: str,
+        what: str,
+        count: int = 1,
+        *,
+        waits: bool = False,
+        detail: str = "",
+        nbytes: int = 0,
+        flops: int = 0,
+    ) -> None:
         """Note an event, unless this thread is computing what a kernel would; what a graph cannot hold fails in one."""
         if getattr(self.thread, "is_computing", False):
             return
         if kind == "host" or (kind == "crossing" and (waits or not what.startswith("device to host"))):
             graphs.forbid(what)
         if self.is_on:
-            self.events.append(Event(kind, what, where(), count, waits, detail, self.is_inside))
+            self.events.append(Event(kind, what, where(), count, waits, detail, self.is_inside, nbytes, flops))
 
     def begin(self) -> list[Event]:
         """Begin a step; return what was noted before."""
@@ -239,7 +256,15 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = graphs.computed(func, hosts, on_host, is_view=name in COMPUTES_NOTHING, allocates=name in ALLOCATES)
     _order(func, name, args, kwargs, result)
     if name not in COMPUTES_NOTHING and name not in ALLOCATES:
-        RECORD.note("launch", name, kernels_of(func, name, args), detail=shapes_of(given))
+        used = given + [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        RECORD.note(
+            "launch",
+            name,
+            kernels_of(func, name, args),
+            detail=shapes_of(given),
+            nbytes=nbytes_of(used),
+            flops=flops_of(name, hosts),
+        )
     return _wrapped(name, (args, kwargs), result)
 
 
@@ -256,6 +281,10 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 def _has_masks(args: Any) -> bool:
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def nbytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> str:
@@ -308,7 +337,10 @@ def _copy(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     target = torch.device(kwargs.get("device") or source.device) if into is None else into.device
     source_on, target_on = isinstance(source, OnDevice), target.type == "cuda"
     if source_on and target_on:
-        RECORD.note("launch", name, detail=shapes_of([source]))
+        narrow = source.element_size() if into is None else into.element_size()
+        if into is None and kwargs.get("dtype") is not None:
+            narrow = kwargs["dtype"].itemsize
+        RECORD.note("launch", name, detail=shapes_of([source]), nbytes=source.nbytes + source.numel() * narrow)
     elif source_on or target_on:
         host_side = into if source_on else source
         pinned = host_side is not None and _is_pinned(host_side)

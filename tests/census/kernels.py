@@ -87,3 +87,11 @@ def multi_tensor_launches(lists: Sequence[Sequence[int]], depth: int) -> int:
             if blocks == _BLOCKS or (tensors == most and chunk == chunks):
                 launches, blocks, tensors = launches + 1, 0, int(chunk < chunks)
     return launches + (blocks > 0)
+
+
+def flops_of(name: str, args: Any) -> int:
+    """Count the floating-point operations of a matrix product; 0 of anything else."""
+    if name not in ("addmm", "mm"):
+        return 0
+    a, b = args[-2:]
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]

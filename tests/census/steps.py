@@ -120,6 +120,8 @@ class Found:
         Of all steps.
     exchanges
         Started by this rank in the step, in order.
+    kernels
+        Launches in order: operation, place, how many kernels, bytes, floating-point operations of products.
     """
 
     case: str
@@ -135,6 +137,7 @@ class Found:
     hazards: list[str]
     losses: list[float]
     exchanges: list[str] = field(default_factory=list)
+    kernels: list[tuple[str, str, int, int, int]] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -231,6 +234,7 @@ def census(case: Case, rank: int = 0, order: list[str] | None = None) -> Found:
         hazards=list(MODEL.hazards),
         losses=losses,
         exchanges=started[2],
+        kernels=[(e.what, e.where, e.count, e.nbytes, e.flops) for e in launches],
     )
 
 

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import torch
 
 import hotbed as hb
 from hotbed.config import TrainRecipe
+from hotbed.plan.tiling import Tier
+from hotbed.plan.workload import Kernel
 from hotbed.train import Trainer
+from hotbed.train.dense_kernels import arena_launches, dense_kernels
 from tests.census.cases import CASES
 from tests.census.kernels import multi_tensor_launches
-from tests.census.steps import ROWS, STEPS, batch_of
+from tests.census.steps import BATCH, ROWS, STEPS, Case, batch_of
 from tests.census.streams import Event, Model, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -238,6 +243,56 @@ def test_operations_on_lists_of_tensors_are_as_many_kernels_as_their_arguments_f
     tensors: list[int], depth: int, launches: int
 ) -> None:
     assert multi_tensor_launches([tensors], depth) == launches
+
+
+def test_two_ranks_launch_what_is_predicted(two_ranks: list[dict[str, Any]]) -> None:
+    found = two_ranks[0][names("two ranks")[0]]
+    launched = found["launches"] + sum(found["waits"].values())
+    assert launched == len(predicted_kernels(Case(ranks=2))) + arena_launches(2)["device"]
+
+
+# -- what predicted steps are made of ----------------------------------------------------------------------------------
+
+VARYING = ("_cross_entropy_kernel", "_total_kernel", "_fused_sgd_")
+"""Kernels whose bytes are not compared: partial sums, and what an optimizer keeps."""
+
+
+def predicted_kernels(case: Case) -> list[Kernel]:
+    """The kernels of the dense part, as predictions have them."""
+    tables = [hb.Table(f"t{i}", rows=rows, dim=16) for i, rows in enumerate(ROWS)]
+    features = [hb.Feature(f"f{i}", table=t.name) for i, t in enumerate(tables)]
+    with torch.device("meta"):
+        model = hb.nn.DLRM(tables, features, bottom=(32, 16), top=(32, 32, 1))
+    narrow = case.precision == "bf16"
+    return list(dense_kernels(model, narrow=narrow, dense_inputs=13, labels=1, at_once=case.ranks == 1))
+
+
+def summary(kernels: Iterable[tuple[str, float, float]]) -> Counter[tuple[str, float, float]]:
+    return Counter((op, 0, 0) if op in VARYING else (op, nbytes, flops) for op, nbytes, flops in kernels)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES["usual"] if c.where == "device" and c.dense_fused], ids=lambda c: c.name
+)
+def test_predictions_have_the_kernels_of_the_dense_part_and_their_bytes(usual: dict[str, Any], case: Case) -> None:
+    """All that is launched outside of tables and optimizers of theirs: the same operations, bytes and products."""
+    of_tables = ("store/", "embed/", "optim/", "ops/")
+    counted = [k for k in usual[case.name]["kernels"] if not k[1].startswith(of_tables)]
+    assert all(count == 1 for _, _, count, _, _ in counted)
+    products = ("addmm", "mm")
+    expected = [(k.op, k.nbytes(BATCH), k.flops * BATCH * (k.op in products)) for k in predicted_kernels(case)]
+    assert summary((op, nbytes, flops) for op, _, _, nbytes, flops in counted) == summary(expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "tier", "cached"), [("device", "device", False), ("records", "host", False), ("cache", "host", True)]
+)
+def test_predictions_have_the_launches_and_waits_of_arenas(
+    usual: dict[str, Any], where: str, tier: Tier, cached: bool
+) -> None:
+    case = Case(where=where)
+    launched = usual[case.name]["launches"] + sum(usual[case.name]["waits"].values())
+    assert launched == len(predicted_kernels(case)) + arena_launches(cached=cached)[tier]
 
 
 # -- the model of streams ----------------------------------------------------------------------------------------------

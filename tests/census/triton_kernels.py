@@ -17,7 +17,7 @@ from hotbed.ops import reference, triton, triton_loss, triton_runtime, triton_st
 from hotbed.ops.rows import step_seeds
 from hotbed.store import memory
 from tests.census import graphs
-from tests.census.device import RECORD, OnDevice, shapes_of, to_host
+from tests.census.device import RECORD, OnDevice, nbytes_of, shapes_of, to_host
 from tests.census.streams import MODEL
 
 
@@ -27,7 +27,7 @@ def replace_kernels() -> None:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         given = [t for t in pytree.tree_leaves(_flat(args)) if isinstance(t, OnDevice)]
         numbers = [n for n in pytree.tree_leaves(_flat(args)) if isinstance(n, (int, float))]
-        RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes_of(given)} {numbers}")
+        RECORD.note("launch", self.fn.__name__, detail=f"{grid} {shapes_of(given)} {numbers}", nbytes=nbytes_of(given))
         used = [t.host for t in given]
         MODEL.operation(used, [], [])  # which of them it writes is not known here
 

@@ -39,6 +39,11 @@ def test_a_simulation_is_shown_beside_the_plan(recipe: Path, capsys: pytest.Capt
     assert found["simulation"]["step_s"] >= sum(found["simulation"]["critical_s"].values()) * 0.5
     shown = capsys.readouterr().out
     assert f"bound by {found['simulation']['binds']};" in shown and "Resources of a rank, per step" in shown
+    assert "Terms of a step" in shown and "assumed: no public figure was found" in shown
+    assert "stream: 1555 GB/s × 0.84 (gpu, neo)" in shown
+    parts = {term["name"]: term for term in found["terms"]}
+    assert parts["activations"]["counted"] == "kernels of the step: tests/census"
+    assert parts["activations"]["rates"] == {"stream": "1555 GB/s × 0.84 (gpu, neo)"}
     slow = simulated(recipe, "--ranks", "4", "--stragglers.share", "0.5", "--stragglers.slowdown", "100")
     assert slow["simulation"]["step_s"] > found["simulation"]["step_s"]
 

@@ -16,7 +16,7 @@ from hotbed.plan.hardware import Hardware, interpolated
 from hotbed.plan.profile_files import DIMENSIONS, PROFILES, profiles
 from hotbed.plan.quantities import UNITS, parse, show
 
-FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "description", "sources", "measured"}
+FIGURES = {f.name for f in dataclasses.fields(Hardware)} - {"name", "description", "sources", "said", "measured"}
 SMALL: dict[str, Any] = {
     "ranks_per_node": 2,
     "device_bytes": "8 GB",

@@ -27,7 +27,7 @@ MEASURED = Hardware.load("epyc-7742x2").with_(
     all_to_all={4: CURVE},
     all_reduce={4: CURVE},
 )
-VARIED = [name for name in DIMENSIONS if name not in ("price_per_hour", "stream", "disk_latency")]
+VARIED = [name for name in DIMENSIONS if name not in ("price_per_hour", "disk_latency")]
 CURVES = ("gather", "scatter", "flops", "overheads", "all_to_all", "all_reduce", "efficiency", "mlp")
 UNITS = {"bytes": ("1 TB", "2 TB"), "bytes/s": ("1 GB/s", "2 GB/s"), "s": ("1 us", "1 ms")}
 SHARES = ("network_efficiency",)
@@ -69,6 +69,7 @@ def test_curves_are_varied_by_factors_only(text: str) -> None:
         ("network=1GB/s..2GB/s", MEASURED.with_(ranks_per_node=2), 4, "all_to_all and all_reduce were measured"),
         ("node_link=1GB/s..2GB/s", MEASURED, 4, "all_to_all and all_reduce were measured, and replace it"),
         ("cores_per_node=2..4", A100, 4, "only measured overheads and mlp .* vary gather, scatter and flops"),
+        ("stream=1GB/s..2GB/s", MEASURED, 4, "only layers on GPUs do; vary gather and scatter"),
         ("launch_s=1us..1ms", MEASURED, 4, "its measured overheads have launches; vary overheads"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +20,7 @@ from hotbed.plan.hardware import Hardware
 from hotbed.plan.search import Found
 from hotbed.plan.simulate import Simulation, Stragglers, simulate
 from hotbed.plan.sweep import RANKS, Point, Sweep, elasticities, first_that_fits
+from hotbed.plan.terms import Term, terms_of
 from hotbed.plan.timeline import chrome_trace
 from hotbed.plan.usage import amount_text
 from hotbed.train.plan_search import hardware_of
@@ -86,7 +87,11 @@ def simulated(
     sweep = None if options.sweep is None else Sweep.parse(options.sweep)
     simulation = options.priced(simulate(found.plan, found.costs, found.model, stragglers=options.stragglers))
     print_simulation(to, simulation)
+    terms, here = terms_of(found.plan, found.costs, found.model), found.model.hardware
+    assert here is not None
+    print_terms(to, terms, here)
     result: dict[str, Any] = {"simulation": simulation.to_dict()}
+    result["terms"] = [asdict(term) | {"rates": {name: here.said_of(name) for name in term.figures}} for term in terms]
     points: list[Point] = []
     if sweep is not None:
         points, result["sweep"] = swept_and_shown(to, sweep, recipe, ranks, options, search_of)
@@ -163,6 +168,32 @@ def print_simulation(to: Console, simulation: Simulation) -> None:
         amounts = [amount_text(value, usage.unit) for value in (usage.amount, usage.most)]
         shown.add_row(name, *amounts, f"{usage.utilisation:.1%}")
     to.print(shown)
+
+
+def print_terms(to: Console, terms: list[Term], here: Hardware) -> None:
+    """Print what a step of the busiest rank adds up from, and where each amount and rate is from."""
+    shown = RichTable(title="Terms of a step, busiest rank", title_justify="left")
+    for column in ("term", "ms", "kernels", "amount", "counted by", "at"):
+        shown.add_column(column, justify="right" if column in ("ms", "kernels", "amount") else "left")
+    for term in terms:
+        amount = "" if term.unit == "s" else amount_text(term.amount, term.unit)
+        time = f"({term.seconds * 1e3:.3g})" if term.hidden else f"{term.seconds * 1e3:.3g}"
+        shown.add_row(term.name, time, str(term.kernels or ""), amount, term.counted, ", ".join(term.figures))
+    to.print(shown)
+    if any(term.hidden for term in terms):
+        to.print("in brackets: beside the step, not added")
+    used = dict.fromkeys(figure for term in terms for figure in term.figures)
+    for figure in used:
+        to.print(f"{figure}: {here.said_of(figure)}", soft_wrap=True)
+    for source in here.sources:
+        name = source.split(":", 1)[0]
+        if any(name in _names(here.said_of(figure)) for figure in used):
+            to.print(f"{source}", soft_wrap=True)
+
+
+def _names(said: str) -> list[str]:
+    """The sources that a figure names, at the end of what is said of it."""
+    return said[said.rfind("(") + 1 :].rstrip(")").split(", ")
 
 
 def print_sweep(to: Console, sweep: Sweep, points: list[Point]) -> None:

@@ -49,7 +49,7 @@ PARTS = (
 LOOKUP, POOLING, IDS, ROWS, GRADIENTS, UPDATE, COPIES, SUMS, HOST, DISK, REPLICAS, GROUPING = range(len(PARTS))
 
 LAUNCHES = 12
-"""Kernels of an arena in a step: grouping and looking up, sums per row, update; counted in the code of a GPU's step."""
+"""Kernels of an arena in a step: grouping and looking up, sums per row, update; where a workload does not say."""
 EXCHANGES_OF_COPIES = 3
 """Numbers, places and values of updated rows (`hotbed.embed.gather`)."""
 
@@ -223,12 +223,12 @@ class CostModel:
 
     @property
     def arena_s(self) -> float:
-        """Seconds of a step that each arena takes beside its bytes: as measured, or those of launching its kernels."""
+        """Seconds of a step that an arena on the device takes beside its bytes: measured, or launching its kernels."""
         if self.hardware is None:
             return 0.0
         if "step" in self.hardware.overheads:
             return self.hardware.overhead("arena", self.ranks_on_node)
-        return LAUNCHES * self.hardware.launch_s
+        return self.workload.arena_launches.get("device", LAUNCHES) * self.hardware.launch_s
 
     def _fixed_s(self, what: str, exchanges: int) -> float:
         """Measured seconds of what comes with some exchanges, or else of their messages alone."""

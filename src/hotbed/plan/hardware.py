@@ -50,6 +50,8 @@ class Hardware:
     description: str = ""
     sources: tuple[str, ...] = ()
     """Where figures are from."""
+    said: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    """By figure, what its profile says it is, and the names of its sources; of changed ones nothing."""
     measured: bool = False
     """Whether it was measured on the machine itself."""
     ranks_per_node: int
@@ -176,6 +178,11 @@ class Hardware:
             raise RecipeError(f"{name}: {error}") from None
         return cls(name=name, **read)
 
+    def said_of(self, figure: str) -> str:
+        """Say what a figure is, with the names of its sources: as the profile does, or what is known of it else."""
+        other = "measured on the machine" if self.measured else "as given, without a source"
+        return self.said.get(figure, other)
+
     def with_(self, **changes: Any) -> Self:
         """Copy it with other figures, in units of the International System.
 
@@ -188,6 +195,7 @@ class Hardware:
         for name in changes:
             if name not in known:
                 raise RecipeError(f"hardware has no figure '{name}'{did_you_mean(name, known)}")
+        changes.setdefault("said", {name: text for name, text in self.said.items() if name not in changes})
         return replace(self, **changes)
 
     def scaled(self, figure: str, factor: float) -> Self:
@@ -204,7 +212,7 @@ class Hardware:
         if value is None:
             raise RecipeError(f"{self.name}: {figure} is not set, so it cannot be scaled; set it first")
         changed = scaled(value, factor)
-        return replace(self, **{figure: round(changed) if figure in COUNTS else changed})
+        return self.with_(**{figure: round(changed) if figure in COUNTS else changed})
 
     def gather_rate(self, row_bytes: float) -> float:
         """Bytes/s of rows of so many bytes, read at random."""

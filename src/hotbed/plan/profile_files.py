@@ -113,7 +113,8 @@ def read_profile(values: object) -> dict[str, Any]:
         raise ValueError(f"figures lacks {', '.join(missing)}; add them, or `extends:` a built-in profile")
     named = {source for entry in figures.values() for source in _sources(entry)}
     texts = tuple(f"{key}: {text}" for key, text in sources.items() if key in named)
-    return {"sources": texts, **about, **{key: _figure(key, entry) for key, entry in figures.items()}}
+    said = {key: text for key, entry in figures.items() if (text := _said(entry))}
+    return {"sources": texts, "said": said, **about, **{key: _figure(key, entry) for key, entry in figures.items()}}
 
 
 def _read(values: object) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
@@ -162,6 +163,22 @@ def _sources(entry: Any) -> list[Any]:
     """List what a figure's sources are called; a plain one has none."""
     named = entry.get("source", []) if isinstance(entry, dict) else []
     return named if isinstance(named, list) else [named]
+
+
+def _said(entry: Any) -> str:
+    """Say what a figure is and where it is from, as its entry has it; nothing of a plain one."""
+    names = _sources(entry)
+    if not names:
+        return ""
+    about = cast("dict[str, Any]", entry)
+    what = [_joined(about[word]) for word in ("value", "peak", "share") if word in about]
+    return f"{' × '.join(what)} ({', '.join(map(str, names))})"
+
+
+def _joined(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return "; ".join(f"{key}: {_joined(v)}" for key, v in cast("Mapping[Any, Any]", value).items())
 
 
 def _figure(key: str, entry: Any) -> Any:

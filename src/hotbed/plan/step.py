@@ -15,10 +15,20 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from hotbed.plan.cost import COPIES, EXCHANGES_OF_COPIES, PARTS, REPLICAS, SUMS, Array, CostModel, RankCosts
+from hotbed.plan.cost import (
+    COPIES,
+    EXCHANGES_OF_COPIES,
+    LAUNCHES,
+    PARTS,
+    REPLICAS,
+    SUMS,
+    Array,
+    CostModel,
+    RankCosts,
+)
 from hotbed.plan.hardware import Curve, Hardware, interpolated
-from hotbed.plan.tiling import Plan, Tile
-from hotbed.plan.workload import Workload
+from hotbed.plan.tiling import Plan, Tier, Tile
+from hotbed.plan.workload import Kernel, Workload
 
 BUCKET_BYTES = 25 << 20
 """Of dense gradients that are reduced at once, as `hotbed.embed.dense` has it."""
@@ -87,7 +97,7 @@ def _fixed(plan: Plan, busiest: Array, model: CostModel, here: Hardware) -> tupl
     links = model.links
     assert links is not None
     messages = exchanges * links.messages + 2 * (work.replicas - 1) / work.sync_every * bool(busiest[REPLICAS])
-    return messages * here.message_s, model.arena_s * arenas_of(plan.tiles, work)
+    return messages * here.message_s, table_launches(plan.tiles, work) * here.launch_s
 
 
 def _overheads(plan: Plan, model: CostModel, here: Hardware) -> tuple[float, float]:
@@ -115,14 +125,31 @@ def products_s(model: CostModel) -> float:
     assert here is not None
     operations = dense.flops * model.local_batch
     wide = here.flops.get("fp32") or min(here.flops.values())
-    rate = here.flops.get(dense.dtype) or wide
+    rate = flops_rate(model)
     measured = here.mlp_rate(operations / max(dense.layers, 1), model.ranks_on_node)
+    if dense.kernels and measured is None:
+        return sum(kernel_s(kernel, model) for kernel in dense.kernels)
     if measured is None:
         products = 3 * operations / rate * model.cores_share
     else:
         products = 3 * operations / (measured * rate / wide)
     moved = dense.moved_bytes * model.local_batch / here.stream * model.cores_share
     return products + moved
+
+
+def kernel_s(kernel: Kernel, model: CostModel) -> float:
+    """Seconds of a kernel of forward or backward pass: of its operations or of its bytes, whichever take longer."""
+    here = model.hardware
+    assert here is not None
+    computing = kernel.flops * model.local_batch / flops_rate(model)
+    return max(computing, kernel.nbytes(model.local_batch) / here.stream) * model.cores_share
+
+
+def flops_rate(model: CostModel) -> float:
+    """FLOP/s of the dense part's products; of float32 where there is no figure for their dtype."""
+    here = model.hardware
+    assert here is not None
+    return here.flops.get(model.workload.dense.dtype) or here.flops.get("fp32") or min(here.flops.values())
 
 
 def dense_launches_s(model: CostModel) -> float:
@@ -160,7 +187,16 @@ def _all_reduce(nbytes: float, ranks: int, here: Hardware) -> float:
 
 def arenas_of(tiles: Iterable[Tile], work: Workload) -> int:
     """Count the arenas of these tiles: those alike in width, dtype, memory and readers share kernels."""
-    return len({(len(t.cols), work.by_table[t.table].table.dtype, t.tier, bool(t.readers)) for t in tiles})
+    return len(_arenas(tiles, work))
+
+
+def table_launches(tiles: Iterable[Tile], work: Workload) -> int:
+    """Count the kernels of the arenas of these tiles."""
+    return sum(work.arena_launches.get(tier, LAUNCHES) for _, _, tier, _ in _arenas(tiles, work))
+
+
+def _arenas(tiles: Iterable[Tile], work: Workload) -> set[tuple[int, str, Tier, bool]]:
+    return {(len(t.cols), work.by_table[t.table].table.dtype, t.tier, bool(t.readers)) for t in tiles}
 
 
 def parts_of_busiest(costs: RankCosts) -> dict[str, float]:

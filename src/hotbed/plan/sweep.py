@@ -24,13 +24,13 @@ MOST_RANKS = 16384
 NUDGE = 1.05
 """By which factor figures are changed for elasticities."""
 _TIMES = ("message_s", "launch_s", "overheads")
-_RATES = ("gather", "scatter", "flops", "host_stream", "host_link", "disk_read", "node_link", "network")
+_RATES = ("gather", "scatter", "stream", "flops", "host_stream", "host_link", "disk_read", "node_link", "network")
 _MEASURED = ("all_to_all", "all_reduce", "efficiency", "mlp")
 _CURVES = ("gather", "scatter", "flops", "overheads", *_MEASURED)
 _ACROSS = ("network", "network_efficiency", "oversubscription")
 """What exchanges between nodes go over."""
 _AROUND = 4
-_NO_PART = ("price_per_hour", "stream", "disk_latency")
+_NO_PART = ("price_per_hour", "disk_latency")
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,8 @@ def _unread(figure: str, here: Hardware, ranks: int, replicas: int) -> str:
         return "it has none; measure it with `hotbed doctor --measure FILE`, or add it to a profile of your own"
     if figure == "cores_per_node" and not (here.cores_shared and (here.overheads or here.mlp)):
         return "only measured overheads and mlp of ranks that share cores do; vary gather, scatter and flops"
+    if figure == "stream" and here.cores_shared:
+        return "only layers on GPUs do; vary gather and scatter"
     if figure == "launch_s" and "step" in here.overheads:
         return "its measured overheads have launches; vary overheads"
     if figure in _ACROSS and nodes == 1:

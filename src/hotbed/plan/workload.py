@@ -11,7 +11,7 @@ from hotbed.config.places import Codec, Layout
 from hotbed.errors import PlanError, did_you_mean
 from hotbed.optim import Moment
 from hotbed.plan.popularity import ExpectedRows, Popularity, Scaled, Zipf
-from hotbed.plan.tiling import WireFormat
+from hotbed.plan.tiling import Tier, WireFormat
 from hotbed.specs import Table, is_int
 
 
@@ -55,6 +55,26 @@ class TableUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel of the part of a model without tables: it computes and moves at once, so it takes the longer of both."""
+
+    part: str
+    """What it belongs to, as steps are shown: products, activations, …"""
+    op: str
+    """The operation of PyTorch, or the kernel's own name."""
+    flops: float = 0.0
+    """Floating-point operations per sample, of matrix products."""
+    sample_bytes: float = 0.0
+    """What it reads and writes, per sample."""
+    step_bytes: float = 0.0
+    """The same, whatever the batch: weights."""
+
+    def nbytes(self, samples: float) -> float:
+        """Bytes that it reads and writes for so many samples."""
+        return self.sample_bytes * samples + self.step_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class DensePart:
     """The part of a model without tables; figures are of one sample where they say so."""
 
@@ -71,6 +91,8 @@ class DensePart:
     """What layers read and write of activations, per sample, in the forward and the backward pass."""
     launches: int = 0
     """Kernels of a step that take less than their launch, one after the other; they add to products and bytes."""
+    kernels: tuple[Kernel, ...] = ()
+    """Where they are known one by one, in the place of ``flops`` and ``moved_bytes``."""
     input_bytes: float = 0.0
     """What is copied to the device, per sample."""
 
@@ -93,6 +115,8 @@ class Workload:
     backward_codec: Codec = "fp32"
     wire: Mapping[str, WireFormat] = field(default_factory=dict[str, WireFormat])
     dense: DensePart = DensePart()
+    arena_launches: Mapping[Tier, int] = field(default_factory=dict[Tier, int])
+    """Launches of a step for each arena whose rows are in this memory; `hotbed.plan.cost.LAUNCHES` where not given."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "replicas", "sync_every"):

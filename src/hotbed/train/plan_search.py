@@ -20,6 +20,7 @@ from hotbed.plan.ranks import Chosen, search_ranks
 from hotbed.plan.search import Found, search
 from hotbed.plan.tiling import Tier
 from hotbed.plan.workload import DensePart, Workload
+from hotbed.train.dense_kernels import arena_launches, dense_kernels
 from hotbed.train.numerics import resolve_device
 from hotbed.train.parameter_groups import moments_by_table
 from hotbed.train.recipe_plan import plan_or_schemes
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 
 BACKWARD_KEEPS = 2
 """Vectors per output of a layer that a step keeps: what backward needs, and the gradient."""
-
-ACTIVATION_PASSES, LAUNCHES_PER_LAYER = 6.2, 59
-"""On GPUs: how often a step moves the bytes of activations that it keeps, and kernels per layer of an MLP that take
-less than their launch. Fitted on a published rate each (`benchmarks/published`), of a framework that is not hotbed."""
 
 
 def searched(
@@ -136,6 +133,8 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
     """What a step of a recipe does, in a group of ``size`` ranks."""
     tables, parallel, memory = plan_tables(model), recipe.parallel, recipe.memory
     rows = {table.name: table.rows for table in tables}
+    ranks = size * parallel.replicas
+    launches = {} if hardware_of(recipe).cores_shared else arena_launches(ranks, cached=bool(memory.cache_rows))
     return Workload.of(
         tables,
         ids=_ids(model, recipe, source),
@@ -148,7 +147,8 @@ def workload_of(model: nn.Module, recipe: Recipe, size: int, source: Source | No
         ranks_per_node=parallel.ranks_per_node,
         forward_codec=parallel.forward_codec,
         backward_codec=parallel.backward_codec,
-        dense=dense_part(model, recipe, source),
+        dense=dense_part(model, recipe, source, ranks=ranks),
+        arena_launches=launches,
     )
 
 
@@ -168,8 +168,8 @@ def _ids(model: nn.Module, recipe: Recipe, source: Source | None) -> dict[str, f
     return found
 
 
-def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None) -> DensePart:
-    """Count the part of a recipe's model without tables."""
+def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None, *, ranks: int = 1) -> DensePart:
+    """Count the part of a recipe's model without tables; on GPUs kernel by kernel, as so many ranks launch them."""
     precision = recipe.train.precision
     if precision == "auto":  # what `hotbed.train.numerics` chooses on GPUs
         precision = "fp32" if hardware_of(recipe).cores_shared else "bf16"
@@ -180,8 +180,9 @@ def dense_part(model: nn.Module, recipe: Recipe, source: Source | None = None) -
     found = replace(found, dtype=precision)
     if hardware_of(recipe).cores_shared:  # what CPUs take beside products is measured
         return found
-    moved, launches = ACTIVATION_PASSES * found.activation_bytes, LAUNCHES_PER_LAYER * found.layers
-    return replace(found, moved_bytes=moved, launches=launches)
+    at_once = ranks == 1 and not (recipe.train.compile or recipe.train.recompute)
+    kernels = dense_kernels(model, narrow=narrow, dense_inputs=dense, labels=labels, at_once=at_once)
+    return replace(found, kernels=kernels, launches=len(kernels))
 
 
 def count_dense_part(model: nn.Module, *, narrow: bool = False, input_bytes: float = 0.0) -> DensePart:

@@ -1,0 +1,159 @@
+"""Count the kernels that a step of a GPU has for the part of a model without tables, and the bytes that each moves.
+
+This is what one process asks of PyTorch, without ``train.compile``, which fuses some: `tests/census` counts the same
+step on a device that is pretended, and a test holds the two together, kernel by kernel. A product reads its operands
+and writes its result once, a fused bias with them; what is between two kernels goes through the device's memory.
+
+Of layers outside of `hotbed.nn.MLP`, `hotbed.nn.CrossLayer` and `hotbed.nn.DotInteraction` only products are counted,
+so steps of models with attention or histories are longer than this says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from hotbed.embed import collections_of
+from hotbed.nn.cross import CrossLayer
+from hotbed.nn.layers import MLP, DotInteraction
+from hotbed.nn.linear import Linear
+from hotbed.plan.tiling import Tier
+from hotbed.plan.workload import Kernel
+
+PRODUCTS, BACKWARD_PRODUCTS = "products", "products, backward"
+ACTIVATIONS, BACKWARD_ACTIVATIONS, BIASES = "activations", "activations, backward", "gradients of biases"
+INTERACTION, BACKWARD_INTERACTION = "interaction", "interaction, backward"
+CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
+
+ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 93 + 8
+"""Of an arena on the device, of one rank, and of several: launches of a step with RowWiseAdagrad that are not the dense
+part's. Each wait of the host (the second summand) is as a launch: the device has nothing to do until the next one."""
+HOST_LAUNCHES, CACHED_LAUNCHES = 56 + 18, 260 + 53
+"""How many more an arena has whose rows are in slower memory, and behind a cache on the device."""
+OPTIMIZER_BYTES = 28
+"""Of a dense parameter, at most: Adam reads it, its gradient and two moments, and writes all but the gradient."""
+
+
+def arena_launches(ranks: int = 1, *, cached: bool = False) -> dict[Tier, int]:
+    """Launches of a step for each arena, by the memory of its rows; ``cached``: slower ones have a cache."""
+    device = ARENA_LAUNCHES if ranks == 1 else EXCHANGED_ARENA_LAUNCHES
+    slower = device + (CACHED_LAUNCHES if cached else HOST_LAUNCHES)
+    return {"device": device, "host": slower, "disk": slower}
+
+
+def dense_kernels(
+    model: nn.Module, *, narrow: bool, dense_inputs: int, labels: int, at_once: bool = True
+) -> tuple[Kernel, ...]:
+    """List the kernels of a step.
+
+    Parameters
+    ----------
+    model
+        Perhaps on ``meta``.
+    narrow
+        Whether products are of two bytes a value, under autocast; else of four.
+    dense_inputs, labels
+        Columns of a batch.
+    at_once
+        Whether all weights are cast in one kernel, as one process alone does (`hotbed.nn.cast_weights`).
+    """
+    size = 2 if narrow else 4
+    kernels = [*_products(model, size, dense_inputs), *_activations(model, size), *_vectors(model, size)]
+    if narrow:
+        kernels += _casts(model, dense_inputs, labels, at_once)
+    kernels += [
+        Kernel(part=LOSS, op="_cross_entropy_kernel", sample_bytes=12.0 * labels),
+        Kernel(part=LOSS, op="_total_kernel"),
+        Kernel(part=LOSS, op="mul", sample_bytes=8.0 * labels, step_bytes=4),
+        Kernel(part=LOSS, op="sub", step_bytes=12),  # whether it is finite
+        Kernel(part=LOSS, op="logical_xor", step_bytes=28),
+    ]
+    count = sum(p.numel() for p in model.parameters())
+    return (*kernels, Kernel(part=OPTIMIZER, op="_fused_sgd_", step_bytes=float(OPTIMIZER_BYTES * count)))
+
+
+def _products(model: nn.Module, size: int, dense_inputs: int) -> Iterator[Kernel]:
+    """Products of all layers, and the sums of their outputs' gradients."""
+    of_layers = 0
+    for layer in model.modules():
+        if not isinstance(layer, nn.Linear):
+            continue
+        x, y, weight = layer.in_features, layer.out_features, layer.weight.numel()
+        of_layers += weight
+        both: dict[str, float] = {"flops": 2.0 * weight, "sample_bytes": float(size * (x + y))}
+        bias = 0 if layer.bias is None else y  # pyright: ignore[reportUnnecessaryComparison]
+        forward = float(size * (weight + bias))
+        yield Kernel(part=PRODUCTS, op="addmm" if bias else "mm", step_bytes=forward, **both)
+        products = 1 if x == max(dense_inputs, 1) else 2  # a batch has no gradient
+        for _ in range(products):  # of the weight; of the input
+            yield Kernel(part=BACKWARD_PRODUCTS, op="mm", step_bytes=float(size * weight), **both)
+        if bias:
+            yield Kernel(part=BIASES, op="sum", sample_bytes=float(size * y), step_bytes=float(size * y))
+    others = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - of_layers
+    if others:
+        yield Kernel(part=PRODUCTS, op="bmm", flops=2.0 * others)
+        yield from [Kernel(part=BACKWARD_PRODUCTS, op="bmm", flops=2.0 * others)] * 2
+
+
+def _activations(model: nn.Module, size: int) -> Iterator[Kernel]:
+    """Activations and dropout of MLPs, and what cross layers multiply and add."""
+
+    def both(width: int, op: str, backward: str) -> Iterator[Kernel]:
+        yield Kernel(part=ACTIVATIONS, op=op, sample_bytes=2.0 * size * width)
+        yield Kernel(part=BACKWARD_ACTIVATIONS, op=backward, sample_bytes=3.0 * size * width)
+
+    for module in model.modules():
+        if isinstance(module, CrossLayer):
+            passes = 3.0 * size * module.up.out_features  # two vectors are read, one is written
+            yield from [Kernel(part=ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "add")]
+            yield from [Kernel(part=BACKWARD_ACTIVATIONS, op=op, sample_bytes=passes) for op in ("mul", "mul", "add")]
+        if not isinstance(module, MLP):
+            continue
+        width = 0
+        for child in module:
+            if isinstance(child, nn.Linear):
+                width = child.out_features
+                continue
+            for each in child if isinstance(child, nn.Sequential) else [child]:
+                if isinstance(each, nn.Dropout):  # and a byte of its mask
+                    mask = (2.0 * size + 1) * width
+                    yield Kernel(part=ACTIVATIONS, op="native_dropout", sample_bytes=mask)
+                    yield Kernel(part=BACKWARD_ACTIVATIONS, op="native_dropout_backward", sample_bytes=mask)
+                elif isinstance(each, nn.ReLU):
+                    yield from both(width, "relu_", "threshold_backward")
+                else:
+                    yield from both(width, "activation", "activation_backward")
+
+
+def _vectors(model: nn.Module, size: int) -> Iterator[Kernel]:
+    """What reads looked-up vectors: the dot interaction, in place; elsewhere they are copied beside other inputs."""
+    found = False
+    for module in model.modules():
+        if isinstance(module, DotInteraction):
+            found = True
+            n, d = module.vectors, module.dim
+            flops, vectors, out = 2.0 * n * n * d, float(size * n * d), float(size * module.width)
+            yield Kernel(part=CASTS, op="copy_", sample_bytes=2.0 * size * d)  # the bottom MLP's, beside the others
+            yield Kernel(part=INTERACTION, op="_interaction_kernel", flops=flops, sample_bytes=vectors + out)
+            yield Kernel(
+                part=BACKWARD_INTERACTION,
+                op="_interaction_backward_kernel",
+                flops=flops,
+                sample_bytes=2 * vectors + out,
+            )
+    values = sum(c.tables[f.table].dim for c in collections_of(model).values() for f in c.features)
+    if not found and values:
+        yield from [Kernel(part=CASTS, op=op, sample_bytes=2.0 * size * values) for op in ("cat", "copy_")]
+
+
+def _casts(model: nn.Module, dense_inputs: int, labels: int, at_once: bool) -> Iterator[Kernel]:
+    """Casts between float32 and two bytes: of weights and their gradients, dense inputs, logits and their gradient."""
+    parameters = [p.numel() for m in model.modules() if isinstance(m, Linear) for p in m.parameters()]
+    if at_once:
+        yield from [Kernel(part=CASTS, op="_foreach_copy_", step_bytes=6.0 * sum(parameters))] * 2
+    else:
+        yield from [Kernel(part=CASTS, op="_to_copy", step_bytes=6.0 * count) for count in parameters * 2]
+    if dense_inputs:
+        yield Kernel(part=CASTS, op="_to_copy", sample_bytes=6.0 * dense_inputs)
+    yield from [Kernel(part=CASTS, op="_to_copy", sample_bytes=6.0 * labels)] * 2
