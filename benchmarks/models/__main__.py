@@ -35,12 +35,12 @@ from benchmarks.quality import measured_on
 from hotbed.files import write_json
 
 MODELS_OF = {
-    "order": ("DLRM", "HSTU", "SASRec"),
     "crosses": ("DLRM", "DCNv2"),
     "slopes": ("DLRM", "DeepFM"),
+    "order": ("DLRM", "HSTU", "SASRec"),
     "retrieval": Retrieval.models,
-    "interests": ("DLRM", "DIN"),
     "tasks": ("DLRM", "MMoE", BY_TASK),
+    "interests": ("DLRM", "DIN"),
     "drift": ("DLRM", "HSTU", "SASRec", "DIN"),
 }
 """Logs in the order in which they are run, with the models that are trained on each."""
