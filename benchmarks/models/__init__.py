@@ -21,5 +21,5 @@ attainable AUC is, too (`benchmarks.models.logs`):
 *Real log.* Recipes as ``hotbed init --model NAME`` drafts them, unedited, for the models whose columns the log has.
 
 *Rates.* Samples/s of training steps of DCNv2, DIN and HSTU beside the same formula in plain PyTorch, in turns
-(`.rates`); and of DCNv2 beside TorchRec's where it is installed (the environment of ``make bench-peers``).
+(`.rates`).
 """

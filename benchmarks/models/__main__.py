@@ -88,7 +88,7 @@ def quality(args: argparse.Namespace, console: Console) -> None:
 
 def _case(name: str, args: argparse.Namespace) -> Clicks | Retrieval:
     if name == Retrieval.name:
-        return Retrieval(args.items // 100, args.rows, min(500, args.rows // 10))
+        return Retrieval(args.items // 100, args.rows, min(200, args.rows // 10))
     return Clicks(LOGS[name](args.rows, args.rows // 4, args.rows // 2), MODELS_OF[name])
 
 
@@ -141,7 +141,7 @@ def table(args: argparse.Namespace, console: Console) -> None:
 
 
 def rates(args: argparse.Namespace, console: Console) -> None:
-    """Measure samples/s beside plain PyTorch and TorchRec."""
+    """Measure samples/s beside plain PyTorch."""
     from benchmarks.models.rates import measure
 
     measured = measure(args, console)
@@ -192,7 +192,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     of_quality.add_argument("--seeds", type=int, default=3)
     of_quality.add_argument("--real_log", type=Path, help="a log in Criteo's layout, .tsv or .tsv.gz")
     of_quality.add_argument("--json", type=Path, help="results, written as they come; what is in it is not repeated")
-    of_rates = commands.add_parser("rates", help="samples/s beside plain PyTorch, and TorchRec where it is installed")
+    of_rates = commands.add_parser("rates", help="samples/s beside plain PyTorch")
     of_rates.set_defaults(run=rates)
     of_rates.add_argument("--batch", type=int, default=2_048)
     of_rates.add_argument("--rows", type=int, default=100_000, help="of each table")

@@ -1,15 +1,13 @@
-"""Time training steps of DCNv2, DIN and HSTU, of hotbed and of plain PyTorch, in turns; and DCNv2 beside TorchRec's.
+"""Time training steps of DCNv2, DIN and HSTU, of hotbed and of plain PyTorch, in turns.
 
 Forward, backward and the step of both optimizers, on batches that are in memory. AdaGrad for the tables on both sides
-(``torch.optim.Adagrad`` with sparse gradients), Adam for the layers. TorchRec's ``DLRM_DCN`` has the row-wise AdaGrad
-that works in backward, and hotbed has it beside that. A measurement is the mean of some steps; sides take turns, and
-what is shown is the median of their measurements.
+(``torch.optim.Adagrad`` with sparse gradients), Adam for the layers. A measurement is the mean of some steps; sides
+take turns, and what is shown is the median of their measurements.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,15 +114,7 @@ def _dcn(args: argparse.Namespace) -> dict[str, Step]:
         options = {"layers": LAYERS, "low_rank": LOW_RANK, "bottom": (512, 256, args.dim), "top": TOP}
         return hb.nn.DCNv2(tables, features, DENSE, **options)
 
-    sides = sides_of(make, batches, 1)
-    if importlib.util.find_spec("torchrec") is not None:
-        from benchmarks.models.torchrec_dcn import torchrec_step
-
-        labels = torch.arange(args.batch).remainder(2).float()[:, None]
-        model = make()
-        sides["hotbed, row-wise"] = _trainer(model, hb.optim.RowWiseAdagrad(model, lr=0.05), batches, labels)
-        sides["TorchRec, row-wise"] = torchrec_step(args, names, batches, labels)
-    return sides
+    return sides_of(make, batches, 1)
 
 
 def _histories(args: argparse.Namespace) -> tuple[list[hb.Table], list[hb.Feature], list[hb.Batch]]:
