@@ -91,7 +91,7 @@ class Planted(ABC):
         self.seed = seed
         self.prepare(np.random.default_rng([seed, 1]))
         logits = self.draw(np.random.default_rng([seed, 2]), np.linspace(0, 1, 50_000, endpoint=False))[1]
-        self.intercept = _intercept(logits, self.rate)
+        self.intercept = intercept_of(logits, self.rate)
 
     @abstractmethod
     def prepare(self, rng: np.random.Generator) -> None:
@@ -194,7 +194,7 @@ def effects(rng: np.random.Generator, counts: Mapping[str, int]) -> dict[str, Ar
     return {name: rng.normal(size=count) for name, count in counts.items()}
 
 
-def _intercept(logits: Array, rate: float) -> float:
+def intercept_of(logits: Array, rate: float) -> float:
     """The constant with which the mean probability is the rate, by bisection."""
     low, high = -50.0, 50.0
     for _ in range(60):
