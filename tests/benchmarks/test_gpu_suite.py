@@ -87,10 +87,10 @@ def suite(out: Path, *parts: str, **more: str) -> tuple[int, dict[str, Any], str
 
 def test_what_lacks_a_package_is_skipped_and_says_which(tmp_path: Path) -> None:
     """No part of ours needs more; one that does is told from one that fails."""
-    status, summary, shown = suite(tmp_path, "census", **without(tmp_path, "safetensors"))
+    status, summary, shown = suite(tmp_path, "census", **without(tmp_path, "numba"))
     part = summary["parts"]["census"]
     assert status == 1 and part["status"] == "skipped", shown[-2000:]
-    assert "  needs the package safetensors, which is not here" in part["last_lines"]
+    assert "  needs the package numba, which is not here" in part["last_lines"]
 
 
 def test_results_are_written_whatever_fails(tmp_path: Path) -> None:
