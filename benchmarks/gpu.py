@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_suite import INCOMPLETE
 from hotbed import optim
 from hotbed.bench import limits, meter
 from hotbed.bench.limits import copy_limit, copy_way
@@ -44,9 +46,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], optim.SparseOptimizer]] = {
     ),
 }
 """Every optimizer; the rarest last, because they are what is left out where time runs out."""
-
-INCOMPLETE = 3
-"""Exit status of a part that had no time for everything."""
 
 Options = TypeVar("Options", bound=OpsOptions)
 
@@ -102,6 +101,12 @@ class Record:
     deadline: float
     results: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = True
+    failed: bool = False
+
+    @property
+    def status(self) -> int:
+        """Exit status of the part."""
+        return 1 if self.failed else 0 if self.complete else INCOMPLETE
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.sizes.device, self.sizes.repeats)
@@ -120,10 +125,20 @@ class Record:
                 print(f"  time is up; left out: {job.kernel} {about} and what follows it")
                 self.complete = False
                 return
-            found = {**about, **measured(job, self.meter, self.copy_gb_s)}
+            try:
+                found = {**about, **measured(job, self.meter, self.copy_gb_s)}
+            except Exception as error:  # the others are measured all the same
+                self.fail(job.kernel, error, **about)
+                continue
             what = " ".join(str(v) for v in (*about.values(), job.ids) if v is not None)
             limit = f"{found['median_share']:6.1%} of {found['limit']}, {found['share_of_copy']:6.1%} of copy"
             self.add(found, f"{what:28s} {found['median_s'] * 1e6:10.1f} us {found['gb_s']:8.1f} GB/s {limit}")
+
+    def fail(self, what: str, error: Exception, **about: object) -> None:
+        """Add what could not be measured, and why."""
+        traceback.print_exc()
+        self.failed = True
+        self.add({"kernel": what, **about, "error": f"{type(error).__name__}: {error}"}, f"FAILED: {error}")
 
     def add(self, found: dict[str, Any], shown: str) -> None:
         """Add a result, and say so."""

@@ -7,7 +7,6 @@ and nothing is found.
 from __future__ import annotations
 
 import json
-import sys
 import time
 import traceback
 import warnings
@@ -19,7 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hotbed as hb
-from benchmarks.gpu import INCOMPLETE, LR, OPTIMIZERS, Sizes, draw_ids
+from benchmarks.gpu import LR, OPTIMIZERS, Sizes, draw_ids
+from benchmarks.gpu_suite import INCOMPLETE
 from hotbed.config import Component, ScheduleRecipe, TrainRecipe
 from hotbed.train.build import fused
 from hotbed.train.trainer import Callback, Trainer
@@ -185,7 +185,3 @@ def main(out: Path, budget_s: float) -> int:
         shown = {key: value for key, value in found[-1].items() if key not in ("case", "kernels")}
         print(f"  {name}: {shown}", flush=True)
     return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))

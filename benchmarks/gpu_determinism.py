@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
+import traceback
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -68,20 +68,22 @@ def train(sizes: Sizes, dim: int, update: str, dtype: str, steps: int, *, distur
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def main(out: Path) -> None:
+def main(out: Path, budget_s: float) -> int:
+    """Train under all conditions, whatever time is left; 1 if any two runs differ."""
     sizes = Sizes.choose()
     results: list[dict[str, object]] = []
     steps = 2 if sizes.tiny else 20
     for dim, (update, dtype) in product(sizes.dims, (("rowwise_adagrad_limited", "fp32"), ("adamw", "int8"))):
-        first, second = (train(sizes, dim, update, dtype, steps, disturbed=disturbed) for disturbed in (False, True))
         about = {"dim": dim, "update": update, "dtype": dtype, "steps": steps}
+        try:
+            first, second = (train(sizes, dim, update, dtype, steps, disturbed=after) for after in (False, True))
+        except Exception as error:  # the rest goes on
+            traceback.print_exc()
+            results.append({**about, "error": f"{type(error).__name__}: {error}", "equal": False})
+            out.write_text(json.dumps(results, indent=1))
+            continue
         results.append({**about, "sha256": [first, second], "equal": first == second})
         verdict = "equal" if first == second else "DIFFERENT"
         print(f"  D = {dim}, {update}, {dtype}: {steps} steps, {first[:16]} and {second[:16]}: {verdict}", flush=True)
         out.write_text(json.dumps(results, indent=1))
-    if not all(r["equal"] for r in results):
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return int(not all(r["equal"] for r in results))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import INCOMPLETE, Sizes
+from benchmarks.gpu import Sizes
+from benchmarks.gpu_suite import INCOMPLETE
 from hotbed.bench.options import StepOptions
 from hotbed.bench.step import bench_step
 
@@ -58,24 +59,31 @@ def measure(sizes: Sizes, precision: str, optimizer: str, dtype: str) -> dict[st
     return {**about, "rows": sum(options.rows_per_table), **found, "peak_memory_bytes": memory}
 
 
-def main(out: Path, budget_s: float) -> None:
+def main(out: Path, budget_s: float) -> int:
+    """Measure all conditions; whatever fails, the rest goes on."""
     sizes = Sizes.choose().begin()
     deadline = time.monotonic() + budget_s
     results: list[dict[str, Any]] = []
+    failed = False
     for conditions in CONDITIONS:
         if time.monotonic() > deadline:
             print(f"  time is up; left out: {' '.join(conditions)} and what follows it")
-            sys.exit(INCOMPLETE)
+            return 1 if failed else INCOMPLETE
         if sizes.device.type == "cuda":
             gc.collect()  # optimizers and tables refer to each other
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        results.append(found := measure(sizes, *conditions))
+        try:
+            found = measure(sizes, *conditions)
+        except Exception as error:
+            traceback.print_exc()
+            failed = True
+            found = {"conditions": conditions, "error": f"{type(error).__name__}: {error}"}
+        results.append(found)
         out.write_text(json.dumps(results, indent=1))
+        if "error" in found:
+            continue
         parts = ", ".join(f"{part['part']} {part['median_s'] * 1e3:.2f}" for part in found["parts"])
         shown = f"{found['step']['samples_per_s']:12,.0f} samples/s"
         print(f"  {' '.join(conditions):28s} {shown}   ms: {parts}", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    return int(failed)

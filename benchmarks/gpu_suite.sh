@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OUT="${OUT:-$PWD/gpu_results}"
-export PYTHONPATH="$PWD/src:$PWD"
-exec python3 -u -m benchmarks.gpu_suite "$@"
+export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" -u -m benchmarks.gpu_suite "$@"

@@ -7,7 +7,6 @@ import glob
 import json
 import math
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Mapping
@@ -15,12 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from hotbed.errors import DataError, RecipeError
 from hotbed.parsing import TextError, parse_yaml, read_limited
 
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 MOST_TEXT_BYTES = 16 << 20
 """Largest file that is read as text that somebody has written."""
 
@@ -161,27 +157,9 @@ def yaml_text(value: object, *, width: int | None = None) -> str:
     width
         Columns up to which the innermost lists and mappings are written in one line; by default each value has its own.
     """
-    dumped = yaml.dump(
-        value,
-        Dumper=_Quoting,
-        sort_keys=False,
-        default_flow_style=None if width else False,
-        width=width or 1 << 30,
-        allow_unicode=True,
-    )
-    return dumped.removesuffix("\n").removesuffix("\n...")
+    from hotbed.yaml_values import dump  # with PyYAML, which only YAML needs
 
-
-class _Quoting(yaml.SafeDumper):
-    def represent_data(self, data: Any) -> yaml.Node:
-        node = super().represent_data(data)
-        if isinstance(node, yaml.ScalarNode) and isinstance(data, str):
-            plain = _PLAIN.fullmatch(data) and data.lower() not in ("y", "n") and isinstance(yaml.safe_load(data), str)
-            node.style = None if plain else '"'
-        if isinstance(node, yaml.CollectionNode) and cast("bool | None", self.default_flow_style) is None:
-            parts = [n for entry in node.value for n in (entry if isinstance(entry, tuple) else (entry,))]
-            node.flow_style = all(isinstance(n, yaml.ScalarNode) for n in parts)
-        return node
+    return dump(value, width)
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

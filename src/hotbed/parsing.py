@@ -14,9 +14,6 @@ from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from typing_extensions import override
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -75,20 +72,9 @@ def parse_yaml(text: str) -> Any:
     TextError
         If it is not YAML, has a key twice, a tag that is no plain value's, or is beyond a limit.
     """
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _refuse_bomb(node)
-        return loader.construct_document(node)
-    except TextError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:
-        raise TextError(f"is not YAML: {error}") from None
-    except (LookupError, AttributeError, TypeError, OverflowError) as error:
-        # PyYAML expects that what has an explicit tag, as in !!int "", is such a value.
-        raise TextError(f"is not YAML: a value is not what its tag says ({type(error).__name__}: {error})") from None
+    from hotbed.yaml_values import load  # with PyYAML, which only YAML needs
+
+    return load(text)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -131,79 +117,3 @@ def _depth(value: object) -> int:
         level = [v for of in inner for v in of if isinstance(v, (dict, list))]
         depth += 1
     return depth
-
-
-def _refuse_bomb(root: yaml.Node) -> None:
-    """Raise `TextError` if a document would have too many values, were its aliases written out."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = 0  # while it is open
-            parts = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
-            sizes[id(node)] = 1 + sum(map(size, parts))
-        if not sizes[id(node)]:
-            raise TextError("has no end: an alias is within what it stands for")
-        return sizes[id(node)]
-
-    if (found := size(root)) > MOST_VALUES:
-        shown = f"{found:,}" if found < 10**30 else "over 10^30"
-        raise TextError(f"stands for {shown} keys and values, with what its aliases repeat; at most {MOST_VALUES:,}")
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of plain values, which takes no key twice and stops at limits while it reads."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._nodes = self._open = 0
-
-    @override
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._nodes, self._open = self._nodes + 1, self._open + 1
-        if self._nodes > MOST_VALUES:
-            raise TextError(f"has more than {MOST_VALUES:,} keys and values")
-        if self._open > MOST_DEPTH:
-            raise TextError(f"is nested more than {MOST_DEPTH} deep")
-        node = super().compose_node(parent, index)
-        self._open -= 1
-        return node
-
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {_quoted(key.value)} is there twice; remove one", key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    @override
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        _refuse_long(node)
-        return super().construct_yaml_int(node)
-
-    @override
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        _refuse_long(node)
-        return super().construct_yaml_float(node)
-
-
-def _refuse_long(node: yaml.ScalarNode) -> None:
-    if len(node.value) > MOST_DIGITS:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"a number has {len(node.value):,} characters, at most {MOST_DIGITS}", node.start_mark
-        )
-
-
-def _quoted(key: str) -> str:
-    return f"'{key}'" if len(key) < 100 else reprlib.repr(key)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)

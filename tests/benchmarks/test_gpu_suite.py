@@ -7,16 +7,14 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from benchmarks import gpu_suite
 from benchmarks.gpu import OPTIMIZERS as MEASURED
-from benchmarks.gpu import Sizes
 from hotbed.bench.ops import rule_step
 from hotbed.bench.options import OpsOptions
 from hotbed.optim import COMMON
@@ -25,6 +23,11 @@ from hotbed.specs import RowDtype
 from tests.optim_cases import OPTIMIZERS
 
 ROOT = Path(__file__).parents[2]
+UNNEEDED = (
+    *("yaml", "pyarrow", "polars", "pydantic", "jsonargparse", "hypothesis", "xdist", "moto", "boto3", "obstore"),
+    *("scipy", "optuna", "matplotlib", "tensorboard", "pandas"),
+)
+"""What is installed with hotbed or its tests, and the suite does without."""
 
 
 def test_no_optimizer_and_no_option_is_missing():
@@ -42,27 +45,79 @@ def test_tiny_parts_have_all_the_time_they_take(tmp_path, monkeypatch, tiny, bud
     pytest.importorskip("triton")
     given: list[float] = []
 
-    def run(command: list[str], budget_s: float, env: dict[str, str]) -> tuple[str, float]:
+    def run(command: list[str], budget_s: float, env: dict[str, str]) -> tuple[str, float, list[str]]:
         given.append(budget_s)
-        return "ok", 0.0
+        return "ok", 0.0, []
 
-    sizes = Sizes.choose()
     monkeypatch.setattr(gpu_suite, "run", run)
-    monkeypatch.setattr(Sizes, "choose", lambda: replace(sizes, tiny=tiny == "1"))
+    monkeypatch.setattr(gpu_suite, "environment", lambda summary: (tiny == "1", False))
     assert gpu_suite.main(tmp_path, ["bandwidth", "determinism"]) == 0
     assert given == budgets
 
 
-@pytest.mark.full
-def test_tiny_suite(tmp_path):
-    pytest.importorskip("triton")
+BLOCK = """
+import sys
+
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+
+sys.meta_path.insert(0, Block())
+"""
+
+
+def without(folder: Path, *packages: str) -> dict[str, str]:
+    """Environment of processes that do not find these packages, nor pytest's plugins among them."""
+    (folder / "path").mkdir()
+    (folder / "path" / "sitecustomize.py").write_text(f"BLOCKED = {packages!r}\n{BLOCK}", encoding="utf-8")
+    return {"PYTHONPATH": str(folder / "path"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def suite(out: Path, *parts: str, **more: str) -> tuple[int, dict[str, Any], str]:
+    """Run the suite, tiny; its exit status, what it has written, and its output."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "OUT": str(tmp_path), "HOTBED_TINY": "1", "PATH": path}
-    done = subprocess.run(
-        ["bash", "benchmarks/gpu_suite.sh"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    summary = json.loads((tmp_path / "gpu_suite.json").read_text())
+    env = {**os.environ, "OUT": str(out), "HOTBED_TINY": "1", "PATH": path, **more}
+    command = ["bash", "benchmarks/gpu_suite.sh", *parts]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads((out / "gpu_suite.json").read_text()), done.stdout + done.stderr
+
+
+def test_what_lacks_a_package_is_skipped_and_says_which(tmp_path: Path) -> None:
+    """No part of ours needs more; one that does is told from one that fails."""
+    status, summary, shown = suite(tmp_path, "census", **without(tmp_path, "numba"))
+    part = summary["parts"]["census"]
+    assert status == 1 and part["status"] == "skipped", shown[-2000:]
+    assert "  needs the package numba, which is not here" in part["last_lines"]
+
+
+def test_results_are_written_whatever_fails(tmp_path: Path) -> None:
+    """Where torch itself cannot be imported, the environment says so and each part has how it ended."""
+    status, summary, shown = suite(tmp_path, "step", "nonsense", "census", **without(tmp_path, "torch"))
+    assert status == 1, shown
+    assert "torch" in summary["environment"]["error"]
+    assert {name: part["status"] for name, part in summary["parts"].items()} == {
+        "step": "skipped",
+        "nonsense": "failed",
+        "census": "skipped",
+    }
+    assert "needs the package torch" in " ".join(summary["parts"]["step"]["last_lines"])
+
+
+def test_correctness_needs_no_more_than_it_says(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    status, summary, shown = suite(tmp_path, "tests", **without(tmp_path, *UNNEEDED))
+    assert status == 0, shown[-3000:]
+    assert summary["parts"]["tests"]["results"]["tests"] > 0
+
+
+@pytest.mark.full
+def test_tiny_suite(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    status, summary, shown = suite(tmp_path, **without(tmp_path, *UNNEEDED))
+    assert status == 0, shown[-4000:]
     about = summary["environment"]
     assert about["tiny"] and "mean nothing" in about["note"]
     assert about["torch"] and about["triton"]
@@ -70,7 +125,7 @@ def test_tiny_suite(tmp_path):
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "ok")
     assert parts["tests"]["results"]["tests"] > 0 and parts["tests"]["results"]["failed"] == []
     assert all(r["equal"] for r in parts["determinism"]["results"])
-    bandwidth, tiers = parts["bandwidth"]["results"], parts["tiers"]["results"]
+    bandwidth, tiers = parts["bandwidth"]["results"], parts["tiers"]["results"] + parts["t0"]["results"]
     assert {r["kernel"] for r in bandwidth} == {
         "copy", "initial_values", "lookup", "lookup_to_bf16", "weight_gradient", "occurrences", "group",
         "interaction", "interaction_backward", *(f"update_{name}" for name in MEASURED),

@@ -23,9 +23,6 @@ from . import machines
 from .code import loads
 
 ROOT = Path(__file__).parents[2]
-KERNELS = {
-    "announce",
-}
 FEW = {
     *("lookup", "runs, single", "runs, several", "long", "list", "interaction", "interaction_backward"),
     *("count_groups", "place_groups", "add_runs", "place_runs"),

@@ -25,7 +25,9 @@ from hotbed.ops import (
     reference,
     triton,
     triton_cache,
+    triton_interaction,
     triton_lookup,
+    triton_loss,
     triton_runs,
     triton_segment,
     triton_update,
@@ -115,12 +117,27 @@ def _interaction(ops: Any) -> Same:
     return same
 
 
+def _loss(ops: Any) -> Same:
+    """Whether the loss of more logits than a program takes, and its gradient, are torch's."""
+    logits, labels, weights = torch.randn(700, 3), torch.rand(700, 3).round(), torch.rand(700, 1)
+
+    def same() -> bool:
+        total, gradient = getattr(ops, "cross_entropy", triton_loss.cross_entropy)(logits, labels, weights)
+        x = logits.clone().requires_grad_()
+        of_torch = torch.nn.functional.binary_cross_entropy_with_logits(x, labels, weights, reduction="sum")
+        of_torch.backward()
+        return torch.allclose(total, of_torch, rtol=1e-4) and torch.allclose(gradient, x.grad, rtol=1e-4, atol=1e-6)
+
+    return same
+
+
 OPERATIONS: dict[str, Callable[[Any], Same]] = {
     "lookup": _lookup,
     "update": _update,
     "group": _group,
     "cache": _cache,
     "interaction": _interaction,
+    "loss": _loss,
 }
 
 
@@ -182,6 +199,43 @@ MUTATIONS = {
         "tl.store(counts + place * 0, place, mask=place >= 0)",
         "cache",
         "different values",
+    ),
+    "all samples of an interaction go to the first one": Mutation(
+        triton_interaction,
+        "to = out + sample * WIDTH\n    dtype",
+        "to = out + sample * 0\n    dtype",
+        "interaction",
+        "by several programs",
+    ),
+    "columns beyond the last of an interaction are read": Mutation(
+        triton_interaction,
+        "mask=(i < N) & (col < D), other=0.0)\n        gram",
+        "mask=i < N, other=0.0)\n        gram",
+        "interaction",
+        "",
+    ),
+    "all programs of a loss leave their sums in one place": Mutation(
+        triton_loss, "tl.store(sums + tl.program_id(0), tl.sum", "tl.store(sums, tl.sum", "loss", "by several programs"
+    ),
+    "logits beyond the last have a gradient": Mutation(
+        triton_loss, "tl.store(gradient + i, grad, mask=live)", "tl.store(gradient + i, grad)", "loss", "out of bounds"
+    ),
+    "a program counts the groups of its neighbour too": Mutation(
+        triton_segment,
+        "tl.store(counts + tl.program_id(0), tl.sum(first",
+        "tl.store(counts + tl.program_id(0) // 2, tl.sum(first",
+        "group",
+        "by several programs",
+    ),
+    "places of groups are counted from 0 instead of 1": Mutation(
+        triton_segment, "tl.store(rows + g - 1, tl.load", "tl.store(rows + g, tl.load", "group", ""
+    ),
+    "every position of a group places its row, those beyond the last too": Mutation(
+        triton_segment,
+        "tl.load(ordered + i, mask=live, other=0), mask=starts_here)",
+        "tl.load(ordered + i, mask=live, other=0))",
+        "group",
+        "by several programs",
     ),
 }
 

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
 
-import yaml
-
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.pooling import Pooling
 from hotbed.specs import OnTooLong, Padding, is_int
@@ -255,6 +253,8 @@ class LabelWeight:
 
 def _values(text: str) -> tuple[str, ...]:
     """Texts of a list ``[a, b]``."""
+    import yaml
+
     try:
         loaded: object = yaml.load(text, Loader=yaml.BaseLoader)  # all scalars of this loader are text
     except (yaml.YAMLError, RecursionError):

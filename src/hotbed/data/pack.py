@@ -23,13 +23,11 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import quote
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from hotbed.data.feature_spec import StoredFile, read_feature_spec
 from hotbed.data.schema import Schema
 from hotbed.data.split_binary import SplitBinarySource
-from hotbed.data.vocabulary import VOCABULARY
 from hotbed.errors import DataError, SpecError, did_you_mean
 from hotbed.files import new_directory, write_json
 from hotbed.jagged import Jagged
@@ -176,6 +174,10 @@ def pack(
     OSError
         If the disk is full. Nothing is left behind after any failure.
     """
+    import yaml
+
+    from hotbed.data.vocabulary import VOCABULARY  # with pyarrow
+
     source, spec, root = SplitBinarySource(data), read_feature_spec(Path(data)), Path(data)
     limits, sizes = by_feature(source.schema, hot_rows), source.chunks(split)
     kinds = {f"{split}_{kind}": kind == HOT for kind in (HOT, COLD)}
@@ -240,6 +242,8 @@ def _link(path: Path, to: Path) -> None:
 
 def _described(file: Path, split: str, counts: Mapping[str, int]) -> dict[str, Any]:
     """The description of the new dataset, whose files have the names they had, in a directory for each split."""
+    import yaml
+
     description = cast("dict[str, Any]", yaml.safe_load(file.read_text(encoding="utf-8")))
     source: dict[str, Any] = description["source_spec"]
     places = {name: name for name in source if name not in counts} | dict.fromkeys(counts, split)

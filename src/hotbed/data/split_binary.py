@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 
 from hotbed.batch import Batch
@@ -199,6 +198,8 @@ class SplitBinaryWriter:
     ) -> None:
         self._stack.close()
         if kind is None:
+            import yaml
+
             text = yaml.safe_dump(self._description(), sort_keys=False)
             (self.path / "feature_spec.yaml").write_text(text, encoding="utf-8")
 

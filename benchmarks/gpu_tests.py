@@ -1,0 +1,42 @@
+"""Let tests whose packages are not here be skipped, with the reason: a plugin of pytest, for the GPU suite alone.
+
+Elsewhere such a test fails, as it should: there everything is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+import pytest
+
+from benchmarks.gpu_suite import OWN, missing_package
+
+_MISSING = re.compile(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that imports what is not here."""
+    report = yield
+    # Pytest gives the error of an import as text.
+    found = _MISSING.findall(str(report.longrepr)) if report.failed else []
+    if found and found[-1].split(".")[0] not in OWN:
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs the package {found[-1]}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test, or one whose fixture, imports what is not here."""
+    report = yield
+    name = missing_package(call.excinfo.value) if call.excinfo is not None else None
+    if report.failed and name is not None:
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"Skipped: needs the package {name}")
+    return report
