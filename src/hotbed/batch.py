@@ -14,7 +14,6 @@ from hotbed.bags import Bags, describe, offsets_of
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.specs import Feature, Padding
-from hotbed.torch_hooks import untraced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +188,6 @@ class Embeddings(Mapping[str, Tensor]):
         out = out.index_copy(0, mask.flatten().nonzero()[:, 0], values)
         return out.view(len(lengths), longest, values.shape[1]), mask
 
-    @untraced
     def stack(self, lead: Tensor | None = None) -> Tensor:
         """Stack all features to ``[B, F, D]``, in the order of the collection; all must be pooled, of one dim.
 
@@ -205,10 +203,15 @@ class Embeddings(Mapping[str, Tensor]):
         wanted = (pooled.vectors.shape[0], pooled.dim)  # len() would fix the number of samples where torch exports
         if lead.shape != wanted:
             raise BatchError(f"lead must be {list(wanted)}, got {list(lead.shape)}")
-        if pooled.buffer is None or pooled.columns is not None:
+        compiling = torch.compiler.is_dynamo_compiling()
+        # A graph may get vectors from outside, whose buffer has no gradient.
+        buffer = pooled.buffer
+        if compiling and buffer is not None and pooled.vectors.requires_grad and not buffer.requires_grad:
+            buffer = None
+        if buffer is None or pooled.columns is not None:
             return torch.cat([lead[:, None].to(pooled.vectors.dtype), pooled.joined()], dim=1)
-        buffer, pooled.buffer, pooled.is_shared = pooled.buffer, None, True  # the room is used once
-        return _Lead.apply(lead, pooled.vectors, [buffer])
+        pooled.buffer, pooled.is_shared = None, True  # the room is used once
+        return _TracedLead.apply(lead, buffer) if compiling else _Lead.apply(lead, pooled.vectors, [buffer])
 
     def concatenate(self) -> Tensor:
         """Concatenate all features to ``[B, ΣD]``, in the order of the collection; all must be pooled."""
@@ -343,3 +346,19 @@ class _Lead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None]:
         (grad,) = grad_outputs
         return grad[:, 0].to(ctx.dtype), grad[:, 1:], None
+
+
+class _TracedLead(torch.autograd.Function):
+    """`_Lead` in a graph of ``torch.compile``, where the buffer itself has a gradient, whose room nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, lead: Tensor, buffer: Tensor) -> Tensor:
+        ctx.dtype = lead.dtype
+        return buffer.select_scatter(lead.to(buffer.dtype), 1, 0)  # in place, where the compiler finds that it can
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        (grad,) = grad_outputs
+        return grad[:, 0].to(ctx.dtype), grad

@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of_features, describe, offsets_of, take_bags, weights_of
 from hotbed.errors import BatchError, did_you_mean
+from hotbed.torch_hooks import Numbered, version
 
 
-class Jagged:
+class Jagged(Numbered):
     """Ids of ``F`` features × ``B`` samples, feature-major.
 
     Parameters
@@ -81,6 +82,7 @@ class Jagged:
         starts: tuple[int, ...] | None = None,
         sizes: tuple[int, ...] | None = None,
     ) -> None:
+        super().__init__()
         self.names = tuple(names)
         # Kernels read these as plain memory, so they are made contiguous here, once.
         self.values = values.contiguous()
@@ -398,8 +400,3 @@ class ModelParallelInput(Jagged):
     @override
     def _map(self, change: Callable[[Tensor], Tensor]) -> ModelParallelInput:
         return ModelParallelInput(self.whole._map(change), self.sizes, self.rank)
-
-
-def version(t: Tensor) -> int:
-    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
-    return -1 if t.is_inference() else t._version

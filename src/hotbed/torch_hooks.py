@@ -1,17 +1,21 @@
-"""Exclude tables from ``state_dict`` and kernels from ``torch.compile``.
+"""Exclude tables from ``state_dict``; number objects, so that graphs of ``torch.compile`` can name them.
 
 A checkpoint stores tables by tile, as each rank has them; ``state_dict()`` would gather them whole on every rank, so
-checkpoints take states `without_tables`. Functions that call Numba or Triton kernels are `untraced`.
+checkpoints take states `without_tables`. Batches of ids and collections have numbers, see `hotbed.embed.traced`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar, cast
+from itertools import count
+from typing import Any, cast
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from torch import Tensor
 
 _without_tables = ContextVar("without_tables", default=False)
 
@@ -31,16 +35,67 @@ def are_tables_left_out() -> bool:
     return _without_tables.get()
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_numbers = count(1)
+_numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function from being traced by ``torch.compile``.
+def number(thing: object) -> int:
+    """Number an object, so that custom operators, which take tensors and numbers, find it as long as it lives."""
+    found = next(_numbers)
+    _numbered[found] = thing
+    return found
 
-    ``torch.compiler.disable`` does that, too, but imports the whole compiler, two seconds of every ``import hotbed``.
-    The form that torch's own optimizers use imports it at the first call; where torch has it no more, the public one
-    serves.
+
+def numbered(found: int) -> object | None:
+    """Return the object that has this number in this process; None if there is none any more."""
+    return _numbered.get(found)
+
+
+class _Memory(np.ndarray[Any, np.dtype[np.int64]]):
+    """Memory that keeps an object alive."""
+
+    kept: object = None
+
+
+def number_tensor(thing: object, *, keep: bool = False) -> Tensor:
+    """Number an object by a tensor ``[1]`` int64 on the CPU, for whose value no graph is compiled.
+
+    Parameters
+    ----------
+    thing
+        Any object that can have weak references.
+    keep
+        Whether the memory of the tensor, whatever tensors share it, keeps the object alive.
     """
-    disable = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-    return cast("Callable[P, R]", disable(function))
+    memory = np.array([number(thing)], dtype=np.int64)
+    if keep:
+        kept = memory.view(_Memory)
+        kept.kept = thing
+        return torch.from_numpy(kept)
+    return torch.from_numpy(memory)  # neither it nor what is kept costs a call of an operator
+
+
+class Numbered:
+    """Have a number as a tensor, `number_tensor`; None for what is made while a graph is traced, which knows no such.
+
+    A copy, and what another process gets, has a number of its own.
+    """
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self) -> None:
+        self.number: Tensor | None = None if torch.compiler.is_dynamo_compiling() else number_tensor(self)
+
+    def __getstate__(self) -> dict[str, object]:
+        _, slots = cast("tuple[None, dict[str, object]]", super().__getstate__())
+        return {name: value for name, value in slots.items() if name != "number"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.number = number_tensor(self)
+
+
+def version(t: Tensor) -> int:
+    """Count the in-place changes of a tensor; −1 in inference mode, where torch does not."""
+    return -1 if t.is_inference() else t._version

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import hotbed as hb
 from hotbed.batch import Batch
-from hotbed.embed.collection import collections_of
+from hotbed.embed import collections_of
 
 Weights = dict[str, Tensor]
 """Parameters by their names, tables as ``collection.table``; float64."""

@@ -11,7 +11,7 @@ from hotbed.batch import Batch
 from hotbed.config import Recipe
 from hotbed.data import Schema, SparseColumn
 from hotbed.data.source import Source
-from hotbed.embed.collection import plan_tables
+from hotbed.embed import plan_tables
 from hotbed.files import read_yaml
 from hotbed.train.build import new_model
 

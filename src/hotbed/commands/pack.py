@@ -22,7 +22,7 @@ from hotbed.data import SplitBinarySource
 from hotbed.data.access_counts import COUNTED_ROWS, count_accesses
 from hotbed.data.pack import pack
 from hotbed.embed import plan_tables, tables_on_meta
-from hotbed.embed.collection import names_in_plans
+from hotbed.embed.plan_names import names_in_plans
 from hotbed.errors import RecipeError
 from hotbed.locations import local, location
 from hotbed.optim import Moment

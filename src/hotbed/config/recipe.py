@@ -105,7 +105,7 @@ class TrainRecipe:
     """What computes float32 products of `hotbed.nn.MLP` on CPUs: ``torch`` (MKL on x86) or ``onednn``. ``auto`` is the
     faster one by kind of CPU; a resumed run keeps what it was."""
     compile: bool = False
-    """Compile the dense part of the model with torch.compile."""
+    """Compile the model with torch.compile; lookups are operators of its graph (docs/frameworks.md)."""
     recompute: bool = False
     """Compute the activations of MLPs again in backward, instead of keeping them: less memory, the same results."""
     cuda_graph: CudaGraph = False

@@ -5,13 +5,15 @@ bags) → `table_group` (the tables of one dim): `local_tables`, or `sharded_tab
 `model_parallel`, `id_exchange`, and `row_exchange` or `pooled_exchange` → `gradients` (backward to step) →
 `column_sums`, `gather`, `replicas` (what ranks exchange in an update and after it). `arena` has the rows, `wire` the
 links, `dynamic` the rows of ids without a vocabulary; `distribute` and `dense` make a distributed model,
-`dense_shards` its state under FSDP2; `averages` is SWA and EMA.
+`dense_shards` its state under FSDP2; `averages` is SWA and EMA, `plan_names` what plans call the tables of a model,
+`traced` lookups inside graphs of ``torch.compile``.
 """
 
 from hotbed.embed import averages as averages  # registers a hook
 from hotbed.embed.arena import LocalTile
-from hotbed.embed.collection import EmbeddingCollection, collections_of, plan_for, plan_tables
+from hotbed.embed.collection import EmbeddingCollection
 from hotbed.embed.distribute import Distributed, distribute, mean_over_ranks
+from hotbed.embed.plan_names import collections_of, plan_for, plan_tables
 from hotbed.embed.tables import tables_on_meta
 
 __all__ = [

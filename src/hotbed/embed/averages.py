@@ -18,7 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from typing_extensions import override
 
 from hotbed.embed.arena import Arena
-from hotbed.embed.collection import EmbeddingCollection, collections_of
+from hotbed.embed.collection import EmbeddingCollection
+from hotbed.embed.plan_names import collections_of
 from hotbed.errors import SpecError
 from hotbed.store import DenseStore
 

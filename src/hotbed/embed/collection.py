@@ -2,20 +2,19 @@
 
 The way of a call is `EmbeddingCollection.forward`: ids are checked (`hotbed.embed.ids`), each table group says what to
 look up (`hotbed.embed.table_group`), one autograd function per group pools (`hotbed.embed.gradients`). `prefetch_ids`
-and `prefetch_rows` do the exchanges of a later call ahead of it. At the end: what plans call the tables of a model.
+and `prefetch_rows` do the exchanges of a later call ahead of it. In graphs of ``torch.compile`` the same is done by
+`hotbed.embed.traced`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hotbed.batch import Embeddings
 from hotbed.comm import Link
@@ -25,19 +24,16 @@ from hotbed.embed.gradients import PooledLookup, TableUpdater
 from hotbed.embed.id_exchange import IdExchange
 from hotbed.embed.ids import Discarded, checked_ids, refuse_other_ids, verified_ids
 from hotbed.embed.sharded_tables import ShardedTables
-from hotbed.embed.table_group import TableGroup
+from hotbed.embed.table_group import Request, TableGroup
 from hotbed.embed.tables import TableModule
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError
 from hotbed.jagged import Jagged, ModelParallelInput
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
-from hotbed.plan import Cut, Plan, make_plan
-from hotbed.plan.here import hardware_here
-from hotbed.plan.placement import AUTO
+from hotbed.plan import Plan
 from hotbed.specs import ANY_ID, Feature, Table
 from hotbed.store import Storage
-from hotbed.torch_hooks import untraced
 
 
 class _Prefetched(NamedTuple):
@@ -97,6 +93,8 @@ class EmbeddingCollection(TableModule):
         super().__init__(tables, features, seed=seed, device=device, backend=backend)
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._has_dynamic = any(t.dynamic is not None for t in tables)
+        self._names = tuple(f.name for f in features)
+        self._pooled_names = tuple(tuple(group.pooled) for group in self._groups)
         self._rows = {t.name: t.rows if t.dynamic is None else ANY_ID for t in tables}
         self.bad_ids: Counter[str] = Counter()
         """By feature, how many ids were dropped or hashed so far (`Feature.on_bad_id`)."""
@@ -105,7 +103,6 @@ class EmbeddingCollection(TableModule):
 
     # -- lookup ----------------------------------------------------------------------------------------------------
 
-    @untraced
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, ids: Jagged, *, room: int = 0
     ) -> Embeddings:
@@ -135,17 +132,13 @@ class EmbeddingCollection(TableModule):
             If tables that are not distributed are trained inside ``DistributedDataParallel`` or FSDP, or the model was
             converted to another dtype, as by ``model.double()``.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from hotbed.embed.traced import look_up  # which imports the compiler, seconds of every `import hotbed`
+
+            return look_up(self, ids, room)
         if not isinstance(ids, Jagged):
             refuse_other_ids(ids)
-        if torch.is_grad_enabled() and self._is_trained(self.tables):
-            if not self._is_distributed:
-                refuse_data_parallel(self)
-            self._warn_of_idle_tables()
-        if room not in (0, 1):
-            raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
-        device = self._groups[0].device
-        if ids.values.device != device:
-            raise BatchError(f"the ids are on {ids.values.device} but the tables on {device}; use batch.to('{device}')")
+        self._check_call(ids, room, torch.is_grad_enabled() and self._is_trained(self.tables))
         prefetched = cast("_Prefetched | None", ids.take_prefetched(self))
         routes: list[object] = [None] * len(self._groups)
         if prefetched is None:
@@ -154,20 +147,12 @@ class EmbeddingCollection(TableModule):
             ids, routes = prefetched.ids, prefetched.routes
             self.bad_ids += prefetched.discarded.bad
             self.truncated_ids += prefetched.discarded.truncated
-        kind = ids.values.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise SpecError(
-                f"vectors of tables cannot be {dtype}, must be float32, float16 or bfloat16; keep the model as it was "
-                "made (model.float()), and convert vectors where they are needed so: embeddings(ids)['item'].double()"
-            )
+        dtype = self._dtype_on(ids.values.device.type)
         if self._has_dynamic:
             ids = self._dynamic.with_rows(ids, self._reinitialize, train=self.training and torch.is_grad_enabled())
-        found = Embeddings([f.name for f in self.features])
+        found = Embeddings(self._names)
         for group, of_group in zip(self._groups, routes, strict=True):
-            requests = group.requests(ids, room, self._is_trained, of_group)
-            shapes = {r.output: (r.bags.batch_size, r.bags.width, group.dim) for r in requests}
-            outputs = [group.empty(shapes[i], dtype) for i in range(len(shapes))]  # [B, width, D]
+            requests, outputs = self._requests(group, ids, room, dtype, of_group)
             anchor = self._anchor if any(r.trained for r in requests) else self._anchor.detach()
             looked_up = PooledLookup.apply(anchor, ids.weights, requests, outputs, self._updaters)
             if group.pooled:
@@ -175,6 +160,36 @@ class EmbeddingCollection(TableModule):
             for feature, values in zip(group.sequences, looked_up[bool(group.pooled) :], strict=True):
                 found.add_sequence(feature, values[:, 0], ids[feature.name])
         return found
+
+    def _check_call(self, ids: Jagged, room: int, trained: bool) -> None:
+        """Refuse what cannot be looked up, or trained; warn of tables that are not."""
+        if trained:
+            if not self._is_distributed:
+                refuse_data_parallel(self)
+            self._warn_of_idle_tables()
+        if room not in (0, 1):
+            raise BatchError(f"room is {room}, must be 0 or 1: `Embeddings.stack` fills in one vector")
+        device = self._groups[0].device
+        if ids.values.device != device:
+            raise BatchError(f"the ids are on {ids.values.device} but the tables on {device}; use batch.to('{device}')")
+
+    def _dtype_on(self, kind: str) -> torch.dtype:
+        """Return the dtype of looked-up vectors, which autocast may decide."""
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise SpecError(
+                f"vectors of tables cannot be {dtype}, must be float32, float16 or bfloat16; keep the model as it was "
+                "made (model.float()), and convert vectors where they are needed so: embeddings(ids)['item'].double()"
+            )
+        return dtype
+
+    def _requests(
+        self, group: TableGroup, ids: Jagged, room: int, dtype: torch.dtype, routes: object = None
+    ) -> tuple[list[Request], list[Tensor]]:
+        """List what to look up of a group, and make the outputs ``[B, width, D]``."""
+        requests = group.requests(ids, room, self._is_trained, routes)
+        shapes = {r.output: (r.bags.batch_size, r.bags.width, group.dim) for r in requests}
+        return requests, [group.empty(shapes[i], dtype) for i in range(len(shapes))]
 
     def prefetch_ids(self, ids: Jagged, over: Link | IdExchange) -> None:
         """Exchange the ids of a batch ahead of the collection's next call with it; all ranks must call this.
@@ -221,6 +236,11 @@ class EmbeddingCollection(TableModule):
                 g.exchange_rows(prefetched.ids, r, link) for g, r in zip(self._groups, prefetched.routes, strict=True)
             ]
             ids.put_prefetched(self, prefetched._replace(routes=exchanged))
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether graphs of ``torch.compile`` can hold lookups: pooled ones, in tables of this rank, with all rows."""
+        return not (self._is_distributed or self._has_dynamic) and all(f.is_pooled for f in self.features)
 
     def _reinitialize(self, table: str, changed: Reinitialized) -> None:
         with torch.no_grad():
@@ -324,76 +344,3 @@ class EmbeddingCollection(TableModule):
         for name, handle in self.handles.items():
             new_handle = torch.zeros((), dtype=torch.float32, device=place)
             self.handles[name] = new_handle.requires_grad_(handle.requires_grad)
-
-
-# -- plans of a model -------------------------------------------------------------------------------------------------
-
-
-def plan_tables(model: nn.Module) -> list[Table]:
-    """List a model's tables by the names that plans have for them: ``collection.table`` where a name occurs twice."""
-    names = names_in_plans(model)
-    return [
-        replace(table, name=names[path, table.name])
-        for path, collection in collections_of(model).items()
-        for table in collection.tables.values()
-    ]
-
-
-def plan_for(model: nn.Module, world_size: int, scheme: str | Cut | Mapping[str, str | Cut], **options: Any) -> Plan:
-    """Make a plan for the tables of a model, see `make_plan`.
-
-    A model may have an attribute ``schemes`` that gives collections, by path, a scheme of their own: the wide part of
-    `hotbed.nn.WideDeep` is ``"dp"`` always. A mapping overrides it, for the tables that it names. The number of ids
-    per table, where ``options`` do not give it, is one per sample and feature; ``"auto"`` is for the machine that this
-    is, where they do not give ``hardware``.
-    """
-    names = names_in_plans(model)
-    schemes = schemes_for(model, scheme)
-    collections = collections_of(model).items()
-    ids = Counter(names[path, f.table] for path, collection in collections for f in collection.features)
-    options.setdefault("ids", ids)
-    if AUTO in schemes.values() and "hardware" not in options:
-        options["hardware"] = hardware_here(next(iter(collections_of(model).values())).device)
-    return make_plan(plan_tables(model), world_size, schemes, **options)
-
-
-def schemes_for(
-    model: nn.Module, scheme: str | Cut | Mapping[str, str | Cut], others: str = "table"
-) -> dict[str, str | Cut]:
-    """Give each table of a model its scheme: its own by name or pattern, its collection's, or that of all others.
-
-    Parameters
-    ----------
-    model
-        With collections, and perhaps ``schemes`` of theirs.
-    scheme
-        For all tables, or by table.
-    others
-        Where schemes by table have none.
-    """
-    own: Mapping[str, str | Cut] = getattr(model, "schemes", {})
-    given, of_others = (scheme, others) if isinstance(scheme, Mapping) else ({}, scheme)
-    schemes = {name: own.get(path, of_others) for (path, _), name in names_in_plans(model).items()}
-    for name in schemes:
-        schemes[name] = next((given[k] for k in (name, *given) if k in given and fnmatchcase(name, k)), schemes[name])
-    # Those that no table has stay, to be refused.
-    return schemes | {key: s for key, s in given.items() if not any(fnmatchcase(n, key) for n in schemes)}
-
-
-def collections_of(model: nn.Module) -> dict[str, EmbeddingCollection]:
-    """Find the collections of a model, by path."""
-    return {path: m for path, m in model.named_modules() if isinstance(m, EmbeddingCollection)}
-
-
-def names_in_plans(model: nn.Module) -> dict[tuple[str, str], str]:
-    """Name each table as plans do, by its collection's path and its name there."""
-    tables = [(path, table) for path, collection in collections_of(model).items() for table in collection.tables]
-    count = Counter(table for _, table in tables)
-    return {(p, t): t if count[t] == 1 else f"{p}.{t}" for p, t in tables}
-
-
-def local_plan(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """Select the tiles of these tables from a plan, renamed as in their collection (``names``: own name → plan's)."""
-    here = {name: own for own, name in names.items()}
-    tiles = tuple(replace(tile, table=here[tile.table]) for tile in plan.tiles if tile.table in here)
-    return Plan(plan.world_size, tiles, {here[name]: form for name, form in plan.wire.items() if name in here})

@@ -24,9 +24,9 @@ from typing_extensions import override
 from hotbed.comm import Link, OneRank
 from hotbed.config.places import MemoryOptions, ParallelOptions
 from hotbed.embed.agreed_plan import agreed, is_searched, plan_of_first
-from hotbed.embed.collection import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.dense import data_parallel, materialize, refuse_sharded, wrapper_of
 from hotbed.embed.dense_shards import gathered, is_sharded, sharded_parameters
+from hotbed.embed.plan_names import collections_of, local_plan, names_in_plans, plan_for, plan_tables
 from hotbed.embed.replicas import Replicas, check_replicas
 from hotbed.embed.wire import Wire
 from hotbed.errors import PlanError, SpecError, did_you_mean

@@ -25,7 +25,7 @@ from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
 from hotbed.store import DenseStore, RowStore, Traffic
-from hotbed.torch_hooks import are_tables_left_out
+from hotbed.torch_hooks import are_tables_left_out, number
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
 
@@ -80,6 +80,8 @@ class TableModule(nn.Module):
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
         self._dynamic = DynamicTables(tables, features)
         self._training_calls = 0
+        self.number = number(self)
+        """By which graphs of ``torch.compile`` name these tables."""
         self.dtype = torch.float32
         """Of looked-up vectors outside of autocast; see `Table.dtype` for that of rows."""
 
@@ -280,6 +282,7 @@ class TableModule(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._updaters = weakref.WeakSet()  # a copy has no optimizer yet
+        self.number = number(self)
 
     def extra_repr(self) -> str:
         """List tables and features, one per line."""

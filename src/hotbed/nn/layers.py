@@ -16,7 +16,6 @@ from hotbed.config import LinearLibrary
 from hotbed.errors import BatchError, SpecError
 from hotbed.nn.linear import Linear
 from hotbed.ops import BackendName
-from hotbed.torch_hooks import untraced
 
 
 def _relu(width: int) -> nn.Module:
@@ -131,7 +130,6 @@ class DotInteraction(nn.Module):
         self.width = -(-used // multiple_of) * multiple_of
         self.backend_name: BackendName = backend
 
-    @untraced
     def forward(self, vectors: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """``[B, n, D]`` to ``[B, width]``: the first vector, the strict lower triangle row by row, zeros.
 
@@ -151,6 +149,10 @@ class DotInteraction(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else vectors.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise BatchError(f"DotInteraction got {dtype} vectors; give it float32, bfloat16 or float16")
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            from hotbed.nn.traced import interaction
+
+            return interaction(vectors.to(dtype), self.width, self.backend_name)
         kernels = ops.select(vectors.device, self.backend_name)
         with torch.autocast(kind, enabled=False):
             return _DotInteraction.apply(vectors.to(dtype), self.width, kernels)

@@ -15,7 +15,6 @@ from hotbed.jagged import Jagged
 from hotbed.lazy import lazy
 from hotbed.pooling import POOLED
 from hotbed.specs import MAX_DIM, Feature, Table
-from hotbed.torch_hooks import untraced
 
 # Recipes, also those in checkpoints, may name these models by where they were.
 __getattr__ = lazy(__name__, {"DLRM": "hotbed.nn.dlrm", "WideDeep": "hotbed.nn.wide_deep"})[0]
@@ -40,13 +39,13 @@ def linear_tables(model: nn.Module, tables: Sequence[Table], top: Sequence[int])
     return [replace(table, dim=top[-1], init_bound=0.0, dtype="fp32", fp32_rows=0) for table in tables]
 
 
-@untraced
 def first_order(wide: EmbeddingCollection, ids: Jagged) -> Tensor:
     """Sum the weights of a sample's ids ``[B, T]``, float32 also under autocast; not counted as ids of their own."""
     with torch.autocast(ids.values.device.type, enabled=False):
         logits = wide(ids).stack().sum(dim=1)
-    for count in (wide.bad_ids, wide.truncated_ids):
-        count.clear()  # the other collection counts the same ids
+    if not torch.compiler.is_compiling():  # a graph leaves them; nobody adds the counts of collections up
+        for count in (wide.bad_ids, wide.truncated_ids):
+            count.clear()  # the other collection counts the same ids
     return logits
 
 

@@ -15,7 +15,6 @@ from hotbed.nn.layers import MLP
 from hotbed.nn.models import dense_inputs, first_order, linear_tables, refuse_sequences
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table
-from hotbed.torch_hooks import untraced
 
 
 class WideDeep(nn.Module):
@@ -82,7 +81,6 @@ class WideDeep(nn.Module):
         inputs = vectors if dense is None else torch.cat([vectors, dense.to(vectors.dtype)], dim=1)
         return self.top(inputs).to(torch.float32) + wide
 
-    @untraced
     def _look_up(self, ids: Jagged) -> tuple[Tensor, Tensor]:
         """Inputs of the deep part ``[B, ΣD]`` and logits of the wide part ``[B, T]``."""
         return self.embeddings(ids).concatenate(), first_order(self.wide, ids)

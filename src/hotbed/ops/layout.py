@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hotbed.jagged import version
 from hotbed.optim import Rule
+from hotbed.torch_hooks import version
 
 RUN = 32
 """Occurrences per run of the canonical sum: runs are summed left to right, then the runs of a row left to right."""

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from hotbed.batch import Batch
 from hotbed.config import Precision, TrainRecipe
+from hotbed.embed import collections_of
 from hotbed.embed.dense_shards import is_sharded, local_values
 from hotbed.errors import NonFiniteError, RecipeError
 from hotbed.machine import cpu
+from hotbed.nn import DLRM, DCNv2, DeepFM, MMoE, WideDeep
 from hotbed.nn.cast_weights import CastWeights
 from hotbed.nn.linear import Linear, faster_library, has_onednn_linear
 from hotbed.nn.loss import summed_cross_entropy
@@ -66,6 +68,16 @@ def bf16_instructions(device: torch.device) -> str | None:
         return None  # torch computes these products by oneDNN, which must be there and may use the instructions
     names = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm BF16"}
     return next((name for flag, name in names.items() if flag in cpu().flags), None)
+
+
+def is_one_graph(model: nn.Module) -> bool:
+    """Whether ``torch.compile`` gets all of a model into one graph, so that a graph break would be a defect.
+
+    This is so for hotbed's models of pooled features whose tables are all on this rank. Other models may do what no
+    graph can hold; torch cuts their graphs there.
+    """
+    own = isinstance(model, DLRM | DCNv2 | DeepFM | MMoE | WideDeep) and normalization_of(model) is None
+    return own and all(collection.is_traceable for collection in collections_of(model).values())
 
 
 class Numerics:

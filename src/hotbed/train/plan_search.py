@@ -9,7 +9,7 @@ from torch import nn
 
 from hotbed.config import Recipe
 from hotbed.embed import collections_of, plan_tables
-from hotbed.embed.collection import names_in_plans, schemes_for
+from hotbed.embed.plan_names import names_in_plans, schemes_for
 from hotbed.errors import PlanError
 from hotbed.nn.layers import DotInteraction
 from hotbed.plan import Plan

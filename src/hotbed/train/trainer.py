@@ -27,7 +27,7 @@ from hotbed.train.backward import Backward
 from hotbed.train.checkpointing import Saver
 from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import Metrics, evaluate, refuse_unnormalized, to_device
-from hotbed.train.numerics import Numerics, resolve_device
+from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
@@ -194,7 +194,7 @@ class Trainer:
         if recipe.recompute:
             recompute_activations(model)
         if recipe.compile:
-            model.compile()
+            model.compile(fullgraph=is_one_graph(model))
 
     # -- the loop --------------------------------------------------------------------------------------------------
 

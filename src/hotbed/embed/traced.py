@@ -1,0 +1,251 @@
+"""Look up inside the graphs of ``torch.compile``: custom operators around what `EmbeddingCollection.forward` calls.
+
+A graph computes with tensors and numbers, and knows nothing of batches, tables and optimizers. So the first operator,
+``hotbed::look_up``, is given numbers: that of the collection, for which a graph is compiled, and that of the batch, in
+a tensor, so that one graph serves all batches. By them it finds the same objects as ever and calls `PooledLookup`. What
+autograd would keep of the call is a `_Call`; the lookup returns its number in a tensor whose memory keeps it alive.
+Autograd saves this tensor for backward, where the second operator, ``hotbed::receive``, finds the call by it and hands
+the gradients to the optimizers.
+
+Neither operator changes a tensor, so functionalization has nothing to reorder. Nothing drops the second, for backward
+returns what it returns, the gradient of the collection's anchor. And no two are taken for one: each lookup is given a
+tensor of its own, ``call``, so that equal lookups are different calls.
+
+Why, and what is not traced: docs/decisions/0063.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from hotbed.batch import Embeddings
+from hotbed.embed.gradients import PooledLookup, TableUpdater
+from hotbed.embed.table_group import Request
+from hotbed.errors import BatchError, OptimizerError
+from hotbed.jagged import Jagged
+from hotbed.torch_hooks import number_tensor, numbered
+
+if TYPE_CHECKING:
+    from hotbed.embed.collection import EmbeddingCollection
+
+REASON = (
+    "hotbed looks these features up outside of graphs; with fullgraph=True tables must be on one rank and not dynamic, "
+    "features pooled, and the ids a hotbed.Jagged that was made before the compiled function was called "
+    "(docs/frameworks.md)"
+)
+"""What a graph break, or the error of ``fullgraph=True``, says."""
+
+
+def look_up(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddings:
+    """Look up and pool, as `EmbeddingCollection.forward`, which is being traced; by a graph break where it must be."""
+    number = ids.number if type(ids) is Jagged else None
+    if number is None or torch.compiler.is_exporting() or room not in (0, 1) or not collection.is_traceable:
+        return _look_up_outside(collection, ids, room)
+    values, offsets, weights = ids.values, ids.offsets, ids.weights
+    # The number of samples by a shape, which may be a symbol; a number of the batch would be compiled for.
+    batch_size = values.shape[0] // max(sum(ids.fixed), 1) if offsets is None else offsets.shape[1] - 1
+    trains = torch.is_grad_enabled() and collection._is_trained(collection.tables)
+    trains_weights = torch.is_grad_enabled() and weights is not None and weights.requires_grad
+    anchor = collection._anchor if trains else collection._anchor.detach()
+    call = torch.empty(0, device="cpu")  # a new one for each lookup: no compiler takes two for one
+    dtype = collection._dtype_on(values.device.type)
+    vectors, _ = torch.ops.hotbed.look_up(
+        number,
+        values,
+        offsets,
+        weights,
+        anchor,
+        call,
+        collection.number,
+        room,
+        batch_size,
+        dtype,
+        trains,
+        trains_weights,
+    )
+    found = Embeddings(collection._names)
+    for names, of_dim in zip(collection._pooled_names, vectors, strict=True):
+        found.add_pooled(names, of_dim[:, 1:] if room else of_dim, of_dim if room else None)
+    return found
+
+
+@torch.compiler.disable(reason=REASON)
+def _look_up_outside(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddings:
+    return collection.forward(ids, room=room)
+
+
+class _Call:
+    """What autograd keeps of a call of `PooledLookup`, whose ``ctx`` it is.
+
+    Parameters
+    ----------
+    needs_input_grad
+        Whether the tables, and the per-id weights, are trained.
+    """
+
+    requests: Sequence[Request]
+    updaters: Iterable[TableUpdater]
+    weights: Tensor | None
+
+    def __init__(self, needs_input_grad: tuple[bool, bool]) -> None:
+        self.needs_input_grad = needs_input_grad
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Ignore it: the operator is given None for outputs that nothing depends on."""
+
+
+class _Calls:
+    """Calls of all table groups; where ids were repaired, at which positions of the batch theirs are ``[n]``."""
+
+    def __init__(self, calls: list[_Call], positions: Tensor | None) -> None:
+        self.calls, self.positions = calls, positions
+
+
+@torch.library.custom_op("hotbed::look_up", mutates_args=())
+def _look_up(
+    number: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    anchor: Tensor,
+    call: Tensor,
+    collection: int,
+    room: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    trains: bool,
+    trains_weights: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Look up: vectors by dim ``[B, room + features, D]``, and what `_receive` finds the calls by."""
+    tables = cast("EmbeddingCollection | None", numbered(collection))
+    ids = cast("Jagged | None", numbered(int(number)))
+    if tables is None or ids is None:
+        raise BatchError(
+            "the batch that a compiled lookup is computed again for is gone; keep the batch until backward is done"
+        )
+    tables._check_call(ids, room, trains)
+    ids = _as_given(ids, values, offsets, weights)
+    checked, positions = (tables.check(ids), None) if not trains_weights else _with_positions(tables, ids)
+    outputs: list[Tensor] = []
+    calls: list[_Call] = []
+    for group in tables._groups:
+        calls.append(_Call((trains, trains_weights)))
+        requests, of_group = tables._requests(group, checked, room, dtype)
+        PooledLookup.forward(calls[-1], anchor, checked.weights, requests, of_group, tables._updaters)
+        outputs += of_group
+    if not (trains or trains_weights):
+        return outputs, torch.empty(0, dtype=torch.int64, device="cpu")
+    return outputs, number_tensor(_Calls(calls, positions), keep=True)
+
+
+@_look_up.register_fake
+def _(
+    number: Tensor,
+    values: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    anchor: Tensor,
+    call: Tensor,
+    collection: int,
+    room: int,
+    batch_size: int,
+    dtype: torch.dtype,
+    trains: bool,
+    trains_weights: bool,
+) -> tuple[list[Tensor], Tensor]:
+    tables = cast("EmbeddingCollection", numbered(collection))
+    shapes = [(batch_size, room + len(group.pooled), group.dim) for group in tables._groups]
+    calls = torch.empty(int(trains or trains_weights), dtype=torch.int64, device="cpu")
+    return [values.new_empty(shape, dtype=dtype) for shape in shapes], calls
+
+
+@torch.library.custom_op("hotbed::receive", mutates_args=())
+def _receive(number: Tensor, gradients: Sequence[Tensor | None], room: int, weights: int) -> tuple[Tensor, Tensor]:
+    """Hand gradients, by dim, to the optimizers: gradients of the anchor, and of the per-id weights ``[weights]``."""
+    found = cast("_Calls | None", numbered(int(number)))
+    if found is None:
+        raise OptimizerError(
+            "backward was given a copy of what a compiled lookup saved, and the lookup itself is gone; leave out "
+            "hooks that copy saved tensors (save_on_cpu(pin_memory=True)), or do not compile the model"
+        )
+    of_weights: Tensor | None = None
+    for call, gradient in zip(found.calls, gradients, strict=True):
+        if gradient is None:
+            continue
+        _, own, *_ = PooledLookup.backward(call, gradient[:, room:])
+        if own is not None:
+            of_weights = own if of_weights is None else of_weights + own
+    anchor = torch.zeros((), dtype=torch.float32, device="cpu")
+    if of_weights is None:
+        return anchor, torch.empty(0, device=_device(gradients))
+    of_weights = of_weights.to(torch.float32)
+    if found.positions is not None:
+        of_weights = of_weights.new_zeros(weights).index_copy_(0, found.positions, of_weights)
+    return anchor, of_weights
+
+
+@_receive.register_fake
+def _(number: Tensor, gradients: Sequence[Tensor | None], room: int, weights: int) -> tuple[Tensor, Tensor]:
+    return torch.empty((), device="cpu"), torch.empty(weights, device=_device(gradients))
+
+
+def _device(gradients: Sequence[Tensor | None]) -> torch.device:
+    return next(gradient.device for gradient in gradients if gradient is not None)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.set_materialize_grads(False)
+    weights, ctx.room, ctx.trains_weights = inputs[3], inputs[7], inputs[11]
+    ctx.weights, ctx.dtype = (weights.shape[0], weights.dtype) if ctx.trains_weights else (0, torch.float32)
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None], _: Tensor | None) -> tuple[Tensor | None, ...]:
+    (number,) = ctx.saved_tensors
+    of_anchor, of_weights = torch.ops.hotbed.receive(number, gradients, ctx.room, ctx.weights)
+    own = of_weights.to(ctx.dtype) if ctx.trains_weights else None
+    return None, None, None, own, of_anchor, None, None, None, None, None, None, None
+
+
+_look_up.register_autograd(_backward, setup_context=_keep)
+
+
+def _as_given(ids: Jagged, values: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Jagged:
+    """Return the batch itself; where the graph has changed its tensors in place, and so made new ones, with these."""
+
+    def is_same(t: Tensor | None, own: Tensor | None) -> bool:
+        return t is own or (t is not None and own is not None and t.data_ptr() == own.data_ptr())
+
+    if is_same(values, ids.values) and is_same(offsets, ids.offsets) and is_same(weights, ids.weights):
+        return ids
+    starts, sizes = (ids.starts, ids._sizes) if is_same(offsets, ids.offsets) else (None, None)
+    return Jagged(
+        ids.names,
+        values,
+        batch_size=ids.batch_size,
+        fixed=ids.fixed,
+        offsets=offsets,
+        weights=weights,
+        starts=starts,
+        sizes=sizes,
+    )
+
+
+def _with_positions(tables: EmbeddingCollection, ids: Jagged) -> tuple[Jagged, Tensor | None]:
+    """Check ids whose weights are trained; where some are repaired, find at which positions of the batch theirs are."""
+    assert ids.weights is not None
+    positions = torch.arange(len(ids.weights), dtype=torch.float64, device=ids.weights.device)
+    numbered = _as_given(ids, ids.values, ids.offsets, positions)
+    numbered.mark_verified(ids.verified)
+    checked = tables.check(numbered)
+    assert checked.weights is not None
+    at = None if checked is numbered else checked.weights.long()
+    # A copy, for they may change before the tables' step.
+    checked.weights = ids.weights.detach().clone() if at is None else ids.weights.detach()[at]
+    if at is None:
+        ids.mark_verified(checked.verified)
+    return checked, at
