@@ -47,7 +47,10 @@ def look_up(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddin
         return _look_up_outside(collection, ids, room)
     values, offsets, weights = ids.values, ids.offsets, ids.weights
     # The number of samples by a shape, which may be a symbol; a number of the batch would be compiled for.
-    batch_size = values.shape[0] // max(sum(ids.fixed), 1) if offsets is None else offsets.shape[1] - 1
+    ids_per_sample = sum([k or 0 for k in ids.fixed])
+    if offsets is None and not ids_per_sample:
+        return _look_up_outside(collection, ids, room)
+    batch_size = values.shape[0] // ids_per_sample if offsets is None else offsets.shape[1] - 1
     trains = torch.is_grad_enabled() and collection._is_trained(collection.tables)
     trains_weights = torch.is_grad_enabled() and weights is not None and weights.requires_grad
     anchor = collection._anchor if trains else collection._anchor.detach()
@@ -73,7 +76,7 @@ def look_up(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddin
     return found
 
 
-@torch.compiler.disable(reason=REASON)
+@torch.compiler.disable(reason=REASON)  # pyright: ignore[reportUntypedFunctionDecorator]
 def _look_up_outside(collection: EmbeddingCollection, ids: Jagged, room: int) -> Embeddings:
     return collection.forward(ids, room=room)
 
