@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -27,11 +26,21 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.quality_results import BASELINE, CONFIGS, LOGS, Config, Log, Results, draw, print_results, render
+from benchmarks.quality_results import (
+    BASELINE,
+    CONFIGS,
+    LOGS,
+    Config,
+    Log,
+    Results,
+    draw,
+    measured_on,
+    print_results,
+    render,
+)
 from benchmarks.quality_training import (
     ROWS,
     PlantedLog,
@@ -44,7 +53,6 @@ from benchmarks.quality_training import (
 from hotbed.commands.demo import TEST_FRACTION, THRESHOLD
 from hotbed.data import SplitBinarySource
 from hotbed.data.prepare import prepare
-from hotbed.train.report import environment
 
 ROOT = Path(__file__).parent.parent
 NOT_PLANTED = ("fp16/bf16", "fp8/bf16", "fp8+hot/bf16", "int8/bf16", "int8+hot/bf16")
@@ -133,14 +141,6 @@ def _run(
             f"{log} log, seed {seed}: {len(missing)} models of {samples:,} samples in {seconds:.0f} s, "
             f"{total / seconds:,.0f} samples/s in all"
         )
-
-
-def measured_on() -> str:
-    """Commit, hardware and torch."""
-    git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    about = environment(torch.device("cpu"))
-    return f"commit {commit or 'unknown'}, {about['hardware']}, torch {about['torch']}"
 
 
 @contextmanager

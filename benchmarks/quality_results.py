@@ -20,11 +20,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -33,6 +35,9 @@ from torch.nn import functional as F
 from hotbed.auc import auc
 from hotbed.config import Precision
 from hotbed.specs import RowDtype
+from hotbed.train.report import environment
+
+ROOT = Path(__file__).resolve().parents[1]
 
 Log = Literal["planted", "real"]
 LOGS: tuple[Log, ...] = get_args(Log)
@@ -365,3 +370,11 @@ def _fact(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.5f}" if isinstance(value, float) else str(value)
+
+
+def measured_on() -> str:
+    """Commit, hardware and torch."""
+    git = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    about = environment(torch.device("cpu"))
+    return f"commit {commit or 'unknown'}, {about['hardware']}, torch {about['torch']}"

@@ -19,7 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and Numba are imported, here and in the processes
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch and Numba are imported, here and in the processes
 
 import torch
 from rich.console import Console
@@ -31,7 +32,7 @@ from benchmarks.models.logs import LOGS
 from benchmarks.models.real import REAL_MODELS, real_runs
 from benchmarks.models.retrieval import Retrieval
 from benchmarks.models.training import BY_TASK, Clicks, draw
-from benchmarks.quality import measured_on
+from benchmarks.quality_results import measured_on
 from hotbed.files import write_json
 
 MODELS_OF = {
@@ -50,7 +51,6 @@ REAL = "real"
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command."""
     args = _arguments(argv)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -210,4 +210,5 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     main()
