@@ -18,6 +18,7 @@ from hotbed.torch_hooks import _numbered
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),  # dynamo itself does
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),  # inductor itself calls it
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 NAMES = ("a", "b", "c")
