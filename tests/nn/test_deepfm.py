@@ -56,7 +56,7 @@ def test_products_of_pairs_are_added_in_float32_under_autocast() -> None:
 def test_vectors_of_numericals_are_drawn_alike_on_meta_and_elsewhere() -> None:
     torch.manual_seed(1)
     here = NumericalEmbedding(3, 16)
-    assert 0.1 < here.weight.std() < 0.5
+    assert 0.005 < here.weight.std() < 0.02
     with torch.device("meta"):
         made = NumericalEmbedding(3, 16)
     made = made.to_empty(device="cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -41,9 +39,12 @@ class NumericalEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new values from N(0, 1 ÷ D), unless there is nothing to hold them yet."""
+        """Draw new values from N(0, 0.01²), unless there is nothing to hold them yet.
+
+        Products of pairs of numericals would be as large as the logit with 1 ÷ √D, before anything is learnt.
+        """
         if not self.weight.is_meta:
-            draw_normal(self.weight, 1 / math.sqrt(self.weight.shape[1]))
+            draw_normal(self.weight, 0.01)
 
     def forward(self, dense: Tensor) -> Tensor:
         """``[B, I]`` to ``[B, I, D]``."""
