@@ -307,6 +307,9 @@ def test_meta(tmp_path: Path) -> None:
     assert torch.equal(module.measure(source)(raw), expected(raw))
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.*should not be instantiated"
+)  # by torch, of its tracing
 def test_compiled(tmp_path: Path) -> None:
     source = prices(tmp_path, {"name": "price", "rule": "quantile", "missing": "indicator"})
     model = normalize(model_of(source), source.schema)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hotbed.batch import Batch
 from hotbed.errors import BatchError
-from hotbed.nn.dense_part import DensePart, traced
+from hotbed.nn.dense_part import DensePart, RowWiseLinear, traced
 from hotbed.serve.scorer import BLOCK_ROWS, LARGER_BLOCKS, Scorer
 from tests.serve.models import MODELS, batch_of, model_of
 
@@ -42,14 +42,18 @@ def test_products_of_a_block_sum_each_row_alike() -> None:
     before, draw = torch.get_num_threads(), torch.Generator().manual_seed(0)
     torch.set_num_threads(1)
     try:
-        for inputs in (1, 13, 16, 100, 383, 512, 1024):
-            for outputs in (1, 2, 3, 7, 16, 64, 512):
-                weight, bias = (torch.randn(*shape, generator=draw) for shape in ((outputs, inputs), (outputs,)))
+        for inputs in (1, 13, 16, 34, 66, 100, 383, 512, 1024):
+            for outputs in (1, 2, 3, 5, 7, 16, 20, 64, 512):
+                layer = RowWiseLinear(nn.Linear(inputs, outputs))
+                with torch.no_grad():
+                    layer.weight.normal_(generator=draw)
                 x = torch.randn(BLOCK_ROWS, inputs, generator=draw)
                 order = torch.randperm(BLOCK_ROWS, generator=draw)
-                assert torch.equal(F.linear(x[order], weight, bias), F.linear(x, weight, bias)[order])
                 alone = x[:1].expand(BLOCK_ROWS, -1).contiguous()
-                assert torch.equal(F.linear(alone, weight, bias)[-1], F.linear(x, weight, bias)[0])
+                found = layer(x)
+                torch.testing.assert_close(found, F.linear(x, layer.weight, layer.bias), rtol=1e-4, atol=1e-4)
+                assert torch.equal(layer(x[order]), found[order])
+                assert torch.equal(layer(alone)[-1], found[0])
     finally:
         torch.set_num_threads(before)
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from hotbed import large_tensors
 from hotbed.errors import StoreError
-from hotbed.ops import cpu_runtime
 from hotbed.optim import Moment
 from hotbed.store import DenseStore, Span, Storage, memory
 
@@ -183,7 +183,7 @@ def test_memory_that_the_system_does_not_give_is_said_to_be_so(monkeypatch: pyte
         raise OSError(12, "Cannot allocate memory")
 
     store = DenseStore([Span(1 << 20, 0)], 4)
-    monkeypatch.setattr(cpu_runtime.mmap, "mmap", refuses)
+    monkeypatch.setattr(large_tensors.mmap, "mmap", refuses)
     for make in (memory.zeros, memory.empty):
         with pytest.raises(StoreError, match=r"^1,099,511,627,776 bytes of cpu memory are needed .* memory\.tier disk"):
             make((1 << 38,), torch.float32, CPU)
@@ -196,7 +196,7 @@ def test_memory_that_the_system_does_not_give_is_said_to_be_so(monkeypatch: pyte
     def other(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(cpu_runtime.mmap, "mmap", other)
+    monkeypatch.setattr(large_tensors.mmap, "mmap", other)
     with pytest.raises(OSError, match="Too many open files"):
         memory.zeros((1 << 38,), torch.float32, CPU)
 

@@ -218,7 +218,7 @@ class BagPlaces:
     ) -> None:
         self.features = dict(features)
         self.single = single
-        self._first = next(iter(self.features))
+        self._first = next(iter(self.features), None)
         self._last: tuple[object, Tensor, int | None] | None = None
         self._at: tuple[tuple[str, ...], list[int]] | None = None
         self._has_divisors = any(POOLING_CODE[f.pooling] for f in features)
@@ -257,9 +257,9 @@ class BagPlaces:
         spans = tuple([(starts[i], starts[i + 1] - starts[i]) for i in at])
         total = sum([count for _, count in spans])
         batch_size, offsets = (total, None) if self.single else (len(ids), ids.offsets)
-        padded = self.single and self._first.padding is not None and ids.fixed[at[0]] != self._first.max_len
-        if padded:
-            offsets = _padded_offsets(ids[self._first.name], self._first)
+        first, padded = self._first, False
+        if self.single and first is not None and first.padding is not None and ids.fixed[at[0]] != first.max_len:
+            padded, offsets = True, _padded_offsets(ids[first.name], first)
             batch_size = offsets.shape[1] - 1
         if offsets is None:
             offsets = torch.empty(0, batch_size + 1, dtype=torch.int64, device=ids.values.device)

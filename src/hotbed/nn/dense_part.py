@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from hotbed.bags import Bags
@@ -85,14 +86,41 @@ class DensePart(nn.Module):
             made = GivenEmbeddings(module, path)
         elif isinstance(module, DotInteraction):
             made = PlainInteraction(module.vectors, module.width)
-        elif isinstance(module, Linear):
-            module.use("torch")
+        elif isinstance(module, Linear) or type(module) is nn.Linear:
+            made = RowWiseLinear(module)
         done[id(module)] = made
         if made is module:
             for name, child in list(module._modules.items()):
                 if child is not None:
                     setattr(module, name, self._without_tables(child, f"{path}.{name}".lstrip("."), done))
         return made
+
+
+class RowWiseLinear(nn.Module):
+    """A fully connected layer that gives a row the same bits wherever it lies in a block.
+
+    MKL takes other ways through the last columns of an output than through 16 whole ones, and there the order of a
+    row's sum depends on the rows beside it (seen on a CPU with AVX2 only). So outputs are padded to multiples of 16.
+
+    Parameters
+    ----------
+    layer
+        Whose weight and bias it has.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """``[…, in]`` to ``[…, out]``."""
+        outputs = self.weight.shape[0]
+        room = -outputs % 16
+        if not room:
+            return F.linear(input, self.weight, self.bias)
+        bias = None if self.bias is None else F.pad(self.bias, (0, room))
+        return F.linear(input, F.pad(self.weight, (0, 0, 0, room)), bias)[..., :outputs]
 
 
 class GivenEmbeddings(nn.Module):

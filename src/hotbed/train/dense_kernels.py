@@ -26,10 +26,10 @@ ACTIVATIONS, BACKWARD_ACTIVATIONS, BIASES = "activations", "activations, backwar
 INTERACTION, BACKWARD_INTERACTION = "interaction", "interaction, backward"
 CASTS, LOSS, OPTIMIZER = "casts and copies", "loss", "dense optimizer"
 
-ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 93 + 8
+ARENA_LAUNCHES, EXCHANGED_ARENA_LAUNCHES = 19, 94 + 1
 """Of an arena on the device, of one rank, and of several: launches of a step with RowWiseAdagrad that are not the dense
 part's. Each wait of the host (the second summand) is as a launch: the device has nothing to do until the next one."""
-HOST_LAUNCHES, CACHED_LAUNCHES = 56 + 18, 260 + 53
+HOST_LAUNCHES, CACHED_LAUNCHES = 59 + 7, 262 + 46
 """How many more an arena has whose rows are in slower memory, and behind a cache on the device."""
 OPTIMIZER_BYTES = 28
 """Of a dense parameter, at most: Adam reads it, its gradient and two moments, and writes all but the gradient."""
