@@ -110,8 +110,8 @@ class RowWiseLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.weight: nn.Parameter = layer.weight
-        self.bias: nn.Parameter | None = layer.bias
+        self.weight = layer.weight
+        self.bias: Tensor | None = layer.bias
 
     @override
     def forward(self, input: Tensor) -> Tensor:
