@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hotbed.errors import BatchError
+from hotbed.specs import Padding
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 _LARGEST = (1 << 63) - 1
@@ -211,6 +212,15 @@ def weights_of(bags: Bags) -> Tensor:
 def offsets_of(lengths: Tensor) -> Tensor:
     """Sum lengths up along the last dim, with a leading 0, int64."""
     return torch.nn.functional.pad(lengths.cumsum(-1, dtype=torch.int64), (1, 0))
+
+
+def padding_mask(lengths: Tensor, length: int, padding: Padding | None) -> Tensor:
+    """Say which places of bags with these lengths ``[B]``, padded to ``length``, have an id: ``[B, length]`` bool.
+
+    They come first, unless the padding is ``"left"``.
+    """
+    place = torch.arange(length, device=lengths.device)
+    return place >= length - lengths[:, None] if padding == "left" else place < lengths[:, None]
 
 
 def describe(t: Tensor) -> str:

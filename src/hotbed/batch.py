@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hotbed.bags import Bags, describe, offsets_of
+from hotbed.bags import Bags, describe, offsets_of, padding_mask
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.jagged import Jagged
 from hotbed.specs import Feature, Padding
@@ -178,12 +178,9 @@ class Embeddings(Mapping[str, Tensor]):
         values, bags, max_len, padding = self._sequence(name)
         lengths = bags.lengths()
         if padding is not None:
-            place = torch.arange(values.shape[1], device=lengths.device)
-            if padding == "left":
-                return values, place >= values.shape[1] - lengths[:, None]
-            return values, place < lengths[:, None]
+            return values, padding_mask(lengths, values.shape[1], padding)
         longest = max_len if max_len is not None else int(lengths.max()) if len(lengths) else 0
-        mask = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        mask = padding_mask(lengths, longest, None)
         out = values.new_zeros(len(lengths) * longest, values.shape[1])
         out = out.index_copy(0, mask.flatten().nonzero()[:, 0], values)
         return out.view(len(lengths), longest, values.shape[1]), mask

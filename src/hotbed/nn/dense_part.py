@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from hotbed.bags import Bags
+from hotbed.bags import Bags, padding_mask
 from hotbed.batch import Batch, Embeddings
 from hotbed.embed import Distributed, EmbeddingCollection
 from hotbed.errors import BatchError, CheckpointError, SpecError
@@ -174,10 +174,7 @@ class _GivenSequences(Embeddings):
         if name not in self.given:
             return super().padded(name)  # which says why there is nothing to pad
         vectors, lengths = self.given[name]
-        place = torch.arange(vectors.shape[1], device=lengths.device)
-        if self.padding.get(name) == "left":
-            return vectors, place >= vectors.shape[1] - lengths[:, None]
-        return vectors, place < lengths[:, None]
+        return vectors, padding_mask(lengths, vectors.shape[1], self.padding.get(name))
 
     @override
     def __getitem__(self, name: str) -> Tensor:
