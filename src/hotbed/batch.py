@@ -155,16 +155,27 @@ class Embeddings(Mapping[str, Tensor]):
         if name in self._place:
             number, column = self._place[name]
             return self._pooled[number].column(column)
-        values, bags, _, padding = self._sequence(name)
-        if padding is not None:
-            return values
-        return torch.nested.nested_tensor_from_jagged(values, offsets_of(bags.lengths()))
+        values, _, _, padding = self._sequence(name)
+        return values if padding is not None else torch.nested.nested_tensor_from_jagged(*self.jagged(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def jagged(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the vectors ``[N, D]`` of a feature that is not pooled, and where each sample's start ``[B + 1]``.
+
+        Raises
+        ------
+        BatchError
+            If the feature is pooled or padded.
+        """
+        values, bags, _, padding = self._sequence(name)
+        if padding is not None:
+            raise BatchError(f"feature '{name}' has padding={padding!r}; take e['{name}'], which is [B, max_len, D]")
+        return values, offsets_of(bags.lengths()) if bags.offsets is None else bags.offsets
 
     def padded(self, name: str) -> tuple[Tensor, Tensor]:
         """Pad a feature that is not pooled with zeros, where it was not looked up so (`Feature.padding`).

@@ -311,14 +311,18 @@ class Jagged(Numbered):
         """Build from ``KeyedJaggedTensor`` parts: keys (F), values ``[N]``, lengths ``[F · B]``, weights ``[N]``."""
         if not keys or lengths.dim() != 1 or len(lengths) % len(keys):
             raise BatchError(f"lengths must be [{len(keys)} keys × batch size], got {describe(lengths)}")
-        if len(lengths) and int(lengths.min()) < 0:
-            at = int(lengths.argmin())
-            per_key = len(lengths) // len(keys)
-            raise BatchError(f"feature '{keys[at // per_key]}': length {int(lengths[at])} at sample {at % per_key}")
-        offsets = offsets_of(lengths.view(len(keys), -1))
-        return Jagged(
-            keys, values, batch_size=offsets.shape[1] - 1, fixed=[None] * len(keys), offsets=offsets, weights=weights
-        )
+        by_key = lengths.view(len(keys), -1)
+        fixed: list[int | None] = [None] * len(keys)
+        if by_key.shape[1]:
+            least, most = torch.stack([by_key.amin(1), by_key.amax(1)]).tolist()
+            if min(least) < 0:
+                at = int(lengths.argmin())
+                key, sample = divmod(at, by_key.shape[1])
+                raise BatchError(f"feature '{keys[key]}': length {int(lengths[at])} at sample {sample}")
+            fixed = [k if k == longest else None for k, longest in zip(least, most, strict=True)]
+        ragged = [i for i, k in enumerate(fixed) if k is None]
+        offsets = offsets_of(by_key[ragged] if len(ragged) < len(keys) else by_key) if ragged else None
+        return Jagged(keys, values, batch_size=by_key.shape[1], fixed=fixed, offsets=offsets, weights=weights)
 
     def to_keyed(self) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
         """Make ``KeyedJaggedTensor`` parts: keys, values ``[N]``, lengths ``[F · B]``, weights ``[N]`` or None."""

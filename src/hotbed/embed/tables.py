@@ -77,6 +77,8 @@ class TableModule(nn.Module):
         self.handles = {
             t.name: torch.zeros((), dtype=torch.float32, device=place, requires_grad=not t.frozen) for t in tables
         }
+        self.max_norms: dict[str, float] = {}
+        """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
         self._updaters: weakref.WeakSet[TableUpdater] = weakref.WeakSet()
         self._dynamic = DynamicTables(tables, features)
         self._training_calls = 0

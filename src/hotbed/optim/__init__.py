@@ -2,10 +2,11 @@
 
 from hotbed.optim.adagrad import Adagrad, RowWiseAdagrad
 from hotbed.optim.adam import LAMB, Adam, AdamW, PartialRowWiseAdam
-from hotbed.optim.base import SparseOptimizer, TableSelection
+from hotbed.optim.base import SparseOptimizer
 from hotbed.optim.ftrl import FTRL
 from hotbed.optim.rule import COMMON, Moment, Rule, SparseModule, Updater
 from hotbed.optim.sgd import SGD
+from hotbed.optim.table_groups import TableSelection
 
 __all__ = [
     "COMMON",

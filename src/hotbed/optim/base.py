@@ -17,60 +17,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, NoReturn, overload
+from typing import Any, Literal, NamedTuple, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
-from hotbed.errors import OptimizerError, SpecError, did_you_mean
-from hotbed.optim.rule import Rule, SparseModule, Updater
+from hotbed.errors import OptimizerError, SpecError
+from hotbed.optim.rule import COMMON, Rule, SparseModule, Updater
 from hotbed.optim.saved_state import are_same_groups, check_form, check_step
+from hotbed.optim.table_groups import TableSelection, resolve_groups, table_places
 
 WeightDecayMode = Literal["l2", "decoupled"]
-
-
-class TableSelection(nn.Module):
-    """Select tables of a model, for an optimizer that trains no others.
-
-    Parameters
-    ----------
-    model
-        Any module that contains embedding collections.
-    tables
-        Names ``path.to.collection.table`` in the model, which the optimizer's groups and state use, too.
-
-    Raises
-    ------
-    SpecError
-        If no name is given, or one is of no table of the model.
-
-    Examples
-    --------
-    >>> deep = RowWiseAdagrad(TableSelection(model, ["embeddings.user", "embeddings.item"]), lr=0.01)  # doctest: +SKIP
-    >>> wide = FTRL(TableSelection(model, ["wide.user", "wide.item"]), lr=0.1)  # doctest: +SKIP
-    """
-
-    def __init__(self, model: nn.Module, tables: Sequence[str]) -> None:
-        super().__init__()
-        _places(model)  # a SpecError if it is no model
-        self._model = [model]  # in a list, so that it is no part of this module
-        self.tables = tuple(tables)
-        known = list(_places(self))
-        if not self.tables:
-            raise SpecError(f"no table is selected; tables are {', '.join(known)}")
-        for name in self.tables:
-            if name not in known:
-                raise SpecError(
-                    f"table '{name}' does not exist; tables are {', '.join(known)}{did_you_mean(name, known)}"
-                )
-
-    @override
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Of the model."""
-        return self._model[0].named_modules(*args, **kwargs)
 
 
 class Trained(NamedTuple):
@@ -124,7 +83,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, defaults: dict[str, Any], groups: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        places = _places(model)
+        places = table_places(model)
         if not places:
             raise SpecError(
                 f"{type(model).__name__} has no hotbed.EmbeddingCollection; sparse optimizers update embedding tables "
@@ -135,9 +94,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         trained = {path for path, _ in places.values()}
         collections = {p: m for p, m in model.named_modules() if isinstance(m, SparseModule) and p in trained}
         self._check_finite = False
+        self._steps_in_backward = self._is_queued = False
         self.gate: Tensor | None = None
         self._options = tuple(defaults)
-        resolved = _resolve_groups(places, groups or (), known=set(defaults))
+        resolved = resolve_groups(places, groups or (), known=set(defaults))
         super().__init__(
             [
                 {
@@ -152,6 +112,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.check(group)
         self._places = places
+        self._max_norms = {path: collection.max_norms for path, collection in collections.items()}
         self._updaters: dict[str, Updater] = {}
         self._trained: list[Trained] = []
         for path, collection in collections.items():
@@ -257,8 +218,14 @@ class SparseOptimizer(torch.optim.Optimizer):
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]
                 if handle.requires_grad:
-                    hyper[path][table] = values
+                    hyper[path][table] = self._within(values, self._max_norms[path].get(table))
         return hyper
+
+    @staticmethod
+    def _within(hyper: list[float], max_norm: float | None) -> list[float]:
+        """Hyperparameters of a table that has a largest norm of its own."""
+        at = COMMON.index("max_norm")
+        return hyper if max_norm is None else [*hyper[:at], min(hyper[at], max_norm), *hyper[at + 1 :]]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that wait for a step."""
@@ -266,7 +233,19 @@ class SparseOptimizer(torch.optim.Optimizer):
         for updater in self._updaters.values():
             updater.clear()
 
+    def in_backward(self) -> Self:
+        """Step at the end of every backward that reaches the tables, as TorchRec does; nobody need call `step` then."""
+        self._steps_in_backward = True
+        return self
+
+    def _end_backward(self) -> None:
+        self._is_queued = False
+        self.step()
+
     def _on_grad(self, finite: Callable[[], Tensor]) -> None:
+        if self._steps_in_backward and not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         lead: Tensor = self.param_groups[0]["params"][0]
         if lead.grad is None:
             lead.grad = torch.ones_like(lead)  # a new one: GradScaler scales it in place, which its version hides
@@ -356,44 +335,3 @@ class SparseOptimizer(torch.optim.Optimizer):
             for name, handle in zip(group["tables"], group["params"], strict=True):
                 path, table = self._places[name]
                 self.state[handle] = self._updaters[path].state(table)
-
-
-def _places(model: object) -> dict[str, tuple[str, str]]:
-    """Path of the collection, and name there, of every table of a model by its full name."""
-    if not isinstance(model, nn.Module):
-        raise SpecError(
-            f"a sparse optimizer got {type(model).__name__}, must be the model: tables are none of model.parameters(); "
-            "use RowWiseAdagrad(model, lr=0.01) for the tables, with groups=[{'tables': ['users'], 'lr': 0.1}] where "
-            "some have options of their own, and torch.optim.Adam(model.parameters()) for the rest"
-        )
-    collections = {path: m for path, m in model.named_modules() if isinstance(m, SparseModule)}
-    return {f"{path}.{table}".lstrip("."): (path, table) for path, of in collections.items() for table in of.handles}
-
-
-def _resolve_groups(
-    places: Mapping[str, tuple[str, str]], groups: Sequence[Mapping[str, Any]], known: set[str]
-) -> list[tuple[list[str], dict[str, Any]]]:
-    """Full table names and options of each group; the tables that no group names come last."""
-    resolved: list[tuple[list[str], dict[str, Any]]] = []
-    rest = list(places)
-    for group in groups:
-        options = {key: value for key, value in group.items() if key != "tables"}
-        for key in options:
-            if key not in known:
-                raise SpecError(
-                    f"optimizer option '{key}' does not exist; use {sorted(known)}{did_you_mean(key, known)}"
-                )
-        names: list[str] = []
-        for name in group.get("tables", ()):
-            found = [full for full, (_, table) in places.items() if name in (full, table)]
-            if len(found) != 1:
-                what = "is ambiguous: " + ", ".join(found) if found else "does not exist"
-                raise SpecError(f"table '{name}' {what}; tables are {', '.join(places)}{did_you_mean(name, places)}")
-            if found[0] not in rest:
-                raise SpecError(f"table '{name}' is in two optimizer groups")
-            rest.remove(found[0])
-            names.append(found[0])
-        if not names:
-            raise SpecError(f"an optimizer group needs 'tables', got {dict(group)}")
-        resolved.append((names, options))
-    return [*resolved, (rest, {})] if rest else resolved

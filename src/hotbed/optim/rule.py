@@ -169,6 +169,8 @@ class SparseModule(Protocol):
     """A module with embedding tables, as optimizers see it."""
 
     handles: dict[str, Tensor]
+    max_norms: dict[str, float]
+    """By table that has one: the largest norm of a row after its update, whatever an optimizer's own option."""
 
     @property
     def replicas(self) -> int:

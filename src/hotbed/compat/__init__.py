@@ -1,0 +1,10 @@
+"""Run models that were written for ``torch.nn`` or TorchRec on hotbed's tables.
+
+`swap_embeddings` replaces the ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model; `hotbed.compat.torchrec` has
+TorchRec's classes by their names.
+"""
+
+from hotbed.compat.drop_in import Embedding, EmbeddingBag
+from hotbed.compat.swap import swap_embeddings
+
+__all__ = ["Embedding", "EmbeddingBag", "swap_embeddings"]

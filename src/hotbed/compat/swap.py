@@ -1,0 +1,184 @@
+"""Replace the embeddings of any model by hotbed's tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from hotbed.compat.drop_in import Embedding, EmbeddingBag, Mode
+from hotbed.embed import EmbeddingCollection
+from hotbed.errors import SpecError, did_you_mean
+from hotbed.ops import BackendName
+from hotbed.pooling import Pooling
+from hotbed.specs import MAX_DIM, Feature, RowDtype, Table
+
+_DTYPES: dict[torch.dtype, RowDtype] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_Torch = nn.Embedding | nn.EmbeddingBag
+
+
+def swap_embeddings(
+    model: nn.Module, *, skip: Sequence[str] = (), seed: int = 0, backend: BackendName = "auto"
+) -> nn.Module:
+    """Replace every ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model by a table of hotbed, in place.
+
+    Calls stay as they are, and so do values, names in ``state_dict`` and what is frozen. Call it before optimizers are
+    made: tables are no parameters any more, ``hb.optim.RowWiseAdagrad(model, lr=0.1)`` trains them, and
+    ``torch.optim`` the rest. `hotbed.distribute` then shards the tables, by the names of their modules.
+
+    Parameters
+    ----------
+    model
+        Any module. Embeddings that share a weight share a table. Those on ``meta`` get values of the standard deviation
+        that torch's would have, 1, when the model is distributed.
+    skip
+        Names of modules to leave as they are, as in ``model.named_modules()``; ``*`` stands for any characters.
+    seed, backend
+        As for `EmbeddingCollection`.
+
+    Returns
+    -------
+    nn.Module
+        The model; if it is an embedding itself, what replaces it.
+
+    Raises
+    ------
+    SpecError
+        If there is nothing to replace, or an embedding cannot be: its weight is also that of another layer, its
+        gradients are scaled by frequency, its norm is not the Euclidean one, its dtype or width is none of tables, or
+        its class, hooks or parametrizations do more than look up.
+
+    Examples
+    --------
+    >>> model = nn.ModuleDict({"item": nn.EmbeddingBag(1000, 16, mode="sum"), "top": nn.Linear(16, 1)})
+    >>> model = swap_embeddings(model)
+    >>> model["item"](torch.tensor([3, 5, 8]), torch.tensor([0, 2])).shape
+    torch.Size([2, 16])
+    """
+    found = {name: module for name, module in model.named_modules() if isinstance(module, _Torch)}
+    names = dict(model.named_modules(remove_duplicate=False))
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise SpecError(f"skip has '{pattern}', which no module is called{did_you_mean(pattern, found)}")
+    chosen = {n: m for n, m in found.items() if not any(fnmatchcase(n, pattern) for pattern in skip)}
+    if not chosen:
+        raise SpecError(
+            f"{type(model).__name__} has no nn.Embedding or nn.EmbeddingBag to replace"
+            + (f" beside those to skip: {', '.join(found)}" if found else "")
+        )
+    for name, module in chosen.items():
+        _check(name, module)
+    _refuse_shared(model, chosen)
+    made: dict[int, nn.Module] = {}
+    for named in _by_weight(chosen):
+        made |= _replacements(named, seed, backend)
+    for name, module in names.items():  # a module may be at several places
+        if id(module) in made and name:
+            parent, _, own = name.rpartition(".")
+            setattr(names[parent], own, made[id(module)])
+    return made.get(id(model), model)
+
+
+def _check(name: str, module: _Torch) -> None:
+    """Raise `SpecError` for an embedding that tables cannot replace."""
+    kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    label = f"{type(module).__name__} '{name}'"
+    weight = module._parameters.get("weight")
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if type(module).forward is not kind.forward:
+        wrong = f"has a forward of its own, which a table would not call; derive it from {kind.__name__} no more"
+    elif weight is None:
+        wrong = "has a parametrization or no weight, which tables do not have"
+    elif any(getattr(module, hook) for hook in hooks):
+        wrong = "has hooks, which would be lost"
+    elif module.scale_grad_by_freq:
+        wrong = "has scale_grad_by_freq, which optimizers of tables do not know"
+    elif module.max_norm is not None and module.norm_type != 2:
+        wrong = f"has max_norm by norm_type {module.norm_type}, must be 2"
+    elif weight.dtype not in _DTYPES:
+        wrong = f"is {str(weight.dtype).removeprefix('torch.')}; tables are float32, bfloat16 or float16"
+    elif weight.shape[1] > MAX_DIM:
+        wrong = f"has {weight.shape[1]:,} columns, tables have at most {MAX_DIM:,}"
+    else:
+        return
+    raise SpecError(f"{label} {wrong}; leave it as it is with skip=['{name}']")
+
+
+def _refuse_shared(model: nn.Module, chosen: dict[str, _Torch]) -> None:
+    """Raise `SpecError` where another layer has the weight of an embedding, which would be a parameter no more."""
+    of_weight = {id(module.weight): name for name, module in chosen.items()}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if id(parameter) in of_weight and name not in chosen:
+                theirs, here = of_weight[id(parameter)], f"{name}.{own}".lstrip(".")
+                raise SpecError(
+                    f"the weight of '{theirs}' is also '{here}', which a table could not be; leave it "
+                    f"as it is with skip=['{theirs}']"
+                )
+
+
+def _by_weight(chosen: dict[str, _Torch]) -> Iterable[dict[str, _Torch]]:
+    """Group modules that have the same weight."""
+    groups: dict[int, dict[str, _Torch]] = {}
+    for name, module in chosen.items():
+        groups.setdefault(id(module.weight), {})[name] = module
+    return groups.values()
+
+
+def _replacements(named: dict[str, _Torch], seed: int, backend: BackendName) -> dict[int, nn.Module]:
+    """Make what replaces the modules of one weight, by their ids."""
+    first, module = next(iter(named.items()))
+    weight: Tensor = module.weight
+    limits = {m.max_norm for m in named.values()}
+    if len(limits) > 1:
+        raise SpecError(
+            f"{', '.join(map(repr, named))} share a weight and have different max_norm: {sorted(map(str, limits))}; "
+            "give them the same"
+        )
+    table = Table(
+        first or "weight",
+        rows=weight.shape[0],
+        dim=weight.shape[1],
+        dtype=_DTYPES[weight.dtype],
+        init_bound=math.sqrt(3.0) if weight.is_meta else None,  # of the deviation of normal values, 1
+        frozen=not weight.requires_grad,
+    )
+    features = [Feature(name or "weight", table.name, pooling=_pooling(m)) for name, m in named.items()]
+    rows = EmbeddingCollection([table], features, seed=seed, device=weight.device, backend=backend)
+    rows.to(weight.dtype)
+    if limits != {None}:
+        rows.max_norms[table.name] = cast(float, module.max_norm)
+    if not weight.is_meta:
+        rows.load_state_dict({f"{table.name}.weight": weight.detach()})
+    made: dict[int, nn.Module] = {}
+    for feature, old in zip(features, named.values(), strict=True):
+        new = _drop_in(rows, feature.name, old)
+        new.train(old.training)
+        if not weight.is_meta:
+            new.limit_norms()
+        made[id(old)] = new
+    return made
+
+
+def _pooling(module: _Torch) -> Pooling:
+    """The pooling of a module's feature; of a mode that tables do not have, none."""
+    if isinstance(module, nn.Embedding):
+        return "sum"
+    return "none" if module.mode == "max" else cast(Pooling, module.mode)
+
+
+def _drop_in(rows: EmbeddingCollection, feature: str, old: _Torch) -> Embedding | EmbeddingBag:
+    if isinstance(old, nn.Embedding):
+        return Embedding(rows, feature, old.padding_idx, old.max_norm)
+    return EmbeddingBag(
+        rows,
+        feature,
+        old.padding_idx,
+        old.max_norm,
+        mode=cast(Mode, old.mode),
+        include_last_offset=old.include_last_offset,
+    )

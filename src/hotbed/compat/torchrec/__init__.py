@@ -1,0 +1,38 @@
+"""Offer TorchRec's classes by their names, on hotbed's tables, so that a model needs another import only.
+
+    from hotbed.compat.torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+`configs` describes tables, `tensors` holds ids and vectors, `modules` looks up, `parallel` shards and trains. What is
+there does what TorchRec's documentation says of it. Batches may also be TorchRec's own ``KeyedJaggedTensor``, and
+configs its own.
+"""
+
+from hotbed.compat.torchrec.configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from hotbed.compat.torchrec.modules import EmbeddingBagCollection, EmbeddingCollection
+from hotbed.compat.torchrec.optimizers import (
+    CombinedOptimizer,
+    KeyedOptimizerWrapper,
+    apply_optimizer_in_backward,
+    in_backward_optimizer_filter,
+)
+from hotbed.compat.torchrec.parallel import DistributedModelParallel
+from hotbed.compat.torchrec.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from hotbed.optim import RowWiseAdagrad
+
+__all__ = [
+    "CombinedOptimizer",
+    "DataType",
+    "DistributedModelParallel",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedOptimizerWrapper",
+    "KeyedTensor",
+    "PoolingType",
+    "RowWiseAdagrad",
+    "apply_optimizer_in_backward",
+    "in_backward_optimizer_filter",
+]
