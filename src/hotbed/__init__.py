@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hotbed import nn, optim
     from hotbed.batch import Batch, Embeddings
     from hotbed.checkpoint import init_from, load_checkpoint, save_checkpoint
+    from hotbed.compat import swap_embeddings
     from hotbed.config import MemoryOptions, ParallelOptions, Recipe
     from hotbed.data import Loader, ParquetSource, Schema, Source, SplitBinarySource
     from hotbed.data.prepare import prepare
@@ -59,6 +60,7 @@ __all__ = [
     "predict",
     "prepare",
     "save_checkpoint",
+    "swap_embeddings",
 ]
 
 __getattr__, __dir__ = lazy(
@@ -97,6 +99,7 @@ __getattr__, __dir__ = lazy(
         "predict": "hotbed.train.predict",
         "prepare": "hotbed.data.prepare",
         "save_checkpoint": "hotbed.checkpoint",
+        "swap_embeddings": "hotbed.compat",
     },
     renamed={"Spread": "ModelParallelInput"},
 )

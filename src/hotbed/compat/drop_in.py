@@ -60,10 +60,7 @@ class _DropIn(nn.Module):
             rows = self.rows.weight(self.table)
             norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
             scaled = torch.where(norms > self.max_norm, rows * (self.max_norm / (norms + 1e-7)), rows)
-            self.rows.load_state_dict({f"{self.table}.weight": scaled.to(self._stored_dtype())})
-
-    def _stored_dtype(self) -> torch.dtype:
-        return self.rows.state_dict()[f"{self.table}.weight"].dtype
+            self.rows.set_weight(self.table, scaled)
 
     def _look_up(self, bags: Bags) -> Tensor:
         """Look bags up: ``[B, D]``, or ``[N, D]`` where the feature is not pooled."""

@@ -153,7 +153,7 @@ def _replacements(named: dict[str, _Torch], seed: int, backend: BackendName) -> 
     if limits != {None}:
         rows.max_norms[table.name] = cast(float, module.max_norm)
     if not weight.is_meta:
-        rows.load_state_dict({f"{table.name}.weight": weight.detach()})
+        rows.set_weight(table.name, weight.detach())
     made: dict[int, nn.Module] = {}
     for feature, old in zip(features, named.values(), strict=True):
         new = _drop_in(rows, feature.name, old)

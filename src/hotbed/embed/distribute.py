@@ -80,8 +80,8 @@ def distribute(
         How rows are kept that the plan places in the host's memory or on disk.
     group
         Process group of all ranks; default: torch's own. It must be initialised already (``torchrun`` and
-        ``torch.distributed.init_process_group()``). Without one, the model is returned as it is, unless the plan has
-        rows that are not in the device's memory.
+        ``torch.distributed.init_process_group()``). Without one, the model is returned as it is, unless it is on
+        ``meta`` or the plan has rows that are not in the device's memory.
     device
         Where the model is to be; default: where it is (from ``meta``: the CPU).
     timeout
@@ -116,7 +116,7 @@ def distribute(
     if alone:
         check_replicas(1, parallel)
         plan = _plan_of_one(model, plan)
-        if plan.is_in_device_memory:
+        if plan.is_in_device_memory and not _is_on_meta(model):
             return model
     collections = collections_of(model)
     if not collections:
@@ -350,6 +350,12 @@ def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
         return torch.device(device)
     here = next((c.device for c in collections_of(model).values()), torch.device("cpu"))
     return torch.device("cpu") if here.type == "meta" else here
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    """Say whether tables or parameters are yet to be made."""
+    on_meta = any(collection.device.type == "meta" for collection in collections_of(model).values())
+    return on_meta or any(parameter.is_meta for parameter in model.parameters())
 
 
 def _refuse_replicas(tables: Sequence[Table]) -> None:

@@ -24,7 +24,7 @@ from hotbed.embed.table_group import TableGroup
 from hotbed.errors import SpecError, did_you_mean
 from hotbed.ops import BackendName
 from hotbed.specs import Feature, Table, check_specs
-from hotbed.store import DenseStore, RowStore, Traffic
+from hotbed.store import DenseStore, RowStore, Span, Traffic
 from hotbed.torch_hooks import are_tables_left_out, number
 
 _tables_on_meta = ContextVar("tables_on_meta", default=False)
@@ -146,6 +146,30 @@ class TableModule(nn.Module):
         distributed, all ranks must call this.
         """
         return self._group_of(table).rows(table)
+
+    @torch.no_grad()
+    def set_weight(self, table: str, values: Tensor) -> None:
+        """Replace the rows of a table, rounded to its dtype; moments stay.
+
+        Parameters
+        ----------
+        table
+            Its name.
+        values
+            Rows ``[R, D]``. Where the table is distributed, all ranks must call this, with the same values.
+
+        Raises
+        ------
+        SpecError
+            If the table does not exist, or values have another shape.
+        """
+        group, spec = self._group_of(table), self.tables[table]
+        if values.shape != (spec.rows, spec.dim):
+            raise SpecError(f"table '{table}' is [{spec.rows}, {spec.dim}], got {describe(values)}")
+        span = Span(spec.rows, spec.fp32_rows)
+        whole = DenseStore([span], spec.dim, dtype=spec.dtype, device=values.device, backend=self._backend)
+        whole.write(torch.arange(spec.rows, device=values.device), values.float())
+        group.load(table, whole.raw(0))
 
     def adopt_initial(self, table: str, seed: int, bound: float) -> None:
         """Record the seed and bound of a table's initial values, where they came out of a checkpoint."""

@@ -83,11 +83,7 @@ class _Collection(nn.Module, Generic[Config]):
             values.uniform_(config.get_weight_init_min(), config.get_weight_init_max())
         else:
             config.init_fn(values)
-        name = f"{config.name}.weight"
-        own = self.rows.state_dict()
-        if set(own) & {f"{config.name}.scale"}:
-            raise SpecError(f"table '{config.name}': init_fn cannot fill {config.data_type.value} rows; leave it out")
-        self.rows.load_state_dict({**own, name: values.to(own[name].dtype)})
+        self.rows.set_weight(config.name, values)
 
     @property
     def device(self) -> torch.device:
@@ -148,6 +144,7 @@ class EmbeddingBagCollection(_Collection[EmbeddingBagConfig]):
     """
 
     views_name = "embedding_bags"
+    embedding_bags: nn.ModuleDict
 
     def __init__(
         self,
@@ -197,6 +194,7 @@ class EmbeddingCollection(_Collection[EmbeddingConfig]):
     """
 
     views_name = "embeddings"
+    embeddings: nn.ModuleDict
 
     def __init__(
         self,
