@@ -19,7 +19,7 @@ from hotbed.compat import Embedding, EmbeddingBag
 from hotbed.errors import BatchError, SpecError
 from tests.ranks import Ranks
 
-ROWS, DIM = 30, 8
+ROWS, DIM = 30, 32
 
 
 class Net(nn.Module):
@@ -85,7 +85,7 @@ def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], batches: li
     return found
 
 
-def optimizers_of(model: nn.Module, lr: float = 0.05) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: nn.Module, lr: float = 0.005) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(model.parameters(), lr=lr), hb.optim.SGD(model, lr=lr)]
 
 
@@ -98,7 +98,7 @@ def test_trains_as_torch_does(dtype: torch.dtype) -> None:
     assert [name for name, _ in ours.named_parameters()] == ["top.weight", "top.bias"]
     batches = [batch(seed, dtype=dtype) for seed in range(12)]
     batches.insert(3, batch(99, samples=0, dtype=dtype) if dtype == torch.int64 else batch(99, 1, dtype))
-    theirs = train(torchs, [torch.optim.SGD(torchs.parameters(), lr=0.05)], batches[:3] + batches[4:])
+    theirs = train(torchs, [torch.optim.SGD(torchs.parameters(), lr=0.005)], batches[:3] + batches[4:])
     found = train(ours, optimizers_of(ours), batches[:3] + batches[4:])
     torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-5)
     kept = {
@@ -152,7 +152,7 @@ def test_weights_of_ids_get_gradients() -> None:
 def test_states_are_torchs_both_ways() -> None:
     torchs, ours, back = net(), net(), net()
     hb.swap_embeddings(ours)
-    train(torchs, [torch.optim.SGD(torchs.parameters(), lr=0.05)], [batch(1)])
+    train(torchs, [torch.optim.SGD(torchs.parameters(), lr=0.005)], [batch(1)])
     ours.load_state_dict(torchs.state_dict())
     assert list(ours.state_dict()) == list(torchs.state_dict())
     back.load_state_dict(ours.state_dict())

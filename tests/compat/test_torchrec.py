@@ -156,9 +156,9 @@ class Model(nn.Module):
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         torch.manual_seed(3)
-        tables = [config("t1", 4, ["f1"]), config("t2", 4, ["f2"], data_type=DataType.FP32)]
+        tables = [config("t1", 32, ["f1"]), config("t2", 32, ["f2"], data_type=DataType.FP32)]
         self.ebc = EmbeddingBagCollection(tables, device=device)
-        self.over = nn.Linear(8, 1)
+        self.over = nn.Linear(64, 1)
 
     def forward(self, batch: KeyedJaggedTensor) -> Tensor:
         return self.over(torch.cat(list(self.ebc(batch).to_dict().values()), dim=1))
