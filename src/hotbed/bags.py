@@ -209,6 +209,22 @@ def weights_of(bags: Bags) -> Tensor:
     return torch.ones(len(bags.values), dtype=torch.float32, device=bags.values.device)
 
 
+def checked_totals(names: list[str], offsets: Tensor) -> list[int]:
+    """Count the ids of each ragged feature; raise unless every row of offsets starts at 0 and never falls."""
+    falls = offsets[:, 1:] < offsets[:, :-1]
+    if bool((offsets[:, 0] != 0).any() | falls.any()):
+        i = int(((offsets[:, 0] != 0) | falls.any(dim=1)).nonzero()[0])
+        name, row = names[i], offsets[i]
+        if int(row[0]) != 0:
+            raise BatchError(f"feature '{name}': offsets start at {int(row[0])}, must start at 0")
+        at = int(falls[i].nonzero()[0])
+        raise BatchError(
+            f"feature '{name}': offsets fall from {int(row[at])} to {int(row[at + 1])} at sample {at}; "
+            f"offsets are running totals of the ids per sample"
+        )
+    return offsets[:, -1].tolist()
+
+
 def offsets_of(lengths: Tensor) -> Tensor:
     """Sum lengths up along the last dim, with a leading 0, int64."""
     return torch.nn.functional.pad(lengths.cumsum(-1, dtype=torch.int64), (1, 0))

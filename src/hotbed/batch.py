@@ -219,7 +219,7 @@ class Embeddings(Mapping[str, Tensor]):
         if buffer is None or pooled.columns is not None:
             return torch.cat([lead[:, None].to(pooled.vectors.dtype), pooled.joined()], dim=1)
         pooled.buffer, pooled.is_shared = None, True  # the room is used once
-        return _TracedLead.apply(lead, buffer) if compiling else _Lead.apply(lead, pooled.vectors, [buffer])
+        return _Lead.apply(lead, None if compiling else pooled.vectors, buffer)
 
     def concatenate(self) -> Tensor:
         """Concatenate all features to ``[B, ΣD]``, in the order of the collection; all must be pooled."""
@@ -337,36 +337,27 @@ class _Columns(torch.autograd.Function):
 
 
 class _Lead(torch.autograd.Function):
-    """Write the lead into the room before the vectors, which are views of the same memory and stay where they are."""
+    """Write the lead into the room of the buffer, before the vectors, which are views of it and stay where they are.
+
+    The gradient goes to the vectors; in a graph of ``torch.compile`` to the buffer, which has one there, and whose
+    room's nobody reads.
+    """
 
     @staticmethod
-    def forward(ctx: Any, lead: Tensor, vectors: Tensor, buffer: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, lead: Tensor, vectors: Tensor | None, buffer: Tensor) -> Tensor:
         ctx.dtype = lead.dtype
+        if vectors is None:
+            return buffer.select_scatter(lead.to(buffer.dtype), 1, 0)  # in place, where the compiler finds that it can
         # .data: vectors, which may be saved for some backward, are not changed, so their version must not be either.
         # What is returned shares their version, so that changing it in place is noticed.
-        whole = buffer[0].detach()
+        whole = buffer.detach()
         whole.data[:, 0] = lead
         return whole
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         (grad,) = grad_outputs
-        return grad[:, 0].to(ctx.dtype), grad[:, 1:], None
-
-
-class _TracedLead(torch.autograd.Function):
-    """`_Lead` in a graph of ``torch.compile``, where the buffer itself has a gradient, whose room nobody reads."""
-
-    @staticmethod
-    def forward(ctx: Any, lead: Tensor, buffer: Tensor) -> Tensor:
-        ctx.dtype = lead.dtype
-        return buffer.select_scatter(lead.to(buffer.dtype), 1, 0)  # in place, where the compiler finds that it can
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        (grad,) = grad_outputs
-        return grad[:, 0].to(ctx.dtype), grad
+        of_lead = grad[:, 0].to(ctx.dtype)
+        return (of_lead, None, grad) if ctx.needs_input_grad[2] else (of_lead, grad[:, 1:], None)

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.bags import INDEX_DTYPES, Bags, Entry, bags_of_features, describe, offsets_of, take_bags, weights_of
+from hotbed.bags import (
+    INDEX_DTYPES,
+    Bags,
+    Entry,
+    bags_of_features,
+    checked_totals,
+    describe,
+    offsets_of,
+    take_bags,
+    weights_of,
+)
 from hotbed.errors import BatchError, did_you_mean
 from hotbed.torch_hooks import Numbered, version
 
@@ -117,7 +127,7 @@ class Jagged(Numbered):
                 )
             if self.offsets.dtype != torch.int64:
                 raise BatchError(f"offsets must be int64, got {describe(self.offsets)}; convert with offsets.long()")
-            totals = _checked_totals(ragged, self.offsets)
+            totals = checked_totals(ragged, self.offsets)
         elif self.offsets is not None:
             raise BatchError("offsets were given but every feature is fixed; mark ragged features with None in `fixed`")
         starts, ragged_totals = [0], iter(totals)
@@ -334,22 +344,6 @@ class Jagged(Numbered):
         ]
         dense = self if self._sizes is None else _from_bags({name: self[name] for name in self.names})
         return list(self.names), dense.values, torch.cat(lengths), dense.weights
-
-
-def _checked_totals(names: list[str], offsets: Tensor) -> list[int]:
-    """Count the ids of each ragged feature; raise unless every row of offsets starts at 0 and never falls."""
-    falls = offsets[:, 1:] < offsets[:, :-1]
-    if bool((offsets[:, 0] != 0).any() | falls.any()):
-        i = int(((offsets[:, 0] != 0) | falls.any(dim=1)).nonzero()[0])
-        name, row = names[i], offsets[i]
-        if int(row[0]) != 0:
-            raise BatchError(f"feature '{name}': offsets start at {int(row[0])}, must start at 0")
-        at = int(falls[i].nonzero()[0])
-        raise BatchError(
-            f"feature '{name}': offsets fall from {int(row[at])} to {int(row[at + 1])} at sample {at}; "
-            f"offsets are running totals of the ids per sample"
-        )
-    return offsets[:, -1].tolist()
 
 
 def _from_bags(bags: Mapping[str, Bags]) -> Jagged:

@@ -76,15 +76,25 @@ def number_tensor(thing: object, *, keep: bool = False) -> Tensor:
 
 
 class Numbered:
-    """Have a number as a tensor, `number_tensor`; None for what is made while a graph is traced, which knows no such.
+    """Have a number as a tensor, `number_tensor`, made when first asked for: where a graph is traced, or called.
 
-    A copy, and what another process gets, has a number of its own.
+    None for what is made while a graph is traced, which knows no such. A copy, and what another process gets, has a
+    number of its own.
     """
 
     __slots__ = ("__weakref__", "number")
+    number: Tensor | None
 
     def __init__(self) -> None:
-        self.number: Tensor | None = None if torch.compiler.is_dynamo_compiling() else number_tensor(self)
+        if torch.compiler.is_dynamo_compiling():
+            self.number = None
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Make the number, which is the one attribute that may not be there yet."""
+        if name != "number":
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        self.number = found = number_tensor(self)
+        return found
 
     def __getstate__(self) -> dict[str, object]:
         _, slots = cast("tuple[None, dict[str, object]]", super().__getstate__())
@@ -93,7 +103,21 @@ class Numbered:
     def __setstate__(self, state: dict[str, object]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self.number = number_tensor(self)
+
+
+def traced_number(thing: Numbered) -> Tensor | None:
+    """Return the number of an object to a graph that is being traced, which can read a number, but make none."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_make_number)
+    return thing.number
+
+
+def _make_number(context: Any) -> None:
+    """Run by dynamo, while it traces `traced_number`."""
+    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker()
+    if variable.source is not None:  # else it was made in this graph
+        _ = variable.value.number
 
 
 def version(t: Tensor) -> int:
