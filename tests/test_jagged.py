@@ -258,3 +258,27 @@ def test_strided_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2, 3])])
     with pytest.raises(BatchError, match=r"nested tensors need layout=torch\.jagged"):
         jagged(a=nested)
+
+
+def test_padding_is_left_out():
+    left = torch.tensor([[0, 0, 4], [0, 3, 1], [0, 0, 0]])
+    assert lists(Jagged.from_padded({"a": left}, padding_id=0)) == {"a": [[4], [3, 1], []]}
+    right, lengths = torch.tensor([[4, 9], [3, 1], [9, 9]], dtype=torch.int32), torch.tensor([1, 2, 0])
+    assert lists(Jagged.from_padded({"a": right}, lengths={"a": lengths})) == {"a": [[4], [3, 1], []]}
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (torch.ones(2, 2), {"padding_id": 0}, "ids must be int32 or int64, got float32"),
+        (torch.tensor([1]), {"padding_id": 0}, r"padded ids are \[samples, length\].*got int64 \[1\]"),
+        (torch.tensor([[1]]), {"lengths": {"a": torch.tensor([1, 1])}}, r"with lengths int64 \[2\]"),
+        (torch.tensor([[1]]), {"lengths": {"a": torch.tensor([2])}}, "lengths are 2 to 2, must be between 0 and 1"),
+        (torch.tensor([[1]]), {"lengths": {"b": torch.tensor([1])}}, "feature 'a' has no lengths; there are b"),
+        (torch.tensor([[1]]), {}, "give either padding_id"),
+        (torch.tensor([[1]]), {"padding_id": 0, "lengths": {}}, "give either padding_id"),
+    ],
+)
+def test_padded_ids_that_cannot_be(ids: torch.Tensor, options: dict, message: str):
+    with pytest.raises(BatchError, match=message):
+        Jagged.from_padded({"a": ids}, **options)

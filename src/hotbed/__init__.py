@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from hotbed.data.prepare import prepare
     from hotbed.embed import EmbeddingCollection, distribute, mean_over_ranks
     from hotbed.errors import HotbedError
-    from hotbed.jagged import Jagged, ModelParallelInput
+    from hotbed.jagged import Jagged
+    from hotbed.model_parallel_input import ModelParallelInput
     from hotbed.plan import Cut, Plan, Tile, make_plan
     from hotbed.specs import Dynamic, Feature, Table
     from hotbed.train import Callback, Trainer, evaluate
@@ -77,7 +78,7 @@ __getattr__, __dir__ = lazy(
         "Jagged": "hotbed.jagged",
         "Loader": "hotbed.data",
         "MemoryOptions": "hotbed.config",
-        "ModelParallelInput": "hotbed.jagged",
+        "ModelParallelInput": "hotbed.model_parallel_input",
         "ParallelOptions": "hotbed.config",
         "ParquetSource": "hotbed.data",
         "Plan": "hotbed.plan",

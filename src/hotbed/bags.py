@@ -187,6 +187,26 @@ def _check_ids(name: str, ids: Tensor) -> None:
         raise BatchError(f"feature '{name}': ids must be int32 or int64, got {describe(ids)}; convert with ids.long()")
 
 
+def bags_of_padded(name: str, ids: Tensor, padding_id: int | None, lengths: Tensor | None) -> Bags:
+    """Leave padding out of ids ``[B, L]``: every ``padding_id``, or what is beyond ``lengths [B]``."""
+    _check_ids(name, ids)
+    if ids.dim() != 2 or (lengths is not None and lengths.shape != ids.shape[:1]):
+        given = "" if lengths is None else f", with lengths {describe(lengths)}"
+        raise BatchError(
+            f"feature '{name}': padded ids are [samples, length], with lengths [samples], got {describe(ids)}{given}"
+        )
+    if lengths is None:
+        kept = ids != padding_id
+    else:
+        if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= ids.shape[1]:
+            raise BatchError(
+                f"feature '{name}': lengths are {int(lengths.min())} to {int(lengths.max())}, must be between 0 and "
+                f"{ids.shape[1]}, the padded length"
+            )
+        kept = padding_mask(lengths, ids.shape[1], None)
+    return Bags(ids[kept], len(ids), None, offsets_of(kept.sum(1)), None)
+
+
 def take_bags(bags: Bags, samples: Tensor) -> Bags:
     """Select the bags of these samples ``[b]``, in this order."""
     if bags.fixed is not None:

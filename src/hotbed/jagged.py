@@ -7,8 +7,6 @@ kept; one-hot is k = 1) or *ragged* (a row of ``offsets``). The layout of values
 one, ``Jagged.from_dict({"user": [7, 8], "history": [[4, 1], [3]]})``::
 
     values  7 8 │ 4 1 3     fixed (1, None)     starts (0, 2, 5)     offsets [[0, 2, 3]], of "history"
-
-`ModelParallelInput` has some features for the samples of all ranks instead of all features for those of one.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from hotbed.bags import (
     INDEX_DTYPES,
     Bags,
     Entry,
     bags_of_features,
+    bags_of_padded,
     checked_totals,
     describe,
     offsets_of,
@@ -299,6 +297,26 @@ class Jagged(Numbered):
                 bags[name] = b._replace(weights=w)
         return _from_bags(bags)
 
+    @staticmethod
+    def from_padded(
+        features: Mapping[str, Tensor], padding_id: int | None = None, lengths: Mapping[str, Tensor] | None = None
+    ) -> Jagged:
+        """Build from padded ids ``[B, L]`` per feature, without the padding.
+
+        Padding is every ``padding_id``, wherever it is; or what is beyond the ``lengths [B]`` of a feature's samples.
+
+        Raises
+        ------
+        BatchError
+            If neither or both are given, a feature has no lengths, or shapes do not fit.
+        """
+        if (padding_id is None) == (lengths is None):
+            raise BatchError("give either padding_id, the id that stands for nothing, or lengths by feature")
+        if lengths is not None and (without := [name for name in features if name not in lengths]):
+            raise BatchError(f"feature '{without[0]}' has no lengths; there are {', '.join(lengths) or 'none'}")
+        of_name = lengths or {}
+        return _from_bags({n: bags_of_padded(n, ids, padding_id, of_name.get(n)) for n, ids in features.items()})
+
     def to_dict(self) -> dict[str, Tensor | tuple[Tensor, Tensor]]:
         """Return per feature ``[B, k]`` where it is fixed, ``(values, offsets)`` where it is ragged; views."""
         out: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
@@ -357,44 +375,3 @@ def _from_bags(bags: Mapping[str, Bags]) -> Jagged:
         offsets=torch.stack(ragged) if ragged else None,
         weights=torch.cat(weights) if weights else None,
     )
-
-
-class ModelParallelInput(Jagged):
-    """Ids of the features whose tables a rank owns, for the samples of all ranks.
-
-    A distributed collection takes it in the place of ids of all features for this rank's samples: owners have the ids
-    already, so none are exchanged, and each rank need read only some of the data. Tables must not be cut into rows, and
-    their features be pooled.
-
-    Parameters
-    ----------
-    whole
-        Ids of the global batch, of at least the features whose tables this rank owns in whole or in part.
-    sizes
-        Samples of each rank, which follow each other in ``whole``.
-    rank
-        This rank; its samples are those of the rest of the batch (`Batch.dense` and so on).
-
-    Raises
-    ------
-    BatchError
-        If the sizes do not add up to the batch.
-    """
-
-    __slots__ = ("rank", "sizes", "whole")
-
-    def __init__(self, whole: Jagged, sizes: Sequence[int], rank: int) -> None:
-        if sum(sizes) != len(whole) or not 0 <= rank < len(sizes):
-            raise BatchError(
-                f"a batch of {len(whole):,} samples cannot be {list(sizes)} samples of {len(sizes)} ranks, of which "
-                f"this is rank {rank}; sizes must add up to the batch"
-            )
-        none = torch.empty(0, dtype=whole.values.dtype, device=whole.values.device)
-        super().__init__((), none, batch_size=sizes[rank], fixed=())
-        self.whole = whole
-        self.sizes = tuple(sizes)
-        self.rank = rank
-
-    @override
-    def _map(self, change: Callable[[Tensor], Tensor]) -> ModelParallelInput:
-        return ModelParallelInput(self.whole._map(change), self.sizes, self.rank)

@@ -28,7 +28,8 @@ from hotbed.embed.table_group import Request, TableGroup
 from hotbed.embed.tables import TableModule
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError, OptimizerError, SpecError
-from hotbed.jagged import Jagged, ModelParallelInput
+from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BackendName
 from hotbed.optim import Rule
 from hotbed.plan import Plan

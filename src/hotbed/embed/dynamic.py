@@ -24,7 +24,8 @@ from hotbed.bags import Bags
 from hotbed.comm import Link
 from hotbed.embed.ids import kept
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, ModelParallelInput
+from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import cpu_cache
 from hotbed.ops.cpu_runtime import launch
 from hotbed.specs import DYNAMIC_WAYS, Feature, Table

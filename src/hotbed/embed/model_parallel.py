@@ -15,7 +15,8 @@ from hotbed.comm import Link
 from hotbed.embed.locate import KIND, LANE, SLOT, Locator
 from hotbed.embed.pooled_exchange import PooledRoute, PooledStream, UnitRequest, within_group
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, ModelParallelInput
+from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BagLayout
 from hotbed.ops.layout import OUT
 from hotbed.pooling import POOLING_CODE, divisors

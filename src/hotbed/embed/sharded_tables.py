@@ -33,7 +33,8 @@ from hotbed.embed.row_exchange import ExchangedRows
 from hotbed.embed.table_group import Request, RowSource, TableGroup
 from hotbed.embed.wire import Wire
 from hotbed.errors import BatchError
-from hotbed.jagged import Jagged, ModelParallelInput
+from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.ops import BackendName, Occurrences, RuleStep
 from hotbed.ops.reference_rules import sums_rows
 from hotbed.optim import Moment

@@ -24,7 +24,7 @@ from hotbed.embed import Distributed, distribute, plan_for, plan_tables
 from hotbed.embed.agreed_plan import is_searched, plan_of_first
 from hotbed.embed.replicas import check_replicas
 from hotbed.errors import CommError, HotbedError, RecipeError
-from hotbed.jagged import ModelParallelInput
+from hotbed.model_parallel_input import ModelParallelInput
 from hotbed.optim import Moment
 from hotbed.plan import Plan
 from hotbed.plan.cost import table_bytes, tile_bytes

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hotbed.embed import EmbeddingCollection
-from hotbed.jagged import Jagged, ModelParallelInput
+from hotbed.jagged import Jagged
+from hotbed.model_parallel_input import ModelParallelInput
 
 STEPS = 8
 """Size classes between a power of two and the next: padding is at most an eighth."""
