@@ -58,7 +58,7 @@ def apply_optimizer_in_backward(
     params
         ``collection.parameters()``: parameters of tables only.
     optimizer_kwargs
-        Its options.
+        Its options. Those that are left out are what FBGEMM takes then: lr 0.01, eps 1e-8.
 
     Raises
     ------
@@ -70,13 +70,14 @@ def apply_optimizer_in_backward(
         raise SpecError(
             f"no optimizer of tables is called '{name}'{did_you_mean(name, _BY_NAME)}; there are {', '.join(_BY_NAME)}"
         )
+    defaults = {"lr": 0.01} if name == "SGD" else {"lr": 0.01, "eps": 1e-8}
     for param in params:
         if not isinstance(param, TableHandle):
             raise SpecError(
                 f"a parameter {list(param.shape)} is no table's; give apply_optimizer_in_backward the parameters of "
                 "embedding collections, and torch.optim the rest"
             )
-        param.applied = _BY_NAME[name], dict(optimizer_kwargs)
+        param.applied = _BY_NAME[name], defaults | dict(optimizer_kwargs)
 
 
 def optimizers_in_backward(
