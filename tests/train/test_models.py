@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -95,6 +97,13 @@ class TestHSTU(Contract):
 @pytest.mark.full
 class TestTwoTower(Contract):
     model = Component(class_path="hotbed.nn.TwoTower", init_args={"item": ["item", "shop"], "widths": [16, 8]})
+
+
+class TestTwoTowerThatRetrieves(Contract):
+    """All kinds of candidates at once: of the batch, drawn, and of single samples."""
+
+    model = TestTwoTower.model
+    retrieval: ClassVar[Mapping[str, Any] | None] = {"sampled": 16, "sampled_by": "popularity", "negatives": "bought"}
 
 
 OF_MODELS = [

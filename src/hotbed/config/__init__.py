@@ -25,6 +25,7 @@ from hotbed.config.recipe import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.retrieval import RetrievalRecipe
 from hotbed.config.tasks import TaskRecipe
 from hotbed.config.trust import check_trust, import_from
 
@@ -44,6 +45,7 @@ __all__ = [
     "ParallelRecipe",
     "Precision",
     "Recipe",
+    "RetrievalRecipe",
     "ScheduleRecipe",
     "SparseOptimizerGroup",
     "TaskRecipe",

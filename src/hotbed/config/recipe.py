@@ -17,6 +17,7 @@ from hotbed.config.dynamic import DynamicRecipe
 from hotbed.config.former_names import with_new_names
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.config.retrieval import RetrievalRecipe
 from hotbed.config.tasks import TaskRecipe
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import OnBadId, RowDtype
@@ -215,6 +216,8 @@ class Recipe:
     """A hotbed.optim optimizer, made with the model's tables that are in no group."""
     tasks: dict[str, TaskRecipe] = field(default_factory=dict)
     """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
+    retrieval: RetrievalRecipe | None = None
+    """Train a two-tower model to find items among all of them, in the place of the probability of a label."""
     metrics: dict[str, Component] = field(default_factory=dict)
     """By name, more metrics of each label: a class of torchmetrics, torcheval or your own (`train.own_metrics`)."""
     callbacks: dict[str, Component] = field(default_factory=dict)

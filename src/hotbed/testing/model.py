@@ -97,11 +97,14 @@ class ModelContract(ABC):
         Columns; ``labels`` may be several.
     dim
         Columns of the tables, or by table; multiples of 32 can be cut into columns.
+    retrieval
+        The recipe's section, of a model that is to find items; None: it is trained for the labels.
     """
 
     model: ClassVar[Component]
     schema: ClassVar[Schema]
     dim: ClassVar[int | Mapping[str, int]] = DIM
+    retrieval: ClassVar[Mapping[str, Any] | None] = None
 
     @pytest.fixture
     def world(self) -> World:
@@ -229,6 +232,7 @@ def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> di
         "name": "contract",
         "data": {"path": str(path), "dim": contract.dim, "source": source, "test_split": None},
         "model": asdict(contract.model),
+        "retrieval": contract.retrieval,
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "sparse_optimizer": OPTIMIZERS["RowWiseAdagrad"],
         "train": {"batch_size": BATCH, "steps": STEPS, "device": "cpu", "precision": "fp32"},

@@ -51,6 +51,7 @@ MAY_DIFFER = frozenset(
     {
         "name",
         "hot.rows",
+        "retrieval.k",
         *(f"data.{key}" for key in ("path", "executor", "workers", "prefetch", "valid_split", "test_split")),
         *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
         *(f"init.{field.name}" for field in fields(InitRecipe)),

@@ -23,6 +23,7 @@ from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.own_metrics import own_metrics
+from hotbed.train.retrieval_build import model_source
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""
@@ -126,7 +127,7 @@ def new_data(
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
     source = build("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
-    return source, labels_of(recipe, source)
+    return model_source(recipe, source), labels_of(recipe, source)
 
 
 def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
