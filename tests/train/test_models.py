@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model import OF_OPTIMIZERS, OPTIMIZERS, RANKS, ModelContract, recipe_of, trained_by
+from hotbed.testing.model import OF_OPTIMIZERS, OPTIMIZERS, RANKS, ModelContract, recipe_of, run_of, trained_by
 from hotbed.testing.processes import World
+from hotbed.train.stored import evaluate_checkpoint
 from tests.ranks import Ranks
 
 USER = SparseColumn(name="user", rows=60)
@@ -103,7 +105,19 @@ class TestTwoTowerThatRetrieves(Contract):
     """All kinds of candidates at once: of the batch, drawn, and of single samples."""
 
     model = TestTwoTower.model
-    retrieval: ClassVar[Mapping[str, Any] | None] = {"sampled": 16, "sampled_by": "popularity", "negatives": "bought"}
+    retrieval: ClassVar[Mapping[str, Any] | None] = {
+        "sampled": 16,
+        "sampled_by": "popularity",
+        "negatives": "bought",
+        "k": [3, 5],
+    }
+
+    def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """It is found among all items: the same with the checkpoint's model as in the run, whose test it was."""
+        recipe["data"] |= {"test_split": "train"}
+        run = run_of(recipe, tmp_path / "runs")
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        assert evaluate_checkpoint(run, "train")[2].to_dict() == summary["test"]
 
 
 OF_MODELS = [

@@ -26,7 +26,8 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AskedPrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 LinearLibrary = Literal["auto", "torch", "onednn"]
 Device = Literal["auto", "cpu", "cuda"]
-Monitor = Literal["auc", "logloss"]
+Monitor = Literal["auc", "logloss", "recall", "ndcg"]
+HIGHER_IS_BETTER: tuple[Monitor, ...] = ("auc", "recall", "ndcg")
 CheckpointPolicy = Literal["none", "last", "best"]
 AskedCheckpointPolicy = Literal["auto", "none", "last", "best"]
 CudaGraph = bool | Literal["auto"]
@@ -119,7 +120,7 @@ class TrainRecipe:
     eval_batch_size: int = 16_384
     """Samples per batch in evaluations; it does not change results."""
     monitor: Monitor = "logloss"
-    """Metric that tells the best evaluation."""
+    """Metric that tells the best evaluation; with `Recipe.retrieval` recall unless it is ndcg."""
     patience: int | Literal["auto"] | None = "auto"
     """Stop after this many evaluations without a better one; null: never. ``auto`` is 2 where ``checkpoint: auto`` is
     ``best`` and evaluations are made after each epoch, else never."""
@@ -262,6 +263,11 @@ class Recipe:
                     raise RecipeError(
                         f"hot.batches is 'split', which needs parallel.{key} {either}, but it is {value}; leave it out"
                     )
+        if self.retrieval is None and self.train.monitor in ("recall", "ndcg"):
+            raise RecipeError(
+                f"train.monitor is '{self.train.monitor}', which is of items that are found, and retrieval is not set; "
+                "set it, or monitor auc or logloss"
+            )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:
             raise RecipeError(

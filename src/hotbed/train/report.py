@@ -328,6 +328,8 @@ class ShowProgress(Callback):
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Print a line."""
         shown = [f"{label} {_shown(metrics, name)}" for name, label in (("auc", "AUC"), ("logloss", "logloss"))]
+        if trainer.numerics.is_retrieval:
+            shown = [f"{name} {value:.5f}" for name, value in metrics.others.items()]
         self._console.print(f"step {trainer.step:,}  valid {'  '.join(shown)}", soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer) -> None:

@@ -51,6 +51,14 @@ class RetrievalBatch(Batch):
     positives: int
 
 
+def is_positive(batch: Batch) -> Tensor:
+    """Which samples have an item to be found ``[B]`` bool: those whose label is 1, or all where there is none."""
+    labels = batch.labels
+    if labels is None or not labels.shape[1]:
+        return torch.ones(len(batch), dtype=torch.bool, device=batch.sparse.values.device)
+    return labels[:, 0] == 1
+
+
 def trained_samples(batch: Batch) -> int:
     """How many samples of a batch the loss is the mean of."""
     return batch.positives if isinstance(batch, RetrievalBatch) else len(batch)
@@ -69,6 +77,8 @@ class Options(NamedTuple):
         Feature whose ids are a sample's own negatives.
     seed
         Of the draws.
+    k
+        Of recall@k and ndcg@k.
     """
 
     item: Sequence[str]
@@ -76,6 +86,7 @@ class Options(NamedTuple):
     by_popularity: bool = False
     negatives: str | None = None
     seed: int = 0
+    k: Sequence[int] = (10, 100)
 
 
 class Retrieval:
@@ -130,7 +141,7 @@ class Retrieval:
         """
         rows, options = len(batch), self.options
         ids = item_ids(batch.sparse, options.item[0])
-        positive = torch.ones(rows, dtype=torch.int64) if batch.labels is None else (batch.labels[:, 0] == 1).long()
+        positive = is_positive(batch).long()
         everyone = torch.full_like(ids, -1)
         columns = [torch.stack([ids, everyone, positive], dim=1)]
         more: list[Tensor] = []

@@ -29,18 +29,25 @@ def retrieval_of(recipe: Recipe, source: Source, model: nn.Module, device: torch
     """
     asked = recipe.retrieval
     assert asked is not None
-    item = item_features(model)
-    options = Options(
-        item=item,
+    options = options_of(recipe, model)
+    loss = _made("retrieval.loss", _with_temperature(asked.loss, model)).to(device)
+    correction = None if asked.correction is None else _made("retrieval.correction", asked.correction).to(device)
+
+    return Retrieval(options, loss, correction, lambda: all_items(recipe, source, options.item), Ranks(model))
+
+
+def options_of(recipe: Recipe, model: nn.Module) -> Options:
+    """What a recipe asks for, of a model of two towers."""
+    asked = recipe.retrieval
+    assert asked is not None
+    return Options(
+        item=item_features(model),
         sampled=asked.sampled,
         by_popularity=asked.sampled_by == "popularity",
         negatives=asked.negatives,
         seed=recipe.train.seed,
+        k=asked.k,
     )
-    loss = _made("retrieval.loss", _with_temperature(asked.loss, model)).to(device)
-    correction = None if asked.correction is None else _made("retrieval.correction", asked.correction).to(device)
-
-    return Retrieval(options, loss, correction, lambda: all_items(recipe, source, item), Ranks(model))
 
 
 def all_items(recipe: Recipe, source: Source, item: Sequence[str]) -> ItemSet:

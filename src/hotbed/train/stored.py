@@ -23,7 +23,8 @@ from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.own_metrics import own_metrics
-from hotbed.train.retrieval_build import model_source
+from hotbed.train.retrieval_build import all_items, item_features, model_source, options_of
+from hotbed.train.retrieval_metrics import evaluate_found
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""
@@ -70,9 +71,14 @@ def evaluate_checkpoint(
     model = build_model(recipe, source, device)
     load_checkpoint(checkpoint, {"model": model})
     loader = Loader(source, split, recipe.train.eval_batch_size)
+    place = "all" if whole else split
+    if recipe.retrieval is not None:
+        items = all_items(recipe, source, item_features(model))
+        found = evaluate_found(model, loader, items, options_of(recipe, model), device=device)
+        return checkpoint, place, found
     options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
     metrics = evaluate(model, loader, **options, metrics=own_metrics(recipe.metrics))
-    return checkpoint, "all" if whole else split, metrics
+    return checkpoint, place, metrics
 
 
 def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool = False) -> Recipe:

@@ -32,6 +32,7 @@ from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
 from hotbed.train.retrieval import Retrieval, trained_samples
+from hotbed.train.retrieval_metrics import evaluate_found
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
@@ -156,10 +157,8 @@ class Trainer:
     ) -> None:
         groups = dict(group_optimizers or {})
         if wide is not None:
-            new = "group_optimizers={'wide': …}"
-            warnings.warn(
-                f"wide= is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=2
-            )
+            told = "wide= is now called group_optimizers={'wide': …}; the former name works until hotbed 0.3"
+            warnings.warn(told, FutureWarning, stacklevel=2)
             groups["wide"] = wide
         self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
         self.optimizers = {"dense": dense, "sparse": sparse, **groups}
@@ -190,8 +189,7 @@ class Trainer:
         self.clock = Clock()
         report = partial(self._call, "on_checkpoint")
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
-        self._recent, self._tiers = list[float](), TierCounters(model)
-        self._of_callbacks: dict[str, Any] = {}
+        self._recent, self._tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
         if recipe.recompute:
             recompute_activations(model)
         if recipe.compile:
@@ -278,8 +276,10 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Compute metrics of the present model; see `evaluate`."""
-        options: dict[str, Any] = {"device": self.device, "group": self.group, "labels": self.labels}
-        return evaluate(self.model, batches, **options, metrics=self._metrics, finished=self.clock.count)
+        told: dict[str, Any] = {"device": self.device, "finished": self.clock.count}
+        if isinstance(self._loss, Retrieval):
+            return evaluate_found(self.model, batches, self._loss.items, self._loss.options, **told)
+        return evaluate(self.model, batches, group=self.group, labels=self.labels, metrics=self._metrics, **told)
 
     @property
     def samples_per_s(self) -> float:
