@@ -222,6 +222,7 @@ def size(count: int) -> str:
 
 
 _STAGES = {
+    "find": "finding items",
     "read": "reading the log",
     "count": "counting values",
     "write": "writing the dataset",
