@@ -144,6 +144,16 @@ def test_the_commands_export_and_find(run: Path, tmp_path: Path, capsys: pytest.
     assert "--towers writes both towers and all items; leave --single and --since out" in capsys.readouterr().err
 
 
+def test_rows_are_scored_without_a_label(run: Path, tmp_path: Path) -> None:
+    assert main(["predict", str(run), str(run.parents[2] / "log.parquet"), "--out", str(tmp_path / "s.parquet")]) == 0
+    products = by_hand(run)[1]
+    films = list(dict.fromkeys(watched()["Film (title)"].to_pylist()))
+    own = [products[row, films.index(film)] for row, film in enumerate(watched()["Film (title)"].to_pylist())]
+    found = pq.read_table(tmp_path / "s.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-np.array(own) / 0.05)), rtol=1e-3, atol=1e-5)
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+
+
 def test_a_large_set_has_a_graph(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("faiss")
     monkeypatch.setattr(towers, "_GRAPH_FROM", 10)
@@ -161,7 +171,7 @@ def test_what_cannot_be_found(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"users\.parquet is no Parquet file of users"):
         find(exported, users, out)
     pq.write_table(watched().select(["User Nr."]), users)
-    with pytest.raises(DataError, match="has no column 'Its age'; it has User Nr., and the user's tower needs User"):
+    with pytest.raises(DataError, match=r"has no column 'Its age'; it has User Nr\., and the user's tower needs User"):
         find(exported, users, out)
     pq.write_table(watched().slice(0, 0), users)
     with pytest.raises(DataError, match="has no rows"):

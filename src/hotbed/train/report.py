@@ -209,6 +209,8 @@ def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> N
 
 
 def _number(value: float | None) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
     return "–" if value is None or math.isnan(value) else f"{value:.5f}"
 
 

@@ -125,7 +125,7 @@ def new_data(
         _refuse_unknown(trained, manifest)
         take_features(trained, manifest)
         encoder, text = trained.encoder.inputs, trained.encoder.preparation.text
-        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), trained.schema.labels
+        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), labels_of(recipe, trained)
     if prepared is not None:
         raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
     given = dict(component.init_args)
@@ -194,11 +194,11 @@ def _as_trained(component: Component, manifest: Manifest) -> Component:
 
 
 def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
-    """The labels that a recipe's model was trained for."""
-    schema = recipe.data.source.init_args.get("schema")
+    """The labels that a recipe's model was trained for; of one that finds items without any label, ``score``."""
+    schema, labels = recipe.data.source.init_args.get("schema"), source.schema.labels
     if isinstance(schema, Mapping):
-        return Schema.from_dict(cast("Mapping[str, object]", schema)).labels
-    return source.schema.labels
+        labels = Schema.from_dict(cast("Mapping[str, object]", schema)).labels
+    return labels if labels or recipe.retrieval is None else ("score",)
 
 
 def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:
