@@ -101,6 +101,7 @@ class TestTwoTower(Contract):
     model = Component(class_path="hotbed.nn.TwoTower", init_args={"item": ["item", "shop"], "widths": [16, 8]})
 
 
+@pytest.mark.full
 class TestTwoTowerThatRetrieves(Contract):
     """All kinds of candidates at once: of the batch, drawn, and of single samples."""
 
@@ -131,6 +132,7 @@ OF_MODELS = [
     TestSASRec,
     TestHSTU,
     TestTwoTower,
+    TestTwoTowerThatRetrieves,
 ]
 
 
@@ -138,6 +140,12 @@ def test_every_model_of_the_package_is_here() -> None:
     named = {of.model.class_path.rpartition(".")[2] for of in OF_MODELS}
     made = {name for name in nn.__all__ if "tables" in inspect.signature(getattr(nn, name)).parameters}
     assert named == made - {"NextItem"}  # which is abstract
+
+
+def test_what_retrieval_has_learned_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    """The one of its contract that needs no other process."""
+    of = TestTwoTowerThatRetrieves()
+    of.test_a_resumed_run_is_the_run_that_was_not_stopped(recipe_of(of, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(("of", "optimizer"), list(zip(OF_MODELS, itertools.cycle(OPTIMIZERS), strict=False)))

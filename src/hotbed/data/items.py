@@ -12,7 +12,7 @@ newest counts, for what an item is like may change::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -86,6 +86,12 @@ def item_ids(ids: Jagged, item: str) -> Tensor:
     return bags.values.long()
 
 
+def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
+    """The items of a batch's ids; the first of the features says which item it is."""
+    found = item_ids(ids, features[0])
+    return _merged([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
+
+
 def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
     """Collect the items of some splits, reading them once.
 
@@ -112,11 +118,8 @@ def items_of(source: Source, features: Sequence[str], splits: Sequence[str], cou
     waiting = 0
     for split in dict.fromkeys(splits):
         for i in range(len(only.chunks(split))):
-            read = only.read(split, i).sparse
-            features_read = _jagged({name: read[name] for name in features})
-            found = item_ids(read, features[0])
-            counts = torch.full_like(found, split == counted)
-            parts.append(_merged([ItemSet(found, features_read, counts)]))
+            found = items_in(only.read(split, i).sparse, features)
+            parts.append(replace(found, counts=found.counts * (split == counted)))
             waiting += len(parts[-1])
             if waiting > max(_FEWEST, 2 * len(parts[0])):
                 parts, waiting = [_merged(parts)], 0

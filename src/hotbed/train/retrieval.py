@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,12 @@ class Retrieval:
     @cached_property
     def _draws(self) -> ItemDraws:
         return ItemDraws(self.items, self.options.seed, by_popularity=self.options.by_popularity)
+
+    def among(self, items: ItemSet) -> Self:
+        """Draw from these items from now on, in the place of all."""
+        vars(self).update(items=items)
+        vars(self).pop("_draws", None)
+        return self
 
     # -- candidates ------------------------------------------------------------------------------------------------
 
