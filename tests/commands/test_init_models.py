@@ -108,6 +108,27 @@ def test_towers_are_told_apart_by_names_or_as_is_asked(log: Path) -> None:
         draft_recipe(log, model="DLRM", item=["item_id"])
 
 
+def test_two_towers_find_items_where_that_is_asked_or_nothing_else_can_be_learnt(log: Path, tmp_path: Path) -> None:
+    assert "retrieval:" not in draft_recipe(log, model="TwoTower", drop=["buy"])
+    asked = draft_recipe(log, model="TwoTower", drop=["buy"], retrieval=True)
+    assert "retrieval:\n  sampled: 256 " in asked
+    (tmp_path / "asked.yaml").write_text(asked, encoding="utf-8")
+    assert Recipe.from_dict(read_yaml(tmp_path / "asked.yaml")).retrieval is not None
+    table = pq.read_table(log)
+    ones = table.drop_columns(["buy"]).set_column(
+        table.column_names.index("click"), "click", pa.array(np.ones(len(table), np.int64))
+    )
+    for name, positives in (("ones", ones), ("none", table.drop_columns(["click", "buy"]))):
+        pq.write_table(positives, tmp_path / f"{name}.parquet")
+        text = draft_recipe(tmp_path / f"{name}.parquet", model="TwoTower")
+        assert "retrieval:" in text
+        assert ("there is no label" in text) == (name == "none")
+    with pytest.raises(DataError, match="has no column named like a label"):
+        draft_recipe(tmp_path / "none.parquet", model="DLRM")
+    with pytest.raises(SpecError, match="--retrieval is of TwoTower, and --model is DLRM; leave one of them out"):
+        draft_recipe(log, model="DLRM", retrieval=True)
+
+
 # -- histories whose names do not tell -----------------------------------------------------------------------------
 
 

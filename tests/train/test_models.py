@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from hotbed import nn
 from hotbed.config import Component
 from hotbed.data import Schema, SparseColumn
-from hotbed.testing.model import OF_OPTIMIZERS, OPTIMIZERS, RANKS, ModelContract, recipe_of, trained_by
+from hotbed.testing.model import OF_OPTIMIZERS, OPTIMIZERS, RANKS, ModelContract, recipe_of, run_of, trained_by
 from hotbed.testing.processes import World
+from hotbed.train.stored import evaluate_checkpoint
 from tests.ranks import Ranks
 
 USER = SparseColumn(name="user", rows=60)
@@ -97,6 +101,26 @@ class TestTwoTower(Contract):
     model = Component(class_path="hotbed.nn.TwoTower", init_args={"item": ["item", "shop"], "widths": [16, 8]})
 
 
+@pytest.mark.full
+class TestTwoTowerThatRetrieves(Contract):
+    """All kinds of candidates at once: of the batch, drawn, and of single samples."""
+
+    model = TestTwoTower.model
+    retrieval: ClassVar[Mapping[str, Any] | None] = {
+        "sampled": 16,
+        "sampled_by": "popularity",
+        "negatives": "bought",
+        "k": [3, 5],
+    }
+
+    def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """It is found among all items: the same with the checkpoint's model as in the run, whose test it was."""
+        recipe["data"] |= {"test_split": "train"}
+        run = run_of(recipe, tmp_path / "runs")
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        assert evaluate_checkpoint(run, "train")[2].to_dict() == summary["test"]
+
+
 OF_MODELS = [
     TestDLRM,
     TestDLRMEnsemble,
@@ -108,6 +132,7 @@ OF_MODELS = [
     TestSASRec,
     TestHSTU,
     TestTwoTower,
+    TestTwoTowerThatRetrieves,
 ]
 
 
@@ -115,6 +140,12 @@ def test_every_model_of_the_package_is_here() -> None:
     named = {of.model.class_path.rpartition(".")[2] for of in OF_MODELS}
     made = {name for name in nn.__all__ if "tables" in inspect.signature(getattr(nn, name)).parameters}
     assert named == made - {"NextItem"}  # which is abstract
+
+
+def test_what_retrieval_has_learned_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    """The one of its contract that needs no other process."""
+    of = TestTwoTowerThatRetrieves()
+    of.test_a_resumed_run_is_the_run_that_was_not_stopped(recipe_of(of, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(("of", "optimizer"), list(zip(OF_MODELS, itertools.cycle(OPTIMIZERS), strict=False)))

@@ -162,12 +162,12 @@ class RecipeParser(Parser):
     def _set_deep(self, parsed: Namespace, key: str, text: str) -> None:
         component, _, path = key.partition(".init_args.")
         name = f"{component}.init_args"
-        if (group := key.partition("."))[0] in _NAMED:
+        if (group := key.partition("."))[0] in (*_NAMED, "retrieval"):
             name, _, path = group
         if f"--{name}" not in self._option_string_actions:
             self.error(f"unrecognized arguments: --{key}")
         *parents, last = path.split(".")
-        values = parsed[name] = deepcopy(parsed[name])  # which may be the default of all parsers
+        values = parsed[name] = deepcopy(parsed[name] or {})  # which may be the default of all parsers
         for parent in parents:
             name = f"{name}.{parent}"
             values = values.setdefault(parent, {})
@@ -188,6 +188,7 @@ def add_recipe(parser: ArgumentParser) -> None:
     for key, text in _NAMED.items():
         # Of the type dict[str, Any] jsonargparse would fill in what classes that are named in it take.
         parser.add_argument(f"--{key}", type=dict, default={}, help=text)
+    parser.add_argument("--retrieval", type=dict | None, help="Find items among all: .sampled, .k, … (docs/models.md).")
     parser.add_class_arguments(ScheduleRecipe, "schedule", instantiate=False)
     parser.add_class_arguments(TrainRecipe, "train", instantiate=False)
     parser.add_class_arguments(InitRecipe, "init", instantiate=False)
@@ -319,7 +320,9 @@ def _value_of(option: str, remaining: Iterator[str]) -> str:
 
 # What lies within init_args is set here: jsonargparse would replace all of `schema` by {group: user}, and of the type
 # dict[str, Any] it would import every class that a recipe's init_args name, before anybody has checked them.
-_DEEP = re.compile(rf"--((?:\w+\.)+init_args\.[\w.]+|(?:{'|'.join(_NAMED)})\.\w+\.[\w.]+)(?:=(.*))?", re.DOTALL)
+_DEEP = re.compile(
+    rf"--((?:\w+\.)+init_args\.[\w.]+|(?:{'|'.join(_NAMED)})\.\w+\.[\w.]+|retrieval\.[\w.]+)(?:=(.*))?", re.DOTALL
+)
 
 
 def split_deep(args: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:

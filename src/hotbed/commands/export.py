@@ -15,7 +15,7 @@ from hotbed.locations import local, location
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run, and what to make of it."""
-    parser.usage = "hotbed export RUN DIR [--since EARLIER] [options], or hotbed export RUN --single FILE.pt2"
+    parser.usage = "hotbed export RUN DIR [--since EARLIER | --towers] [options], or: RUN --single FILE.pt2"
     parser.add_argument("run", type=str, help="Run, RUNS/NAME (its newest run) or checkpoint; a path or URI.")
     parser.add_argument("target", type=str, nargs="?", help="Directory to make, path or URI, for servers.")
     parser.add_argument(
@@ -25,6 +25,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--single", type=str | None, help="File NAME.pt2 to make instead: one program with its tables, for torch alone."
+    )
+    parser.add_argument(
+        "--towers", action="store_true", help="Of a two-tower model: its towers, all items' vectors and their index."
     )
     parser.add_argument("--data", type=str | None, help="Data that the model can be built for; default: the recipe's.")
     add_trust(parser)
@@ -36,7 +39,9 @@ def run(parsed: Namespace) -> None:
     if (parsed.target is None) == (parsed.single is None):
         raise RecipeError("give one of a directory to make, and --single FILE.pt2: hotbed export RUN DIR")
     start = time.perf_counter()
-    made = _exported(parsed) if parsed.single is None else _single(parsed)
+    if parsed.towers and (parsed.single is not None or parsed.since is not None):
+        raise RecipeError("--towers writes both towers and all items; leave --single and --since out")
+    made = _towers(parsed) if parsed.towers else _exported(parsed) if parsed.single is None else _single(parsed)
     seconds = time.perf_counter() - start
     write_json(
         parsed.json, {"source": parsed.run, "target": parsed.target or parsed.single, "seconds": seconds, **made}
@@ -67,6 +72,20 @@ def _exported(parsed: Namespace) -> dict[str, Any]:
 def _changes(made: dict[str, Any]) -> str:
     upserts, deletes = (sum(of[kind] for of in made["tables"].values()) for kind in ("upserts", "deletes"))
     return f"{upserts:,} rows and {deletes:,} deleted ids of step {made['sequence']:,} since step {made['base']:,}"
+
+
+def _towers(parsed: Namespace) -> dict[str, Any]:
+    from hotbed.train.towers import export_towers
+
+    target = local("DIR", parsed.target)
+    made = export_towers(location(parsed.run), target, parsed.data, trust_recipe=parsed.trust_recipe)
+    console().print(
+        f"{target}: both towers of step {made.step:,}, {made.items:,} items, vectors of {made.dim} columns, index "
+        f"{made.index}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return vars(made)
 
 
 def _single(parsed: Namespace) -> dict[str, Any]:

@@ -43,6 +43,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--item", type=str, nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
     )
+    parser.add_argument(
+        "--retrieval",
+        action="store_true",
+        help="Let TwoTower find items among all, in the place of a label's probability; so it is without a label.",
+    )
     parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
 
 
@@ -64,6 +69,7 @@ def run(parsed: Namespace) -> None:
         model=parsed.model,
         history=parsed.history,
         item=parsed.item,
+        retrieval=parsed.retrieval,
     )
     if out is None:
         print(text, end="")
@@ -83,6 +89,7 @@ def draft_recipe(
     model: str | None = None,
     history: Sequence[str] = (),
     item: Sequence[str] = (),
+    retrieval: bool = False,
 ) -> str:
     """Write a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
 
@@ -99,6 +106,8 @@ def draft_recipe(
         Histories with their candidates, ``history=candidate`` each, besides those that names tell.
     item
         Columns of the item's tower of ``TwoTower``; by default those whose names say so.
+    retrieval
+        Whether ``TwoTower`` is to find items among all; it is, too, where there is no label, or all are 1.
 
     Raises
     ------
@@ -119,6 +128,8 @@ def draft_recipe(
         one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
     if item and model != "TwoTower":
         raise SpecError(f"--item names columns of TwoTower's item, and --model is {model}; leave one of them out")
+    if retrieval and model != "TwoTower":
+        raise SpecError(f"--retrieval is of TwoTower, and --model is {model}; leave one of them out")
     histories = pairs_of(history)
     options = {
         "--label": label,
@@ -142,14 +153,20 @@ def draft_recipe(
             test=test,
             valid=valid,
             histories=histories,
+            needs_label=model != "TwoTower",
         )
         source = ParquetSource(path, found.schema, **found.splits.source_args())
     if model is not None:
         found = draft_for(found, model, str(path), histories=histories, item=item)
     labels = {split: source.check_labels(split) for split in source.splits}
-    refuse_one_class(source, [labels["train"]])
+    only_positives = all(span == (1, 1) for span in labels["train"].values())  # or no label
+    retrieval = retrieval or (model == "TwoTower" and only_positives)
+    if not retrieval:
+        refuse_one_class(source, [labels["train"]])
     counts = {split: source.samples(split) for split in source.splits}
-    return recipe_text(found, name=run_name(path), path=str(path), counts=counts, model=model, item=item)
+    return recipe_text(
+        found, name=run_name(path), path=str(path), counts=counts, model=model, item=item, retrieval=retrieval
+    )
 
 
 def run_name(path: str | Path) -> str:

@@ -72,6 +72,7 @@ def recipe_text(
     counts: Mapping[str, int],
     model: str | None = None,
     item: Sequence[str] = (),
+    retrieval: bool = False,
 ) -> str:
     """Write the recipe.
 
@@ -89,6 +90,8 @@ def recipe_text(
         One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
     item
         Columns of the item's tower of ``TwoTower``.
+    retrieval
+        Whether that finds items among all.
     """
     features = len(draft.schema.sparse)
     training = Training.of(
@@ -105,6 +108,7 @@ def recipe_text(
         f"name: {yaml_text(name)}",
         *_data(draft, path, counts, training),
         *(_model(draft, training) if model is None else _named_model(model, draft, training, item)),
+        *(_retrieval(draft) if retrieval else ()),
         *_optimizers(training),
         *_train(training),
     ]
@@ -242,6 +246,18 @@ def _named_model(model: str, draft: Draft, training: Training, item: Sequence[st
         yield _beside(f"    {name}: {text}", remark)
     if model not in OF_NEXT_ITEMS:
         yield from _dropout(training)
+
+
+def _retrieval(draft: Draft) -> Iterator[str]:
+    """What a model that finds items is trained on, and measured by."""
+    yield from _comment(
+        "Find each sample's item among all (docs/models.md), in the place of a label's probability"
+        + (": all samples are positives, for there is no label." if not draft.schema.labels else "."),
+        0,
+    )
+    yield "retrieval:"
+    yield _beside("  sampled: 256", "items that are drawn for each batch, negatives beside the batch's own items")
+    yield _beside("  k: [10, 100]", "recall@k and ndcg@k among all items are measured")
 
 
 def _dropout(training: Training) -> Iterator[str]:

@@ -30,6 +30,7 @@ COMMANDS = {
     "eval": "Evaluate a checkpoint.",
     "predict": "Score new rows with a run's model.",
     "export": "Export a run's model for servers, or what has changed in it.",
+    "find": "Find the best items of users, by exported towers.",
     "serve": "Answer requests with exported models, over HTTP.",
     "inspect": "Show what data, a run or a checkpoint hold; drift between days, what training would refuse, skew.",
     "checkpoint": "Inspect, verify or convert a checkpoint.",

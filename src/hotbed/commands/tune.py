@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 
 from hotbed.commands.arguments import add_json, add_recipe, console, recipe_of, write_json
+from hotbed.config import HIGHER_IS_BETTER
 from hotbed.errors import RecipeError
 from hotbed.locations import local
 
@@ -60,7 +61,7 @@ def _print(to: Console, tuned: Tuned) -> None:
     for column in ("trial", tuned.monitor, *keys):
         table.add_column(column, justify="right", overflow="fold")
     complete = [trial for trial in tuned.trials if trial["value"] is not None]
-    for trial in sorted(complete, key=lambda trial: trial["value"], reverse=tuned.monitor == "auc"):
+    for trial in sorted(complete, key=lambda trial: trial["value"], reverse=tuned.monitor in HIGHER_IS_BETTER):
         shown = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (trial["values"][key] for key in keys)]
         table.add_row(str(trial["number"]), f"{trial['value']:.5f}", *shown)
     to.print(table)

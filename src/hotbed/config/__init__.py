@@ -15,6 +15,7 @@ from hotbed.config.dynamic import DynamicRecipe
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup
 from hotbed.config.places import HotRecipe, MemoryOptions, MemoryRecipe, ParallelOptions, ParallelRecipe
 from hotbed.config.recipe import (
+    HIGHER_IS_BETTER,
     DataRecipe,
     Device,
     InitRecipe,
@@ -25,10 +26,12 @@ from hotbed.config.recipe import (
     TrainRecipe,
     check_keys,
 )
+from hotbed.config.retrieval import RetrievalRecipe
 from hotbed.config.tasks import TaskRecipe
 from hotbed.config.trust import check_trust, import_from
 
 __all__ = [
+    "HIGHER_IS_BETTER",
     "Component",
     "DataRecipe",
     "DenseOptimizerGroup",
@@ -44,6 +47,7 @@ __all__ = [
     "ParallelRecipe",
     "Precision",
     "Recipe",
+    "RetrievalRecipe",
     "ScheduleRecipe",
     "SparseOptimizerGroup",
     "TaskRecipe",

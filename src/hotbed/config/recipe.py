@@ -17,6 +17,7 @@ from hotbed.config.dynamic import DynamicRecipe
 from hotbed.config.former_names import with_new_names
 from hotbed.config.optimizers import DenseOptimizerGroup, ScheduleRecipe, SparseOptimizerGroup, check_group_names
 from hotbed.config.places import HotRecipe, MemoryRecipe, ParallelRecipe
+from hotbed.config.retrieval import RetrievalRecipe
 from hotbed.config.tasks import TaskRecipe
 from hotbed.errors import RecipeError, did_you_mean
 from hotbed.specs import OnBadId, RowDtype
@@ -25,7 +26,8 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AskedPrecision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 LinearLibrary = Literal["auto", "torch", "onednn"]
 Device = Literal["auto", "cpu", "cuda"]
-Monitor = Literal["auc", "logloss"]
+Monitor = Literal["auc", "logloss", "recall", "ndcg"]
+HIGHER_IS_BETTER: tuple[Monitor, ...] = ("auc", "recall", "ndcg")
 CheckpointPolicy = Literal["none", "last", "best"]
 AskedCheckpointPolicy = Literal["auto", "none", "last", "best"]
 CudaGraph = bool | Literal["auto"]
@@ -118,7 +120,7 @@ class TrainRecipe:
     eval_batch_size: int = 16_384
     """Samples per batch in evaluations; it does not change results."""
     monitor: Monitor = "logloss"
-    """Metric that tells the best evaluation."""
+    """Metric that tells the best evaluation; with `Recipe.retrieval` recall unless it is ndcg."""
     patience: int | Literal["auto"] | None = "auto"
     """Stop after this many evaluations without a better one; null: never. ``auto`` is 2 where ``checkpoint: auto`` is
     ``best`` and evaluations are made after each epoch, else never."""
@@ -215,6 +217,8 @@ class Recipe:
     """A hotbed.optim optimizer, made with the model's tables that are in no group."""
     tasks: dict[str, TaskRecipe] = field(default_factory=dict)
     """By label, its loss and how much that counts; of a label that is not named binary cross-entropy, with weight 1."""
+    retrieval: RetrievalRecipe | None = None
+    """Train a two-tower model to find items among all of them, in the place of the probability of a label."""
     metrics: dict[str, Component] = field(default_factory=dict)
     """By name, more metrics of each label: a class of torchmetrics, torcheval or your own (`train.own_metrics`)."""
     callbacks: dict[str, Component] = field(default_factory=dict)
@@ -259,6 +263,11 @@ class Recipe:
                     raise RecipeError(
                         f"hot.batches is 'split', which needs parallel.{key} {either}, but it is {value}; leave it out"
                     )
+        if self.retrieval is None and self.train.monitor in ("recall", "ndcg"):
+            raise RecipeError(
+                f"train.monitor is '{self.train.monitor}', which is of items that are found, and retrieval is not set; "
+                "set it, or monitor auc or logloss"
+            )
         end, steps, needs = self.schedule.decay_end, self.train.steps, self.data.valid_split is None
         if end is not None and steps is not None and steps > end:
             raise RecipeError(

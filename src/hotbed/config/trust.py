@@ -31,6 +31,10 @@ def components(recipe: Recipe) -> Iterator[tuple[str, Component]]:
     yield "sparse_optimizer", recipe.sparse_optimizer
     for label, task in recipe.tasks.items():
         yield f"tasks.{label}.loss", task.loss
+    if recipe.retrieval is not None:
+        yield "retrieval.loss", recipe.retrieval.loss
+        if recipe.retrieval.correction is not None:
+            yield "retrieval.correction", recipe.retrieval.correction
     for key, others in (("metrics", recipe.metrics), ("callbacks", recipe.callbacks)):
         yield from ((f"{key}.{name}", other) for name, other in others.items())
     for name, dense in recipe.dense_optimizer_groups.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hotbed.config.recipe import CheckpointPolicy, Recipe
+    from hotbed.config.recipe import CheckpointPolicy, Monitor, Recipe
 
 PATIENCE = 2
 """Epochs without a better one before training stops, where ``auto`` decides."""
@@ -48,6 +48,12 @@ def patience(recipe: Recipe) -> int | None:
     if recipe.train.patience != "auto":
         return recipe.train.patience
     return PATIENCE if validation_decides(recipe) and recipe.train.eval_every is None else None
+
+
+def monitored(recipe: Recipe) -> Monitor:
+    """The metric that tells the best evaluation: of items to be found recall, unless ndcg is named."""
+    named = recipe.train.monitor
+    return "recall" if recipe.retrieval is not None and named not in ("recall", "ndcg") else named
 
 
 def notice(recipe: Recipe) -> str | None:

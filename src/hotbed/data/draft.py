@@ -120,6 +120,7 @@ def draft(
     test: str | Path | None = None,
     valid: bool = False,
     histories: Mapping[str, str] | None = None,
+    needs_label: bool = True,
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
     """Propose schema and splits of a dataset.
@@ -140,6 +141,8 @@ def draft(
         Whether a validation split is wanted also where one epoch is to be trained, which needs none.
     histories
         Columns of lists, each with the column of single values whose table it shares, besides those that names tell.
+    needs_label
+        Whether there must be a label; without one, all samples are positives.
 
     Raises
     ------
@@ -161,7 +164,11 @@ def draft(
     unlike = next((n for n in missing if n == label or (label is None and n.lower() in LABEL_NAMES)), None)
     try:
         labels = find_labels(
-            str(path), sample.select([n for n in sample.column_names if n not in drop]), label, positive
+            str(path),
+            sample.select([n for n in sample.column_names if n not in drop]),
+            label,
+            positive,
+            needed=needs_label,
         )
     except DataError:
         if unlike is None:
@@ -175,8 +182,8 @@ def draft(
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
     inputs = [n for n in used if n != weight]
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
-    profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]))
-    roles = {p.name: role_of(p, of_label[0]) for p in profiles}
+    profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]) if labels else None)
+    roles = {p.name: role_of(p, of_label[0] if of_label else "") for p in profiles}
     roles |= roles_of_histories(str(path), names, profiles, histories or {})
     times = [p for p in profiles if roles[p.name].role == "time" or p.name == time]
     if time is not None:

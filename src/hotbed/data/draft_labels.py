@@ -37,7 +37,9 @@ class FoundLabel:
     remark: str
 
 
-def find_labels(path: str, sample: pa.Table, label: str | None, positive: str | None) -> list[FoundLabel]:
+def find_labels(
+    path: str, sample: pa.Table, label: str | None, positive: str | None, *, needed: bool = True
+) -> list[FoundLabel]:
     """Labels by name and values, or the one that is asked for.
 
     Parameters
@@ -50,6 +52,8 @@ def find_labels(path: str, sample: pa.Table, label: str | None, positive: str | 
         The label column, where its name is not a usual one.
     positive
         Which of its values are positive, see `Label`; found by default.
+    needed
+        Whether there must be one, unless it is asked for; else there may be none.
 
     Raises
     ------
@@ -62,6 +66,8 @@ def find_labels(path: str, sample: pa.Table, label: str | None, positive: str | 
     if label is not None and label not in names:
         raise DataError(f"{path} has no column '{label}'; it has {_listed(names)}{did_you_mean(label, names)}")
     candidates = [label] if label else _named(sample)
+    if not candidates and not needed and positive is None:
+        return []
     if not candidates:
         named = next((name for name in names if name.lower() in (*LABEL_NAMES, *RATING_NAMES)), None)
         unfit = "" if named is None else f", but '{named}', which is {sample[named].type} and can be none"

@@ -149,22 +149,26 @@ class PlainEmbeddings(nn.Module):
     ----------
     collection
         Whose tables are copied, as float32.
+    features
+        Some of its features; default: all.
     """
 
-    def __init__(self, collection: EmbeddingCollection) -> None:
+    def __init__(self, collection: EmbeddingCollection, features: Sequence[Feature] | None = None) -> None:
         super().__init__()
-        for feature in collection.features:
+        features = collection.features if features is None else features
+        tables = {f.table: collection.tables[f.table] for f in features}
+        for feature in features:
             if not feature.is_pooled or feature.max_len is not None:
                 raise SpecError(
                     f"feature '{feature.name}' has pooling '{feature.pooling}' and max_len {feature.max_len}; only "
                     "pooled features without max_len can be exported as plain torch, so models of histories (DIN, "
                     "SASRec, HSTU) cannot; export them in parts: hotbed export RUN DIR"
                 )
-        self.features: Sequence[Feature] = collection.features
-        self.rows = {name: table.rows for name, table in collection.tables.items()}
-        self.dims = {name: table.dim for name, table in collection.tables.items()}
-        self._number = {name: i for i, name in enumerate(collection.tables)}
-        weights = (collection.weight(name).detach().clone() for name in collection.tables)
+        self.features: Sequence[Feature] = features
+        self.rows = {name: table.rows for name, table in tables.items()}
+        self.dims = {name: table.dim for name, table in tables.items()}
+        self._number = {name: i for i, name in enumerate(tables)}
+        weights = (collection.weight(name).detach().clone() for name in tables)
         self.tables = nn.ModuleList([nn.EmbeddingBag.from_pretrained(weight, mode="sum") for weight in weights])
         self.bad_ids: Counter[str] = Counter()
         self.truncated_ids: Counter[str] = Counter()

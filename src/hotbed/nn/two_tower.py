@@ -20,9 +20,8 @@ from hotbed.specs import Feature, Table
 class TwoTower(nn.Module):
     """Two towers (Yi et al., RecSys 2019, figure 1): ``s(x, y) = ⟨u(x), v(y)⟩ ÷ temperature`` of vectors of norm 1.
 
-    A recipe trains the score as the logit of a label. For retrieval, train in a loop of your own by the softmax over
-    the items of a batch, which ``model(batch, vectors=True)`` gives the vectors for, also over ranks: `InBatchSoftmax`,
-    with `ItemFrequencies` for its correction.
+    A recipe trains the score as the logit of a label, or, with a section ``retrieval``, to find items among all, by the
+    vectors that ``model(batch, vectors=True)`` gives: `InBatchSoftmax`.
 
     Parameters
     ----------
@@ -69,11 +68,12 @@ class TwoTower(nn.Module):
         self.user = MLP(inputs["user"] + dense_features, widths, last_relu=False, dropout=dropout)
         self.item = MLP(inputs["item"], widths, last_relu=False, dropout=dropout)
 
-    def forward(self, batch: Batch, *, vectors: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``[B, 1]`` float32; or vectors of users and items, ``[B, D]`` each."""
+    def forward(self, batch: Batch, *, vectors: bool = False, users: int | None = None) -> Tensor | tuple[Tensor, ...]:
+        """Logits ``[B, 1]`` float32; or vectors ``[B, D]`` of users (of so many first samples) and items."""
         dense = dense_inputs(self, batch, self.dense_features)
         found = self.embeddings(batch.sparse)
         x, y = ([found[name].float() for name in names] for names in self.towers.values())
-        user = F.normalize(self.user(torch.cat([*x, *([] if dense is None else [dense])], dim=1)).float(), dim=1)
+        inputs = torch.cat([*x, *([] if dense is None else [dense])], dim=1)[:users]
+        user = F.normalize(self.user(inputs).float(), dim=1)
         item = F.normalize(self.item(torch.cat(y, dim=1)).float(), dim=1)
         return (user, item) if vectors else (user * item).sum(dim=1, keepdim=True) / self.temperature

@@ -97,11 +97,14 @@ class ModelContract(ABC):
         Columns; ``labels`` may be several.
     dim
         Columns of the tables, or by table; multiples of 32 can be cut into columns.
+    retrieval
+        The recipe's section, of a model that is to find items; None: it is trained for the labels.
     """
 
     model: ClassVar[Component]
     schema: ClassVar[Schema]
     dim: ClassVar[int | Mapping[str, int]] = DIM
+    retrieval: ClassVar[Mapping[str, Any] | None] = None
 
     @pytest.fixture
     def world(self) -> World:
@@ -161,7 +164,7 @@ class ModelContract(ABC):
 
     def test_predictions_are_those_that_are_served(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """To the bit, by the exported model, whichever rows are beside a row, and without what training has beside."""
-        run = _run(recipe, tmp_path / "runs")
+        run = run_of(recipe, tmp_path / "runs")
         expected = _predicted(run, recipe)
         assert len(np.unique(expected)) > len(expected) // 2, "nearly all rows have one score"
         export_model(run, tmp_path / "model", trust_recipe=True)
@@ -176,7 +179,7 @@ class ModelContract(ABC):
 
     def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """``hotbed eval``: logloss and AUC of each label are those of the scores of ``hotbed predict``."""
-        run = _run(recipe, tmp_path / "runs")
+        run = run_of(recipe, tmp_path / "runs")
         found = evaluate_checkpoint(run, "train", trust_recipe=True)[2]
         scores, labels = _predicted(run, recipe), pq.read_table(recipe["data"]["path"])
         for i, name in enumerate(self.schema.labels):
@@ -187,9 +190,9 @@ class ModelContract(ABC):
 
     def test_a_resumed_run_is_the_run_that_was_not_stopped(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """``hotbed train --resume``: the model, moments and losses, to the bit."""
-        straight = _run(recipe, tmp_path / "straight")
-        stopped = _run(recipe, tmp_path / "runs", steps=STEPS // 2)
-        resumed = _run(recipe, tmp_path / "runs", resume=str(stopped))
+        straight = run_of(recipe, tmp_path / "straight")
+        stopped = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
+        resumed = run_of(recipe, tmp_path / "runs", resume=str(stopped))
         assert resumed != stopped
         assert _learned(resumed, recipe) == _learned(straight, recipe) != _learned(stopped, recipe)
         losses = [json.loads(line) for line in (straight / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -203,12 +206,12 @@ class ModelContract(ABC):
         """``train.publish``: with a change applied, an earlier model has the scores of the later one, to the bit."""
         published, rows = tmp_path / "published", _inputs(recipe)
         recipe["train"] |= {"publish": str(published)}
-        run = _run(recipe, tmp_path / "runs", steps=STEPS // 2)
+        run = run_of(recipe, tmp_path / "runs", steps=STEPS // 2)
         served = ServedModel.open(published / f"model-{STEPS // 2:012}")
         try:
             before = _predicted(run, recipe)
             np.testing.assert_array_equal(served.score(rows)[0], before)
-            assert _run(recipe, tmp_path / "runs", resume="auto") == run
+            assert run_of(recipe, tmp_path / "runs", resume="auto") == run
             served.apply(ChangeSet.open(published / f"change-{STEPS:012}"))
             after = _predicted(run, recipe)
             np.testing.assert_array_equal(served.score(rows)[0], after)
@@ -229,6 +232,7 @@ def recipe_of(contract: ModelContract | type[ModelContract], folder: Path) -> di
         "name": "contract",
         "data": {"path": str(path), "dim": contract.dim, "source": source, "test_split": None},
         "model": asdict(contract.model),
+        "retrieval": contract.retrieval,
         "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "sparse_optimizer": OPTIMIZERS["RowWiseAdagrad"],
         "train": {"batch_size": BATCH, "steps": STEPS, "device": "cpu", "precision": "fp32"},
@@ -322,7 +326,7 @@ def _fit(recipe: Recipe, losses: _Losses, checkpoint: str | None = None) -> Trai
     return trainer
 
 
-def _run(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
+def run_of(recipe: Mapping[str, Any], root: Path, *, steps: int = STEPS, resume: str | None = None) -> Path:
     """Train as ``hotbed train`` does, with a checkpoint at the end; the run's directory."""
     values = {"checkpoint": "last", "log_every": 1, **recipe["train"], "steps": steps}
     found = Recipe.from_dict({**recipe, "train": values})

@@ -28,6 +28,7 @@ from hotbed.store.memory import staging
 from hotbed.train.numerics import Numerics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import RowPrefetcher
+from hotbed.train.retrieval import trained_samples
 
 
 class Gradients(NamedTuple):
@@ -67,6 +68,8 @@ class Backward:
 
     Attributes
     ----------
+    numerics
+        As given.
     late
         What lets the device decide on losses; None where the host waits for them.
     """
@@ -74,7 +77,7 @@ class Backward:
     def __init__(
         self, model: nn.Module, numerics: Numerics, ranks: Ranks, device: torch.device, rows: RowPrefetcher | None
     ) -> None:
-        self._model, self._numerics, self._ranks, self._rows = model, numerics, ranks, rows
+        self._model, self.numerics, self._ranks, self._rows = model, numerics, ranks, rows
         self._device = device
         self.late: LateLosses | None = None
         self._seed: tuple[float, Tensor] | None = None
@@ -83,7 +86,7 @@ class Backward:
         """Choose how a loss that is not finite is found, by what the optimizers can do."""
         optimizers = list(optimizers)
         late = self._device.type == "cuda" and self._ranks.size == 1 and all(map(_can_skip, optimizers))
-        late = late and self._numerics.scaler is None  # whose own flag the optimizers read
+        late = late and self.numerics.scaler is None  # whose own flag the optimizers read
         self.late = LateLosses(self._device, optimizers) if late else None
 
     def step(
@@ -114,17 +117,17 @@ class Backward:
         requests
             Returns whether this rank asks to save, and to stop; called when the forward pass has been queued.
         """
-        samples = sum(map(len, parts))
+        samples = sum(map(trained_samples, parts))
         all_samples, save, stop, losses, everyone = float(samples), 0.0, 0.0, 0.0, 0.0
         checks: list[_Check] = []
         for number, (part, following) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
             last = following is None
             rows = self._rows.start(following) if self._rows is not None and following is not None else None
             with self._model.no_sync() if isinstance(self._model, Distributed) and not last else nullcontext():
-                total, tasks = self._numerics.summed_loss(part)
+                total, tasks = self.numerics.summed_loss(part)
                 which = "the batch" if len(parts) == 1 else f"part {1 + number} of {len(parts)} of the batch"
                 # Without the graph of autograd, which would live until the next step.
-                check = _Check(self._numerics, total.detach(), part, which, place)
+                check = _Check(self.numerics, total.detach(), part, which, place)
                 everyone = float(samples * tasks)
                 if self.late is not None:
                     self.late.add(number, total)
@@ -140,7 +143,7 @@ class Backward:
                 # Gradients of ranks are averaged: with this divisor to those of the mean over all samples.
                 divisor = max(everyone / self._ranks.size, 1 / self._ranks.size)
                 seed = self._gradient_of(total, divisor)
-                total.backward(gradient=seed if self._numerics.scaler is None else self._numerics.scaler.scale(seed))
+                total.backward(gradient=seed if self.numerics.scaler is None else self.numerics.scaler.scale(seed))
             if rows is not None:
                 rows.result()
 
@@ -151,7 +154,7 @@ class Backward:
         """Return what `step` does, of a batch whose captured step was replayed; its loss is on its way."""
         assert self.late is not None
         assert batch.labels is not None
-        check = _Check(self._numerics, self.late.arrived[0], batch, "the batch", place)
+        check = _Check(self.numerics, self.late.arrived[0], batch, "the batch", place)
         loss = partial(self._judged, self.late, [check], float(batch.labels.numel()))
         return Gradients(loss, len(batch), *asked)
 
@@ -167,7 +170,7 @@ class Backward:
 
     def update(self, optimizers: Iterable[Optimizer]) -> None:
         """Step all optimizers; none touches anything if a loss was not finite, or a scaled gradient overflowed."""
-        scaler = self._numerics.scaler
+        scaler = self.numerics.scaler
         if self.late is not None:
             self.late.step()
         elif scaler is None:

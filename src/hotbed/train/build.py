@@ -31,6 +31,8 @@ from hotbed.train.own_metrics import own_metrics
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
+from hotbed.train.retrieval import Retrieval
+from hotbed.train.retrieval_build import model_source, refuse_no_positive, refuse_retrieval, retrieval_of
 from hotbed.train.trainer import Trainer
 
 _log = logging.getLogger("hotbed")
@@ -110,7 +112,7 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
         recipe.model,
         nn.Module,
         tables=tables_of(source, recipe.data) if tables is None else tables,
-        features=source.schema.features(recipe.data.on_bad_id),
+        features=model_source(recipe, source).schema.features(recipe.data.on_bad_id),
         dense_features=source.schema.dense_features,
         seed=recipe.train.seed,
     )
@@ -119,9 +121,11 @@ def new_model(recipe: Recipe, source: Source, tables: Sequence[Table] | None = N
 
 def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     """The recipe's model and optimizers, in a trainer without callbacks."""
-    if not source.schema.labels:
-        raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     device = resolve_device(recipe.train.device)
+    if recipe.retrieval is not None:
+        refuse_retrieval(recipe, source)
+    elif not source.schema.labels:
+        raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     losses_of(recipe.tasks, source.schema.labels, device)  # before labels are read and tables made
     own_metrics(recipe.metrics)
     _check_labels(recipe, source)
@@ -134,7 +138,12 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
 
 def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
     """The recipe's optimizers for a model, in a trainer without callbacks."""
-    optimizers = _optimizers(recipe, model)
+    optimizers, device = _optimizers(recipe, model), resolve_device(recipe.train.device)
+    labels = source.schema.labels
+    if recipe.retrieval is None:
+        loss = losses_of(recipe.tasks, labels, device)
+    else:
+        loss = retrieval_of(recipe, source, model, device)
     trainer = Trainer(
         model,
         optimizers.pop("dense"),
@@ -143,13 +152,15 @@ def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
         recipe=recipe.train,
         schedule=recipe.schedule,
         group=source.schema.group,
-        labels=source.schema.labels,
+        labels=labels,
         metrics=own_metrics(recipe.metrics),
-        loss=losses_of(recipe.tasks, source.schema.labels, resolve_device(recipe.train.device)),
+        loss=loss,
         overlap=recipe.parallel.overlap,
         divide=_divide(recipe, source, model),
     )
     trainer.id_kinds = source.id_kinds()
+    if isinstance(loss, Retrieval):
+        trainer.other_parts["retrieval"] = loss
     return trainer
 
 
@@ -158,7 +169,11 @@ def _check_labels(recipe: Recipe, source: Source) -> None:
     data, train = recipe.data, recipe.train
     named = {*train_splits(recipe), data.valid_split, data.test_split}
     found = {split: source.check_labels(split) for split in source.splits if split in named}
-    refuse_one_class(source, [found[split] for split in train_splits(recipe) if split in found])
+    of_train = [found[split] for split in train_splits(recipe) if split in found]
+    if recipe.retrieval is not None:
+        refuse_no_positive(source, of_train)
+        return
+    refuse_one_class(source, of_train)
     if train.monitor == "auc" and (patience(recipe) is not None or checkpoint_policy(recipe) == "best"):
         for label, (low, high) in found.get(str(data.valid_split), {}).items():
             if low == high and low in (0, 1):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from hotbed.config import Monitor, Recipe
+from hotbed.config import HIGHER_IS_BETTER, Monitor, Recipe
 from hotbed.errors import RecipeError
 from hotbed.files import without_nan
 from hotbed.train.metrics import Metrics
@@ -175,7 +175,7 @@ class BestSoFar:
     Parameters
     ----------
     monitor
-        ``"auc"`` (higher is better) or ``"logloss"`` (lower).
+        ``"auc"``, ``"recall"`` or ``"ndcg"`` (higher is better), or ``"logloss"`` (lower).
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -202,7 +202,7 @@ class BestSoFar:
         RecipeError
             If the metric is not defined for what was evaluated, so that nothing can be the best.
         """
-        value = metrics.auc if self._monitor == "auc" else -metrics.logloss
+        value = metrics.value(self._monitor) * (1 if self._monitor in HIGHER_IS_BETTER else -1)
         if math.isnan(value):
             refuse_monitor(self._monitor, metrics.undefined.get(self._monitor, "it is NaN"))
         if not value > self.value:

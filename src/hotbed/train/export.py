@@ -25,6 +25,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.serve.schema import ChangeManifest, ModelManifest, encoder_digest
 from hotbed.serve.writing import Model, Progress, write_change, write_model
 from hotbed.train.build import new_model, new_source
+from hotbed.train.retrieval_build import model_source
 from hotbed.train.stored import FEATURES, encoder_of, id_kinds_of, labels_of, recipe_of
 
 
@@ -48,6 +49,7 @@ class Exporter:
     """
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
+        source = model_source(recipe, source)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), tables_on_meta():
             model = new_model(recipe, source)
         normalization = normalization_of(model)

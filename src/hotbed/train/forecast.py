@@ -20,6 +20,7 @@ import torch
 from hotbed.batch import Batch
 from hotbed.config import Recipe
 from hotbed.data import Source
+from hotbed.data.items import items_in
 from hotbed.embed import collections_of
 from hotbed.machine import resident_bytes
 from hotbed.nn.normalization import normalization_of
@@ -32,6 +33,7 @@ from hotbed.specs import Table
 from hotbed.train.build import new_model, tables_of, trainer_of
 from hotbed.train.memory_trace import Peak, Phase, nbytes_of, peak_of
 from hotbed.train.numerics import bf16_instructions, resolve_device
+from hotbed.train.retrieval import Retrieval
 from hotbed.train.table_file import read_skew
 
 TRACED_SAMPLES = 1024
@@ -246,6 +248,8 @@ class _Trace:
         self.precision = recipe.train.precision
         train = replace(recipe.train, device="cpu", compile=False)
         made = replace(recipe, train=train)
+        if made.retrieval is not None:  # lists of negatives are then looked up as the user's, which costs the same
+            made = replace(made, retrieval=replace(made.retrieval, negatives=None))
         state = torch.random.get_rng_state()
         tables = [_small(table) for table in tables_of(source, recipe.data)]
         self._rows = {table.name: table.rows for table in tables if table.dynamic is None}
@@ -282,6 +286,9 @@ class _Trace:
         self._trainer.model.train()
         for optimizer in optimizers:
             optimizer.zero_grad()
+        retrieval = self._trainer.other_parts.get("retrieval")
+        if isinstance(retrieval, Retrieval):  # the sample's items stand for all, which nobody reads for this
+            batch = retrieval.among(items_in(batch.sparse, retrieval.options.item)).prepared(batch, 1)
         return [
             lambda: self._trainer.backward([batch], lambda: "a step"),
             *(optimizer.step for optimizer in optimizers),

@@ -82,6 +82,11 @@ class Metrics:
             values["tasks"] = {name: task.to_dict() for name, task in self.tasks.items()}
         return values
 
+    def value(self, monitor: str) -> float:
+        """A metric that can be monitored; of several k the last one's."""
+        of_k = [value for name, value in self.others.items() if name.startswith(f"{monitor}@")]
+        return of_k[-1] if of_k else getattr(self, monitor, math.nan)
+
     def curves(self, place: str) -> dict[str, float]:
         """Defined metrics by ``place/name``, and those of each task by ``place/task/name``, as trackers show them."""
         names = ("auc", "logloss", "normalized_entropy", "calibration", "gauc")
@@ -246,7 +251,8 @@ def _ratio(a: float, b: float) -> float:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Put a model into evaluation inside, without gradients."""
     training = model.training
     model.eval()
     try:
@@ -295,7 +301,7 @@ def evaluate(
     refuse_unnormalized(model, batches)
     predictions = Predictions(labels, metrics)
     Ranks(model).sync()
-    with _evaluating(model):
+    with evaluating(model):
         for i, batch in enumerate(batches):
             if group is not None and group not in batch.extra:
                 raise BatchError(f"batch {i} has no column '{group}' to group by; it has {list(batch.extra) or 'none'}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from hotbed.nn.normalization import normalization_of
 from hotbed.train.losses import SummedLoss
 from hotbed.train.metrics import checked_logits
 from hotbed.train.parallel import Ranks
+from hotbed.train.retrieval import Retrieval
 
 Library = Literal["torch", "onednn"]
 
@@ -94,7 +95,7 @@ class Numerics:
     ranks
         All of them must call `settle`.
     loss
-        Of all labels of a batch.
+        Of all labels of a batch, or `Retrieval`.
 
     Attributes
     ----------
@@ -116,7 +117,7 @@ class Numerics:
         recipe: TrainRecipe,
         device: torch.device,
         ranks: Ranks,
-        loss: SummedLoss = summed_cross_entropy,
+        loss: SummedLoss | Retrieval = summed_cross_entropy,
     ) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, Linear) and m.library == "auto"]
         self._model, self._recipe, self._device, self._ranks = model, recipe, device, ranks
@@ -196,6 +197,17 @@ class Numerics:
             self.scaler.load_state_dict(self._scale)
             self._scale = {}
 
+    @property
+    def is_retrieval(self) -> bool:
+        """Whether a model is trained to find items, see `Retrieval`."""
+        return isinstance(self._loss, Retrieval)
+
+    def prepared(self, batches: Iterable[Batch], step: int) -> Iterator[Batch]:
+        """Add to the batches of a step and of those after it what the loss needs besides, before ids are exchanged."""
+        for batch in batches:
+            yield self._loss.prepared(batch, step) if isinstance(self._loss, Retrieval) else batch
+            step += 1
+
     def summed_loss(self, batch: Batch) -> tuple[Tensor, int]:
         """Compute Σ weight · loss of a batch in the chosen precision, and the number of tasks.
 
@@ -204,6 +216,8 @@ class Numerics:
         cast = nullcontext() if self._cast is None else self._cast.used()
         dtype = AUTOCAST.get(self.precision, torch.bfloat16)
         with cast, torch.autocast(self._device.type, dtype, enabled=self.precision in AUTOCAST):
+            if isinstance(self._loss, Retrieval):
+                return self._loss(self._model, batch), 1
             logits, labels = checked_logits(self._model(batch), batch.labels, training=True)
         loss = self._loss(logits.float(), labels, batch.weights_by_label)
         return loss if logits.ndim == 2 else loss / len(logits), labels.shape[-1]

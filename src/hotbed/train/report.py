@@ -209,6 +209,8 @@ def print_taken(console: Console, checkpoint: str, report: Sequence[Taken]) -> N
 
 
 def _number(value: float | None) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
     return "–" if value is None or math.isnan(value) else f"{value:.5f}"
 
 
@@ -222,6 +224,7 @@ def size(count: int) -> str:
 
 
 _STAGES = {
+    "find": "finding items",
     "read": "reading the log",
     "count": "counting values",
     "write": "writing the dataset",
@@ -328,6 +331,8 @@ class ShowProgress(Callback):
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
         """Print a line."""
         shown = [f"{label} {_shown(metrics, name)}" for name, label in (("auc", "AUC"), ("logloss", "logloss"))]
+        if trainer.numerics.is_retrieval:
+            shown = [f"{name} {value:.5f}" for name, value in metrics.others.items()]
         self._console.print(f"step {trainer.step:,}  valid {'  '.join(shown)}", soft_wrap=True)
 
     def on_train_end(self, trainer: Trainer) -> None:

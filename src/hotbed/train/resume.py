@@ -33,7 +33,7 @@ from hotbed.checkpoint import (
 )
 from hotbed.checkpoint.manifest import NAME, step_of
 from hotbed.config import InitRecipe, MemoryRecipe, Recipe
-from hotbed.config.validation import patience
+from hotbed.config.validation import monitored, patience
 from hotbed.errors import DamagedError, HotbedError, RecipeError
 from hotbed.files import read_yaml
 from hotbed.train.checkpointing import set_aside
@@ -51,6 +51,7 @@ MAY_DIFFER = frozenset(
     {
         "name",
         "hot.rows",
+        "retrieval.k",
         *(f"data.{key}" for key in ("path", "executor", "workers", "prefetch", "valid_split", "test_split")),
         *(f"train.{key}" for key in ("steps", "epochs", "device", "log_every", "tensorboard", "checkpoint")),
         *(f"init.{field.name}" for field in fields(InitRecipe)),
@@ -332,7 +333,7 @@ def why_over(manifest: Manifest, recipe: Recipe) -> str | None:
     if epoch >= train.epochs:
         return f"epoch {epoch:,} is over and train.epochs is {train.epochs:,}; raise train.epochs to go on"
     early, enough = position.get("callbacks", {}).get("EarlyStop"), patience(recipe)
-    if early is not None and enough is not None and train.monitor == early["monitor"]:
+    if early is not None and enough is not None and monitored(recipe) == early["monitor"]:
         waited = early["waited"]
         if waited >= enough:
             return (

@@ -16,6 +16,7 @@ from typing import Any
 from hotbed.checkpoint import MANIFEST, Directory, checkpoints_in, directory, load_checkpoint
 from hotbed.checkpoint.manifest import base_of, step_of
 from hotbed.config import Recipe
+from hotbed.config.validation import monitored
 from hotbed.train.callbacks import BestSoFar
 from hotbed.train.checkpointing import remove_checkpoint
 from hotbed.train.metrics import Metrics
@@ -143,7 +144,7 @@ class KeepBest(Callback):
     ) -> None:
         self._where, self._recipe, self._background = directory(where), recipe, background
         self._publisher = publisher
-        self._best = BestSoFar(recipe.train.monitor)
+        self._best = BestSoFar(monitored(recipe))
         self._place: Directory | None = None
         self._is_best = False
 

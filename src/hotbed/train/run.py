@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, init_from, read_manifest
 from hotbed.config import Recipe
-from hotbed.config.validation import checkpoint_policy, notice, patience
+from hotbed.config.validation import checkpoint_policy, monitored, notice, patience
 from hotbed.data import Loader, Source
 from hotbed.data.executors import Tasks
 from hotbed.data.hot_loader import HotColdLoader
@@ -345,5 +345,5 @@ def _callbacks(
     if policy == "best":
         callbacks.append(KeepBest(place, recipe, background=background, publisher=publisher))
     if enough is not None:
-        callbacks.append(EarlyStop(enough, train.monitor))
+        callbacks.append(EarlyStop(enough, monitored(recipe)))
     return callbacks

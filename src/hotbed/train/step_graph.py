@@ -239,6 +239,7 @@ class StepGraph:
             (self._recipe.compile, "train.compile may compile again in any step"),
             (self._recipe.recompute, "train.recompute asks for the state of random numbers"),
             (self._divided, "batches are divided (hot.batches split)"),
+            (self._backward.numerics.is_retrieval, "the candidates of retrieval differ in number"),
             (
                 self._backward.late is None,
                 "the host waits for the loss: train.precision is fp16, or a dense optimizer is none of torch's with "

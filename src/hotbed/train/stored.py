@@ -23,6 +23,8 @@ from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
 from hotbed.train.own_metrics import own_metrics
+from hotbed.train.retrieval_build import all_items, item_features, model_source, options_of
+from hotbed.train.retrieval_metrics import evaluate_found
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""
@@ -69,9 +71,14 @@ def evaluate_checkpoint(
     model = build_model(recipe, source, device)
     load_checkpoint(checkpoint, {"model": model})
     loader = Loader(source, split, recipe.train.eval_batch_size)
+    place = "all" if whole else split
+    if recipe.retrieval is not None:
+        items = all_items(recipe, source, item_features(model))
+        found = evaluate_found(model, loader, items, options_of(recipe, model), device=device)
+        return checkpoint, place, found
     options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
     metrics = evaluate(model, loader, **options, metrics=own_metrics(recipe.metrics))
-    return checkpoint, "all" if whole else split, metrics
+    return checkpoint, place, metrics
 
 
 def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool = False) -> Recipe:
@@ -118,7 +125,7 @@ def new_data(
         _refuse_unknown(trained, manifest)
         take_features(trained, manifest)
         encoder, text = trained.encoder.inputs, trained.encoder.preparation.text
-        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), trained.schema.labels
+        return ParquetSource(data, encoder.schema, ids="raw", text=text, encoder=encoder), labels_of(recipe, trained)
     if prepared is not None:
         raise RecipeError(f"--prepared is {prepared}, but {data} has no raw rows of prepared data; leave it out")
     given = dict(component.init_args)
@@ -126,7 +133,7 @@ def new_data(
         given["schema"] = Schema.from_dict(cast("Mapping[str, object]", given["schema"])).inputs.to_dict()
     source = build("data.source", replace(component, init_args=given), Source, data)
     take_features(source, manifest)
-    return source, labels_of(recipe, source)
+    return model_source(recipe, source), labels_of(recipe, source)
 
 
 def _takes_raw_rows(component: Component, manifest: Manifest) -> bool:
@@ -187,11 +194,11 @@ def _as_trained(component: Component, manifest: Manifest) -> Component:
 
 
 def labels_of(recipe: Recipe, source: Source) -> tuple[str, ...]:
-    """The labels that a recipe's model was trained for."""
-    schema = recipe.data.source.init_args.get("schema")
+    """The labels that a recipe's model was trained for; of one that finds items without any label, ``score``."""
+    schema, labels = recipe.data.source.init_args.get("schema"), source.schema.labels
     if isinstance(schema, Mapping):
-        return Schema.from_dict(cast("Mapping[str, object]", schema)).labels
-    return source.schema.labels
+        labels = Schema.from_dict(cast("Mapping[str, object]", schema)).labels
+    return labels if labels or recipe.retrieval is None else ("score",)
 
 
 def refuse_other_ids(manifest: Manifest, source: Source, data: str) -> None:

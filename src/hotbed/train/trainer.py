@@ -31,6 +31,8 @@ from hotbed.train.numerics import Numerics, is_one_graph, resolve_device
 from hotbed.train.own_metrics import OwnMetrics
 from hotbed.train.parallel import Ranks
 from hotbed.train.pipeline import BatchPrefetcher, Divide, RowPrefetcher, whole
+from hotbed.train.retrieval import Retrieval, trained_samples
+from hotbed.train.retrieval_metrics import evaluate_found
 from hotbed.train.size_classes import SizeClasses
 from hotbed.train.step_graph import StepGraph
 from hotbed.train.throughput import Balance, Clock, TierCounters
@@ -108,7 +110,7 @@ class Trainer:
         By name, what makes a metric that evaluations compute, too; see `hotbed.train.own_metrics`.
     loss
         Maps logits and labels ``[…, B, T]`` and sample weights ``[B, 1]`` or ``[B, T]`` (or None) to the sum of all
-        losses; by default binary cross-entropy.
+        losses; by default binary cross-entropy. Or a `Retrieval`.
     overlap
         Whether a distributed model's ids are exchanged while the batch before is computed.
     divide
@@ -149,21 +151,19 @@ class Trainer:
         group: str | None = None,
         labels: Sequence[str] | None = None,
         metrics: OwnMetrics | None = None,
-        loss: SummedLoss = summed_cross_entropy,
+        loss: SummedLoss | Retrieval = summed_cross_entropy,
         overlap: bool = True,
         divide: Divide = whole,
     ) -> None:
         groups = dict(group_optimizers or {})
         if wide is not None:
-            new = "group_optimizers={'wide': …}"
-            warnings.warn(
-                f"wide= is now called {new}; the former name works until hotbed 0.3", FutureWarning, stacklevel=2
-            )
+            told = "wide= is now called group_optimizers={'wide': …}; the former name works until hotbed 0.3"
+            warnings.warn(told, FutureWarning, stacklevel=2)
             groups["wide"] = wide
         self.model, self.dense, self.sparse, self.recipe = model, dense, sparse, recipe
         self.optimizers = {"dense": dense, "sparse": sparse, **groups}
         self.callbacks, self.group, self.labels = list(callbacks), group, labels
-        self._metrics = metrics or {}
+        self._metrics, self._loss = metrics or {}, loss
         self.device = resolve_device(recipe.device)
         self.ranks = Ranks(model)
         self.numerics = Numerics(model, recipe, self.device, self.ranks, loss)
@@ -189,8 +189,7 @@ class Trainer:
         self.clock = Clock()
         report = partial(self._call, "on_checkpoint")
         self.saver = Saver(self.ranks, self.clock, self.parts, report, recipe.checkpoint_full_every)
-        self._recent, self._tiers = list[float](), TierCounters(model)
-        self._of_callbacks: dict[str, Any] = {}
+        self._recent, self._tiers, self._of_callbacks = list[float](), TierCounters(model), dict[str, Any]()
         if recipe.recompute:
             recompute_activations(model)
         if recipe.compile:
@@ -252,8 +251,9 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss: Σ weight · loss ÷ (samples · tasks). The divisor does not know of weights."""
+        (batch,) = self.numerics.prepared([batch], self.step + 1)
         total, tasks = self.numerics.summed_loss(batch)
-        return total / max(len(batch) * tasks, 1)
+        return total / max(trained_samples(batch) * tasks, 1)
 
     def _apply_requests(self, save: bool, stop: bool) -> None:
         """Set what callbacks and the loop read, by what any rank has requested."""
@@ -276,8 +276,10 @@ class Trainer:
 
     def evaluate(self, batches: Iterable[Batch]) -> Metrics:
         """Compute metrics of the present model; see `evaluate`."""
-        options: dict[str, Any] = {"device": self.device, "group": self.group, "labels": self.labels}
-        return evaluate(self.model, batches, **options, metrics=self._metrics, finished=self.clock.count)
+        told: dict[str, Any] = {"device": self.device, "finished": self.clock.count}
+        if isinstance(self._loss, Retrieval):
+            return evaluate_found(self.model, batches, self._loss.items, self._loss.options, **told)
+        return evaluate(self.model, batches, group=self.group, labels=self.labels, metrics=self._metrics, **told)
 
     @property
     def samples_per_s(self) -> float:
@@ -311,7 +313,8 @@ class Trainer:
         One batch is prefetched, which a checkpoint must not count: the loader's position is noted with each.
         """
         last, state = False, getattr(batches, "state_dict", lambda: None)
-        for parts, position, last in self.prefetcher((batch, state()) for batch in self.clock.waited_for(batches)):
+        ready = self.numerics.prepared(self.clock.waited_for(batches), self.step + 1)
+        for parts, position, last in self.prefetcher((batch, state()) for batch in ready):
             self._data_position = position
             yield parts, last
         if not last:

@@ -19,8 +19,8 @@ from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
 
-from hotbed.config import Recipe
-from hotbed.config.validation import checkpoint_policy, patience
+from hotbed.config import HIGHER_IS_BETTER, Monitor, Recipe
+from hotbed.config.validation import checkpoint_policy, monitored, patience
 from hotbed.data import Source
 from hotbed.data.executors import Tasks
 from hotbed.errors import NonFiniteError, RecipeError
@@ -62,7 +62,7 @@ class Tuned:
     """
 
     directory: Path
-    monitor: str
+    monitor: Monitor
     best: Recipe
     value: float
     trials: list[dict[str, Any]]
@@ -187,7 +187,7 @@ def _study(optuna: Any, recipe: Recipe, directory: Path, spaces: list[Space]) ->
         storage=optuna.storages.JournalStorage(backend),
         study_name="tune",
         load_if_exists=True,
-        direction="maximize" if recipe.train.monitor == "auc" else "minimize",
+        direction="maximize" if monitored(recipe) in HIGHER_IS_BETTER else "minimize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
     )
     if not study.trials:
@@ -219,7 +219,7 @@ class _Report(Callback):
         Steps to evaluate after, besides those of the recipe.
     """
 
-    def __init__(self, trial: optuna.Trial, monitor: str, *, best: bool, due: Collection[int] = ()) -> None:
+    def __init__(self, trial: optuna.Trial, monitor: Monitor, *, best: bool, due: Collection[int] = ()) -> None:
         self._trial, self._monitor, self._best, self._due = trial, monitor, best, due
         self.values: list[float] = []
         self.pruned = False
@@ -229,7 +229,7 @@ class _Report(Callback):
         """What the trial is judged by: the best evaluation if that is what a run keeps, else the last."""
         if not self._best:
             return self.values[-1]
-        return max(self.values) if self._monitor == "auc" else min(self.values)
+        return max(self.values) if self._monitor in HIGHER_IS_BETTER else min(self.values)
 
     @override
     def on_step(self, trainer: Trainer, loss: float) -> None:
@@ -237,7 +237,7 @@ class _Report(Callback):
 
     @override
     def on_eval(self, trainer: Trainer, metrics: Metrics) -> None:
-        self.values.append(metrics.auc if self._monitor == "auc" else metrics.logloss)
+        self.values.append(metrics.value(self._monitor))
         self._trial.report(self.value, len(self.values))
         if not trainer.finished and self._trial.should_prune():
             self.pruned = trainer.stop = True
@@ -293,10 +293,10 @@ def _train(
         measured |= {name: of.clone() for name, of in normalization.state_dict().items()}
     loader = training_loader(recipe, source, trainer.ranks, trainer.model, readers)
     best, due = checkpoint_policy(recipe) == "best", _due(recipe, len(loader))
-    report = _Report(trial, recipe.train.monitor, best=best, due=due)
+    report = _Report(trial, monitored(recipe), best=best, due=due)
     trainer.callbacks.append(report)
     if (enough := patience(recipe)) is not None:
-        trainer.callbacks.append(EarlyStop(enough, recipe.train.monitor))
+        trainer.callbacks.append(EarlyStop(enough, monitored(recipe)))
     progress = ShowProgress(console) if console.is_terminal else None
     if progress is not None:
         trainer.callbacks.append(progress)
@@ -349,7 +349,7 @@ def _found(study: optuna.Study, recipe: Recipe, spaces: list[Space], directory: 
         for trial in study.trials
         if trial.state.name in names
     ]
-    return Tuned(directory, recipe.train.monitor, best, study.best_value, trials)
+    return Tuned(directory, monitored(recipe), best, study.best_value, trials)
 
 
 def _short(key: str) -> str:

@@ -1,0 +1,174 @@
+"""Collect the distinct items of a source: each once, with its features and how often it was met.
+
+The item of a sample is the id of one column; other columns say what it is like. Of several samples of an item the
+newest counts, for what an item is like may change::
+
+    movie  genre                     ids     3   7
+    7      comedy        ─────▶      genre   war drama      counts  1   2
+    3      war
+    7      drama
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotbed.bags import Bags, Entry
+from hotbed.data.source import Source
+from hotbed.errors import BatchError, DataError
+from hotbed.jagged import Jagged
+
+_FEWEST = 1 << 20
+"""Rows that are collected before those of one item are merged."""
+
+
+@dataclass(frozen=True)
+class ItemSet:
+    """Distinct items, in the order of their ids.
+
+    Attributes
+    ----------
+    ids
+        ``[N]`` int64, ascending.
+    features
+        What the items are like: a sample each.
+    counts
+        ``[N]`` int64, how often each was met in the split that was counted.
+    """
+
+    ids: Tensor
+    features: Jagged
+    counts: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def positions(self, ids: Tensor) -> Tensor:
+        """Where items are in the set ``[n]`` int64; −1 for those that are not."""
+        if not len(self.ids):
+            return torch.full_like(ids, -1)
+        at = torch.searchsorted(self.ids, ids.contiguous()).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[at] == ids, at, -1)
+
+    def rows(self, positions: Tensor, like: Jagged) -> Jagged:
+        """Items at these positions as samples of a batch whose other features have no ids."""
+        chosen = self.features.take(positions)
+        nothing = Bags(
+            like.values.new_empty(0), len(positions), None, torch.zeros(len(positions) + 1, dtype=torch.int64), None
+        )
+        of_items = {name: chosen[name] for name in chosen.names}
+        return _jagged({name: of_items.get(name, nothing) for name in like.names})
+
+
+def _jagged(bags: Mapping[str, Bags]) -> Jagged:
+    """Put bags of several features together."""
+    entries: dict[str, Entry] = {
+        name: b.values.view(b.batch_size, b.fixed or 0) if b.offsets is None else (b.values, b.offsets)
+        for name, b in bags.items()
+    }
+    return Jagged.from_dict(entries, {name: b.weights for name, b in bags.items() if b.weights is not None})
+
+
+def item_ids(ids: Jagged, item: str) -> Tensor:
+    """The item of each sample ``[B]`` int64; a `BatchError` names a sample without one, or with several."""
+    bags = ids[item]
+    if bags.fixed != 1 and bool((lengths := bags.lengths()).ne(1).any()):
+        at = int(lengths.ne(1).nonzero()[0])
+        raise BatchError(
+            f"feature '{item}' says which item a sample is of, and sample {at:,} has {int(lengths[at]):,} ids; each "
+            "must have one: drop such rows, or name another column first in the model's `item`"
+        )
+    return bags.values.long()
+
+
+def items_in(ids: Jagged, features: Sequence[str]) -> ItemSet:
+    """The items of a batch's ids; the first of the features says which item it is."""
+    found = item_ids(ids, features[0])
+    return _merged([ItemSet(found, _jagged({name: ids[name] for name in features}), torch.ones_like(found))])
+
+
+def items_of(source: Source, features: Sequence[str], splits: Sequence[str], counted: str | None = None) -> ItemSet:
+    """Collect the items of some splits, reading them once.
+
+    Parameters
+    ----------
+    source
+        Where the samples are.
+    features
+        Columns of items; the first one says which item it is.
+    splits
+        Which splits, the newest last.
+    counted
+        The one of them whose samples are counted.
+
+    Raises
+    ------
+    BatchError
+        If a sample has no item, or several.
+    DataError
+        If there is no item.
+    """
+    only = source.streamed().only(features)
+    parts: list[ItemSet] = []
+    waiting = 0
+    for split in dict.fromkeys(splits):
+        for i in range(len(only.chunks(split))):
+            found = items_in(only.read(split, i).sparse, features)
+            parts.append(replace(found, counts=found.counts * (split == counted)))
+            waiting += len(parts[-1])
+            if waiting > max(_FEWEST, 2 * len(parts[0])):
+                parts, waiting = [_merged(parts)], 0
+    if not parts:
+        raise DataError(f"splits {', '.join(splits)} have no item; give other data")
+    return _merged(parts)
+
+
+def _merged(parts: Sequence[ItemSet]) -> ItemSet:
+    """Each item once: as the last of its rows is, with the sum of their counts."""
+    whole = Jagged.concatenate([part.features for part in parts])
+    ids, counts = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "counts"))
+    distinct, last, of_row = np.unique(ids.flip(0).numpy(), return_index=True, return_inverse=True)
+    totals = np.zeros(len(distinct), np.int64)
+    np.add.at(totals, of_row, counts.flip(0).numpy())
+    rows = torch.from_numpy(len(ids) - 1 - last)
+    return ItemSet(torch.from_numpy(distinct), whole.take(rows), torch.from_numpy(totals))
+
+
+class ItemDraws:
+    """Draw items of a set for each step: the same whoever asks, and whenever.
+
+    Parameters
+    ----------
+    items
+        What is drawn from.
+    seed
+        Of the run.
+    by_popularity
+        Whether an item is drawn in proportion to its count; else each that was counted is drawn alike, or all if none
+        was.
+    """
+
+    def __init__(self, items: ItemSet, seed: int, *, by_popularity: bool) -> None:
+        counts = items.counts if bool(items.counts.any()) else torch.ones_like(items.counts)
+        shares = counts if by_popularity else (counts > 0).long()
+        self._ends = shares.cumsum(0).numpy()
+        self._seed, self._shares, self._total = seed, shares, int(self._ends[-1])
+
+    def __call__(self, step: int, count: int) -> Tensor:
+        """Positions of the items of a step ``[count]`` int64, drawn one by one and put back."""
+        places = np.random.default_rng((_DRAWS, self._seed, step)).integers(0, self._total, count)
+        return torch.from_numpy(np.searchsorted(self._ends, places, side="right"))
+
+    def log_p(self, positions: Tensor) -> Tensor:
+        """``log p`` of a draw to be the item at each position ``[n]`` float64; −∞ where it never is."""
+        shares = torch.where(positions >= 0, self._shares[positions.clamp(min=0)], 0)
+        return shares.double().div(self._total).log()
+
+
+_DRAWS = 3
+"""First in the seeds of generators; the loader's are 1 and 2."""

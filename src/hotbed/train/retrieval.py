@@ -1,0 +1,309 @@
+"""Train a model to find items among all: which candidates each batch has, and the loss over them.
+
+A batch gets further samples that have an item and no user, before its ids are exchanged::
+
+    samples of the data     drawn, the same on all ranks     negatives of single samples
+    user, item              item                             item
+    └─ rows ─┘              └──────────────── candidates alone ───────────────┘
+
+Of the drawn items each rank computes its share. The vectors of the candidates of all ranks are then gathered, in rank
+order, and each rank computes the losses of its own samples; gradients go back to the rank that has the candidate, which
+adds those of all ranks in rank order. So the negatives of a sample, and its gradient, do not depend on how many ranks
+there are. Why: decision 0061.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hotbed.batch import Batch
+from hotbed.comm import Link
+from hotbed.data.items import ItemDraws, ItemSet, item_ids
+from hotbed.data.loader import share_of
+from hotbed.errors import BatchError, DataError
+from hotbed.jagged import Jagged
+from hotbed.train.parallel import Ranks
+
+CANDIDATE, LOG_DRAWN = "retrieval.candidate", "retrieval.log_drawn"
+"""Columns of `RetrievalBatch.extra`: see `Retrieval.prepared`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalBatch(Batch):
+    """A batch with its candidates.
+
+    Attributes
+    ----------
+    rows
+        Its first samples, which are those of the data; the others are candidates alone.
+    positives
+        How many of these are positives.
+    """
+
+    rows: int
+    positives: int
+
+
+def is_positive(batch: Batch) -> Tensor:
+    """Which samples have an item to be found ``[B]`` bool: those whose label is 1, or all where there is none."""
+    labels = batch.labels
+    if labels is None or not labels.shape[1]:
+        return torch.ones(len(batch), dtype=torch.bool, device=batch.sparse.values.device)
+    return labels[:, 0] == 1
+
+
+def trained_samples(batch: Batch) -> int:
+    """How many samples of a batch the loss is the mean of."""
+    return batch.positives if isinstance(batch, RetrievalBatch) else len(batch)
+
+
+class Options(NamedTuple):
+    """What `Retrieval` does.
+
+    Attributes
+    ----------
+    item
+        Features of items; the first says which item it is.
+    sampled, by_popularity
+        Items to draw for each step, and how.
+    negatives
+        Feature whose ids are a sample's own negatives.
+    seed
+        Of the draws.
+    k
+        Of recall@k and ndcg@k.
+    """
+
+    item: Sequence[str]
+    sampled: int = 0
+    by_popularity: bool = False
+    negatives: str | None = None
+    seed: int = 0
+    k: Sequence[int] = (10, 100)
+
+
+class Retrieval:
+    """The candidates of each batch, and the loss over them.
+
+    Parameters
+    ----------
+    options
+        What to do.
+    loss, correction
+        As `hotbed.nn.InBatchSoftmax` and `hotbed.nn.ItemFrequencies` are called; without a correction nothing is
+        corrected.
+    items
+        Gives the items that are drawn; called when they are first needed, on all ranks alike.
+    ranks
+        Of the trainer.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        loss: nn.Module,
+        correction: nn.Module | None,
+        items: Callable[[], ItemSet],
+        ranks: Ranks,
+    ) -> None:
+        self.options, self._loss, self._correction, self._make, self._ranks = options, loss, correction, items, ranks
+        # Of its own: backward exchanges by it while dense gradients are averaged by another.
+        self._link = None if ranks.link is None else ranks.link.clone()
+
+    @cached_property
+    def items(self) -> ItemSet:
+        """All items that are drawn, or looked up as negatives."""
+        return self._make()
+
+    @cached_property
+    def _draws(self) -> ItemDraws:
+        return ItemDraws(self.items, self.options.seed, by_popularity=self.options.by_popularity)
+
+    def among(self, items: ItemSet) -> Self:
+        """Draw from these items from now on, in the place of all."""
+        vars(self).update(items=items)
+        vars(self).pop("_draws", None)
+        return self
+
+    # -- candidates ------------------------------------------------------------------------------------------------
+
+    def prepared(self, batch: Batch, step: int) -> RetrievalBatch:
+        """Add the candidates of a step, 1 the first, to this rank's samples, in the memory of the host.
+
+        Column `CANDIDATE` ``[n, 3]`` has the item, the sample that it is a negative of (−1: of all), and whether the
+        sample is a positive; `LOG_DRAWN` ``[n]`` the logarithm of how often the item is drawn in a step.
+
+        Raises
+        ------
+        BatchError
+            If a sample has no item or several, or has negatives that are no items.
+        """
+        rows, options = len(batch), self.options
+        ids = item_ids(batch.sparse, options.item[0])
+        positive = is_positive(batch).long()
+        everyone = torch.full_like(ids, -1)
+        columns = [torch.stack([ids, everyone, positive], dim=1)]
+        more: list[Tensor] = []
+        if options.sampled:
+            share = share_of(options.sampled, self._ranks.rank, self._ranks.size)
+            drawn = self._draws(step, options.sampled)[share]
+            more.append(drawn)
+            columns.append(self._columns(drawn, torch.full_like(drawn, -1)))
+        if options.negatives is not None:
+            own, of = self._own_negatives(batch.sparse, options.negatives)
+            more.append(own)
+            columns.append(self._columns(own, of))
+        candidates, positions = torch.cat(columns), torch.cat(more) if more else ids[:0]
+        extra = {CANDIDATE: candidates}
+        if options.sampled and self._correction is not None:
+            at = self.items.positions(candidates[:, 0])
+            extra[LOG_DRAWN] = (self._draws.log_p(at) + torch.tensor(float(options.sampled)).double().log()).float()
+        new = len(positions)
+
+        def padded(values: Tensor | None) -> Tensor | None:
+            return None if values is None else torch.cat([values, values.new_zeros(new, *values.shape[1:])])
+
+        return RetrievalBatch(
+            sparse=batch.sparse
+            if not new
+            else Jagged.concatenate([batch.sparse, self.items.rows(positions, batch.sparse)]),
+            dense=padded(batch.dense),
+            labels=padded(batch.labels),
+            weights=padded(batch.weights),
+            extra=extra,
+            rows=rows,
+            positives=int(positive.sum()),
+        )
+
+    def _columns(self, positions: Tensor, of: Tensor) -> Tensor:
+        return torch.stack([self.items.ids[positions], of, torch.zeros_like(of)], dim=1)
+
+    def _own_negatives(self, ids: Jagged, name: str) -> tuple[Tensor, Tensor]:
+        """Positions of samples' own negatives among the items, and of which sample each is."""
+        bags = ids[name]
+        of = torch.repeat_interleave(torch.arange(len(ids)), bags.lengths())
+        positions = self.items.positions(bags.values.long())
+        if bool((positions < 0).any()):
+            at = int((positions < 0).nonzero()[0])
+            raise BatchError(
+                f"column '{name}' has a negative at sample {int(of[at]):,} (row {int(bags.values[at]):,} of its table) "
+                f"that is none of the {len(self.items):,} items; name a Parquet of all items as retrieval.items, or "
+                "leave such negatives out of the data"
+            )
+        return positions, of
+
+    # -- the loss --------------------------------------------------------------------------------------------------
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The sum of the losses of a batch that was `prepared`; all ranks must call this."""
+        assert isinstance(batch, RetrievalBatch)
+        users, items = cast("tuple[Tensor, Tensor]", model(batch, vectors=True, users=batch.rows))
+        of_all = self._gathered(items, batch)
+        log_q = self._log_q(of_all)
+        own = torch.arange(of_all.first, of_all.first + batch.rows, device=users.device)
+        negative_of = None if self.options.negatives is None else of_all.negative_of
+        losses = self._loss(users, of_all.vectors, of_all.ids, log_q, own=own, negative_of=negative_of)
+        weights = batch.extra[CANDIDATE][: batch.rows, 2].to(losses.dtype)
+        if batch.weights_by_label is not None:
+            weights = weights * batch.weights_by_label[: batch.rows, 0]
+        return (losses * weights).sum()
+
+    def _gathered(self, items: Tensor, batch: RetrievalBatch) -> _Candidates:
+        """The candidates of all ranks, in rank order."""
+        own = batch.extra[CANDIDATE]
+        log_drawn = batch.extra.get(LOG_DRAWN)
+        if self._link is None:
+            return _Candidates(items, own[:, 0], own[:, 1], log_drawn, [slice(0, batch.rows)], 0)
+        here = torch.tensor([len(batch), batch.rows], device=self._link.device)
+        sizes = self._link.all_gather("numbers of candidates", here).wait().tolist()
+        counts = [size for size, _ in sizes]
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        first = starts[self._link.rank]
+        shifted = torch.where(own[:, 1] < 0, -1, own[:, 1] + first)
+        everyone = _exchanged(torch.stack([own[:, 0], shifted], dim=1), self._link, counts)
+        rows = [slice(start, start + n) for start, (_, n) in zip(starts, sizes, strict=True)]
+        if log_drawn is not None:
+            log_drawn = _exchanged(log_drawn, self._link, counts)
+        vectors = _Gathered.apply(items, self._link, counts)
+        return _Candidates(vectors, everyone[:, 0], everyone[:, 1], log_drawn, rows, first)
+
+    def _log_q(self, of_all: _Candidates) -> Tensor | None:
+        """How probable candidates are, by the batches so far and this one, and by the draws."""
+        if self._correction is None:
+            return None
+        self._correction.train()(torch.cat([of_all.ids[rows] for rows in of_all.rows]))
+        log_q = self._correction.eval()(of_all.ids)
+        return log_q if of_all.log_drawn is None else torch.logaddexp(log_q, of_all.log_drawn)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What the correction has learned, which is the same on all ranks."""
+        return {} if self._correction is None else {"correction": self._correction.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with it."""
+        if self._correction is not None and "correction" in state:
+            self._correction.load_state_dict(state["correction"])
+
+
+class _Candidates(NamedTuple):
+    """The candidates of all ranks."""
+
+    vectors: Tensor
+    ids: Tensor
+    negative_of: Tensor
+    log_drawn: Tensor | None
+    rows: list[slice]
+    """Those that are samples of the data."""
+    first: int
+    """The first one of this rank."""
+
+
+def _exchanged(values: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
+    """Rows of all ranks, in rank order."""
+    received = values.new_empty(sum(counts), *values.shape[1:])
+    link.exchange("candidates", [values.contiguous()] * link.size, received.split(list(counts))).wait()
+    return received
+
+
+class _Gathered(torch.autograd.Function):
+    """Vectors of all ranks; their gradients are added in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, link: Link, counts: Sequence[int]) -> Tensor:
+        ctx.link, ctx.counts = link, counts
+        return _exchanged(vectors.detach(), link, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, None, None]:
+        link, counts = cast(Link, ctx.link), cast("Sequence[int]", ctx.counts)
+        outgoing = grad_outputs[0].contiguous().split(list(counts))
+        theirs = grad_outputs[0].new_empty(link.size, *outgoing[link.rank].shape)
+        link.exchange("gradients of candidates", outgoing, list(theirs)).wait()
+        total = theirs[0]
+        for rank in range(1, link.size):
+            total = total + theirs[rank]
+        return total, None, None
+
+
+def refuse_missing(items: ItemSet, ids: Tensor, where: str) -> Tensor:
+    """Positions of items in a set; a `DataError` if one is not there."""
+    positions = items.positions(ids)
+    if bool((positions < 0).any()):
+        raise DataError(
+            f"{int((positions < 0).sum()):,} of {len(ids):,} samples of {where} have an item that is none of the "
+            f"{len(items):,} of retrieval.items, so it can never be found; add such items to it, or leave "
+            "retrieval.items out"
+        )
+    return positions

@@ -1,0 +1,197 @@
+"""Protects that exported towers, vectors and index find the items that the model itself ranks first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hotbed.checkpoint import load_checkpoint
+from hotbed.commands.main import main
+from hotbed.config import Recipe
+from hotbed.errors import CheckpointError, DataError, RecipeError
+from hotbed.train import towers
+from hotbed.train.build import build_model, open_source
+from hotbed.train.towers import Finder, export_towers, find
+
+WORDS = ["alpha", "beta", "gamma", "delta", "it's", "zeta", "eta", "theta"]
+
+
+def watched(rows: int = 300, seed: int = 1) -> Any:
+    rng = np.random.default_rng(seed)
+    films = rng.zipf(1.4, rows) % 40
+    return pa.table(
+        {
+            "User Nr.": [f"u{i}" for i in rng.integers(0, 30, rows)],
+            "Its age": rng.normal(30, 9, rows),
+            "Film (title)": [f"{WORDS[f % 8]} {f}" for f in films],
+            "genre/en": [[WORDS[f % 3], WORDS[f % 5]] for f in films],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("towers")
+    pq.write_table(watched(), folder / "log.parquet", row_group_size=100)
+    schema = {
+        "labels": [],
+        "dense": [{"name": "Its age", "rule": "standard"}],
+        "sparse": [
+            {"name": "User Nr.", "rows": 100},
+            {"name": "Film (title)", "rows": 400},
+            {"name": "genre/en", "rows": 50, "ids": None, "pooling": "mean"},
+        ],
+    }
+    recipe = {
+        "name": "films",
+        "data": {
+            "path": str(folder / "log.parquet"),
+            "dim": 16,
+            "test_split": None,
+            "source": {"class_path": "hotbed.data.ParquetSource", "init_args": {"schema": schema}},
+        },
+        "model": {
+            "class_path": "hotbed.nn.TwoTower",
+            "init_args": {"item": ["Film (title)", "genre/en"], "widths": [16, 8]},
+        },
+        "retrieval": {"k": [5]},
+        "dense_optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "sparse_optimizer": {"class_path": "hotbed.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}},
+        "train": {"batch_size": 50, "device": "cpu", "precision": "fp32", "checkpoint": "last"},
+    }
+    (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    assert main(["train", str(folder / "recipe.yaml"), "--out", str(folder / "runs")]) == 0
+    return next((folder / "runs" / "films").iterdir())
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Path:
+    pytest.importorskip("faiss")
+    target = run.parent / "exported"
+    found = export_towers(run, target)
+    assert found.items == len(set(watched()["Film (title)"].to_pylist()))
+    assert found.index == "exact"
+    return target
+
+
+def by_hand(run: Path) -> tuple[list[str], np.ndarray[Any, Any]]:
+    """Distinct films, and their products with the user of each row, by the checkpoint's model."""
+    recipe = Recipe.from_dict(json.loads((run.parents[2] / "recipe.yaml").read_text(encoding="utf-8")))
+    source = open_source(recipe.data)
+    model = build_model(recipe, source, torch.device("cpu"))
+    load_checkpoint(next((run / "checkpoints").glob("last-*")), {"model": model})
+    with torch.no_grad():
+        pairs = [model.eval()(source.read("train", i), vectors=True) for i in range(len(source.chunks("train")))]
+    users, items = (torch.cat([pair[i] for pair in pairs]).numpy() for i in (0, 1))
+    films = watched()["Film (title)"].to_pylist()
+    last = {film: row for row, film in enumerate(films)}
+    return list(last), users @ items[list(last.values())].T
+
+
+def test_the_best_items_are_those_of_the_model(run: Path, exported: Path) -> None:
+    finder = Finder(exported)
+    assert finder.columns == ["User Nr.", "Its age"]
+    found = finder(watched().select(finder.columns), 7)
+    films, products = by_hand(run)
+    order = np.argsort(-products, axis=1)[:, :7]
+    np.testing.assert_allclose(
+        np.array(found["score"].to_pylist()), np.take_along_axis(products, order, 1), rtol=1e-4, atol=1e-5
+    )
+    same = [
+        of_row == [films[i] for i in best]
+        for of_row, best in zip(found["Film (title)"].to_pylist(), order, strict=True)
+    ]
+    assert np.mean(same) > 0.95  # but for products that are nearly equal
+
+
+def test_the_file_of_items_has_them_as_they_are_stored(exported: Path) -> None:
+    items = pq.read_table(exported / towers.VECTORS)
+    genres = dict(zip(*watched().select(["Film (title)", "genre/en"]).to_pydict().values(), strict=True))
+    assert dict(zip(items["Film (title)"].to_pylist(), items["genre/en"].to_pylist(), strict=True)) == genres
+    np.testing.assert_allclose(np.linalg.norm(np.array(items["vector"].to_pylist()), axis=1), 1, rtol=1e-5)
+
+
+def test_the_program_of_items_gives_their_vectors(exported: Path) -> None:
+    program = torch.export.load(exported / towers.ITEM).module()
+    found = program(
+        None, {"Film (title)": torch.tensor([[3], [9]]), "genre/en": (torch.tensor([1]), torch.tensor([1, 0]))}
+    )
+    assert found.shape == (2, 8)
+
+
+def test_the_commands_export_and_find(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("faiss")
+    assert main(["export", str(run), str(tmp_path / "towers"), "--towers"]) == 0
+    assert "items, vectors of 8 columns, index exact" in capsys.readouterr().out
+    users = watched().select(["User Nr.", "Its age"]).slice(0, 5)
+    pq.write_table(users, tmp_path / "users.parquet")
+    out = tmp_path / "found.parquet"
+    arguments = ["find", str(tmp_path / "towers"), str(tmp_path / "users.parquet"), "--out", str(out)]
+    assert main([*arguments, "--k", "3", "--keep", "User Nr."]) == 0
+    assert "3 items for each of 5 rows" in capsys.readouterr().out
+    found = pq.read_table(out)
+    assert found.column_names == ["User Nr.", "Film (title)", "score"]
+    assert found["User Nr."].to_pylist() == users["User Nr."].to_pylist()
+    assert all(len(films) == 3 for films in found["Film (title)"].to_pylist())
+    assert main(["export", str(run), str(tmp_path / "x"), "--towers", "--since", "3"]) == 2
+    assert "--towers writes both towers and all items; leave --single and --since out" in capsys.readouterr().err
+
+
+def test_rows_are_scored_without_a_label(run: Path, tmp_path: Path) -> None:
+    assert main(["predict", str(run), str(run.parents[2] / "log.parquet"), "--out", str(tmp_path / "s.parquet")]) == 0
+    products = by_hand(run)[1]
+    films = list(dict.fromkeys(watched()["Film (title)"].to_pylist()))
+    own = [products[row, films.index(film)] for row, film in enumerate(watched()["Film (title)"].to_pylist())]
+    found = pq.read_table(tmp_path / "s.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(found, 1 / (1 + np.exp(-np.array(own) / 0.05)), rtol=1e-3, atol=1e-5)
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+
+
+def test_a_large_set_has_a_graph(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("faiss")
+    monkeypatch.setattr(towers, "_GRAPH_FROM", 10)
+    assert export_towers(run, tmp_path / "towers").index == "a graph (HNSW)"
+    found = Finder(tmp_path / "towers")(watched().slice(0, 3), 2)
+    assert [len(films) for films in found["Film (title)"].to_pylist()] == [2, 2, 2]
+
+
+def test_what_cannot_be_found(exported: Path, tmp_path: Path) -> None:
+    users, out = tmp_path / "users.parquet", tmp_path / "out.parquet"
+    with pytest.raises(DataError, match=r"has no towers\.json; give what hotbed export RUN DIR --towers wrote"):
+        find(tmp_path, users, out)
+    with pytest.raises(RecipeError, match="--k is 0, must be at least 1"):
+        find(exported, users, out, k=0)
+    with pytest.raises(DataError, match=r"users\.parquet is no Parquet file of users"):
+        find(exported, users, out)
+    pq.write_table(watched().select(["User Nr."]), users)
+    with pytest.raises(DataError, match=r"has no column 'Its age'; it has User Nr\., and the user's tower needs User"):
+        find(exported, users, out)
+    pq.write_table(watched().slice(0, 0), users)
+    with pytest.raises(DataError, match="has no rows"):
+        find(exported, users, out)
+    out.touch()
+    with pytest.raises(RecipeError, match="exists already and is not overwritten; choose another --out"):
+        find(exported, users, out)
+
+
+def test_without_faiss_it_says_how_to_get_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(RecipeError, match=r"an index of items needs faiss, .* pip install 'hotbed\[retrieval\]'"):
+        export_towers(run, tmp_path / "towers")
+
+
+def test_a_model_without_towers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("faiss")
+    from hotbed.testing.model import recipe_of, run_of
+    from tests.train.test_models import TestDeepFM
+
+    run = run_of(recipe_of(TestDeepFM, tmp_path), tmp_path / "runs")
+    with pytest.raises(CheckpointError, match=r"has a DeepFM, which has no towers to export; they are hotbed\.nn\.Two"):
+        export_towers(run, tmp_path / "towers")
