@@ -41,6 +41,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="History and candidate, as watched=movie, where their names do not tell.",
     )
     parser.add_argument(
+        "--weights",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="COL=COL",
+        help="Ids and the weights of each, as tags=tag_scores.",
+    )
+    parser.add_argument(
         "--item", type=str, nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
     )
     parser.add_argument("--out", type=str | None, help="Recipe to write; it must not exist. Default: stdout.")
@@ -63,6 +71,7 @@ def run(parsed: Namespace) -> None:
         valid=parsed.valid,
         model=parsed.model,
         history=parsed.history,
+        weights=parsed.weights,
         item=parsed.item,
     )
     if out is None:
@@ -82,6 +91,7 @@ def draft_recipe(
     valid: bool = False,
     model: str | None = None,
     history: Sequence[str] = (),
+    weights: Sequence[str] = (),
     item: Sequence[str] = (),
 ) -> str:
     """Write a commented recipe for Parquet, CSV or TSV files, or a prepared dataset, as YAML.
@@ -97,6 +107,8 @@ def draft_recipe(
         One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
     history
         Histories with their candidates, ``history=candidate`` each, besides those that names tell.
+    weights
+        Columns of ids with those of their weights, ``ids=weights`` each.
     item
         Columns of the item's tower of ``TwoTower``; by default those whose names say so.
 
@@ -119,7 +131,7 @@ def draft_recipe(
         one_of("--model", model, MODELS, SpecError)  # before all of the data are looked at
     if item and model != "TwoTower":
         raise SpecError(f"--item names columns of TwoTower's item, and --model is {model}; leave one of them out")
-    histories = pairs_of(history)
+    histories, of_ids = pairs_of(history), pairs_of(weights, "--weights", "IDS=WEIGHTS, such as tags=tag_scores")
     options = {
         "--label": label,
         "--positive": positive,
@@ -128,6 +140,7 @@ def draft_recipe(
         "--test": test,
         "--valid": valid,
         "--history": history,
+        "--weights": weights,
     }
     stored = draft_stored(path, [option for option, given in options.items() if given])
     if stored is not None:
@@ -142,6 +155,7 @@ def draft_recipe(
             test=test,
             valid=valid,
             histories=histories,
+            weights=of_ids,
         )
         source = ParquetSource(path, found.schema, **found.splits.source_args())
     if model is not None:

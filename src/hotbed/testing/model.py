@@ -6,9 +6,9 @@ A test class of a model subclasses `ModelContract` and says which columns the mo
         model = Component(class_path="two_tower.TwoTower", init_args={"width": 16})
         schema = Schema(sparse=(SparseColumn(name="user", rows=90), SparseColumn(name="item", rows=60)))
 
-Its samples are drawn: ids of all columns, lists of up to `LONGEST` where their number varies, and labels that depend on
-the ids. Tests go the way of ``hotbed train``, ``predict``, ``export`` and ``serve``, in several processes, too, which
-must be able to import the test's module.
+Its samples are drawn: ids of all columns, lists of up to `LONGEST` where their number varies, their weights where a
+column has some, and labels that depend on the ids. Tests go the way of ``hotbed train``, ``predict``, ``export`` and
+``serve``, in several processes, too, which must be able to import the test's module.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -245,8 +245,13 @@ def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
         ids = rng.integers(0, column.rows, (samples, most))
         lengths = np.full(samples, most) if column.ids else rng.integers(0, LONGEST + 1, samples)
         here = np.arange(most) < lengths[:, None]
-        score += ((ids % 2 * 2 - 1) * here).sum(1) / np.maximum(lengths, 1)
-        columns[column.name] = ids[:, 0] if column.ids == 1 else _lists(ids[here], lengths)
+        weights = np.ones(ids.shape, np.float32)
+        if column.weights is not None:
+            weights[:] = rng.uniform(-0.5, 2, ids.shape)
+        score += ((ids % 2 * 2 - 1) * weights * here).sum(1) / np.maximum(lengths, 1)
+        stored = {column.name: ids} if column.weights is None else {column.name: ids, column.weights: weights}
+        for name, values in stored.items():
+            columns[name] = values[:, 0] if column.ids == 1 else _lists(values[here], lengths)
     for i, name in enumerate(schema.dense):
         values = rng.normal(0, 1, samples).astype(np.float32)
         score += values * (i == 0)
@@ -256,7 +261,7 @@ def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
     return pa.table(columns)
 
 
-def _lists(values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+def _lists(values: NDArray[Any], lengths: NDArray[np.int64]) -> Any:
     return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.array(values))
 
 
