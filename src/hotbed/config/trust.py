@@ -31,7 +31,8 @@ def components(recipe: Recipe) -> Iterator[tuple[str, Component]]:
     yield "sparse_optimizer", recipe.sparse_optimizer
     for label, task in recipe.tasks.items():
         yield f"tasks.{label}.loss", task.loss
-    for key, others in (("metrics", recipe.metrics), ("callbacks", recipe.callbacks)):
+    of_tasks = ((f"tasks.{label}.metrics", task.metrics) for label, task in recipe.tasks.items())
+    for key, others in (("metrics", recipe.metrics), *of_tasks, ("callbacks", recipe.callbacks)):
         yield from ((f"{key}.{name}", other) for name, other in others.items())
     for name, dense in recipe.dense_optimizer_groups.items():
         yield f"dense_optimizer_groups.{name}.optimizer", dense.optimizer

@@ -12,7 +12,7 @@ from torch import nn
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
-from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
+from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.parquet import is_prepared
@@ -22,7 +22,7 @@ from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
-from hotbed.train.own_metrics import own_metrics
+from hotbed.train.own_metrics import metrics_of
 
 FEATURES = "features"
 """Part of checkpoints that says what is known of derived columns, and of vocabularies."""
@@ -70,7 +70,7 @@ def evaluate_checkpoint(
     load_checkpoint(checkpoint, {"model": model})
     loader = Loader(source, split, recipe.train.eval_batch_size)
     options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
-    metrics = evaluate(model, loader, **options, metrics=own_metrics(recipe.metrics))
+    metrics = evaluate(model, loader, **options, metrics=metrics_of(recipe))
     return checkpoint, "all" if whole else split, metrics
 
 
@@ -84,9 +84,9 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool 
             f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
             "safetensors (hotbed checkpoint convert)"
         )
-    recipe = replace(Recipe.from_stored(manifest.recipe), tasks={}, callbacks={})
-    if not evaluates:
-        recipe = replace(recipe, metrics={})
+    recipe = replace(Recipe.from_stored(manifest.recipe), callbacks={})
+    of_tasks = {label: TaskRecipe(metrics=task.metrics) for label, task in recipe.tasks.items()}
+    recipe = replace(recipe, tasks=of_tasks) if evaluates else replace(recipe, tasks={}, metrics={})
     check_trust(recipe, place, trusted=trusted)
     return replace(recipe, parallel=ParallelRecipe())
 
