@@ -35,6 +35,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 
+from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from hotbed.config import Component, Recipe
 from hotbed.data import Loader, Schema
@@ -44,6 +45,7 @@ from hotbed.testing.processes import World, run_in_processes
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.callbacks import Callback
 from hotbed.train.export import export_model
+from hotbed.train.export_single import export_single
 from hotbed.train.predict import predict
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
@@ -173,6 +175,24 @@ class ModelContract(ABC):
                 np.testing.assert_array_equal(served.score(rows.slice(i, 1))[0], expected[i : i + 1])
         finally:
             served.close()
+
+    def test_a_program_of_torch_alone_gives_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed export --single``: the same scores, but for the order of sums."""
+        run = _run(recipe, tmp_path / "runs")
+        export_single(run, tmp_path / "program.pt2", trust_recipe=True)
+        program = torch.export.load(tmp_path / "program.pt2").module()
+        source = open_source(Recipe.from_dict(recipe).data)
+        batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+        ids: dict[str, Any] = {}
+        weights: dict[str, torch.Tensor] = {}
+        for column in self.schema.sparse:
+            bags = batch.sparse[column.name]
+            values = bags.values.long()
+            ids[column.name] = (values, bags.lengths()) if bags.fixed is None else values.view(-1, bags.fixed)
+            if column.weights is not None and bags.weights is not None:
+                weights[column.name] = bags.weights if bags.fixed is None else bags.weights.view(-1, bags.fixed)
+        logits = program(batch.dense, ids, *([weights] if weights else []))
+        np.testing.assert_allclose(logits.detach().double().sigmoid().numpy(), _predicted(run, recipe), atol=1e-6)
 
     def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """``hotbed eval``: logloss and AUC of each label are those of the scores of ``hotbed predict``."""
