@@ -16,6 +16,7 @@ from hotbed.commands.main import main
 from hotbed.config import Recipe
 from hotbed.errors import DataError, SpecError
 from hotbed.files import read_yaml
+from hotbed.train.build import open_source
 from tests.commands.cases import Output, refused, train
 
 
@@ -171,6 +172,33 @@ def test_several_histories_and_a_candidate_that_looks_like_a_number(films: Path)
     assert "earlier values of price, as --history says" in priced
 
 
+def test_weights_of_ids_that_are_named(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 4, 240)
+    columns = {
+        "click": rng.integers(0, 2, 240),
+        "tags": pa.array([[f"tag {i}" for i in rng.integers(0, 20, n)] for n in lengths]),
+        "scores": pa.array([rng.random(n).tolist() for n in lengths], pa.list_(pa.float64())),
+        "user": rng.integers(0, 40, 240),
+        "share": rng.random(240),
+    }
+    path, out = tmp_path / "tags.parquet", tmp_path / "recipe.yaml"
+    pq.write_table(pa.table(columns), path, row_group_size=60)
+    assert main(["init", str(path), "--weights", "tags=scores", "user=share", "--out", str(out)]) == 0
+    schema = open_source(Recipe.from_dict(read_yaml(out)).data).schema
+    assert {column.name: column.weights for column in schema.sparse} == {"tags": "scores", "user": "share"}
+    assert not schema.dense
+    for given, kind, said in [
+        ("tags", SpecError, "--weights is 'tags', must be two columns, IDS=WEIGHTS, such as tags=tag_scores"),
+        ("tags=score", DataError, "--weights names column 'score', which .* does not have .*; did you mean 'scores'"),
+        ("tag=scores", DataError, "--weights names column 'tag', which .* does not have .*; did you mean 'tags'"),
+        ("share=user", SpecError, "--weights gives weights to 'share', which is no input of ids; there are tags"),
+        ("user=scores", SpecError, "column 'scores' is .*list.*, and 'user' is int64: give each id one weight"),
+    ]:
+        with pytest.raises(kind, match=said):
+            draft_recipe(path, weights=[given])
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
@@ -194,5 +222,5 @@ def test_several_histories_and_a_candidate_that_looks_like_a_number(films: Path)
 def test_pairs_that_cannot_be(films: Path, given: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         draft_recipe(films, model="DIN", history=[given])
-    with pytest.raises(SpecError, match="gives 'watched' two candidates, movie and price"):
+    with pytest.raises(SpecError, match="gives 'watched' two columns, movie and price"):
         draft_recipe(films, model="DIN", history=["watched=movie", "watched=price"])

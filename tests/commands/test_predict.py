@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import polars as pl
@@ -19,7 +19,11 @@ import yaml
 import hotbed as hb
 from hotbed.auc import auc
 from hotbed.commands.main import main
+from hotbed.config import Component
+from hotbed.data import Schema, SparseColumn
 from hotbed.errors import DataError
+from hotbed.testing import model as model_testing
+from hotbed.testing.model import ModelContract
 from tests.commands.cases import Output, refused, train
 from tests.train.numbers import POSITIVE, frame
 from tests.train.numbers import recipe_of_numbers as recipe_of
@@ -248,6 +252,48 @@ def test_the_page_s_code_scores_a_row_without_hotbed(run: Path, new: Path, tmp_p
     argv = [sys.executable, "score.py", str(tmp_path / "program"), json.dumps(sample)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {"rating": pytest.approx(expected, abs=1e-6)}
+
+
+class OfHistories:
+    """A model of histories whose ids have weights."""
+
+    model = Component(
+        class_path="hotbed.nn.DIN", init_args={"histories": {"seen": "item"}, "max_len": 3, "top": [8, 1]}
+    )
+    schema = Schema(
+        sparse=(
+            SparseColumn(name="item", rows=40),
+            SparseColumn(name="seen", rows=40, table="item", ids=None, weights="times"),
+            SparseColumn(name="user", rows=90, weights="share"),
+        ),
+        dense=("age",),
+        labels=("click",),
+    )
+    dim = 16
+
+
+def test_the_page_s_code_scores_histories_and_weights_of_ids(tmp_path: Path) -> None:
+    recipe = model_testing.recipe_of(cast("type[ModelContract]", OfHistories), tmp_path)
+    recipe["train"] |= {"checkpoint": "last"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    status, _, run = train(tmp_path / "recipe.yaml")
+    assert status == 0
+    data = tmp_path / "samples.parquet"
+    expected, rows = predicted(run, data)["score"], pl.read_parquet(data)
+    assert main(["checkpoint", "convert", str(run), str(tmp_path / "program"), "--to", "torch"]) == 0
+    about = json.loads((tmp_path / "program" / "inputs.json").read_text())
+    assert {name: of.get("weights") for name, of in about["ids"].items()} == {
+        "item": None,
+        "seen": "times",
+        "user": "share",
+    }
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[-1]
+    (tmp_path / "score.py").write_text("import sys\nsys.modules['hotbed'] = None\n" + code)
+    lengths = rows["seen"].list.len()
+    for at in (lengths.arg_max() or 0, lengths.arg_min() or 0):
+        argv = [sys.executable, "score.py", str(tmp_path / "program"), json.dumps(rows.row(at, named=True))]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout) == {"click": pytest.approx(expected[at], abs=1e-6)}
 
 
 MEMORY = """

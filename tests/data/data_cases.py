@@ -50,7 +50,7 @@ def mixed_batch(n: int, seed: int = 0) -> Batch:
 
 
 def unweighted(batch: Batch) -> Batch:
-    """The same without weights per id, which files do not carry."""
+    """The same without weights per id."""
     return Batch(
         sparse=Jagged.from_dict(batch.sparse.to_dict()),
         dense=batch.dense,

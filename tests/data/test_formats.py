@@ -119,7 +119,9 @@ def test_splits_of_a_dataset_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_any_source_reads_is_prepared(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"ListSource/train, column '\w+' has a weight for each id, which prepared"):
+    with pytest.raises(
+        DataError, match=r"ListSource/train, column '\w+' has a weight for each id, and its schema names"
+    ):
         prepare(ListSource(mixed_batch(60), [20, 40], MIXED_SCHEMA), tmp_path / "weighted", threshold=1)
     source = ListSource(unweighted(mixed_batch(60)), [20, 40], MIXED_SCHEMA)
     report = prepare(source, tmp_path / "out", threshold=1)

@@ -23,7 +23,7 @@ from tests.ranks import Ranks
 USER = SparseColumn(name="user", rows=60)
 ITEM = SparseColumn(name="item", rows=40)
 HISTORY = SparseColumn(name="history", rows=40, table="item", ids=None, pooling="none")
-BOUGHT = SparseColumn(name="bought", rows=40, table="item", ids=None, pooling="mean")
+BOUGHT = SparseColumn(name="bought", rows=40, table="item", ids=None, pooling="mean", weights="times")
 SHOP = SparseColumn(name="shop", rows=20, ids=2)
 POOLED = Schema(sparse=(USER, ITEM, BOUGHT, SHOP), dense=("age", "price"), labels=("click",))
 SEQUENCE = Schema(sparse=(HISTORY, ITEM), labels=("click",))
@@ -77,7 +77,7 @@ class TestDIN(Contract):
         class_path="hotbed.nn.DIN",
         init_args={"histories": {"history": "item"}, "max_len": 4, "attention": [8], "top": [16, 1]},
     )
-    schema = Schema(sparse=(USER, HISTORY, ITEM, SHOP), dense=("age",), labels=("click",))
+    schema = Schema(sparse=(USER, replace(HISTORY, weights="liked"), ITEM, SHOP), dense=("age",), labels=("click",))
 
 
 @pytest.mark.full

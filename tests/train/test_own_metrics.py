@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from hotbed.config import Recipe
+from hotbed.config import Recipe, TaskRecipe, check_trust
 from hotbed.config.component import Component
 from hotbed.errors import RecipeError
+from hotbed.nn.loss import summed_cross_entropy
 from hotbed.train import Callback, Trainer
 from hotbed.train.callbacks import own_callbacks
+from hotbed.train.losses import losses_of
 from hotbed.train.metrics import Predictions, evaluate
-from hotbed.train.own_metrics import own_metrics
+from hotbed.train.own_metrics import metrics_of, own_metrics
+from hotbed.train.report import print_metrics
 from hotbed.train.tracking import MLflow
 from tests.train import planted
 from tests.train.test_callbacks import RECIPE, TRAIN
@@ -81,6 +86,42 @@ def test_they_are_computed_task_by_task_beside_the_others() -> None:
     assert (plain["brier"], plain["tasks"]["buy"]["brier"]) == pytest.approx((sum(of_tasks) / 2, of_tasks[1]))
     assert result.curves("valid")["valid/buy/brier"] == pytest.approx(of_tasks[1])
     assert "others" not in plain
+
+
+def test_a_task_has_metrics_of_its_own() -> None:
+    """Beside those of all, or in the place of one of the same name; only what all have has a mean."""
+    buy = {"brier": own("Brier", factor=2.0), "half": own("Brier", factor=0.5)}
+    recipe = replace(RECIPE, metrics={"brier": own("Brier")}, tasks={"buy": TaskRecipe(metrics=buy)})
+    found = Predictions(["click", "buy"], metrics_of(recipe))
+    logits, labels = torch.zeros(4, 2), torch.ones(4, 2)
+    found.add(logits, labels)
+    result = found.metrics()
+    assert result.tasks["click"].others == {"brier": 0.25}
+    assert result.tasks["buy"].others == {"brier": 0.5, "half": 0.125}
+    assert result.others == {"brier": 0.375}
+    assert result.curves("valid")["valid/buy/half"] == 0.125
+    screen = io.StringIO()
+    print_metrics(Console(file=screen, width=120), "test", result.to_dict())
+    (line,) = (line for line in screen.getvalue().splitlines() if "half" in line)
+    assert [cell.strip() for cell in line.strip("│ ").split("│")] == ["half", "–", "–", "0.12500"]
+    alone = Predictions(["buy"], metrics_of(recipe))
+    alone.add(logits[:, :1], labels[:, :1])
+    assert alone.metrics().others == {"brier": 0.5, "half": 0.125}
+
+
+def test_metrics_of_a_task_are_checked_as_those_of_all() -> None:
+    for name, component, message in [
+        ("auc", own("Brier"), "tasks.buy.metrics has 'auc', which every evaluation has already"),
+        ("brier", own("Bryer"), "tasks.buy.metrics.brier: module .* has no class 'Bryer'; did you mean 'Brier'"),
+        ("curve", own("Curve"), r"tasks.buy.metrics.curve: Curve failed on scores and labels \[4\]: "),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            metrics_of(replace(RECIPE, tasks={"buy": TaskRecipe(metrics={name: component})}))
+    recipe = replace(RECIPE, tasks={"buy": TaskRecipe(metrics={"brier": own("Brier")})})
+    with pytest.raises(RecipeError, match=r"tasks.buy.metrics.brier .*Brier.*--trust_recipe"):
+        check_trust(recipe, "the checkpoint", trusted=False)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert losses_of(recipe.tasks, ["click", "buy"], torch.device("cpu")) is summed_cross_entropy
 
 
 def test_those_of_torchmetrics_are_what_hotbed_says() -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 from rich.console import Console
 
 from hotbed.commands.demo import demo_recipe
-from hotbed.config import Recipe
-from hotbed.data import write_synthetic_log
+from hotbed.config import Component, Recipe
+from hotbed.data import Schema, SparseColumn, write_synthetic_log
 from hotbed.data.prepare import prepare
 from hotbed.errors import RecipeError
+from hotbed.testing.model import ModelContract, recipe_of
+from hotbed.train.build import build_trainer, open_source
+from hotbed.train.callbacks import Callback
+from hotbed.train.loaders import training_loader
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
+from hotbed.train.trainer import Trainer
 from tests.ranks import TIMEOUT_S, Ranks
 
 
@@ -63,3 +69,46 @@ def test_owners_cannot_read_for_plans_that_share_rows(
             f"parallel.reader is 'owners', but parallel.plan {plan} has tables that are {how} (C1, C2, C3 …), whose "
             "owners need ids of other samples; use 'each' or 'first', or plan 'table' or 'column'"
         )
+
+
+def trained_by_reader(group: dist.ProcessGroup, recipe: Mapping[str, Any], reader: str) -> tuple[list[float], str]:
+    """Losses, and the SHA-256 of all that was learned."""
+    values = Recipe.from_dict({**recipe, "parallel": {"timeout_s": TIMEOUT_S, "reader": reader, "plan": "table"}})
+    source = open_source(values.data)
+    trainer, losses = build_trainer(values, source), Losses()
+    trainer.callbacks.append(losses)
+    trainer.fit(training_loader(values, source, trainer.ranks, trainer.model))
+    state = trainer.model.state_dict()
+    return losses.found, hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+class Losses(Callback):
+    """Keeps them."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step(self, trainer: Trainer, loss: float) -> None:
+        self.found.append(loss)
+
+
+class OfWeightedIds:
+    """A model of three tables, of which one has ids with weights, so that some owners read none."""
+
+    model = Component(class_path="hotbed.nn.DCNv2", init_args={"layers": 1, "top": [8, 1]})
+    schema = Schema(
+        sparse=(
+            SparseColumn(name="user", rows=60),
+            SparseColumn(name="tags", rows=40, ids=None, weights="times"),
+            SparseColumn(name="item", rows=50),
+        ),
+        labels=("click",),
+    )
+    dim = 16
+
+
+def test_owners_read_weights_of_ids(ranks: Ranks, tmp_path: Path) -> None:
+    recipe = recipe_of(cast("type[ModelContract]", OfWeightedIds), tmp_path)
+    recipe["data"]["shuffle"] = False
+    found = {reader: ranks.run(3, trained_by_reader, recipe, reader) for reader in ("each", "first", "owners")}
+    assert found["owners"] == found["first"] == found["each"]

@@ -41,6 +41,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="History and candidate, as watched=movie, where their names do not tell.",
     )
     parser.add_argument(
+        "--weights",
+        type=str,
+        nargs="+",
+        default=[],
+        metavar="COL=COL",
+        help="Ids and the weights of each, as tags=tag_scores.",
+    )
+    parser.add_argument(
         "--item", type=str, nargs="+", default=[], metavar="COL", help="Columns of TwoTower's item; others: the user."
     )
     parser.add_argument(
@@ -68,6 +76,7 @@ def run(parsed: Namespace) -> None:
         valid=parsed.valid,
         model=parsed.model,
         history=parsed.history,
+        weights=parsed.weights,
         item=parsed.item,
         retrieval=parsed.retrieval,
     )
@@ -88,6 +97,7 @@ def draft_recipe(
     valid: bool = False,
     model: str | None = None,
     history: Sequence[str] = (),
+    weights: Sequence[str] = (),
     item: Sequence[str] = (),
     retrieval: bool = False,
 ) -> str:
@@ -104,6 +114,8 @@ def draft_recipe(
         One of `hotbed.commands.init_models.MODELS`; None: what suits the data.
     history
         Histories with their candidates, ``history=candidate`` each, besides those that names tell.
+    weights
+        Columns of ids with those of their weights, ``ids=weights`` each.
     item
         Columns of the item's tower of ``TwoTower``; by default those whose names say so.
     retrieval
@@ -130,7 +142,7 @@ def draft_recipe(
         raise SpecError(f"--item names columns of TwoTower's item, and --model is {model}; leave one of them out")
     if retrieval and model != "TwoTower":
         raise SpecError(f"--retrieval is of TwoTower, and --model is {model}; leave one of them out")
-    histories = pairs_of(history)
+    histories, of_ids = pairs_of(history), pairs_of(weights, "--weights", "IDS=WEIGHTS, such as tags=tag_scores")
     options = {
         "--label": label,
         "--positive": positive,
@@ -139,6 +151,7 @@ def draft_recipe(
         "--test": test,
         "--valid": valid,
         "--history": history,
+        "--weights": weights,
     }
     stored = draft_stored(path, [option for option, given in options.items() if given])
     if stored is not None:
@@ -154,6 +167,7 @@ def draft_recipe(
             valid=valid,
             histories=histories,
             needs_label=model != "TwoTower",
+            weights=of_ids,
         )
         source = ParquetSource(path, found.schema, **found.splits.source_args())
     if model is not None:

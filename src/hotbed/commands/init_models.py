@@ -26,21 +26,23 @@ _MAX_LEN = 50
 _REASON = "{} scores a candidate by a history alone"
 
 
-def pairs_of(history: Sequence[str]) -> dict[str, str]:
-    """Read histories and their candidates from ``history=candidate`` each.
+def pairs_of(
+    given: Sequence[str], option: str = "--history", what: str = "HISTORY=CANDIDATE, such as watched=movie"
+) -> dict[str, str]:
+    """Read two columns from ``first=second`` each: histories and their candidates, or ids and their weights.
 
     Raises
     ------
     SpecError
-        If one is no such pair, or a history has two candidates.
+        If one is no such pair, or the first column is in two.
     """
     found: dict[str, str] = {}
-    for one in history:
-        name, _, candidate = one.partition("=")
-        if not name or not candidate or name == candidate:
-            raise SpecError(f"--history is '{one}', must be two columns, HISTORY=CANDIDATE, such as watched=movie")
-        if found.setdefault(name, candidate) != candidate:
-            raise SpecError(f"--history gives '{name}' two candidates, {found[name]} and {candidate}; give it one")
+    for one in given:
+        name, _, other = one.partition("=")
+        if not name or not other or name == other:
+            raise SpecError(f"{option} is '{one}', must be two columns, {what}")
+        if found.setdefault(name, other) != other:
+            raise SpecError(f"{option} gives '{name}' two columns, {found[name]} and {other}; give it one")
     return found
 
 

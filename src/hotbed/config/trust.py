@@ -35,7 +35,8 @@ def components(recipe: Recipe) -> Iterator[tuple[str, Component]]:
         yield "retrieval.loss", recipe.retrieval.loss
         if recipe.retrieval.correction is not None:
             yield "retrieval.correction", recipe.retrieval.correction
-    for key, others in (("metrics", recipe.metrics), ("callbacks", recipe.callbacks)):
+    of_tasks = ((f"tasks.{label}.metrics", task.metrics) for label, task in recipe.tasks.items())
+    for key, others in (("metrics", recipe.metrics), *of_tasks, ("callbacks", recipe.callbacks)):
         yield from ((f"{key}.{name}", other) for name, other in others.items())
     for name, dense in recipe.dense_optimizer_groups.items():
         yield f"dense_optimizer_groups.{name}.optimizer", dense.optimizer

@@ -36,6 +36,10 @@ class SparseColumn:
         Most ids of a sample, and what becomes of samples that have more, see `Feature.max_len`.
     padding
         Where vectors of a column with pooling ``none`` are padded, see `Feature.padding`.
+    weights
+        Column of the weights of its ids: a number for each, so a list where the ids are one. A weight multiplies the
+        row of its id wherever that is looked up; it may be any finite number, as for ``torch.nn.EmbeddingBag``. None:
+        all ids count the same.
 
     Raises
     ------
@@ -51,10 +55,16 @@ class SparseColumn:
     max_len: int | None = None
     on_too_long: OnTooLong = "error"
     padding: Padding | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name or self.table == "":
             raise SpecError("a sparse column and its table need non-empty names")
+        if self.weights in ("", self.name):
+            raise SpecError(
+                f"sparse column '{self.name}': weights is {self.weights!r}, must name the column of the weights of its "
+                "ids, or be null"
+            )
         if not is_int(self.rows) or self.rows < 1:
             raise SpecError(f"sparse column '{self.name}': rows is {self.rows!r}, must be an integer of at least 1")
         if self.ids is not None and (not is_int(self.ids) or self.ids < 1):

@@ -20,6 +20,7 @@ from hotbed.data.columns import Numerical, SparseColumn
 from hotbed.data.draft_histories import roles_of_histories, shared_tables
 from hotbed.data.draft_labels import LABEL_NAMES, FoundLabel, find_labels, sample_labels
 from hotbed.data.draft_splits import DraftedSplits, DraftFiles, draft_splits
+from hotbed.data.draft_weights import weighted
 from hotbed.data.hashing import rows_of
 from hotbed.data.parquet_files import ParquetFile
 from hotbed.data.profile import ColumnProfile, count_distinct, profile, take_sample
@@ -121,6 +122,7 @@ def draft(
     valid: bool = False,
     histories: Mapping[str, str] | None = None,
     needs_label: bool = True,
+    weights: Mapping[str, str] | None = None,
     filesystem: fs.FileSystem | None = None,
 ) -> Draft:
     """Propose schema and splits of a dataset.
@@ -143,6 +145,8 @@ def draft(
         Columns of lists, each with the column of single values whose table it shares, besides those that names tell.
     needs_label
         Whether there must be a label; without one, all samples are positives.
+    weights
+        Columns of ids, each with the column of their weights.
 
     Raises
     ------
@@ -180,7 +184,8 @@ def draft(
     missing |= _not_everywhere([*files.train_files, *files.others_with(of_label)], names)
     used = [n for n in sample.column_names if n not in of_label and n not in drop and n not in missing]
     weight = next((n for n in used if n.lower() in WEIGHT_NAMES and n != time and _may_be_weight(sample[n])), None)
-    inputs = [n for n in used if n != weight]
+    of_ids = dict(weights or {})
+    inputs = [n for n in used if n != weight and n not in of_ids.values()]
     distinct = count_distinct(groups, {n: sample[n].type for n in inputs if _is_counted(sample[n])})
     profiles = profile(sample.select(inputs), total, distinct, sample_labels(sample, labels[0]) if labels else None)
     roles = {p.name: role_of(p, of_label[0] if of_label else "") for p in profiles}
@@ -196,6 +201,8 @@ def draft(
             )
         roles[time] = ColumnRole("time", "the splits are by it")
     schema, reasons = _schema(str(path), labels, weight, profiles, roles, sample, histories or {})
+    schema = weighted(str(path), schema, of_ids, sample)
+    reasons |= {name: f"the weight of each id of '{ids}'" for ids, name in of_ids.items()}
     repeats = _repeats(profiles, schema)
     several_epochs = total < SMALL or repeats >= MANY_REPEATS
     splits = draft_splits(files, of_label, sample, times, total=total, time=time, valid=valid or several_epochs)

@@ -23,6 +23,7 @@ from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
 from hotbed.data.derived_columns import Columns, check_derived_types, not_measured
+from hotbed.data.id_weights import check_id_weights, weights_of_ids
 from hotbed.data.labels import check_label, read_group, read_labels, weights_by_label
 from hotbed.data.lookup_table import LookupTable
 from hotbed.data.numericals import read_numericals
@@ -118,6 +119,7 @@ class Encoder:
             found.setdefault(
                 name, InputColumn(name, kind.removeprefix(LISTS_OF), None if kind.startswith(LISTS_OF) else 1)
             )
+        found |= {c.weights: InputColumn(c.weights, "numbers", c.ids) for c in sparse if c.weights is not None}
         for name in [*dense, *stored_inputs(self.schema.derived, (Bucket,))]:
             found.setdefault(name, InputColumn(name, "numbers"))
         return tuple(found.values())
@@ -185,6 +187,8 @@ class Encoder:
                 arrow.check_sparse(column, arrow.plain_type(fields.field(column.name).type), self.ids, what)
         else:
             self.preparation.check(fields, what)
+        for column in sparse:
+            check_id_weights(column, fields, what)
         for name in self.hashed:
             refuse_other_kind(what, name, self.kind_of(name, fields), self.id_kinds.get(name, ""))
         check_derived_types(s, fields, self._lookups, what, self._lists)
@@ -240,20 +244,17 @@ class Encoder:
         """
         s, columns = self.schema, self._columns(table, place, row_of)
         table = columns.stored
-        values: list[arrow.Array] = []
-        offsets: list[arrow.Array] = []
-        for column in s.sparse:
-            rows, lengths = columns.bags(column, self.ids)
-            values.append(rows)
-            if lengths is not None:
-                offsets.append(np.concatenate([[0], np.cumsum(lengths)]))
+        bags = [columns.bags(column, self.ids) for column in s.sparse]
+        offsets = [np.concatenate([[0], np.cumsum(lengths)]) for _, lengths in bags if lengths is not None]
+        of_ids = weights_of_ids(table, s.sparse, bags, place, row_of) if s.id_weights else None
         # Joined by NumPy: torch.cat starts threads, which fight with those of the training step.
         sparse = Jagged(
             [c.name for c in s.sparse],
-            torch.from_numpy(np.concatenate(values)),
+            torch.from_numpy(np.concatenate([rows for rows, _ in bags])),
             batch_size=len(table),
             fixed=[c.ids for c in s.sparse],
             offsets=torch.from_numpy(np.stack(offsets)) if offsets else None,
+            weights=None if of_ids is None else torch.from_numpy(of_ids),
         )
         mapped = {label.column: label for label in s.positives}
         labels = [read_labels(table[name], name, mapped.get(name), place, row_of) for name in s.labels]

@@ -23,6 +23,7 @@ from hotbed.data import arrow
 from hotbed.data.columns import SparseColumn
 from hotbed.data.executors import task_directory
 from hotbed.data.feature_spec import id_dtype
+from hotbed.data.id_weights import per_row, read_id_weights
 from hotbed.data.labels import read_labels, read_weights, refuse_null
 from hotbed.data.pieces import Part, Piece, Splits, read_parts
 from hotbed.data.preparation import PREPARATION, PreparationEntry
@@ -101,7 +102,7 @@ def encode(job: EncodeJob) -> None:
 
 def stored_columns(schema: Schema) -> list[str]:
     """Columns that are read to encode samples."""
-    more = [*schema.weight_columns, *([schema.group] if schema.group is not None else [])]
+    more = [*schema.weight_columns, *schema.id_weights, *([schema.group] if schema.group is not None else [])]
     return list(dict.fromkeys([*schema.labels, *schema.dense, *more, *(c.name for c in schema.sparse)]))
 
 
@@ -168,7 +169,7 @@ def _ids(job: EncodeJob, part: Part, column: SparseColumn) -> NDArray[np.int64]:
 
 
 def _check(job: EncodeJob, part: Part) -> None:
-    """Raise `DataError` for a label, weight or group that training would refuse, while it is known where it is from."""
+    """Raise `DataError` for a label, weight or group that training would refuse, while its place is known."""
     mapped = {label.column: label for label in job.schema.positives}
     for table, place, start in zip(part.tables, part.places, part.starts, strict=True):
 
@@ -179,6 +180,11 @@ def _check(job: EncodeJob, part: Part) -> None:
             read_labels(table[name], name, mapped.get(name), place, row_of, check=True)
         for name in job.schema.weight_columns:
             read_weights(table[name], name, place, row_of)
+        stored = arrow.plain(table)
+        for column in (c for c in job.schema.sparse if c.weights is not None):
+            ids = stored[column.name].combine_chunks()
+            lengths = np.zeros(len(ids), np.int64) if pa.types.is_null(ids.type) and column.ids != 1 else per_row(ids)
+            read_id_weights(column, stored[column.weights].combine_chunks(), lengths, place, row_of)
         if job.group_column is not None:
             refuse_null(table[job.group_column], job.group_column, place, row_of)
 
@@ -224,7 +230,7 @@ def _encoded(job: EncodeJob, part: Part) -> pa.Table:
     """Ids in the place of values; all other columns as they are."""
     _check(job, part)
     schema = job.schema
-    names = (*schema.labels, *schema.dense, *schema.weight_columns)
+    names = (*schema.labels, *schema.dense, *schema.weight_columns, *schema.id_weights)
     columns = {name: part.column(name, job.types[name]) for name in names}
     if schema.group is not None and job.group_column is not None:
         columns[schema.group] = part.column(job.group_column, job.types[job.group_column])

@@ -206,6 +206,8 @@ def _check(schema: Schema, day: Day, path: str) -> None:
             raise SpecError(f"sparse column '{column.name}': ids is {column.ids}, and the arrays in {path} have {ids}")
     if schema.weight_columns or schema.group:
         raise SpecError("arrays of NumPy have no weight or group column; use Parquet for them")
+    if schema.id_weights:
+        raise SpecError(f"arrays of NumPy have no weights of ids ('{schema.id_weights[0]}'); use Parquet for them")
     if schema.scaling or schema.positives or schema.derived:
         raise SpecError("arrays of NumPy are not scaled, mapped or crossed when they are read; use Parquet for that")
 

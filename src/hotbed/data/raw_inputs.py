@@ -238,7 +238,7 @@ class Tables:
     def types(self) -> dict[str, pa.DataType]:
         """Types as they are stored, where all files have the same."""
         s = self.schema
-        names = [*s.labels, *s.dense, *s.weight_columns, *([s.group] if s.group is not None else [])]
+        names = [*s.labels, *s.dense, *s.weight_columns, *s.id_weights, *([s.group] if s.group is not None else [])]
         files = [file for of_split in self.files.values() for file in of_split]
         return {name: arrow.common_type([file.schema.field(name).type for file in files]) for name in names}
 

@@ -83,7 +83,7 @@ class Schema:
             raise SpecError("a schema needs at least one sparse column")
         # The group column is left out: grouping by a column that is also a feature (the user) is the usual case.
         weights = [name for name in self.weight_columns if name == self.weight or name not in self.labels]
-        names = [c.name for c in self.sparse] + [*self.dense, *self.labels, *weights]
+        names = [c.name for c in self.sparse] + [*self.dense, *self.labels, *weights, *self.id_weights]
         for name, count in Counter(names).items():
             if not name:
                 raise SpecError("a column has an empty name")
@@ -105,6 +105,11 @@ class Schema:
         for name in {s.name for s in self.scaling} & {n.name for n in self.numericals}:
             raise SpecError(f"numerical column '{name}' has a scaling and a rule; give it one of them")
         check_derived(self.derived, self.sparse, self.dense, {*self.labels, *self.weight_columns})
+        for column in (c for c in self.sparse if c.weights is not None and c.name in {d.name for d in self.derived}):
+            raise SpecError(
+                f"sparse column '{column.name}' is made of other columns, and weights is '{column.weights}'; only ids "
+                "that are stored have weights: leave it out"
+            )
         first: dict[str, SparseColumn] = {}
         for column in self.sparse:
             other = first.setdefault(column.table_name, column)
@@ -147,6 +152,11 @@ class Schema:
         """All columns of sample weights."""
         every = [self.weight, *(w.column for w in self.label_weights)]
         return tuple(dict.fromkeys(name for name in every if name is not None))
+
+    @property
+    def id_weights(self) -> tuple[str, ...]:
+        """All columns of weights of ids, which are inputs, too; sparse columns may share one."""
+        return tuple(dict.fromkeys(c.weights for c in self.sparse if c.weights is not None))
 
     def weights_of(self, weights: Tensor, column: str) -> Tensor:
         """One of `weight_columns` ``[B]`` of a batch's weights, ``[B]`` or ``[B, T]``."""
@@ -254,8 +264,9 @@ class Schema:
             entry = cast("Mapping[str, object]", entry)
             _check_keys(f"sparse[{i}]", entry, SparseColumn, required=("name", "rows"))
             _name(f"sparse[{i}].name", entry["name"])
-            if entry.get("table") is not None:
-                _name(f"sparse[{i}].table", entry["table"])
+            for key in ("table", "weights"):
+                if entry.get(key) is not None:
+                    _name(f"sparse[{i}].{key}", entry[key])
             columns.append(SparseColumn(**cast("dict[str, Any]", dict(entry))))  # checked by SparseColumn itself
         rest = {key: value for key, value in values.items() if key not in ("sparse", "features")}
         made = [parse_feature(f"features[{i}]", e) for i, e in enumerate(_list("features", values.get("features", ())))]
@@ -280,10 +291,10 @@ class Schema:
 
 
 def _entry(column: SparseColumn) -> dict[str, object]:
-    """One entry of ``sparse``; of limits only those that are set, for readers that know of none."""
+    """One entry of ``sparse``; of limits and weights only those that are set, for readers that know of none."""
     values = {f.name: getattr(column, f.name) for f in fields(column)}
     left = _LIMITS if column.max_len is None else ("padding",) if column.padding is None else ()
-    return {key: value for key, value in values.items() if key not in left}
+    return {key: value for key, value in values.items() if key not in left and (key != "weights" or value is not None)}
 
 
 def _said(derived: Derived, sparse: Mapping[str, object] | None, dense: object) -> Mapping[str, Any]:

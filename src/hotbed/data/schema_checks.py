@@ -23,6 +23,7 @@ from hotbed.data import arrow
 from hotbed.data.arrow import Ids
 from hotbed.data.columns import SparseColumn
 from hotbed.data.derived import Bucket, Cross, Lookup, stored_inputs
+from hotbed.data.id_weights import as_weights, check_id_weights, per_row
 from hotbed.data.labels import check_label
 from hotbed.data.schema import Schema
 from hotbed.data.source import label_error
@@ -89,6 +90,8 @@ class SchemaChecks:
         for column in schema.stored[0]:
             if column.name in usable:
                 self._ids(found, column)
+        for column in (c for c in schema.stored[0] if {c.name, c.weights} <= usable):
+            self._id_weights(found, column)
         ruled = {of.name: of.missing for of in schema.numericals} | {of.name: "center" for of in schema.scaling}
         for name in (n for n in schema.stored[1] if n in usable):
             self._numbers(found, name, ruled.get(name))
@@ -111,7 +114,7 @@ class SchemaChecks:
         schema, names = self.schema, fields.names
         sparse, dense = schema.stored
         made_of = stored_inputs(schema.derived, (Cross, Lookup, Bucket))
-        others = [*schema.weight_columns, *([schema.group] if schema.group is not None else [])]
+        others = [*schema.weight_columns, *schema.id_weights, *([schema.group] if schema.group is not None else [])]
         every = [*(c.name for c in sparse), *dense, *schema.labels, *others, *made_of]
         for name in dict.fromkeys(every):
             if name not in names:
@@ -121,6 +124,8 @@ class SchemaChecks:
             if column.name in names:
                 kind = arrow.plain_type(fields.field(column.name).type)
                 self._try(column.name, partial(arrow.check_sparse, column, kind, self.ids, what))
+                if column.weights is not None and column.weights in names:
+                    self._try(column.weights, partial(check_id_weights, column, fields, what))
         mapped = {label.column: label for label in schema.positives}
         for name in (n for n in schema.labels if n in names):
             kind = fields.field(name).type
@@ -196,6 +201,17 @@ class SchemaChecks:
                 "again, or hash values (ids: hash)"
             )
             self._say(found, column.name, "ids out of range", outside, array, "id {:,}", limit, row_of)
+
+    def _id_weights(self, found: RowsSlice, column: SparseColumn) -> None:
+        stored = arrow.plain(found.table.select([column.name, column.weights]))
+        ids, weights = (of.combine_chunks() for of in stored.columns)
+        lengths, there = per_row(ids), per_row(weights)
+        name, shown = str(column.weights), f"{{:,}} weights beside another number of ids of '{column.name}'"
+        self._say(found, name, "number of weights", lengths != there, there, shown, "give each id one weight")
+        weights = weights.flatten() if arrow.is_list(weights.type) else weights
+        bad = ~np.isfinite(as_weights(weights))
+        limit = "the weight of an id must be a finite number as float32 (negative ones and 0 are taken): mend the data"
+        self._say(found, name, "bad weights", bad, weights, "weight {}", limit, np.repeat(np.arange(len(ids)), there))
 
     def _numbers(self, found: RowsSlice, name: str, missing: str | None) -> None:
         column = found.table[name]

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from hotbed.bags import Bags
+from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.npy import NpySource
@@ -68,6 +68,8 @@ class SourceFile:
         fields = [(c.name, pa.int64() if c.ids == 1 else pa.large_list(pa.int64())) for c in s.sparse]
         fields += [(name, pa.float64() if s.numericals else pa.float32()) for name in s.dense]
         fields += [(name, pa.float32()) for name in dict.fromkeys((*s.labels, *s.weight_columns))]
+        weighted = {c.weights: c.ids for c in s.sparse if c.weights is not None}
+        fields += [(n, pa.float32() if k == 1 else pa.large_list(pa.float32())) for n, k in weighted.items()]
         fields += [(s.group, pa.int64())] if s.group else []
         return pa.schema(fields)
 
@@ -88,10 +90,12 @@ class SourceFile:
         """Read some columns of a chunk."""
         batch = self.source.read(self.split, row_group)
         schema = self.source.schema
-        for name in columns:
-            if name in batch.sparse.names and batch.sparse[name].weights is not None:
+        for column in (c for c in schema.sparse if c.name in columns and c.weights is None):
+            weights = batch.sparse[column.name].weights
+            if weights is not None and bool((weights != 1).any()):
                 raise DataError(
-                    f"{self}, column '{name}' has a weight for each id, which prepared data do not hold; leave them out"
+                    f"{self}, column '{column.name}' has a weight for each id, and its schema names no column of them; "
+                    "say `weights`, or leave them out"
                 )
         return pa.table({name: _column(batch, name, schema).cast(self.schema.field(name).type) for name in columns})
 
@@ -177,6 +181,9 @@ def _shown(raw: Path | Source) -> str:
 def _column(batch: Batch, name: str, schema: Schema) -> pa.Array:
     if name in batch.sparse.names:
         return _ids(batch.sparse[name])
+    if (weighted := next((c.name for c in schema.sparse if c.weights == name), None)) is not None:
+        bags = batch.sparse[weighted]
+        return _ids(bags._replace(values=weights_of(bags)))
     if name in schema.dense and batch.dense is not None:
         return _numbers(batch.dense[:, schema.dense.index(name)])
     if name in schema.labels and batch.labels is not None:

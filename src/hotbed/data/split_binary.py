@@ -138,6 +138,10 @@ def check_split_binary(schema: Schema) -> None:
         raise SpecError("the split-binary format does not map labels; write them as 0 and 1, or use Parquet")
     if not schema.labels:
         raise SpecError("the split-binary format needs at least one label column")
+    if schema.id_weights:
+        raise SpecError(
+            f"the split-binary format has no weights of ids ('{schema.id_weights[0]}'); use Parquet for them"
+        )
     for column in schema.sparse:
         if column.ids != 1:
             raise SpecError(

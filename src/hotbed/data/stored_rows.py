@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
+from torch import Tensor
 
+from hotbed.bags import Bags, weights_of
 from hotbed.batch import Batch
 from hotbed.data.npy import NpySource
 from hotbed.data.npy_files import find_days, has_days
@@ -224,18 +226,23 @@ def columns_of(batch: Batch, schema: Schema) -> pa.Table:
             columns |= {name: pa.array(values[:, i].numpy()) for i, name in enumerate(names)}
     for column in schema.sparse:
         bags = batch.sparse[column.name]
-        ids = pa.array(bags.values.numpy())
-        if bags.offsets is not None:
-            ids = pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), ids)
-        elif bags.fixed != 1:
-            ids = pa.FixedSizeListArray.from_arrays(ids, bags.fixed)
-        columns[column.name] = ids
+        columns[column.name] = _lists(bags, bags.values)
+        if column.weights is not None:
+            columns.setdefault(column.weights, _lists(bags, weights_of(bags)))
     if batch.weights is not None:
         for name in schema.weight_columns:
             columns.setdefault(name, pa.array(schema.weights_of(batch.weights, name).numpy()))
     for name, values in batch.extra.items():
         columns.setdefault(name, pa.array(values.numpy()))
     return pa.table(columns)
+
+
+def _lists(bags: Bags, values: Tensor) -> pa.Array:
+    """A value for each id of bags, in lists where a sample has not one id."""
+    column = pa.array(values.numpy())
+    if bags.offsets is not None:
+        return pa.LargeListArray.from_arrays(pa.array(bags.offsets.numpy().astype("int64")), column)
+    return column if bags.fixed == 1 else pa.FixedSizeListArray.from_arrays(column, bags.fixed)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:

@@ -133,8 +133,9 @@ class CausalAttention(nn.Module):
 class SequentialTransduction(nn.Module):
     """Layer of HSTU (Zhai et al. 2024, arXiv 2402.17152), with a residual connection around it.
 
-    ``U, V, Q, K = Split(SiLU(f₁(X)))`` (equation 1), ``A = SiLU(Q Kᵀ + rab) ÷ L`` (2), ``f₂(Norm(A V) ⊙ U)`` (3). The
-    relative attention bias ``rab`` is by distance in the history; that of times is left out.
+    Pointwise projection: ``U, V, Q, K = Split(SiLU(f₁(X)))`` (equation 1). Spatial aggregation: ``A V`` with ``A =
+    SiLU(Q Kᵀ + rab)`` (2), divided by ``L`` as in the authors' code. Pointwise transformation: ``f₂(Norm(A V) ⊙ U)``
+    (3). The relative attention bias ``rab`` is by distance in the history; that of times is left out.
 
     Parameters
     ----------

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from hotbed.bags import Bags, padding_mask
+from hotbed.bags import Bags
 from hotbed.batch import Batch, Embeddings
 from hotbed.embed import Distributed, EmbeddingCollection
-from hotbed.errors import BatchError, CheckpointError, SpecError
+from hotbed.errors import CheckpointError, SpecError
 from hotbed.jagged import Jagged
 from hotbed.nn.layers import DotInteraction
 from hotbed.nn.linear import Linear
 from hotbed.nn.normalization import normalization_of
-from hotbed.nn.plain import PlainInteraction
-from hotbed.specs import Feature, Padding
+from hotbed.nn.plain import PaddedEmbeddings, PlainInteraction
+from hotbed.specs import Feature
 
 Vectors = Tensor | tuple[Tensor, Tensor]
 """Of a feature: pooled ``[B, D]``; else ``[B, max_len, D]``, zeros where it is padded, and lengths ``[B]`` int64."""
@@ -146,7 +146,7 @@ class GivenEmbeddings(nn.Module):
     @override
     def forward(self, ids: _Given, *, room: int = 0) -> Embeddings:
         """Vectors of the batch, as `EmbeddingCollection.forward`."""
-        found = _GivenSequences([feature.name for feature in self.features])
+        found = PaddedEmbeddings([feature.name for feature in self.features])
         for dim in dict.fromkeys(table.dim for table in self.tables.values()):
             of_dim = [f for f in self.features if f.is_pooled and self.tables[f.table].dim == dim]
             if of_dim:
@@ -155,44 +155,8 @@ class GivenEmbeddings(nn.Module):
         for feature in self.features:
             if not feature.is_pooled:
                 sequence = ids.vectors[vectors_name(self.path, feature.name)]
-                found.given[feature.name] = cast("tuple[Tensor, Tensor]", sequence)
-                if feature.padding is not None:
-                    found.padding[feature.name] = feature.padding
+                found.add_padded(feature, *cast("tuple[Tensor, Tensor]", sequence))
         return found
-
-
-class _GivenSequences(Embeddings):
-    """Embeddings whose features that are not pooled are padded already."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(names)
-        self.given: dict[str, tuple[Tensor, Tensor]] = {}
-        self.padding: dict[str, Padding] = {}
-
-    @override
-    def padded(self, name: str) -> tuple[Tensor, Tensor]:
-        if name not in self.given:
-            return super().padded(name)  # which says why there is nothing to pad
-        vectors, lengths = self.given[name]
-        return vectors, padding_mask(lengths, vectors.shape[1], self.padding.get(name))
-
-    @override
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.given:
-            return super().__getitem__(name)
-        vectors, lengths = self.given[name]
-        if name in self.padding:
-            return vectors
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        return torch.nested.nested_tensor_from_jagged(vectors[self.padded(name)[1]], offsets)
-
-    @override
-    def _refuse_sequences(self, method: str) -> None:
-        if self.given:
-            raise BatchError(
-                f"{method}() needs pooled features, and {', '.join(self.given)} has pooling='none'; pick features by "
-                "name"
-            )
 
 
 class _Given:

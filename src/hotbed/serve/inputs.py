@@ -151,9 +151,10 @@ def record_batch(table: pa.Table, columns: Sequence[RawColumn]) -> pa.RecordBatc
     """
     for column in columns:
         at = table.schema.get_field_index(column.name)
-        if column.kind == "numbers" and at >= 0 and not pa.types.is_float64(table.schema.field(at).type):
+        wide = pa.large_list(pa.float64()) if column.is_list else pa.float64()
+        if column.kind == "numbers" and at >= 0 and table.schema.field(at).type != wide:
             with contextlib.suppress(pa.ArrowInvalid):
-                table = table.set_column(at, column.name, table.column(at).cast(pa.float64()))
+                table = table.set_column(at, column.name, table.column(at).cast(wide))
     batches = table.combine_chunks().to_batches()
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 

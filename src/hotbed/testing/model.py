@@ -6,9 +6,9 @@ A test class of a model subclasses `ModelContract` and says which columns the mo
         model = Component(class_path="two_tower.TwoTower", init_args={"width": 16})
         schema = Schema(sparse=(SparseColumn(name="user", rows=90), SparseColumn(name="item", rows=60)))
 
-Its samples are drawn: ids of all columns, lists of up to `LONGEST` where their number varies, and labels that depend on
-the ids. Tests go the way of ``hotbed train``, ``predict``, ``export`` and ``serve``, in several processes, too, which
-must be able to import the test's module.
+Its samples are drawn: ids of all columns, lists of up to `LONGEST` where their number varies, their weights where a
+column has some, and labels that depend on the ids. Tests go the way of ``hotbed train``, ``predict``, ``export`` and
+``serve``, in several processes, too, which must be able to import the test's module.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from rich.console import Console
 
+from hotbed.batch import Batch
 from hotbed.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from hotbed.config import Component, Recipe
 from hotbed.data import Loader, Schema
@@ -44,6 +45,7 @@ from hotbed.testing.processes import World, run_in_processes
 from hotbed.train.build import build_trainer, open_source
 from hotbed.train.callbacks import Callback
 from hotbed.train.export import export_model
+from hotbed.train.export_single import export_single
 from hotbed.train.predict import predict
 from hotbed.train.report import RunDirectory
 from hotbed.train.run import train
@@ -177,6 +179,24 @@ class ModelContract(ABC):
         finally:
             served.close()
 
+    def test_a_program_of_torch_alone_gives_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
+        """``hotbed export --single``: the same scores, but for the order of sums."""
+        run = run_of(recipe, tmp_path / "runs")
+        export_single(run, tmp_path / "program.pt2", trust_recipe=True)
+        program = torch.export.load(tmp_path / "program.pt2").module()
+        source = open_source(Recipe.from_dict(recipe).data)
+        batch = Batch.concatenate([source.read("train", i) for i in range(len(source.chunks("train")))])
+        ids: dict[str, Any] = {}
+        weights: dict[str, torch.Tensor] = {}
+        for column in self.schema.sparse:
+            bags = batch.sparse[column.name]
+            values = bags.values.long()
+            ids[column.name] = (values, bags.lengths()) if bags.fixed is None else values.view(-1, bags.fixed)
+            if column.weights is not None and bags.weights is not None:
+                weights[column.name] = bags.weights if bags.fixed is None else bags.weights.view(-1, bags.fixed)
+        logits = program(batch.dense, ids, *([weights] if weights else []))
+        np.testing.assert_allclose(logits.detach().double().sigmoid().numpy(), _predicted(run, recipe), atol=1e-6)
+
     def test_what_is_evaluated_are_the_predictions(self, recipe: dict[str, Any], tmp_path: Path) -> None:
         """``hotbed eval``: logloss and AUC of each label are those of the scores of ``hotbed predict``."""
         run = run_of(recipe, tmp_path / "runs")
@@ -249,8 +269,13 @@ def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
         ids = rng.integers(0, column.rows, (samples, most))
         lengths = np.full(samples, most) if column.ids else rng.integers(0, LONGEST + 1, samples)
         here = np.arange(most) < lengths[:, None]
-        score += ((ids % 2 * 2 - 1) * here).sum(1) / np.maximum(lengths, 1)
-        columns[column.name] = ids[:, 0] if column.ids == 1 else _lists(ids[here], lengths)
+        weights = np.ones(ids.shape, np.float32)
+        if column.weights is not None:
+            weights[:] = rng.uniform(-0.5, 2, ids.shape)
+        score += ((ids % 2 * 2 - 1) * weights * here).sum(1) / np.maximum(lengths, 1)
+        stored = {column.name: ids} if column.weights is None else {column.name: ids, column.weights: weights}
+        for name, values in stored.items():
+            columns[name] = values[:, 0] if column.ids == 1 else _lists(values[here], lengths)
     for i, name in enumerate(schema.dense):
         values = rng.normal(0, 1, samples).astype(np.float32)
         score += values * (i == 0)
@@ -260,7 +285,7 @@ def drawn(schema: Schema, samples: int, seed: int = 0) -> Any:
     return pa.table(columns)
 
 
-def _lists(values: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+def _lists(values: NDArray[Any], lengths: NDArray[np.int64]) -> Any:
     return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.array(values))
 
 

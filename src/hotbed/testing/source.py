@@ -66,6 +66,7 @@ class SourceContract(ABC):
         assert (0 if batch.dense is None else batch.dense.shape[1]) == len(schema.dense)
         assert (0 if batch.labels is None else batch.labels.shape[1]) == len(schema.labels)
         assert (batch.weights is not None) == bool(schema.weight_columns)
+        assert (batch.sparse.weights is not None) == bool(schema.id_weights)
         assert list(batch.extra) == ([schema.group] if schema.group else [])
         for column in schema.sparse:
             ids = batch.sparse[column.name].values

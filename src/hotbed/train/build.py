@@ -27,7 +27,7 @@ from hotbed.train.hot_batches import HotSplit
 from hotbed.train.idle_settings import warn_of_idle_settings
 from hotbed.train.losses import losses_of
 from hotbed.train.numerics import resolve_device
-from hotbed.train.own_metrics import own_metrics
+from hotbed.train.own_metrics import metrics_of
 from hotbed.train.parallel import Ranks, distributed, needs_a_plan, refuse_impossible
 from hotbed.train.parameter_groups import group_parameters, group_tables
 from hotbed.train.pipeline import Divide, whole
@@ -127,7 +127,7 @@ def build_trainer(recipe: Recipe, source: Source) -> Trainer:
     elif not source.schema.labels:
         raise SpecError("the source's schema names no label, so there is nothing to train for; set schema.labels")
     losses_of(recipe.tasks, source.schema.labels, device)  # before labels are read and tables made
-    own_metrics(recipe.metrics)
+    metrics_of(recipe)
     _check_labels(recipe, source)
     model = build_model(recipe, source, device)
     if Ranks(model).is_first:
@@ -153,7 +153,7 @@ def trainer_of(recipe: Recipe, source: Source, model: nn.Module) -> Trainer:
         schedule=recipe.schedule,
         group=source.schema.group,
         labels=labels,
-        metrics=own_metrics(recipe.metrics),
+        metrics=metrics_of(recipe),
         loss=loss,
         overlap=recipe.parallel.overlap,
         divide=_divide(recipe, source, model),

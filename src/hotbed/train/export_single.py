@@ -13,7 +13,7 @@ from hotbed.checkpoint import find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.storage import LocalDirectory, directory
 from hotbed.checkpoint.tensor_files import new_directory
 from hotbed.config import MemoryRecipe
-from hotbed.data import Source
+from hotbed.data import Source, SparseColumn
 from hotbed.data.described import described_features, encoding_of
 from hotbed.data.hashing import HASH
 from hotbed.errors import CheckpointError
@@ -32,12 +32,14 @@ def export_single(
 ) -> dict[str, Any]:
     """Write the model of a checkpoint to a program of torch.
 
-    ``torch.export.load(FILE).module()(dense, ids)`` gives the logits ``[B, T]`` of any number of samples: ``dense [B,
-    I]`` (None where there are no dense inputs), numbers as they are stored, which the program normalizes: float64, or
-    float32 where there is nothing to normalize, and ``ids``, by feature ``[B, k]`` int64, or ``(values [N], lengths
-    [B])`` where the number of ids varies. ``inputs.json`` describes them, with the way from stored values to ids;
-    ``docs/prediction.md`` shows a stranger's code. Ids out of range are treated as the recipe's ``data.on_bad_id``
-    says. It takes twice the memory of the model.
+    ``torch.export.load(FILE).module()(dense, ids)``, or ``(dense, ids, weights)`` where ids have weights, gives the
+    logits ``[B, T]`` of any number of samples: ``dense [B, I]`` (None where there are no dense inputs), numbers as they
+    are stored, which the program normalizes: float64, or float32 where there is nothing to normalize; ``ids``, by
+    feature ``[B, k]`` int64, or ``(values [N], lengths [B])`` where the number of ids varies, of histories the newest
+    last; ``weights``, by feature that has some, ``[B, k]`` or ``[N]`` float32. ``inputs.json`` describes them, with the
+    way from stored values to ids; ``docs/prediction.md`` shows a stranger's code. Ids out of range are treated as the
+    recipe's ``data.on_bad_id`` says, lists that are too long as the features' ``on_too_long``. It takes twice the
+    memory of the model.
 
     Parameters
     ----------
@@ -99,15 +101,17 @@ def _described(source: Source, *, raw: bool) -> dict[str, Any]:
             return encoding_of(encoder, column)
         return {"encoding": "hash", "values": kinds[column]} if column in kinds else {"encoding": "rows"}
 
+    def of_ids(column: SparseColumn) -> dict[str, Any]:
+        weights = {} if column.weights is None else {"weights": column.weights}
+        return {"rows": column.rows, "ids": column.ids, "pooling": column.pooling, **weights, **encoding(column.name)}
+
     return {
         "dense": replace(schema, derived=()).to_dict()["dense"],
         "dense_dtype": "float64" if raw else "float32",
         "labels": list(schema.labels),
         "positives": {label.column: label.positive for label in schema.positives},
         "output": "logits [B, labels]; the probability of a label is 1 / (1 + exp(-logit))",
-        "ids": {
-            c.name: {"rows": c.rows, "ids": c.ids, "pooling": c.pooling, **encoding(c.name)} for c in schema.sparse
-        },
+        "ids": {c.name: of_ids(c) for c in schema.sparse},
         "features": [] if encoder is None else described_features(encoder),
         "hash": HASH if kinds else None,
         "tables": schema.rows,

@@ -22,7 +22,7 @@ from hotbed.data import Schema
 from hotbed.embed import EmbeddingCollection
 from hotbed.errors import BatchError, NonFiniteError, SpecError
 from hotbed.nn.normalization import normalization_of
-from hotbed.train.own_metrics import OwnMetrics, value_of
+from hotbed.train.own_metrics import Makers, OwnMetrics, TaskMetrics, value_of
 from hotbed.train.parallel import Ranks
 from hotbed.train.size_classes import SizeClasses
 
@@ -52,7 +52,7 @@ class Metrics:
     tasks
         Metrics by label where there are several; the values above are then their means.
     others
-        Values of the recipe's own metrics, by their names.
+        Values of the recipe's own metrics, by their names; of several labels the means of those that all have.
     undefined
         Why a metric is not defined, by its name.
     """
@@ -112,7 +112,8 @@ class Predictions:
     """
 
     def __init__(self, labels: Sequence[str] | None = None, metrics: OwnMetrics | None = None) -> None:
-        self._names, self._own = labels, metrics or {}
+        self._names = labels
+        self._own = metrics if isinstance(metrics, TaskMetrics) else TaskMetrics(metrics or {}, {})
         self._parts: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         self._sums: Tensor | None = None
 
@@ -168,16 +169,17 @@ class Predictions:
             for t in range(logits.shape[1])
         ]
         tasks = [
-            replace(task, others=self._others(logits[:, t], labels[:, t], _of_task(weights, t)))
-            for t, task in enumerate(tasks)
+            replace(task, others=_others(self._own.of(name), logits[:, t], labels[:, t], _of_task(weights, t)))
+            for t, (name, task) in enumerate(zip(names, tasks, strict=True))
         ]
         return tasks[0] if len(tasks) == 1 else _mean(dict(zip(names, tasks, strict=True)))
 
-    def _others(self, logits: Tensor, labels: Tensor, weights: Tensor | None) -> dict[str, float]:
-        """The recipe's own metrics of a task, on the CPU."""
-        scores, labels = logits.double().sigmoid().float().cpu(), labels.cpu()
-        weights = None if weights is None else weights.cpu()
-        return {name: value_of(name, make(), scores, labels, weights) for name, make in self._own.items()}
+
+def _others(own: Makers, logits: Tensor, labels: Tensor, weights: Tensor | None) -> dict[str, float]:
+    """The recipe's own metrics of a task, on the CPU."""
+    scores, labels = logits.double().sigmoid().float().cpu(), labels.cpu()
+    weights = None if weights is None else weights.cpu()
+    return {name: value_of(f"metrics.{name}", make(), scores, labels, weights) for name, make in own.items()}
 
 
 def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -224,6 +226,7 @@ def _reason(name: str, metrics: Metrics, labels: Tensor, total: float) -> str:
 
 def _mean(tasks: dict[str, Metrics]) -> Metrics:
     first = next(iter(tasks.values()))
+    of_all = [name for name in first.others if all(name in task.others for task in tasks.values())]
     gaucs = [task.gauc for task in tasks.values() if task.gauc is not None]
 
     def mean(name: str) -> float:
@@ -237,7 +240,7 @@ def _mean(tasks: dict[str, Metrics]) -> Metrics:
         calibration=mean("calibration"),
         gauc=sum(gaucs) / len(gaucs) if gaucs else None,
         tasks=tasks,
-        others={name: sum(task.others[name] for task in tasks.values()) / len(tasks) for name in first.others},
+        others={name: sum(task.others[name] for task in tasks.values()) / len(tasks) for name in of_all},
         undefined={
             metric: f"label '{name}': {reason}"
             for name, task in reversed(tasks.items())  # of several the first

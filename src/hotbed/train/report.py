@@ -154,9 +154,14 @@ def print_metrics(
         table.add_column(task, justify="right", overflow="fold")
     if best:
         table.add_column("best attainable", justify="right")
-    for name in [*METRIC_NAMES, *(name for name in metrics if name not in OWN_NAMES)]:
-        if name in metrics:
-            cells = [metrics[name], *(task.get(name) for task in tasks.values()), *([best.get(name)] if best else [])]
+    own = dict.fromkeys(name for of in (metrics, *tasks.values()) for name in of if name not in OWN_NAMES)
+    for name in [*METRIC_NAMES, *own]:
+        if name in metrics or name in own:
+            cells = [
+                metrics.get(name),
+                *(task.get(name) for task in tasks.values()),
+                *([best.get(name)] if best else []),
+            ]
             table.add_row(METRIC_NAMES.get(name, name), *map(_number, cells))
     console.print(table)
     reasons = [(f"label '{label}', ", task) for label, task in tasks.items()] or [("", metrics)]

@@ -12,7 +12,7 @@ from torch import nn
 from hotbed.checkpoint import Directory, Taken, directory, find_checkpoint, load_checkpoint, read_manifest
 from hotbed.checkpoint.manifest import Manifest
 from hotbed.checkpoint.single_files import suffix
-from hotbed.config import Component, ParallelRecipe, Recipe, check_trust
+from hotbed.config import Component, ParallelRecipe, Recipe, TaskRecipe, check_trust
 from hotbed.data import Encoder, Loader, NpySource, ParquetSource, Schema, Source, SplitBinarySource
 from hotbed.data.feature_spec import DESCRIPTION
 from hotbed.data.parquet import is_prepared
@@ -22,7 +22,7 @@ from hotbed.locations import location
 from hotbed.train.build import build, build_model, check_split, new_source
 from hotbed.train.metrics import Metrics, evaluate
 from hotbed.train.numerics import resolve_device
-from hotbed.train.own_metrics import own_metrics
+from hotbed.train.own_metrics import metrics_of
 from hotbed.train.retrieval_build import all_items, item_features, model_source, options_of
 from hotbed.train.retrieval_metrics import evaluate_found
 
@@ -77,7 +77,7 @@ def evaluate_checkpoint(
         found = evaluate_found(model, loader, items, options_of(recipe, model), device=device)
         return checkpoint, place, found
     options: dict[str, Any] = {"device": device, "group": source.schema.group, "labels": source.schema.labels}
-    metrics = evaluate(model, loader, **options, metrics=own_metrics(recipe.metrics))
+    metrics = evaluate(model, loader, **options, metrics=metrics_of(recipe))
     return checkpoint, place, metrics
 
 
@@ -91,9 +91,9 @@ def recipe_of(manifest: Manifest, place: str, *, trusted: bool, evaluates: bool 
             f"{place} holds no recipe, so its model cannot be built; use load_checkpoint, or convert its tables to "
             "safetensors (hotbed checkpoint convert)"
         )
-    recipe = replace(Recipe.from_stored(manifest.recipe), tasks={}, callbacks={})
-    if not evaluates:
-        recipe = replace(recipe, metrics={})
+    recipe = replace(Recipe.from_stored(manifest.recipe), callbacks={})
+    of_tasks = {label: TaskRecipe(metrics=task.metrics) for label, task in recipe.tasks.items()}
+    recipe = replace(recipe, tasks=of_tasks) if evaluates else replace(recipe, tasks={}, metrics={})
     check_trust(recipe, place, trusted=trusted)
     return replace(recipe, parallel=ParallelRecipe())
 
