@@ -15,7 +15,6 @@ compiles instead, the same way, the kernels of TorchRec's TritonTBE, whose files
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -36,8 +35,6 @@ def lines(which: Iterable[Launch], target: str, say: Callable[[Line], None] = la
     found: list[Line] = []
     seen: set[str] = set()
     for launch in which:
-        if target.startswith("gfx") and re.fullmatch(r"27 × \d+ fp32", launch.about):
-            continue  # products of float32 are three of TF32, which Triton has for NVIDIA's GPUs only
 
         def keep(compiled: Compiled, launch: Launch = launch) -> None:
             if compiled.asm["ttir"] not in seen:
